@@ -1,0 +1,27 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set up what they need.
+PY := .venv/bin/python
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup demo test test-full lint format
+
+setup:
+	@./scripts/setup.sh
+
+demo: setup
+	@$(PY) -m examples.searchr1.tiny.demo $(ARGS)
+
+test: setup lint
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-full: setup lint
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+
+format: setup
+	@.venv/bin/ruff format .
+	@.venv/bin/ruff check --fix .

@@ -1,0 +1,1 @@
+"""Search-R1 experiments: data, index, training and evaluation."""

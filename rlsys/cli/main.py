@@ -1,0 +1,48 @@
+"""The `rlsys` command.
+
+Contract: a user's mistake prints one sentence to standard error and exits with 2; a run that breaks
+off prints what and who and exits with 1; Ctrl-C exits with 130, with nothing left running.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from rlsys.cli import convert, doctor, evaluate, search, train
+from rlsys.errors import RunError, UserError, root_cause
+
+app = typer.Typer(
+    help="Reinforcement learning for language models that search.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train", help="Train a policy as a config says.")(train.command)
+app.command("eval", help="Ask a model the held-out questions, greedily.")(evaluate.command)
+app.command("convert", help="Turn a Megatron checkpoint into a Hugging Face folder.")(convert.command)
+app.add_typer(search.app, name="search")
+app.command("doctor", help="Say what is installed, what is missing, and what to do.")(doctor.command)
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app()
+    except BaseException as error:
+        cause = root_cause(error)
+        if isinstance(cause, UserError):
+            print(cause, file=sys.stderr)
+            raise SystemExit(2) from None
+        if isinstance(cause, RunError):
+            print(cause, file=sys.stderr)
+            raise SystemExit(1) from None
+        if isinstance(cause, KeyboardInterrupt):
+            print("Interrupted.", file=sys.stderr)
+            raise SystemExit(130) from None
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`rlsys train`: compose, check, then run or print the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlsys.cli.running import run_to_end
+from rlsys.config.compose import load_config
+from rlsys.config.plan import make_plan, render_plan
+from rlsys.config.schema import RunConfig
+from rlsys.config.validate import validate
+
+ConfigName = Annotated[
+    str, typer.Option("--config-name", "-c", help="A primary config of the config folder.")
+]
+ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs; the project's own by default.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings such as trainer.steps=5.")]
+
+
+def command(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved plan and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")] = False,
+    no_wandb: Annotated[bool, typer.Option("--no-wandb", help="Leave Weights & Biases out.")] = False,
+) -> None:
+    """Train a policy."""
+    config = load_config(config_name, overrides or (), config_dir)
+    if no_wandb:
+        config.tracking.wandb = False
+    if as_json and not dry_run:
+        raise typer.BadParameter("it goes with --dry-run", param_hint="--json")
+    validate(config)
+    if dry_run:
+        plan = make_plan(config)
+        typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
+        return
+    start(config)
+
+
+def start(config: RunConfig) -> Path:
+    """Train as `config` says, show the result, and return the run's folder."""
+    from rich.console import Console
+
+    from rlsys.observe.table import render_summary
+    from rlsys.record import new_run_dir
+    from rlsys.train import train
+
+    run_dir = new_run_dir(config)
+    summary = run_to_end(train(config, run_dir))
+    render_summary(summary, Console())
+    typer.echo(f"The run is in {run_dir}.")
+    return run_dir

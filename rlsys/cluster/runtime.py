@@ -1,0 +1,104 @@
+"""Ray for the length of a run: started or joined on entry, left on exit, nothing stays behind.
+
+A local Ray is this run's own and ends with it, also after an exception or Ctrl-C. A cluster at an
+address is joined and left; only the run's own actors end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import psutil
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from rlsys.config.schema import ClusterConfig, Device
+from rlsys.errors import RunError, UserError
+
+RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
+
+
+@contextlib.contextmanager
+def ray_runtime(cluster: ClusterConfig, bundle_sizes: Sequence[int]) -> Iterator[PlacementGroup]:
+    """Join or start Ray and reserve one bundle of that many devices for each worker process."""
+    slots = sum(bundle_sizes)
+    local_dir = _start(cluster, slots)
+    try:
+        bundles = placement_group(
+            [{RESOURCE[cluster.device]: size} for size in bundle_sizes], strategy="PACK"
+        )
+        if not bundles.wait(cluster.start_timeout_s):
+            have = int(ray.cluster_resources().get(RESOURCE[cluster.device], 0))
+            raise RunError(
+                f"the cluster did not give {slots} {cluster.device} slots within {cluster.start_timeout_s:.0f} s "
+                f"(it has {have} in all): free some, or place the groups on fewer."
+            )
+        try:
+            yield bundles
+        finally:
+            remove_placement_group(bundles)
+    finally:
+        _stop(local_dir)
+
+
+def _start(cluster: ClusterConfig, slots: int) -> str | None:
+    """Connect; returns the folder of a local Ray, None when a running cluster was joined."""
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    if cluster.address is not None:
+        _check_reachable(cluster.address)
+        ray.init(address=cluster.address, **quiet)
+        return None
+    folder = tempfile.mkdtemp(prefix="rlsys-ray-")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    resources = {"num_cpus": slots} if cluster.device is Device.cpu else {}
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        _temp_dir=folder,
+        object_store_memory=512 * 1024 * 1024 if cluster.device is Device.cpu else None,
+        **resources,
+        **quiet,
+    )
+    return folder
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes before it says that nobody is there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and other words of Ray's own
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
+    except OSError as problem:
+        raise UserError(
+            f"cluster.address={address}: no Ray cluster answers there ({problem.strerror or problem}); start one "
+            "with `ray start --head`, or set cluster.address=null for a local one."
+        ) from problem
+
+
+def _stop(local_dir: str | None) -> None:
+    """Leave Ray; of a local one, end every process, workers' children included, and remove its folder."""
+    ours = _processes_of(local_dir) if local_dir else []
+    ray.shutdown()
+    if local_dir is None:
+        return
+    _, alive = psutil.wait_procs(ours, timeout=5)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    shutil.rmtree(local_dir, ignore_errors=True)
+
+
+def _processes_of(folder: str) -> list[psutil.Process]:
+    """The daemons of the Ray that lives in `folder`, and all that descends from them."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if folder in " ".join(child.cmdline()):
+                found += [child, *child.children(recursive=True)]
+    return found

@@ -1,0 +1,318 @@
+"""The schema of a run: every key, its type, its unit and its default. Pure data, no behaviour.
+
+Hydra composes a YAML tree at the edge (`rlsys.config.compose`), which is turned into these classes;
+nothing past that edge sees a DictConfig. Every key here is read somewhere: a test holds that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+REQUIRED = "???"
+"""Marks a key without a default: leaving it out stops the run with a sentence."""
+
+
+class Device(StrEnum):
+    """What the groups run on."""
+
+    cpu = "cpu"
+    CPU = "cpu"
+    gpu = "gpu"
+    GPU = "gpu"
+
+
+class Mode(StrEnum):
+    """Whether groups may share devices."""
+
+    disaggregated = "disaggregated"
+    DISAGGREGATED = "disaggregated"
+    collocated = "collocated"
+    COLLOCATED = "collocated"
+
+
+class Layers(StrEnum):
+    """Which transformer layers Megatron is built from."""
+
+    auto = "auto"
+    AUTO = "auto"
+    te = "te"
+    TE = "te"
+    local = "local"
+    LOCAL = "local"
+
+
+class Dtype(StrEnum):
+    """Numeric type of weights and activations."""
+
+    float32 = "float32"
+    FLOAT32 = "float32"
+    bfloat16 = "bfloat16"
+    BFLOAT16 = "bfloat16"
+
+
+class TokenMode(StrEnum):
+    """How a multi-turn context is kept as tokens."""
+
+    retokenize = "retokenize"
+    RETOKENIZE = "retokenize"
+    append = "append"
+    APPEND = "append"
+
+
+class LrDecay(StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    constant = "constant"
+    CONSTANT = "constant"
+    linear = "linear"
+    LINEAR = "linear"
+    cosine = "cosine"
+    COSINE = "cosine"
+
+
+@dataclass
+class ModelConfig:
+    """The policy."""
+
+    path: str = REQUIRED
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
+    layers: Layers = Layers.AUTO
+    """`te` where Transformer Engine is installed, else `local`; `auto` chooses."""
+    dtype: Dtype = Dtype.BFLOAT16
+    """Of the trained and the inference model."""
+    recompute: bool = False
+    """Recompute activations in the backward pass (less memory, a third more time)."""
+
+
+@dataclass
+class ParallelConfig:
+    """How one Megatron group is cut. Data parallel size is what the placement leaves."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    pp_layers: list[int] | None = None
+    """Layers of each pipeline stage where they are uneven; null splits evenly."""
+    sequence_parallel: bool = False
+    """Cut norms and dropout along the sequence too; needs tp > 1."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    decay: LrDecay = LrDecay.CONSTANT
+    warmup_fraction: float = 0.0
+    """Share of all optimiser steps over which the rate rises linearly."""
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True
+    """Shard the optimiser's state over data-parallel ranks."""
+
+
+@dataclass
+class ActorConfig:
+    """The group that trains."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    micro_batch_tokens: int = 16384
+    """Most tokens, padding included, of one forward and backward pass of one rank."""
+
+
+@dataclass
+class InferenceConfig:
+    """The group that recomputes log-probs."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch_tokens: int = 32768
+    """Most tokens, padding included, of one forward pass of one rank."""
+
+
+@dataclass
+class EngineConfig:
+    """One SGLang engine."""
+
+    tp: int = 1
+    dtype: Dtype = Dtype.BFLOAT16
+    attention_backend: str = "auto"
+    """SGLang's name of it; `auto` is SGLang's own choice on a GPU and torch_native on a CPU."""
+    memory_fraction: float = 0.8
+    """Share of the device's memory for weights and KV cache."""
+    kv_cache_tokens: int | None = None
+    """Size of the KV cache; null lets SGLang fill `memory_fraction`."""
+    max_running: int = 256
+    """Most sequences decoded at once."""
+    start_timeout_s: float = 600.0
+
+
+@dataclass
+class SamplingConfig:
+    """How rollouts are drawn. Evaluation is greedy whatever stands here."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: list[str] = field(default_factory=lambda: ["</search>", "</answer>"])
+    """Strings at which the engine ends a turn; they stay in the text."""
+
+
+@dataclass
+class RolloutConfig:
+    """The group that generates."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    max_episodes: int = 256
+    """Most episodes in flight on one engine."""
+    episode_timeout_s: float = 600.0
+    """An episode that takes longer is aborted and counted."""
+
+
+@dataclass
+class TagsConfig:
+    """The words of the protocol."""
+
+    search: str = "search"
+    answer: str = "answer"
+    information: str = "information"
+
+
+@dataclass
+class TaskConfig:
+    """What is asked, and the limits of an episode."""
+
+    train_path: str = REQUIRED
+    """Questions to train on: jsonl or parquet of Search-R1 rows."""
+    eval_path: str = REQUIRED
+    """Held-out questions."""
+    eval_limit: int | None = None
+    """Most held-out questions asked at an evaluation during training; null asks all."""
+    tags: TagsConfig = field(default_factory=TagsConfig)
+    invalid_message: str = (
+        "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
+        "</search>. If I want to give the final answer, I should put the answer between <answer> and "
+        "</answer>. Let me try again.\n"
+    )
+    max_turns: int = 4
+    """Turns in which a search is carried out; one more may only answer."""
+    max_prompt_tokens: int = 2048
+    """A longer question is refused."""
+    max_turn_tokens: int = 500
+    """Most tokens generated in a turn."""
+    max_observation_tokens: int = 500
+    """A longer observation is cut, its closing tag kept."""
+    max_total_tokens: int = 7096
+    """Prompt, turns and observations together."""
+    token_mode: TokenMode = TokenMode.RETOKENIZE
+    train_eos: bool = True
+    """Append the end-of-sequence token after the answer and train it."""
+
+
+@dataclass
+class SearchConfig:
+    """The search tool's client, and the server that a run starts for itself when `url` is null."""
+
+    url: str | None = None
+    """A running server, e.g. http://127.0.0.1:8000; null starts one for the run."""
+    index: str | None = None
+    """Folder made by `rlsys search index`; needed when `url` is null."""
+    topk: int = 3
+    timeout_s: float = 30.0
+    """Of one request."""
+    retries: int = 3
+    """Further tries after a failed request."""
+    max_concurrent: int = 64
+    """Requests in flight from one engine's episodes."""
+    start_timeout_s: float = 180.0
+
+
+@dataclass
+class AlgorithmConfig:
+    """The policy gradient."""
+
+    n_samples: int = 5
+    """Episodes of each question: one group."""
+    normalize_std: bool = True
+    """Divide a group's advantages by its standard deviation (GRPO); false only centres them."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.001
+    """Weight of the KL term to the reference policy in the loss (k3); 0 leaves the reference out."""
+    entropy_coef: float = 0.0
+    recompute_logprobs: bool = True
+    """Take old log-probs from the inference group, not from the engine."""
+
+
+@dataclass
+class ClusterConfig:
+    """Machines and who is placed where."""
+
+    device: Device = Device.GPU
+    mode: Mode = Mode.DISAGGREGATED
+    placement: dict[str, str] = field(
+        default_factory=lambda: {"actor": "0-3", "inference": "4", "rollout": "5-7"}
+    )
+    """Device ranks of each group: "0-3", "4", "0-1,4-5". CPU slots in the cpu profile."""
+    address: str | None = None
+    """A running Ray cluster; null starts a local one for the run and ends it with the run."""
+    threads: int | None = None
+    """Threads of each worker process; null leaves the libraries' default."""
+    start_timeout_s: float = 600.0
+    """For all workers of a group to be ready."""
+    call_timeout_s: float = 1800.0
+    """For one call to a worker; then the run ends and names who is missing."""
+    channel_groups: int = 64
+    """Groups that may wait between two stages; the stage before then waits."""
+    sync_bucket_bytes: int = 256 * 1024 * 1024
+
+
+@dataclass
+class TrackingConfig:
+    """Where figures go, besides the run's folder."""
+
+    tensorboard: bool = True
+    wandb: bool = True
+    """Weights & Biases; offline without an API key."""
+    project: str = "rlsys"
+    sample_trajectories: int = 10
+    """Trajectories kept as readable text."""
+
+
+@dataclass
+class TrainerConfig:
+    """The loop."""
+
+    steps: int = 100
+    prompts_per_step: int = 512
+    mini_batches: int = 1
+    """Optimiser steps of one step; divides `prompts_per_step`."""
+    eval_interval: int = 0
+    """Steps between held-out evaluations; 0 evaluates only before and after."""
+    save_interval: int = 0
+    """Steps between checkpoints; 0 saves only the last."""
+    seed: int = 1234
+
+
+@dataclass
+class RunConfig:
+    """Everything that a run is."""
+
+    name: str = "run"
+    output_dir: str = "outputs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

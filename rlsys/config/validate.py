@@ -1,0 +1,248 @@
+"""Whether a config can run, before anything starts: every problem at once, a sentence each.
+
+Pure but for looking whether named files exist. Nothing here imports Ray, Megatron or SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlsys.config.placement import overlaps, parse_placement
+from rlsys.config.schema import Device, Mode, ParallelConfig, RunConfig, TokenMode
+from rlsys.errors import UserError
+
+Ranks = dict[str, tuple[int, ...]]
+
+
+def validate(config: RunConfig) -> None:
+    """Raise `UserError` with one line for each problem."""
+    problems = list(_problems(config))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def model_shape(path: str) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face folder."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"model.path={path} is not a Hugging Face model folder: {file} is missing; give a folder that has it."
+        )
+    try:
+        shape = json.loads(file.read_text())
+    except json.JSONDecodeError as problem:
+        raise UserError(f"model.path={path}: {file} is not valid JSON ({problem}).") from problem
+    assert isinstance(shape, dict)
+    return shape
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    yield from _numbers(config)
+    yield from _batches(config)
+    yield from _contradictions(config)
+    yield from _paths(config)
+    try:
+        ranks = parse_placement(config.cluster.placement)
+    except UserError as problem:
+        yield str(problem)
+        return
+    yield from _placement(config, ranks)
+    try:
+        shape = model_shape(config.model.path)
+    except UserError as problem:
+        yield str(problem)
+        return
+    for group, parallel in (("actor", config.actor.parallel), ("inference", config.inference.parallel)):
+        yield from _parallel(group, parallel, len(ranks[group]), shape)
+    yield from _engine(config, len(ranks["rollout"]), shape)
+
+
+def _numbers(config: RunConfig) -> Iterator[str]:
+    trainer, algorithm, task = config.trainer, config.algorithm, config.task
+    at_least_one = {
+        "trainer.steps": trainer.steps,
+        "trainer.prompts_per_step": trainer.prompts_per_step,
+        "trainer.mini_batches": trainer.mini_batches,
+        "algorithm.n_samples": algorithm.n_samples,
+        "task.max_prompt_tokens": task.max_prompt_tokens,
+        "task.max_turn_tokens": task.max_turn_tokens,
+        "task.max_observation_tokens": task.max_observation_tokens,
+        "task.max_total_tokens": task.max_total_tokens,
+        "search.topk": config.search.topk,
+        "search.max_concurrent": config.search.max_concurrent,
+        "rollout.max_episodes": config.rollout.max_episodes,
+        "rollout.engine.max_running": config.rollout.engine.max_running,
+        "actor.micro_batch_tokens": config.actor.micro_batch_tokens,
+        "inference.micro_batch_tokens": config.inference.micro_batch_tokens,
+        "cluster.channel_groups": config.cluster.channel_groups,
+        "cluster.sync_bucket_bytes": config.cluster.sync_bucket_bytes,
+    }
+    for key, value in at_least_one.items():
+        if value < 1:
+            yield f"{key}={value} must be at least 1."
+    positive = {
+        "actor.optimizer.lr": config.actor.optimizer.lr,
+        "rollout.sampling.temperature": config.rollout.sampling.temperature,
+        "cluster.start_timeout_s": config.cluster.start_timeout_s,
+        "cluster.call_timeout_s": config.cluster.call_timeout_s,
+        "rollout.episode_timeout_s": config.rollout.episode_timeout_s,
+        "search.timeout_s": config.search.timeout_s,
+    }
+    for key, number in positive.items():
+        if number <= 0:
+            yield f"{key}={number} must be above 0."
+    not_negative = {
+        "task.max_turns": task.max_turns,
+        "search.retries": config.search.retries,
+        "trainer.eval_interval": trainer.eval_interval,
+        "trainer.save_interval": trainer.save_interval,
+        "algorithm.kl_coef": algorithm.kl_coef,
+        "algorithm.clip_low": algorithm.clip_low,
+        "algorithm.clip_high": algorithm.clip_high,
+        "tracking.sample_trajectories": config.tracking.sample_trajectories,
+    }
+    for key, number in not_negative.items():
+        if number < 0:
+            yield f"{key}={number} must not be negative."
+    if not 0 <= config.actor.optimizer.warmup_fraction <= 1:
+        yield (
+            f"actor.optimizer.warmup_fraction={config.actor.optimizer.warmup_fraction} is a share of all "
+            "steps: give a number from 0 to 1."
+        )
+    if not 0 < config.rollout.engine.memory_fraction < 1:
+        yield (
+            f"rollout.engine.memory_fraction={config.rollout.engine.memory_fraction} is a share of the "
+            "device's memory: give a number between 0 and 1."
+        )
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    trainer, task = config.trainer, config.task
+    if trainer.mini_batches >= 1 and trainer.prompts_per_step % trainer.mini_batches:
+        yield (
+            f"trainer.prompts_per_step={trainer.prompts_per_step} does not divide into "
+            f"trainer.mini_batches={trainer.mini_batches} equal mini-batches: change one of them."
+        )
+    if config.algorithm.n_samples == 1 and config.algorithm.normalize_std:
+        yield (
+            "algorithm.n_samples=1 leaves every group without a spread, so no advantage can be computed: "
+            "sample at least 2."
+        )
+    if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
+        yield (
+            f"task.max_total_tokens={task.max_total_tokens} has no room for task.max_prompt_tokens="
+            f"{task.max_prompt_tokens} and one turn of task.max_turn_tokens={task.max_turn_tokens}: raise it."
+        )
+    for group, budget in (
+        ("actor", config.actor.micro_batch_tokens),
+        ("inference", config.inference.micro_batch_tokens),
+    ):
+        if budget < task.max_total_tokens:
+            yield (
+                f"{group}.micro_batch_tokens={budget} cannot hold one episode of task.max_total_tokens="
+                f"{task.max_total_tokens}: raise it to that at least."
+            )
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    sampling, algorithm = config.rollout.sampling, config.algorithm
+    if config.task.token_mode is TokenMode.RETOKENIZE and not algorithm.recompute_logprobs:
+        yield (
+            "algorithm.recompute_logprobs=false contradicts task.token_mode=retokenize: re-tokenised text has "
+            "no sampled log-probs; set it to true, or use task.token_mode=append."
+        )
+    if not algorithm.recompute_logprobs and config.task.train_eos:
+        yield (
+            "algorithm.recompute_logprobs=false contradicts task.train_eos=true: the end-of-sequence token is "
+            "appended, not sampled, and has no log-prob; set one of them the other way."
+        )
+    if algorithm.kl_coef > 0 and not algorithm.recompute_logprobs:
+        yield (
+            f"algorithm.kl_coef={algorithm.kl_coef} needs the inference group's reference log-probs: set "
+            "algorithm.recompute_logprobs=true, or kl_coef=0."
+        )
+    if (sampling.top_p != 1.0 or sampling.top_k != -1) and algorithm.recompute_logprobs:
+        yield (
+            f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated "
+            "distribution, while the loss scores the whole vocabulary: set top_p=1 and top_k=-1."
+        )
+
+
+def _paths(config: RunConfig) -> Iterator[str]:
+    for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
+        if not Path(path).is_file():
+            yield f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file."
+    if config.search.url is None:
+        if config.search.index is None:
+            yield "search.url and search.index are both null: give a running server or an index folder."
+        elif not (Path(config.search.index) / "manifest.json").is_file():
+            yield (
+                f"search.index={config.search.index} is not an index: make one with `rlsys search index`, or "
+                "give search.url of a running server."
+            )
+
+
+def _placement(config: RunConfig, ranks: Ranks) -> Iterator[str]:
+    if config.cluster.mode is Mode.COLLOCATED:
+        yield "cluster.mode=collocated is not available yet: place the groups on ranks of their own."
+    for a, b, shared in overlaps(ranks):
+        yield (
+            f'cluster.placement.{a}="{config.cluster.placement[a]}" and cluster.placement.{b}='
+            f'"{config.cluster.placement[b]}" share rank {shared[0]}: give each group ranks of its own.'
+        )
+
+
+def _parallel(group: str, parallel: ParallelConfig, world: int, shape: dict[str, Any]) -> Iterator[str]:
+    key = f"{group}.parallel"
+    for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("cp", parallel.cp)):
+        if size < 1:
+            yield f"{key}.{name}={size} must be at least 1."
+            return
+    if parallel.cp > 1:
+        yield f"{key}.cp={parallel.cp}: context parallelism is not available yet; set it to 1."
+    model_ranks = parallel.tp * parallel.pp * parallel.cp
+    if world % model_ranks:
+        yield (
+            f"cluster.placement.{group} has {world} ranks, which {key} tp*pp*cp = {parallel.tp}*{parallel.pp}*"
+            f"{parallel.cp} = {model_ranks} does not divide: change the placement or the parallel sizes."
+        )
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp."
+    layers = int(shape["num_hidden_layers"])
+    if parallel.pp_layers is not None:
+        if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != layers:
+            yield (
+                f"{key}.pp_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
+                f"model's {layers} layers."
+            )
+        elif min(parallel.pp_layers) < 1:
+            yield f"{key}.pp_layers={parallel.pp_layers}: every stage needs at least one layer."
+    elif layers % parallel.pp:
+        yield f"{key}.pp={parallel.pp} does not divide the model's {layers} layers: set {key}.pp_layers."
+    for name, count in (
+        ("attention heads", shape["num_attention_heads"]),
+        ("key/value heads", shape.get("num_key_value_heads", shape["num_attention_heads"])),
+    ):
+        if int(count) % parallel.tp:
+            yield f"{key}.tp={parallel.tp} does not divide the model's {count} {name}: choose a divisor."
+
+
+def _engine(config: RunConfig, world: int, shape: dict[str, Any]) -> Iterator[str]:
+    tp = config.rollout.engine.tp
+    if tp < 1 or world % tp:
+        yield (
+            f"cluster.placement.rollout has {world} ranks, which rollout.engine.tp={tp} does not divide: "
+            "change one of them."
+        )
+    elif int(shape["num_attention_heads"]) % tp:
+        yield f"rollout.engine.tp={tp} does not divide the model's {shape['num_attention_heads']} heads."
+    if config.cluster.device is Device.CPU and tp > 1:
+        yield f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead."
+    positions = shape.get("max_position_embeddings")
+    if positions is not None and config.task.max_total_tokens > int(positions):
+        yield (
+            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {positions} positions: lower it."
+        )

@@ -1,0 +1,64 @@
+"""Ways to ask a model a question outside of training: SGLang, or plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from transformers import AutoTokenizer
+
+from rlsys.agent.codec import Codec
+from rlsys.agent.episode import EpisodeTools, TurnSampling, run_episode
+from rlsys.agent.trajectory import Trajectory
+from rlsys.config.schema import RunConfig
+from rlsys.data.question import Question
+from rlsys.evaluation.evaluate import Ask
+from rlsys.evaluation.transformers_generator import TransformersGenerator
+from rlsys.search.client import SearchClient
+
+
+@asynccontextmanager
+async def sglang_engine(config: RunConfig) -> AsyncIterator[Ask]:
+    """Ask through one SGLang engine of this process; `search.url` names a running server."""
+    from rlsys.groups.rollout import make_worker
+
+    worker = make_worker(config, config.trainer.seed)
+    await worker.start()
+
+    async def ask(question: Question) -> Trajectory:
+        (trajectory,) = await worker.run_group(question, 1, True)
+        assert isinstance(trajectory, Trajectory)
+        return trajectory
+
+    try:
+        yield ask
+    finally:
+        await worker.stop()
+
+
+@asynccontextmanager
+async def transformers_engine(config: RunConfig) -> AsyncIterator[Ask]:
+    """Ask through a Hugging Face model; `search.url` names a running server."""
+    search = config.search
+    assert search.url is not None, "a server must have been started or named"
+    client = SearchClient(
+        search.url,
+        topk=search.topk,
+        timeout_s=search.timeout_s,
+        retries=search.retries,
+        max_concurrent=search.max_concurrent,
+    )
+    path, sampling = config.model.path, TurnSampling(0.0, stop=tuple(config.rollout.sampling.stop))
+    model = TransformersGenerator(
+        path, config.model.dtype, config.cluster.device, config.rollout.engine.max_running
+    )
+    async with client:
+        tools = EpisodeTools(model, client, Codec(AutoTokenizer.from_pretrained(path)), config.task)
+
+        async def ask(question: Question) -> Trajectory:
+            return await run_episode(question, 0, tools, sampling, config.rollout.episode_timeout_s)
+
+        yield ask
+
+
+ENGINES = {"sglang": sglang_engine, "transformers": transformers_engine}

@@ -1,0 +1,104 @@
+"""Plain transformers as a generator: the independent check of what the engine answers.
+
+Greedy only. Requests that wait at the same time are decoded together, padded on the left; the caller
+sees one request at a time. Slower than the engine by design: it shares no code with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlsys.agent.episode import Generation, TurnSampling
+from rlsys.config.schema import Device, Dtype
+
+GATHER_S = 0.02
+"""How long a batch waits for further requests."""
+
+
+@dataclass(slots=True)
+class _Request:
+    input_ids: list[int]
+    sampling: TurnSampling
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Literal["", "stop", "length"] = ""
+
+
+class TransformersGenerator:
+    """Decodes with a Hugging Face model."""
+
+    def __init__(self, model_path: str, dtype: Dtype, device: Device, max_batch: int) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self._device = torch.device("cuda" if device is Device.gpu else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+        self._model = model.to(self._device).eval()
+        self._max_batch = max_batch
+        self._waiting: list[_Request] = []
+        self._turn = asyncio.Lock()
+
+    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+        """Continue `input_ids` greedily. Raises ValueError for a temperature above 0."""
+        if sampling.temperature != 0:
+            raise ValueError(f"{rid}: this generator is greedy, temperature {sampling.temperature} is not")
+        request = _Request(input_ids, sampling)
+        self._waiting.append(request)
+        async with self._turn:  # whoever's turn it is decodes for all that wait, itself first
+            if not request.finish:
+                await asyncio.sleep(GATHER_S)
+                batch = self._waiting[: self._max_batch]
+                await asyncio.to_thread(self._decode, batch)
+                self._waiting = self._waiting[len(batch) :]
+        assert request.finish
+        return Generation(request.token_ids, request.logprobs, request.finish, cached_tokens=0, version=0)
+
+    @torch.inference_mode()
+    def _decode(self, batch: Sequence[_Request]) -> None:
+        """Append tokens to every request until each is finished."""
+        tokens, mask = self._left_padded([request.input_ids for request in batch])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = None
+        while not all(request.finish for request in batch):
+            output = self._model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            logprobs = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
+            best = logprobs.max(dim=-1)
+            for request, token, logprob in zip(
+                batch, best.indices.tolist(), best.values.tolist(), strict=True
+            ):
+                self._extend(request, token, logprob)
+            tokens = best.indices[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(batch), 1)], dim=1)
+            positions = positions[:, -1:] + 1
+
+    def _left_padded(self, rows: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(len(row) for row in rows)
+        tokens = torch.zeros(len(rows), width, dtype=torch.long, device=self._device)
+        mask = torch.zeros_like(tokens)
+        for index, row in enumerate(rows):
+            tokens[index, width - len(row) :] = torch.tensor(row)
+            mask[index, width - len(row) :] = 1
+        return tokens, mask
+
+    def _extend(self, request: _Request, token: int, logprob: float) -> None:
+        if request.finish:
+            return
+        request.token_ids.append(token)
+        request.logprobs.append(logprob)
+        text = self._tokenizer.decode(request.token_ids)
+        if token == self._tokenizer.eos_token_id or any(stop in text for stop in request.sampling.stop):
+            request.finish = "stop"
+        elif len(request.token_ids) >= request.sampling.max_new_tokens:
+            request.finish = "length"

@@ -1,0 +1,87 @@
+"""Micro-batches through Megatron's schedules: forward, or forward and backward, on any pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlsys.megatron.model import PolicyModel
+from rlsys.pipeline.micro_batch import MicroBatch
+
+OnLogits = Callable[[Tensor, MicroBatch], Any]
+"""(logits [batch, seq, local vocabulary], micro-batch) -> what the schedule takes as the loss."""
+
+
+def forward(model: PolicyModel, batches: Sequence[MicroBatch], on_logits: OnLogits) -> list[Any]:
+    """Run `batches` forward; on the last stage, what `on_logits` made of each, else an empty list.
+
+    All ranks of the same TP x PP group call this together, with the same batches.
+    """
+    if not batches:
+        return []
+
+    def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(data)
+        logits = _logits(model, module, batch)
+        return logits, lambda output, non_loss_data: on_logits(output, batch)  # noqa: ARG005
+
+    with torch.no_grad():
+        return _schedule(step, model.module, batches, forward_only=True, collect_non_loss_data=True)
+
+
+def forward_backward(
+    model: PolicyModel, module: Any, batches: Sequence[MicroBatch], on_logits: OnLogits
+) -> list[Any]:
+    """Run `batches` forward and backward; gradients are added to those there are, not reduced.
+
+    `module` wraps `model.module`. `on_logits` returns (loss sum, what to return for this batch).
+    """
+    if not batches:
+        return []
+
+    def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(data)
+
+        def loss(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            total, result = on_logits(logits, batch)
+            # Megatron's own count is not used; the actor counts over several calls.
+            return total, torch.zeros((), dtype=torch.int, device=total.device), result
+
+        return _logits(model, module, batch), loss
+
+    return _schedule(step, module, batches, forward_only=False)
+
+
+def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
+    """A copy of `values` on the device of `like`."""
+    return torch.tensor(values, device=like.device)
+
+
+def _logits(model: PolicyModel, module: Any, batch: MicroBatch) -> Tensor:
+    width = batch.tokens.shape[1]
+    if model.config.sequence_parallel and width % model.place.tp_size:
+        raise ValueError(
+            f"A micro-batch is {width} tokens wide; sequence parallelism needs a multiple of tp, "
+            f"{model.place.tp_size}: pad it so."
+        )
+    tokens = torch.tensor(batch.tokens, device=next(model.module.parameters()).device)
+    return module(input_ids=tokens, position_ids=None, attention_mask=None)
+
+
+def _schedule(step: Any, module: Any, batches: Sequence[MicroBatch], **options: bool) -> list[Any]:
+    rows, width = batches[0].tokens.shape
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=module,
+        num_microbatches=len(batches),
+        # With variable_seq_lengths stages tell each other the shapes; these two are not used.
+        seq_length=width,
+        micro_batch_size=rows,
+        **options,
+    )

@@ -1,0 +1,85 @@
+"""The layers that a model is built from: Transformer Engine's, or Megatron's own with two replacements.
+
+Megatron's own ("local") layers lack a norm that allows sequence parallelism and an attention that does
+not hold a matrix of [seq, seq]; both are here. Weights and checkpoints of the two kinds are interchangeable.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlsys.config.schema import Layers
+from rlsys.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+def choose_layers(layers: Layers) -> Layers:
+    """Resolve `auto`. Raises UserError if `te` is asked for and not installed."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if layers is Layers.TE and not installed:
+        raise UserError(
+            "model.layers is te but transformer_engine is not installed; install it or use local."
+        )
+    if layers is Layers.AUTO:
+        if not installed and torch.cuda.is_available():
+            _log.warning("Transformer Engine is not installed: training uses the slower local layers.")
+        return Layers.TE if installed else Layers.LOCAL
+    return layers
+
+
+def block_spec(config: TransformerConfig, layers: Layers) -> Any:
+    """What GPTModel builds its decoder of; `layers` is resolved."""
+    if layers is Layers.TE:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+    )
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight is marked for the gradient reduction that sequence parallelism needs."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CausalAttention(MegatronModule):
+    """Causal attention by torch's fused kernels. Rows are padded on the right, which needs no mask."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self._scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
+        """`query` [seq, batch, heads, dim]; `key`, `value` with query groups for heads.
+
+        Returns [seq, batch, heads x dim]. There is no other mask than causality.
+        """
+        if attention_mask is not None:
+            raise ValueError("CausalAttention takes no attention mask.")
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)

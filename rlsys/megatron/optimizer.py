@@ -1,0 +1,102 @@
+"""Megatron's AdamW for one model, and its state in checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from rlsys.config.schema import OptimizerConfig
+from rlsys.megatron.model import CHECKPOINT_METADATA, PolicyModel
+
+
+def wrap(model: PolicyModel, config: OptimizerConfig) -> DistributedDataParallel:
+    """The model with gradients in contiguous float32 buffers, reduced only when asked."""
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed
+    )
+    wrapped = DistributedDataParallel(model.config, options, model.module)
+    model.config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+def build(wrapped: DistributedDataParallel, model: PolicyModel, config: OptimizerConfig) -> Any:
+    """AdamW with gradient clipping; norms and biases are not decayed."""
+    options = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=config.distributed,
+    )
+    return get_megatron_optimizer(
+        options,
+        [wrapped],
+        config_overrides=get_standard_config_overrides(options),
+        use_gloo_process_groups=False,
+    )
+
+
+def set_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
+    """Set what the next step uses; `wd_mult` is 0 for norms and biases."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def sharded_state(optimizer: Any, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:
+    """The optimiser's part of a checkpoint; `model_state` is the model's."""
+    for member in optimizer.chained_optimizers:
+        _allocate(member.optimizer)
+    state: dict[str, Any] = optimizer.sharded_state_dict(
+        model_state, is_loading=loading, metadata=CHECKPOINT_METADATA
+    )
+    return state
+
+
+def load_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take what was loaded into the result of `sharded_state(..., loading=True)`."""
+    (member,) = optimizer.chained_optimizers
+    moments = state.pop("param_state", None)
+    optimizer.load_state_dict(state)
+    if moments is not None:
+        _load_moments(member, moments)
+
+
+def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None:
+    """Load Adam's moments and the float32 weights.
+
+    torch's AdamW keeps its step count beside the moments, where Megatron looks for it in the checkpoint
+    and does not find it (it was loaded with the parameter groups): hide it meanwhile. Megatron also
+    hands one and the same count to all parameters, which would then each raise it at every step.
+    """
+    states = member.optimizer.state.values()
+    steps = [state.pop("step", None) for state in states]
+    member.load_parameter_state_from_fully_reshardable(moments)
+    for state, step in zip(states, steps, strict=True):
+        if step is not None:
+            state["step"] = step.clone()
+
+
+def _allocate(optimizer: Any) -> None:
+    """Give torch's AdamW the state that it otherwise makes at its first step; Megatron expects it."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(parameter.data),
+                    "exp_avg_sq": torch.zeros_like(parameter.data),
+                }

@@ -1,0 +1,140 @@
+"""Where a process stands in its Megatron group, and how the group comes about.
+
+Ranks are ordered as Megatron orders them: tensor parallel fastest, then data parallel, then pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from rlsys.config.schema import Device, ParallelConfig
+from rlsys.errors import UserError
+from rlsys.megatron import cpu_support
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the processes of one group find each other."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    device: Device
+    timeout_s: float
+    """Of every collective; a process that waits longer fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process's coordinates."""
+
+    rank: int
+    tp: int
+    tp_size: int
+    dp: int
+    dp_size: int
+    pp: int
+    pp_size: int
+
+    @property
+    def first_stage(self) -> bool:
+        """It embeds tokens."""
+        return self.pp == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """It computes logits."""
+        return self.pp == self.pp_size - 1
+
+    @property
+    def reports(self) -> bool:
+        """It returns results for its data-parallel rank: exactly one process of each does."""
+        return self.last_stage and self.tp == 0
+
+
+def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
+    """The coordinates of `rank`. Raises UserError if the group cannot be cut so."""
+    model = parallel.tp * parallel.pp
+    if parallel.cp != 1:
+        raise UserError(f"parallel.cp is {parallel.cp}; context parallelism is not supported, set it to 1.")
+    if world_size % model:
+        raise UserError(
+            f"tp x pp is {model}, which does not divide the group's {world_size} processes; change one."
+        )
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise UserError(
+            "sequence_parallel is true but tp is 1; set tp above 1 or sequence_parallel to false."
+        )
+    dp_size = world_size // model
+    return Place(
+        rank=rank,
+        tp=rank % parallel.tp,
+        tp_size=parallel.tp,
+        dp=rank // parallel.tp % dp_size,
+        dp_size=dp_size,
+        pp=rank // (parallel.tp * dp_size),
+        pp_size=parallel.pp,
+    )
+
+
+def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
+    """Join the group: torch.distributed, Megatron's process groups and its random generators.
+
+    Blocks until all processes have joined or `timeout_s` has passed (then torch's error is raised).
+    """
+    place = place_of(rendezvous.rank, rendezvous.world_size, parallel)
+    _choose_device(rendezvous)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    store = dist.TCPStore(
+        rendezvous.master_addr,
+        rendezvous.master_port,
+        rendezvous.world_size,
+        is_master=rendezvous.rank == 0,
+        timeout=timeout,
+    )
+    dist.init_process_group(
+        backend="nccl" if rendezvous.device is Device.GPU else "gloo",
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        distributed_timeout_minutes=max(1, round(rendezvous.timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return place
+
+
+def _choose_device(rendezvous: Rendezvous) -> None:
+    visible = torch.cuda.device_count()
+    if rendezvous.device is Device.GPU:
+        if not visible:
+            raise UserError("cluster.device is gpu but this machine has no CUDA device; set it to cpu.")
+        torch.cuda.set_device(rendezvous.rank % visible)
+        return
+    if visible:
+        raise UserError(
+            'cluster.device is cpu but CUDA devices are visible; set CUDA_VISIBLE_DEVICES="" or device to gpu.'
+        )
+    cpu_support.enable()
+
+
+def stop() -> None:
+    """Leave the group; another may be joined afterwards."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device_of(device: Device) -> torch.device:
+    """The torch device that this process works on."""
+    return torch.device("cuda", torch.cuda.current_device()) if device is Device.GPU else torch.device("cpu")

@@ -1,0 +1,51 @@
+"""metrics.jsonl: one line a step, on disk as soon as it is known.
+
+A row is {"step", "time", flat keys}. Keys are "area/name" and end in their unit where it is not obvious
+(`_s` seconds, `_per_s`, `_bytes`). A figure that is NaN or infinite is written as null.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlsys.observe.files import json_safe
+
+
+class MetricsLog:
+    """Appends rows to a file. A resumed run appends to the same file."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._clock = clock
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one row and flush it."""
+        row = {"step": step, "time": self._clock(), **metrics}
+        self._file.write(json.dumps(json_safe(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file by step. A line cut short by a crash is left out; where a resumed run
+    has repeated a step, its later row counts.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]

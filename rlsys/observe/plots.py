@@ -1,0 +1,177 @@
+"""Curves of a run as PNG: what it learned, and where its time went.
+
+Drawn with matplotlib's object interface, so no global figure state and no display are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
+
+Rows = Sequence[Mapping[str, Any]]
+
+INK, FAINT = "#24292f", "#8c959f"
+EM_COLOUR, REWARD_COLOUR = "#0b5394", "#2a9d8f"
+HOP_COLOURS = ("#5b9bd5", "#e08e45", "#8e6bbf", "#7f7f7f")
+STAGES = (
+    ("rollout", "time/rollout_s", "#5b9bd5"),
+    ("log-probs", "time/logprob_s", "#8e6bbf"),
+    ("training", "time/train_s", "#e08e45"),
+    ("weight sync", "time/sync_s", "#7fb069"),
+)
+WALL_KEY = "time/step_s"
+DPI = 200
+LABEL_GAP = 0.075
+"""Least distance between two labels, in exact match."""
+MANY_STEPS = 60
+"""From here on bars touch and points have no markers: there is no room for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    name: str
+    points: list[tuple[int, float]]
+    colour: str
+    width: float
+
+
+def draw_curves(history: Rows, evaluations: Rows, out_dir: Path) -> list[Path]:
+    """Write em.png, reward.png, stage_times.png, and all three as curves.png; returns the paths written.
+
+    `history` holds rows of metrics.jsonl; `evaluations` rows {"step", "em", "em_by_hop": {hop: em},
+    "searches", "questions"}. A panel without any data is left out.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    panels: list[tuple[str, Callable[[Axes], None]]] = []
+    if evaluations:
+        panels.append(("em", lambda axes: _draw_em(axes, evaluations)))
+    if _points(history, "reward/mean")[0]:
+        panels.append(("reward", lambda axes: _draw_reward(axes, history)))
+    if any(_points(history, key)[0] for _, key, _ in STAGES):
+        panels.append(("stage_times", lambda axes: _draw_stages(axes, history)))
+    paths = [_save(out_dir / f"{name}.png", [draw]) for name, draw in panels]
+    if len(panels) > 1:
+        paths.append(_save(out_dir / "curves.png", [draw for _, draw in panels]))
+    return paths
+
+
+def _save(path: Path, drawings: Sequence[Callable[[Axes], None]]) -> Path:
+    figure = Figure(
+        figsize=(4.6 * len(drawings), 3.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
+    )
+    FigureCanvasAgg(figure)
+    for column, draw in enumerate(drawings, start=1):
+        axes = figure.add_subplot(1, len(drawings), column)
+        draw(axes)
+        _dress(axes)
+    figure.savefig(path, dpi=DPI, facecolor="white")
+    return path
+
+
+def _draw_em(axes: Axes, evaluations: Rows) -> None:
+    rows = sorted(evaluations, key=lambda row: row["step"])
+    hops = sorted({hop for row in rows for hop in row.get("em_by_hop") or {}}, key=int)
+    lines = []
+    for number, hop in enumerate(hops):
+        points = [(row["step"], row["em_by_hop"][hop]) for row in rows if hop in (row.get("em_by_hop") or {})]
+        name = "1 hop" if int(hop) == 1 else f"{hop} hops"
+        lines.append(_Line(name, points, HOP_COLOURS[number % len(HOP_COLOURS)], 1.4))
+    lines.append(_Line("all", [(row["step"], row["em"]) for row in rows], EM_COLOUR, 2.4))
+    for line in lines:
+        axes.plot(
+            *zip(*line.points, strict=True), color=line.colour, linewidth=line.width, marker="o", markersize=3
+        )
+    first, last = rows[0]["step"], rows[-1]["step"]
+    axes.set_xlim(first - 0.14 * max(last - first, 1), last + 0.05 * max(last - first, 1))
+    axes.set_ylim(0.0, 1.0)
+    _label_points(axes, lines, last=True)
+    if last > first:
+        _label_points(axes, lines, last=False)
+    _title(axes, "Exact match, held-out questions", "step")
+
+
+def _draw_reward(axes: Axes, history: Rows) -> None:
+    steps, rewards = _points(history, "reward/mean")
+    axes.plot(steps, rewards, color=REWARD_COLOUR, linewidth=1.0, alpha=0.35)
+    marker = "o" if len(steps) < MANY_STEPS else None
+    axes.plot(steps, _smoothed(rewards), color=REWARD_COLOUR, linewidth=2.2, marker=marker, markersize=3)
+    _title(axes, "Mean reward of sampled episodes", "step")
+
+
+def _draw_stages(axes: Axes, history: Rows) -> None:
+    rows = sorted((row for row in history if row.get("step") is not None), key=lambda row: row["step"])
+    steps = [row["step"] for row in rows]
+    base = [0.0] * len(rows)
+    crowded = len(rows) >= MANY_STEPS
+    for name, key, colour in STAGES:
+        heights = [row.get(key) or 0.0 for row in rows]
+        if any(heights):
+            width = 1.0 if crowded else 0.82
+            bars = axes.bar(steps, heights, width, base, color=colour, label=name, linewidth=0)
+            for bar in bars:
+                bar.set_antialiased(not crowded)
+            base = [low + height for low, height in zip(base, heights, strict=True)]
+    wall_steps, walls = _points(history, WALL_KEY)
+    if walls:
+        edges = [step + side for step in wall_steps for side in (-0.5, 0.5)]
+        axes.plot(
+            edges, [wall for wall in walls for _ in range(2)], color=INK, linewidth=1.4, label="wall time"
+        )
+    axes.set_ylim(0.0, 1.3 * max(*base, *walls, 1e-9))
+    axes.legend(loc="upper right", ncols=3, fontsize=7.5, frameon=False, handlelength=1.0, columnspacing=1.0)
+    _title(axes, "Seconds a step: stages stacked, wall time as a line", "step")
+
+
+def _points(rows: Rows, key: str) -> tuple[list[int], list[float]]:
+    known = sorted((row["step"], row[key]) for row in rows if row.get(key) is not None)
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Mean over a window centred on each value, about a tenth of the run, narrower at the ends."""
+    reach = max(1, len(values) // 20)
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _label_points(axes: Axes, lines: Sequence[_Line], last: bool) -> None:
+    """Name each line at its last point, or give its first value; labels are pushed apart where they overlap."""
+    lowest = 0.0
+    for line in sorted(lines, key=lambda line: line.points[-1 if last else 0][1]):
+        step, value = line.points[-1 if last else 0]
+        height = max(value, lowest)
+        lowest = height + LABEL_GAP
+        axes.annotate(
+            f"{line.name} {value:.2f}" if last else f"{value:.2f}",
+            xy=(step, height),
+            xytext=(7 if last else -6, 0),
+            textcoords="offset points",
+            ha="left" if last else "right",
+            va="center",
+            color=line.colour,
+            fontsize=8.5,
+            fontweight="bold" if line.name == "all" else "normal",
+            annotation_clip=False,
+        )
+
+
+def _title(axes: Axes, title: str, below: str) -> None:
+    axes.set_title(title, loc="left", fontsize=9.5, color=INK)
+    axes.set_xlabel(below, fontsize=8.5, color=FAINT)
+
+
+def _dress(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=FAINT, labelsize=8, labelcolor=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
+    axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
+    axes.set_axisbelow(True)

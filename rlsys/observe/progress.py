@@ -1,0 +1,159 @@
+"""What a run is doing now: a live area on a terminal, sparse plain lines where output goes to a file.
+
+Contract: `update` is cheap and may be called as often as one likes. What it is not given it keeps. A
+state that begins with "waits" shows how long it has lasted, so that a stuck group can be seen at once.
+
+While the live area is up, whatever is printed or logged through `console` (or through `sys.stdout` and
+`sys.stderr`) appears above it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+WAIT_PREFIX = "waits"
+PLAIN_INTERVAL_S = 10.0
+"""Between plain lines of one step; a new step always gets a line."""
+REFRESH_PER_S = 4.0
+SHOWN_WAIT_S = 1.0
+"""A shorter wait is the pipeline's normal breathing and would only flicker."""
+
+
+@dataclass(slots=True)
+class _State:
+    text: str
+    since: float
+
+
+@dataclass(slots=True)
+class _Figures:
+    step: int = 0
+    steps: int = 0
+    em: float | None = None
+    reward: float | None = None
+    tokens_per_s: float | None = None
+
+    def parts(self) -> list[str]:
+        """The figures that are known, as text."""
+        shown = [
+            ("EM", None if self.em is None else f"{self.em:.3f}"),
+            ("reward", None if self.reward is None else f"{self.reward:.3f}"),
+            ("tokens/s", None if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"),
+        ]
+        return [f"{name} {value}" for name, value in shown if value is not None]
+
+
+class Progress:
+    """A context manager around the run; see the module's contract."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console or Console()
+        self._clock = clock
+        self._start = clock()
+        self._figures = _Figures()
+        self._states: dict[str, _State] = {}
+        self._lock = threading.Lock()
+        self._printed_step = -1
+        self._printed_at = float("-inf")
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(
+                console=self.console,
+                get_renderable=self._render,
+                refresh_per_second=REFRESH_PER_S,
+                transient=True,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(
+        self,
+        *,
+        step: int | None = None,
+        steps: int | None = None,
+        em: float | None = None,
+        reward: float | None = None,
+        tokens_per_s: float | None = None,
+        states: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take over what is given. `em` is the last evaluation's; `states` is group -> what it does."""
+        given = {"step": step, "steps": steps, "em": em, "reward": reward, "tokens_per_s": tokens_per_s}
+        now = self._clock()
+        with self._lock:
+            for name, value in given.items():
+                if value is not None:
+                    setattr(self._figures, name, value)
+            for group, text in (states or {}).items():
+                if group not in self._states or self._states[group].text != text:
+                    self._states[group] = _State(text, now)
+        if self._live is None and not self.console.is_terminal:
+            self._print_plain(now)
+
+    def line(self) -> str:
+        """Everything in one line of plain text."""
+        with self._lock:
+            figures, now = self._figures, self._clock()
+            parts = [f"step {figures.step}/{figures.steps}", *figures.parts(), _duration(now - self._start)]
+            parts += [f"{group}: {_with_wait(state, now)}" for group, state in self._states.items()]
+        return " | ".join(parts)
+
+    def _print_plain(self, now: float) -> None:
+        step = self._figures.step
+        if step == self._printed_step and now - self._printed_at < PLAIN_INTERVAL_S:
+            return
+        self._printed_step, self._printed_at = step, now
+        self.console.print(Text(self.line()), soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            figures, now = self._figures, self._clock()
+            head = Table.grid(padding=(0, 2))
+            cells: list[RenderableType] = [
+                Text(f"step {figures.step}/{figures.steps}", style="bold"),
+                ProgressBar(total=max(figures.steps, 1), completed=figures.step, width=20),
+                *(Text(part) for part in figures.parts()),
+                Text(_duration(now - self._start), style="dim"),
+            ]
+            head.add_row(*cells)
+            body = Table.grid(padding=(0, 2))
+            for group, state in self._states.items():
+                style = "yellow" if state.text.startswith(WAIT_PREFIX) else ""
+                text = Text(_with_wait(state, now), style=style, no_wrap=True, overflow="ellipsis")
+                body.add_row(Text(group, style="cyan"), text)
+        area = Table.grid()
+        area.add_row(head)
+        area.add_row(body)
+        return area
+
+
+def _with_wait(state: _State, now: float) -> str:
+    waited = now - state.since
+    if not state.text.startswith(WAIT_PREFIX) or waited < SHOWN_WAIT_S:
+        return state.text
+    return f"{state.text} ({waited:.0f} s)"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

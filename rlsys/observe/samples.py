@@ -1,0 +1,115 @@
+"""Sample episodes as text that a person can read, and that cannot harm the terminal it is read in.
+
+Model output and retrieved pages are untrusted: control characters, escape sequences and characters that
+reorder text are made visible, never passed on. Only line breaks and tabs stay what they are.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlsys.agent.trajectory import Trajectory, Turn
+from rlsys.data.question import Question
+from rlsys.observe.files import write_atomically
+
+UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories that have no glyph of their own: controls, bidi marks, surrogates, separators."""
+WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One episode with what it answered and what it earned."""
+
+    question: Question
+    trajectory: Trajectory
+    reward: float
+
+
+def visible(text: str) -> str:
+    r"""`text` with every character that a terminal could act on spelled out, such as \x1b for escape."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in UNSAFE_CATEGORIES else _spelled(char)
+        for char in text
+    )
+
+
+def render_sample(sample: Sample) -> str:
+    """The episode as text: a header with figures, the prompt, then what was generated and what came back."""
+    question, trajectory = sample.question, sample.trajectory
+    trained = int(trajectory.loss_mask.sum())
+    response = len(trajectory.tokens) - trajectory.prompt_length
+    header = {
+        "question": f"{question.uid} (sample {trajectory.sample})",
+        "gold answers": " | ".join(question.answers),
+        "answer": "none" if trajectory.answer is None else trajectory.answer.strip(),
+        "reward": f"{sample.reward:g}",
+        "finish": f"{trajectory.finish.value} after {trajectory.searches} searches",
+        "tokens": f"{trajectory.prompt_length} prompt, {trained} trained, {response - trained} masked",
+        "trained at": _trained_runs(trajectory),
+        "re-tokenised": f"{trajectory.tokens_differing} trained tokens differ from what was sampled",
+    }
+    lines = [f"{name + ':':<14}{_one_line(value)}" for name, value in header.items()]
+    lines += ["", _rule("prompt (masked)"), *_quoted(question.prompt)]
+    for number, turn in enumerate(trajectory.turns, start=1):
+        lines += _turn_lines(number, turn)
+    return "\n".join(lines) + "\n"
+
+
+def write_samples(samples: Iterable[Sample], directory: Path) -> list[Path]:
+    """Write each sample to `directory/NN.txt`, counted from 00; returns the paths."""
+    paths = []
+    for number, sample in enumerate(samples):
+        path = directory / f"{number:02d}.txt"
+        write_atomically(path, render_sample(sample))
+        paths.append(path)
+    return paths
+
+
+def _turn_lines(number: int, turn: Turn) -> list[str]:
+    cached = f"{turn.cached_tokens}/{turn.prompt_tokens} prompt tokens cached"
+    title = f"turn {number}: generated, {turn.generated_tokens} tokens, {turn.generate_s:.2f} s, {cached}"
+    lines = ["", _rule(title), *_quoted(turn.text)]
+    if turn.search_error:
+        lines += ["", _rule(f"turn {number}: search failed: {_one_line(turn.search_error)}")]
+    if turn.observation:
+        title = f"turn {number}: observation after {turn.action.value} (masked), {turn.search_s:.2f} s"
+        lines += ["", _rule(title), *_quoted(turn.observation, mark="| ")]
+    return lines
+
+
+def _trained_runs(trajectory: Trajectory) -> str:
+    """Where the loss mask is set, as token ranges with the policy versions that sampled them."""
+    padded = np.concatenate([[False], trajectory.loss_mask, [False]])
+    edges: NDArray[np.int64] = np.flatnonzero(padded[1:] != padded[:-1])
+    runs = []
+    for start, stop in edges.reshape(-1, 2).tolist():
+        versions = trajectory.versions[start:stop]
+        sampled = sorted({int(version) for version in versions if version >= 0})
+        label = "not sampled" if not sampled else "version " + ", ".join(map(str, sampled))
+        runs.append(f"[{start}, {stop}) {label}")
+    return "; ".join(runs) or "nothing"
+
+
+def _rule(title: str) -> str:
+    return f"---- {title} ".ljust(WIDTH, "-")
+
+
+def _quoted(text: str, mark: str = "") -> list[str]:
+    """Indented, so that no text can pass for a heading."""
+    return [f"  {mark}{line}" for line in visible(text).strip("\n").split("\n")]
+
+
+def _one_line(text: str) -> str:
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _spelled(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

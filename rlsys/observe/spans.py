@@ -1,0 +1,204 @@
+"""Spans: who worked on what, and when. The one record from which every time of a run is taken.
+
+Contract: a span covers work, never waiting, so what no span covers is idle time. Its stage is its name
+up to the first dot ("train.accumulate" belongs to "train"); its `args` hold `step` where there is one.
+Workers record into their own `Tracer` and hand the spans to the driver with `drain`, once each.
+
+Times are nanoseconds since the epoch, so that spans of several processes line up as far as their
+machines' clocks do. Everything below `Tracer` is a pure function of spans.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlsys.observe.files import write_atomically
+
+Arg = str | int | float | bool
+Interval = tuple[int, int]
+"""Start and end, ns."""
+
+HIDDEN_SPANS = {"actor": ("train.accumulate", "train.apply"), "inference": ("logprob.compute",)}
+"""Group -> names of the work that can hide behind generation."""
+ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    group: str
+    """Worker group: rollout, inference, actor, driver."""
+    lane: str
+    """Row within the group, such as a rank."""
+    args: Mapping[str, Arg] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str:
+        """The name up to its first dot."""
+        return self.name.partition(".")[0]
+
+
+class Tracer:
+    """Records the spans of one process. Safe to use from threads and from concurrent tasks."""
+
+    def __init__(self, group: str, clock: Callable[[], int] | None = None) -> None:
+        """`clock` gives ns since the epoch; the default never runs backwards within the process."""
+        self._group = group
+        self._clock = clock or _steady_clock()
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def span(self, name: str, lane: str | None = None, **args: Arg) -> Iterator[dict[str, Arg]]:
+        """Record the body's time, also when it raises. Yields the args, to add what is known at the end."""
+        known = dict(args)
+        start = self._clock()
+        try:
+            yield known
+        except BaseException as error:
+            known["error"] = type(error).__name__
+            raise
+        finally:
+            span = Span(name, start, self._clock(), self._group, lane or "main", known)
+            with self._lock:
+                self._spans.append(span)
+
+    def drain(self) -> list[Span]:
+        """The spans finished since the last call; they are handed out once."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+        return spans
+
+
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of `intervals` as disjoint intervals in order; empty and reversed ones vanish."""
+    merged: list[Interval] = []
+    for start, end in sorted(i for i in intervals if i[1] > i[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def overlap_seconds(spans: Iterable[Span], step: int) -> float:
+    """Seconds in which step `step` was trained or scored while some of its groups were still generated.
+
+    The union of the actor's and the inference group's work on the step, up to the end of the step's last
+    rollout span. A second in which both work, or several ranks do, counts once, so this never exceeds
+    the rollout's duration. 0 without a rollout span of the step.
+    """
+    of_step = [span for span in spans if span.args.get("step") == step]
+    ends = [span.end_ns for span in of_step if (span.group, span.name) == (ROLLOUT_GROUP, ROLLOUT_SPAN)]
+    if not ends:
+        return 0.0
+    last = max(ends)
+    return _covered_seconds(
+        (span.start_ns, min(span.end_ns, last))
+        for span in of_step
+        if span.name in HIDDEN_SPANS.get(span.group, ())
+    )
+
+
+def stage_seconds(spans: Iterable[Span]) -> dict[str, float]:
+    """Stage -> seconds in which at least one worker was at it. Stages overlap: the sum may exceed the wall time."""
+    intervals: dict[str, list[Interval]] = defaultdict(list)
+    for span in spans:
+        intervals[span.stage].append((span.start_ns, span.end_ns))
+    return {stage: _covered_seconds(found) for stage, found in sorted(intervals.items())}
+
+
+def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
+    """Group -> share of `window` in which none of its lanes worked, 0 to 1. Groups without a span are absent."""
+    start, end = window
+    if end <= start:
+        raise ValueError(f"The window {window} is empty: its end must come after its start.")
+    intervals: dict[str, list[Interval]] = defaultdict(list)
+    for span in spans:
+        intervals[span.group].append((max(span.start_ns, start), min(span.end_ns, end)))
+    length = (end - start) / 1e9
+    return {group: 1.0 - _covered_seconds(found) / length for group, found in sorted(intervals.items())}
+
+
+def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
+    """Write `spans` for Perfetto (ui.perfetto.dev) or chrome://tracing: a process per group, a thread per lane.
+
+    Viewers draw one thread's events as a stack, so events of a lane that overlap without nesting, such as
+    concurrent episodes, are spread over further rows of the same name. Times count from the first span.
+    """
+    origin = min((span.start_ns for span in spans), default=0)
+    events: list[dict[str, Any]] = []
+    for process, (group, of_group) in enumerate(_by(spans, lambda span: span.group), start=1):
+        events.append(_name_event("process_name", process, 0, group))
+        thread = 0
+        for lane, of_lane in _by(of_group, lambda span: span.lane):
+            for row in _rows(of_lane):
+                thread += 1
+                events.append(_name_event("thread_name", process, thread, lane))
+                events.extend(_event(span, process, thread, origin) for span in row)
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_ns": str(origin)}}
+    write_atomically(path, json.dumps(trace, separators=(",", ":")))
+
+
+def _steady_clock() -> Callable[[], int]:
+    # Wall time may step back when the machine's clock is set; a span must not end before it starts.
+    offset = time.time_ns() - time.perf_counter_ns()
+    return lambda: time.perf_counter_ns() + offset
+
+
+def _covered_seconds(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in merge_intervals(intervals)) / 1e9
+
+
+def _by(spans: Iterable[Span], key: Callable[[Span], str]) -> list[tuple[str, list[Span]]]:
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[key(span)].append(span)
+    return sorted(found.items())
+
+
+def _rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spread spans over as few rows as first fit finds, so that two in one row are disjoint or nested."""
+    rows: list[list[Span]] = []
+    open_ends: list[list[int]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        for row, ends in zip(rows, open_ends, strict=True):
+            while ends and ends[-1] <= span.start_ns:
+                ends.pop()
+            if not ends or span.end_ns <= ends[-1]:
+                row.append(span)
+                ends.append(span.end_ns)
+                break
+        else:
+            rows.append([span])
+            open_ends.append([span.end_ns])
+    return rows
+
+
+def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _event(span: Span, process: int, thread: int, origin: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.stage,
+        "pid": process,
+        "tid": thread,
+        "ts": (span.start_ns - origin) / 1e3,
+        "dur": (span.end_ns - span.start_ns) / 1e3,
+        "args": dict(span.args),
+    }

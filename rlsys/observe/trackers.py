@@ -1,0 +1,109 @@
+"""Where figures go besides the run's folder: TensorBoard and Weights & Biases, behind one protocol.
+
+Contract: a tracker never ends a run. One that cannot start is left out with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlsys.config.schema import TrackingConfig
+
+logger = logging.getLogger(__name__)
+
+WANDB_START_TIMEOUT_S = 30.0
+
+
+class Tracker(Protocol):
+    """Takes the figures of a step."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record flat `metrics` of `step`; values that are not numbers are left out."""
+
+    def close(self) -> None:
+        """Write what is pending. Nothing may be logged afterwards."""
+
+
+class TensorBoardTracker:
+    """Scalars as TensorBoard event files under `<run_dir>/tensorboard`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See `Tracker.log`."""
+        for name, value in _numbers(metrics).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run with its files under `<run_dir>/wandb`.
+
+    Offline unless WANDB_API_KEY is set, also then if WANDB_MODE is "offline". Offline means that nothing
+    is sent and nobody is asked to log in: `wandb sync` uploads the run later.
+    """
+
+    def __init__(self, run_dir: Path, run_name: str, project: str, config: Mapping[str, Any]) -> None:
+        offline = not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
+        if offline:
+            # Even an offline run would otherwise call home when it ends. Read by wandb at import.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        run_dir.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary folder without it
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,
+            init_timeout=WANDB_START_TIMEOUT_S,
+        )
+        self._run = wandb.init(
+            project=project,
+            name=run_name,
+            dir=str(run_dir),
+            mode="offline" if offline else None,
+            config=dict(config),
+            settings=settings,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See `Tracker.log`."""
+        self._run.log(_numbers(metrics), step=step)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._run.finish()
+
+
+def open_trackers(
+    config: TrackingConfig, run_dir: Path, run_name: str, resolved_config: Mapping[str, Any]
+) -> list[Tracker]:
+    """The trackers that `config` asks for. `resolved_config` is shown beside the run in W&B."""
+    trackers: list[Tracker] = []
+    if config.tensorboard:
+        trackers.append(TensorBoardTracker(run_dir))
+    if config.wandb:
+        try:
+            trackers.append(WandbTracker(run_dir, run_name, config.project, resolved_config))
+        except Exception as error:  # noqa: BLE001 - whatever a third-party service raises, the run goes on
+            logger.warning("Weights & Biases did not start (%s); the run goes on without it.", error)
+    return trackers
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

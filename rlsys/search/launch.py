@@ -1,0 +1,130 @@
+"""A search server as a child process: started, waited for, and certainly ended.
+
+Invariants: the port is bound by the parent and handed down, so that no other process can take it between;
+the child ends when the parent does, however the parent ends; `close` may be called at any time, again too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+import rlsys
+from rlsys.errors import RunError
+from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, bind
+
+_POLL_S = 0.1
+_TERMINATE_S = 10.0
+_LOG_LINES = 15
+
+
+class SearchServer:
+    """A handle of `python -m rlsys.search.server`, which runs from construction to `close`.
+
+    Args:
+        index: folder of the index.
+        log: file that the server's output is appended to.
+        topk: hits for a request that asks for no number.
+        port: 0 takes a free one.
+        threads: of the encoder and the index; null leaves the libraries' default.
+        encoder: of the queries where it is not that of the passages.
+    """
+
+    def __init__(
+        self,
+        index: str | Path,
+        log: str | Path,
+        *,
+        topk: int = DEFAULT_TOPK,
+        host: str = DEFAULT_HOST,
+        port: int = 0,
+        threads: int | None = None,
+        encoder: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.log = Path(log)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with bind(host, port) as sock, self.log.open("ab") as output:
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+            command = [sys.executable, "-m", "rlsys.search.server", str(index), "--topk", str(topk)]
+            command += ["--listener-fd", str(sock.fileno()), "--parent-pid", str(os.getpid())]
+            command += ["--device", device] + (["--encoder", encoder] if encoder else [])
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(threads),
+                pass_fds=[sock.fileno()],
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, which leads a process group of its own."""
+        return self._process.pid
+
+    def wait_healthy(self, timeout_s: float) -> None:
+        """Return once the server answers. Raises RunError, with the end of its log, if it dies or takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            status = self._process.poll()
+            if status is not None:
+                raise RunError(f"the search server ended with status {status}; {self._log_tail()}")
+            if self._answers():
+                return
+            time.sleep(_POLL_S)
+        raise RunError(f"the search server did not answer within {timeout_s:g} s; {self._log_tail()}")
+
+    def close(self) -> None:
+        """End the server and wait for it: SIGTERM, then SIGKILL for its whole group."""
+        if self._process.poll() is not None:
+            return
+        try:
+            self._process.terminate()
+            self._process.wait(_TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answers(self) -> bool:
+        try:
+            with httpx.Client(trust_env=False, timeout=2.0) as client:
+                return client.get(f"{self.url}/health").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _log_tail(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+        return (
+            f"its log {self.log} ends with:\n" + "\n".join(lines) if lines else f"its log {self.log} is empty"
+        )
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """The child's environment: it must find this very rlsys, installed or not."""
+    root = str(Path(rlsys.__path__[0]).parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment

@@ -1,0 +1,193 @@
+"""A session: everything that a run needs, started in order and ended in the reverse order.
+
+Search server, Ray, the three groups, data and the run's folder. On the way out, whatever the reason,
+every process that the session started is ended and everything known is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from rlsys.cluster.runtime import ray_runtime
+from rlsys.cluster.worker_group import WorkerGroup
+from rlsys.config.placement import parse_placement
+from rlsys.config.schema import RunConfig
+from rlsys.data.rows import read_questions
+from rlsys.data.source import PromptSource
+from rlsys.evaluation.evaluate import Evaluation, evaluate
+from rlsys.groups.megatron import ActorGroup, Dealer, EngineLogprobs, InferenceGroup, launch_megatron
+from rlsys.groups.rollout import RolloutGroup, make_worker
+from rlsys.groups.weight_sync import WeightSync
+from rlsys.observe.progress import Progress
+from rlsys.pipeline.grouping import judge
+from rlsys.record import RunRecord
+
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class Session:
+    """What the driver works with."""
+
+    config: RunConfig
+    record: RunRecord
+    prompts: PromptSource
+    heldout: Sequence
+    rollout: RolloutGroup
+    scorer: InferenceGroup | EngineLogprobs
+    actor: ActorGroup
+    sync: WeightSync
+    judge: Callable
+
+    def begin_step(self, step: int) -> None:
+        """From here on, what the groups do is counted to `step`."""
+        self.rollout.step = self.actor.step = step
+        if isinstance(self.scorer, InferenceGroup):
+            self.scorer.step = step
+
+    async def evaluate(self, step: int) -> Evaluation:
+        """Ask the held-out questions, greedily, and record the answers."""
+        self.begin_step(step)
+        concurrency = self.rollout.capacity * self.config.algorithm.n_samples
+        say = self.record.say("rollout")
+        evaluation = await evaluate(self.heldout, self.rollout.answer, concurrency, step, say)
+        self.record.evaluation(evaluation)
+        return evaluation
+
+    async def save(self, step: int) -> Path:
+        """Write a checkpoint of the actor after `step`."""
+        folder = self.record.run_dir / "checkpoints" / f"global_step_{step}" / "actor"
+        await self.actor.save(folder, {"step": step, "prompts": self.prompts.position})
+        return folder
+
+
+@asynccontextmanager
+async def open_session(config: RunConfig, run_dir: Path) -> AsyncIterator[Session]:
+    """Start everything; what was started is ended on the way out, also after a failure."""
+    prompts = PromptSource(read_questions(config.task.train_path), config.trainer.seed)
+    heldout = read_questions(config.task.eval_path, config.task.eval_limit)
+    async with AsyncExitStack() as stack:
+        progress = stack.enter_context(Progress())
+        progress.update(step=0, steps=config.trainer.steps)
+        record = RunRecord(config, run_dir, progress)
+        stack.callback(record.close)
+        url = stack.enter_context(search_server(config, run_dir))
+        serving = replace(config, search=replace(config.search, url=url))
+        groups = await stack.enter_async_context(_worker_groups(serving, run_dir, record))
+        rollout = RolloutGroup(groups["rollout"], config, record.tracers["rollout"])
+        receivers = [groups[name] for name in ("inference", "rollout") if name in groups]
+        yield Session(
+            config=config,
+            record=record,
+            prompts=prompts,
+            heldout=heldout,
+            rollout=rollout,
+            scorer=_scorer(config, groups, record),
+            actor=ActorGroup(groups["actor"], _dealer(config, "actor", groups), record.tracers["actor"]),
+            sync=WeightSync(
+                groups["actor"], receivers, config.cluster.sync_bucket_bytes, record.tracers["driver"]
+            ),
+            judge=functools.partial(judge, normalize_std=config.algorithm.normalize_std),
+        )
+
+
+@contextmanager
+def search_server(config: RunConfig, run_dir: Path) -> Iterator[str]:
+    """The address of the search server; one is started and ended here if the config names none."""
+    if config.search.url is not None:
+        yield config.search.url
+        return
+    from rlsys.search.launch import SearchServer
+
+    assert config.search.index is not None
+    server = SearchServer(
+        config.search.index,
+        run_dir / "logs" / "search.log",
+        topk=config.search.topk,
+        threads=config.cluster.threads,
+    )
+    try:
+        server.wait_healthy(config.search.start_timeout_s)
+        yield server.url
+    finally:
+        server.close()
+
+
+@asynccontextmanager
+async def _worker_groups(
+    config: RunConfig, run_dir: Path, record: RunRecord
+) -> AsyncIterator[dict[str, WorkerGroup]]:
+    """The processes of all groups, built side by side."""
+    bundles = _bundles(config)
+    with ray_runtime(config.cluster, [size for sizes in bundles.values() for size in sizes]) as reserved:
+        groups: dict[str, WorkerGroup] = {}
+        first = 0
+        for name, sizes in bundles.items():
+            indices = range(first, first + len(sizes))
+            groups[name] = WorkerGroup.launch(
+                name,
+                reserved,
+                indices,
+                config.cluster,
+                run_dir / "logs",
+                devices=sizes[0],
+                concurrency=config.rollout.max_episodes + 16 if name == "rollout" else 0,
+            )
+            first += len(sizes)
+            record.say(name)("starts")
+        try:
+            async with asyncio.TaskGroup() as builds:
+                for name, group in groups.items():
+                    builds.create_task(_build(name, group, config, record))
+            yield groups
+            await groups["rollout"].call("stop", timeout_s=STOP_TIMEOUT_S)
+        finally:
+            for group in groups.values():
+                group.kill()
+
+
+async def _build(name: str, group: WorkerGroup, config: RunConfig, record: RunRecord) -> None:
+    if name == "rollout":
+        arguments = [(config, config.trainer.seed + rank) for rank in range(len(group.ranks))]
+        await group.build(make_worker, arguments, config.rollout.engine.start_timeout_s)
+    else:
+        await launch_megatron(group, name, config)
+    record.say(name)("is ready")
+
+
+def _bundles(config: RunConfig) -> dict[str, list[int]]:
+    """Devices of each worker process, by group: an engine holds `tp` of them, a Megatron process one."""
+    ranks = parse_placement(config.cluster.placement)
+    tp = config.rollout.engine.tp
+    bundles = {
+        "rollout": [tp] * (len(ranks["rollout"]) // tp),
+        "inference": [1] * len(ranks["inference"]),
+        "actor": [1] * len(ranks["actor"]),
+    }
+    if not config.algorithm.recompute_logprobs:
+        del bundles["inference"]
+    return bundles
+
+
+def _scorer(
+    config: RunConfig, groups: dict[str, WorkerGroup], record: RunRecord
+) -> InferenceGroup | EngineLogprobs:
+    if "inference" not in groups:
+        return EngineLogprobs()
+    return InferenceGroup(
+        groups["inference"], _dealer(config, "inference", groups), record.tracers["inference"]
+    )
+
+
+def _dealer(config: RunConfig, name: str, groups: dict[str, WorkerGroup]) -> Dealer:
+    settings = config.actor if name == "actor" else config.inference
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return Dealer(settings.parallel, len(groups[name].ranks), settings.micro_batch_tokens, pad_id)

@@ -1,0 +1,19 @@
+"""Dependencies by extra, read from the requirement files so that they are written once."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+
+
+def requirements(name: str) -> list[str]:
+    """The requirements of a file, without options, includes and comments."""
+    lines = (HERE / "requirements" / f"{name}.txt").read_text().splitlines()
+    return [line.split(" #")[0].strip() for line in lines if line.strip() and line[0] not in "#-"]
+
+
+setup(
+    install_requires=requirements("base"),
+    extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev")},
+)

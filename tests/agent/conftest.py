@@ -1,0 +1,46 @@
+"""Real byte-level BPE tokenizers, trained here, and an engine that says what it is told."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rlsys.agent.codec import Codec
+
+EOS = "<|endoftext|>"
+CORPUS = [
+    "<think> I need to search. </think><search> capital of France </search>\n\n<information>Doc 1(Title: "
+    '"Paris") Paris is the capital.\n</information>\n\n<answer> Paris </answer>',
+    "My previous action is invalid. If I want to search, I should put the query between the tags.",
+    "東京は日本の首都です。 Москва — столица России. naïve café über 🚀🚀 ñandú",
+    ">\n\n >\n ></ search>> <<search>",
+] * 3
+
+
+def build_tokenizer(trim_offsets: bool = False, vocabulary: int = 700) -> PreTrainedTokenizerFast:
+    raw = Tokenizer(models.BPE())
+    # No pre-tokenisation into words: merges may cross tags and white space, the hardest case there is.
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=trim_offsets)
+    raw.decoder = decoders.ByteLevel()
+    raw.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[EOS, "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token=EOS, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def codec(tokenizer: PreTrainedTokenizerFast) -> Codec:
+    return Codec(tokenizer)

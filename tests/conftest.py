@@ -1,0 +1,3 @@
+"""Before any test imports transformers, SGLang's stand-ins must be importable; see `rlsys.rollout`."""
+
+import rlsys.rollout  # noqa: F401

@@ -1,0 +1,131 @@
+"""The independent reference: Hugging Face transformers and torch's AdamW in one process, float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from rlsys.algorithms.losses import ClippedPolicyLoss, LossInputs
+from rlsys.config.schema import OptimizerConfig
+from rlsys.pipeline.micro_batch import MicroBatch
+
+LOSS = ClippedPolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.1, entropy_coef=0.01)
+TEMPERATURE = 0.7
+VOCAB = 100
+
+
+def tiny_config(layers: int = 3, tied: bool = True, kv_heads: int = 2) -> PretrainedConfig:
+    return Qwen2Config(**_sizes(layers, tied, kv_heads))
+
+
+def tiny_qwen3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
+    return Qwen3Config(**_sizes(layers, tied, 2), head_dim=24)
+
+
+def _sizes(layers: int, tied: bool, kv_heads: int) -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0},
+        "tie_word_embeddings": tied,
+    }
+
+
+def make_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
+    """A random model whose biases and norms are random too, so that no wrong place goes unseen."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1.0 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_batches(count: int, seed: int = 0) -> list[MicroBatch]:
+    """Micro-batches of one to three padded rows, of random lengths, with masked stretches."""
+    random = np.random.default_rng(seed)
+    batches = []
+    for _ in range(count):
+        lengths = random.integers(6, 21, size=int(random.integers(1, 4)))
+        width = -(-int(lengths.max()) // 4) * 4
+        position = np.arange(width)[None, :]
+        mask = (position >= 3) & (position < lengths[:, None]) & (random.random((len(lengths), width)) < 0.7)
+        normal = random.standard_normal((4, len(lengths), width)).astype(np.float32)
+        batches.append(
+            MicroBatch(
+                tokens=random.integers(0, VOCAB, size=(len(lengths), width)),
+                lengths=lengths,
+                loss_mask=mask,
+                advantages=normal[0] * mask,
+                old_logprobs=-4.6 + 0.3 * normal[1],
+                ref_logprobs=-4.6 + 0.3 * normal[2],
+            )
+        )
+    return batches
+
+
+def load(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+    """[batch, seq] each, by log_softmax over the whole vocabulary; column 0 is 0."""
+    inputs = torch.tensor(tokens)
+    log_p = torch.log_softmax(model(inputs).logits[:, :-1] / TEMPERATURE, dim=-1)
+    picked = log_p.gather(-1, inputs[:, 1:, None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return torch.nn.functional.pad(picked, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
+
+
+def train(
+    path: Path, steps: Sequence[Sequence[MicroBatch]], config: OptimizerConfig, rates: Sequence[float]
+) -> tuple[torch.nn.Module, list[float]]:
+    """Train on each step's micro-batches as one batch; the model and the gradient norms before clipping."""
+    model = load(path)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    norms = []
+    for batches, rate in zip(steps, rates, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        total = sum(loss_of(model, batch) for batch in batches)
+        (total / sum(batch.trained_tokens for batch in batches)).backward()  # type: ignore[union-attr]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)))
+        optimizer.step()
+    return model, norms
+
+
+def loss_of(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    logprobs, entropy = logprobs_and_entropy(model, batch.tokens)
+    assert batch.old_logprobs is not None
+    inputs = LossInputs(
+        old_logprobs=torch.tensor(batch.old_logprobs),
+        ref_logprobs=torch.tensor(batch.ref_logprobs),
+        advantages=torch.tensor(batch.advantages),
+        mask=torch.tensor(batch.loss_mask),
+    )
+    return LOSS(logprobs, entropy, inputs)[0]
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """As a checkpoint names them: a tied matrix appears once."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -1,0 +1,161 @@
+"""Training and log-probs on each parallel layout equal Hugging Face transformers in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.megatron import parallel as groups
+from rlsys.megatron.actor import Actor
+from rlsys.megatron.learning_rate import learning_rate
+from rlsys.megatron.log_prob_worker import LogProbWorker
+from rlsys.pipeline.micro_batch import MicroBatch
+from rlsys.weights.buckets import ChecksumError, unpack
+from tests.megatron import reference
+from tests.megatron.harness import free_port, rendezvous, run_group
+
+STEPS, PER_STEP = 3, 8
+OPTIMIZER = OptimizerConfig(
+    lr=2e-3,
+    decay=LrDecay.COSINE,
+    warmup_fraction=0.34,
+    weight_decay=0.1,
+    # Large, so that Adam's update depends on the size of the gradient and not only on its sign.
+    eps=1e-2,
+    clip_grad=8.0,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    pp_layers: tuple[int, ...] | None = None
+    sequence_parallel: bool = False
+    tied: bool = True
+    recompute: bool = False
+    distributed: bool = True
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        layers = list(self.pp_layers) if self.pp_layers else None
+        return ParallelConfig(self.tp, self.pp, 1, layers, self.sequence_parallel)
+
+    @property
+    def processes(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+LAYOUTS = [
+    pytest.param(Layout(distributed=False), id="one-process"),
+    pytest.param(Layout(dp=2, tied=False), id="dp2"),
+    pytest.param(Layout(tp=2, sequence_parallel=True, tied=False), id="tp2-sp"),
+    pytest.param(Layout(pp=2, pp_layers=(1, 2), recompute=True), id="pp2-uneven-tied"),
+    pytest.param(Layout(tp=2, pp=2, pp_layers=(2, 1)), id="tp2-pp2", marks=pytest.mark.slow),
+    pytest.param(
+        Layout(tp=2, pp=2, dp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True, tied=False),
+        id="tp2-pp2-dp2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(Layout(pp=3, dp=2), id="pp3-dp2", marks=pytest.mark.slow),
+]
+
+
+def _steps() -> list[list[MicroBatch]]:
+    return [reference.make_batches(PER_STEP, seed=step) for step in range(STEPS)]
+
+
+def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports: list[int]) -> None:
+    config = ModelConfig(model, Layers.LOCAL, Dtype.FLOAT32, layout.recompute)
+    results: dict[str, Any] = {}
+    actor = Actor(
+        rendezvous(rank, world, ports[0]),
+        config,
+        layout.parallel,
+        OPTIMIZER,
+        reference.LOSS,
+        reference.TEMPERATURE,
+        STEPS,
+        seed=1,
+    )
+    place = actor.place
+    actor.load_hf(model)
+    results["initial"] = {r.name: t.clone() for b in actor.export_buckets(30_000) for r, t in unpack(b)}
+    results["applied"], results["stats"] = [], []
+    for step, batches in enumerate(_steps()):
+        mine = batches[place.dp :: place.dp_size]
+        # A different number of calls each step: how the batches come in must not matter.
+        for piece in (mine[:step], mine[step : step + 1], mine[step + 1 :]):
+            results["stats"].append(actor.accumulate(piece).stats)
+        results["applied"].append(actor.apply())
+    buckets = list(actor.export_buckets(30_000))
+    results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
+    box = [buckets, actor.exported_digest]
+    torch.distributed.broadcast_object_list(box, src=0)
+    groups.stop()
+    worker = LogProbWorker(
+        rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, True, seed=1
+    )
+    probe = _steps()[0][:3]
+    results["before"] = worker.compute(probe)
+    for bucket in box[0]:
+        worker.load_bucket(bucket)
+    with pytest.raises(ChecksumError, match="digest"):
+        worker.finish_update(1, "0" * 32)
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        worker.compute(probe)
+    for bucket in box[0]:
+        worker.load_bucket(bucket)
+    worker.finish_update(2, box[1])
+    assert worker.version == 2
+    results["after"] = worker.compute(probe)
+    groups.stop()
+    if rank == 0 or place.reports:
+        torch.save(results, f"{out}/rank{rank}.pt")
+
+
+def _close(actual: Any, expected: Any, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_and_logprobs_equal_transformers(layout: Layout, tmp_path: Path) -> None:
+    model = reference.make_model(reference.tiny_config(tied=layout.tied), tmp_path / "model")
+    ports = [free_port(), free_port()]
+    run_group(_in_group, layout.processes, layout, str(model), str(tmp_path), ports)
+    first = torch.load(tmp_path / "rank0.pt", weights_only=False)
+    reporting = torch.load(tmp_path / f"rank{layout.tp * layout.dp * (layout.pp - 1)}.pt", weights_only=False)
+
+    untrained = reference.load(model)
+    expected = reference.named_tensors(untrained)
+    assert first["initial"].keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(first["initial"][name], tensor), name
+
+    rates = [learning_rate(step, STEPS, OPTIMIZER) for step in range(STEPS)]
+    trained, norms = reference.train(model, _steps(), OPTIMIZER, rates)
+    for step, applied in enumerate(first["applied"]):
+        assert applied.trained_tokens == sum(b.trained_tokens for b in _steps()[step])
+        assert applied.lr == rates[step]
+        _close(applied.grad_norm, norms[step], 1e-4)
+    assert min(norms) < OPTIMIZER.clip_grad < max(norms), "clipping should act in some steps only"
+    for name, tensor in reference.named_tensors(trained).items():
+        _close(first["trained"][name], tensor, 2e-5)
+
+    with torch.no_grad():
+        for index, batch in enumerate(_steps()[0][:3]):
+            before = reference.logprobs_and_entropy(untrained, batch.tokens)[0].numpy()
+            after = reference.logprobs_and_entropy(trained, batch.tokens)[0].numpy()
+            real = np.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
+            _close(reporting["before"][index].policy[real], before[real], 2e-5)
+            _close(reporting["before"][index].reference[real], before[real], 2e-5)
+            _close(reporting["after"][index].policy[real], after[real], 1e-4)
+            _close(reporting["after"][index].reference[real], before[real], 2e-5)
+            assert np.abs(after[real] - before[real]).max() > 0.05

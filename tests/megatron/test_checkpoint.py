@@ -1,0 +1,119 @@
+"""A resumed run equals the uninterrupted one; checkpoints convert bit for bit in both directions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlsys.checkpoint import sharded
+from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.errors import UserError
+from rlsys.megatron import parallel as groups
+from rlsys.megatron.actor import Actor
+from rlsys.weights.buckets import unpack
+from rlsys.weights.convert import hf_to_megatron, megatron_to_hf
+from rlsys.weights.hf_io import HfReader
+from tests.megatron import reference
+from tests.megatron.harness import free_port, rendezvous, run_group
+
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
+EXTRA = {"cursor": [1, 2, 3], "version": 7}
+STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
+
+
+def _actor(rank: int, port: int, model: str, parallel: ParallelConfig, distributed: bool = True) -> Actor:
+    optimizer = OptimizerConfig(**{**vars(OPTIMIZER), "distributed": distributed})
+    config = ModelConfig(model, Layers.LOCAL, Dtype.FLOAT32)
+    return Actor(
+        rendezvous(rank, 2, port), config, parallel, optimizer, reference.LOSS, 0.7, len(STEPS), seed=1
+    )
+
+
+def _train(actor: Actor, step: int) -> None:
+    actor.accumulate(STEPS[step][actor.place.dp :: actor.place.dp_size])
+    actor.apply()
+
+
+def _weights(actor: Actor) -> dict[str, torch.Tensor]:
+    return {r.name: t.clone() for b in actor.export_buckets(50_000) for r, t in unpack(b)}
+
+
+def _resume(rank: int, _: int, model: str, out: str, ports: list[int], distributed: bool) -> None:
+    checkpoint = f"{out}/checkpoint"
+    dp2, tp2 = ParallelConfig(), ParallelConfig(tp=2)
+    actor = _actor(rank, ports[0], model, dp2, distributed)
+    actor.load_hf(model)
+    _train(actor, 0)
+    _train(actor, 1)
+    actor.save(checkpoint, EXTRA)
+    with pytest.raises(UserError, match="already"):
+        actor.save(checkpoint, EXTRA)
+    results = {"saved": _weights(actor)}
+    _train(actor, 2)
+    results["uninterrupted"] = _weights(actor)
+    for name, parallel, port in (("resumed", dp2, ports[1]), ("resharded", tp2, ports[2])):
+        groups.stop()
+        actor = _actor(rank, port, model, parallel, distributed)
+        assert actor.load(checkpoint) == EXTRA
+        assert actor.step == 2
+        _train(actor, 2)
+        results[name] = _weights(actor)
+    groups.stop()
+    if rank == 0:
+        torch.save(results, f"{out}/results.pt")
+        megatron_to_hf(checkpoint, f"{out}/hf", model, shard_bytes=60_000)
+
+
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_resumed_run_equals_the_uninterrupted_one(distributed: bool, tmp_path: Path) -> None:
+    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    ports = [free_port() for _ in range(3)]
+    run_group(_resume, 2, str(model), str(tmp_path), ports, distributed)
+    results = torch.load(tmp_path / "results.pt")
+    for name, tensor in results["uninterrupted"].items():
+        assert not torch.equal(tensor, results["saved"][name]), name
+        assert torch.equal(tensor, results["resumed"][name]), name
+        torch.testing.assert_close(results["resharded"][name], tensor, rtol=1e-4, atol=2e-5)
+
+    converted = HfReader(tmp_path / "hf")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    assert converted.names() == results["saved"].keys()
+    for name, tensor in results["saved"].items():
+        assert torch.equal(converted.get(name), tensor), name
+    # transformers reads what was written, as the model that was trained.
+    loaded = reference.named_tensors(reference.load(tmp_path / "hf"))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in results["saved"].items())
+
+
+def _convert(rank: int, _: int, model: str, out: str, port: int) -> None:
+    if rank == 0:
+        hf_to_megatron(model, f"{out}/megatron")
+        megatron_to_hf(f"{out}/megatron", f"{out}/back", model)
+        with pytest.raises(UserError, match="already"):
+            megatron_to_hf(f"{out}/megatron", f"{out}/back", model)
+    actor = _actor(rank, port, model, ParallelConfig(pp=2, pp_layers=[1, 2]))
+    assert actor.load(f"{out}/megatron") == {}
+    weights = _weights(actor)
+    groups.stop()
+    if rank == 0:
+        torch.save(weights, f"{out}/exported.pt")
+
+
+def test_a_converted_model_round_trips_and_loads_in_a_pipeline(tmp_path: Path) -> None:
+    model = reference.make_model(reference.tiny_qwen3(), tmp_path / "model")
+    run_group(_convert, 2, str(model), str(tmp_path), free_port())
+    original, back = HfReader(model), HfReader(tmp_path / "back")
+    exported = torch.load(tmp_path / "exported.pt")
+    assert original.names() == back.names() == exported.keys()
+    for name in original.names():
+        assert torch.equal(original.get(name), back.get(name)), name
+        assert torch.equal(original.get(name), exported[name]), name
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text("{}")
+    assert not sharded.is_complete(tmp_path)
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        sharded.read_about(tmp_path)

@@ -1,0 +1,149 @@
+"""Progress, the final table and the curves: what a person sees."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import image
+from rich.console import Console
+
+from rlsys.observe.plots import draw_curves
+from rlsys.observe.progress import PLAIN_INTERVAL_S, Progress
+from rlsys.observe.table import render_summary
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_piped_progress_is_sparse_and_tells_how_long_a_group_waits() -> None:
+    clock, out = Clock(), io.StringIO()
+    with Progress(Console(file=out, width=20), clock=clock) as progress:
+        progress.update(step=1, steps=9, states={"rollout": "0/32 groups", "actor": "waits for log-probs"})
+        for done in range(40):
+            clock.now += 0.125
+            progress.update(states={"rollout": f"{done}/32 groups", "actor": "waits for log-probs"})
+        clock.now += PLAIN_INTERVAL_S
+        progress.update(reward=0.5, tokens_per_s=1234.5)
+        progress.update(step=2, em=0.25, states={"actor": "trains"})
+    assert out.getvalue().splitlines() == [
+        "step 1/9 | 0:00:00 | rollout: 0/32 groups | actor: waits for log-probs",
+        "step 1/9 | reward 0.500 | tokens/s 1,234 | 0:00:15 | rollout: 39/32 groups | actor: waits for log-probs (15 s)",
+        "step 2/9 | EM 0.250 | reward 0.500 | tokens/s 1,234 | 0:00:15 | rollout: 39/32 groups | actor: trains",
+    ]
+
+
+def test_on_a_terminal_messages_stay_and_the_live_area_goes() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    with Progress(console) as progress:
+        progress.update(step=1, steps=2, states={"actor": "trains [bold]x"})
+        print("a message")
+        console.print("another")
+    lines = _screen(out.getvalue())
+    assert [line for line in lines if line] == ["a message", "another"]
+    assert "trains [bold]x" in out.getvalue()
+
+
+def _screen(stream: str) -> list[str]:
+    """What a terminal would show at the end: a cursor, line feeds, `up` and `erase line` are enough here."""
+    lines, row = [""], 0
+    position = 0
+    while position < len(stream):
+        char = stream[position]
+        position += 1
+        if char == "\x1b":
+            end = next(i for i in range(position + 1, len(stream)) if stream[i].isalpha())
+            kind, position = stream[end], end + 1
+            if kind == "A":
+                row -= 1
+            elif kind == "K":
+                lines[row] = ""
+        elif char == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif char != "\r":
+            lines[row] += char
+    return [line.strip() for line in lines]
+
+
+SUMMARY = {
+    "em_before": 0.142,
+    "em_after": 0.731,
+    "em_before_by_hop": {"1": 0.2, "2": 0.08},
+    "em_after_by_hop": {"1": 0.77, "2": 0.69},
+    "searches_before": 0.62,
+    "searches_after": 1.48,
+    "oracle_em": None,
+    "logprob_max_diff": 2.34e-5,
+    "first_ratio_max_dev": float("nan"),
+    "seconds": {"rollout": 60.0, "train": 30.0},
+    "overlap_s": 12.0,
+    "steps": 15,
+    "seed": 1234,
+}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_final_table_holds_every_figure_at_any_width(width: int) -> None:
+    out = io.StringIO()
+    render_summary(SUMMARY, Console(file=out, width=width))
+    text = out.getvalue()
+
+    def figures(name: str) -> list[str]:
+        (line,) = [line for line in text.splitlines() if line.strip().startswith(name + " ")]
+        return line.strip()[len(name) :].split()
+
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert "…" not in text
+    assert figures("exact match") == ["0.142", "0.731", "+0.589"]
+    assert figures("two hops") == ["0.080", "0.690", "+0.610"]
+    assert figures("searches a question") == ["0.620", "1.480", "+0.860"]
+    assert figures("training") == ["30.0", "s", "2.00", "s"]
+    assert figures("hidden behind rollout") == ["12.0", "s", "0.80", "s"]
+    assert figures("log-prob, engine vs. trainer, max difference") == ["2.34e-05"]
+    for absent in ("oracle EM (ceiling)", "HF and engine answer alike", "first update, max |ratio - 1|"):
+        assert figures(absent) == ["-"]
+
+
+def test_a_summary_of_nothing_is_dashes() -> None:
+    out = io.StringIO()
+    render_summary({}, Console(file=out, width=80))
+    assert "nan" not in out.getvalue().lower()
+
+
+def _row(step: int) -> dict[str, float]:
+    return {
+        "step": step,
+        "reward/mean": 0.1 * step,
+        "time/step_s": 9.0,
+        "time/rollout_s": 7.0,
+        "time/train_s": 4.0,
+    }
+
+
+def test_curves_are_pictures_with_something_on_them(tmp_path: Path) -> None:
+    evaluations = [
+        {"step": 0, "em": 0.2, "em_by_hop": {"1": 0.3, "2": 0.1}, "searches": 0.5, "questions": 50},
+        {"step": 5, "em": 0.6, "em_by_hop": {"1": 0.7, "2": 0.5}, "searches": 1.5, "questions": 50},
+    ]
+    paths = draw_curves([_row(step) for step in range(1, 6)], evaluations, tmp_path)
+    assert [path.name for path in paths] == ["em.png", "reward.png", "stage_times.png", "curves.png"]
+    for path in paths:
+        pixels = image.imread(path)
+        assert pixels.shape[0] == 640
+        assert 0.005 < np.mean(pixels[..., :3].min(axis=-1) < 0.9) < 0.5
+
+
+def test_a_run_cut_short_still_draws_what_it_has(tmp_path: Path) -> None:
+    assert draw_curves([], [], tmp_path) == []
+    rows = [_row(1), {"step": 2, "reward/mean": None, "time/step_s": None}]
+    names = [path.name for path in draw_curves(rows, [], tmp_path)]
+    assert names == ["reward.png", "stage_times.png", "curves.png"]
+    names = [path.name for path in draw_curves([{"step": 1}], [{"step": 0, "em": 0.5}], tmp_path)]
+    assert names == ["em.png"]

