@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,9 @@ from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.config.validate import validate
 from rlsys.errors import UserError
-from rlsys.evaluation.evaluate import Evaluation
+
+if TYPE_CHECKING:
+    from rlsys.evaluation.evaluate import Evaluation
 
 
 def command(

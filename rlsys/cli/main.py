@@ -7,6 +7,7 @@ off prints what and who and exits with 1; Ctrl-C exits with 130, with nothing le
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -28,16 +29,18 @@ app.command("doctor", help="Say what is installed, what is missing, and what to 
 
 def main() -> None:
     """Run the command line."""
+    run_command(app)
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run `command` under the contract above."""
     try:
-        app()
+        command()
     except BaseException as error:
         cause = root_cause(error)
-        if isinstance(cause, UserError):
+        if isinstance(cause, UserError | RunError):
             print(cause, file=sys.stderr)
-            raise SystemExit(2) from None
-        if isinstance(cause, RunError):
-            print(cause, file=sys.stderr)
-            raise SystemExit(1) from None
+            raise SystemExit(2 if isinstance(cause, UserError) else 1) from None
         if isinstance(cause, KeyboardInterrupt):
             print("Interrupted.", file=sys.stderr)
             raise SystemExit(130) from None

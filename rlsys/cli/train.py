@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from rlsys.cli.running import run_to_end
 from rlsys.config.compose import load_config
 from rlsys.config.plan import make_plan, render_plan
 from rlsys.config.schema import RunConfig
@@ -40,13 +39,14 @@ def command(
         plan = make_plan(config)
         typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
         return
-    start(config)
+    _run(config)
 
 
-def start(config: RunConfig) -> Path:
-    """Train as `config` says, show the result, and return the run's folder."""
+def _run(config: RunConfig) -> None:
+    # Ray, transformers and the trackers take seconds to load, which a plan or a mistake need not wait for.
     from rich.console import Console
 
+    from rlsys.cli.running import run_to_end
     from rlsys.observe.table import render_summary
     from rlsys.record import new_run_dir
     from rlsys.train import train
@@ -55,4 +55,3 @@ def start(config: RunConfig) -> Path:
     summary = run_to_end(train(config, run_dir))
     render_summary(summary, Console())
     typer.echo(f"The run is in {run_dir}.")
-    return run_dir

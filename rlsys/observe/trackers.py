@@ -17,6 +17,8 @@ from rlsys.config.schema import TrackingConfig
 logger = logging.getLogger(__name__)
 
 WANDB_START_TIMEOUT_S = 30.0
+WANDB_FINISH_TIMEOUT_S = 120.0
+"""For the last upload; what is not sent by then stays on disk for `wandb sync`."""
 
 
 class Tracker(Protocol):
@@ -70,6 +72,7 @@ class WandbTracker:
             disable_code=True,
             x_disable_stats=True,
             init_timeout=WANDB_START_TIMEOUT_S,
+            finish_timeout=WANDB_FINISH_TIMEOUT_S,
         )
         self._run = wandb.init(
             project=project,
@@ -100,7 +103,8 @@ def open_trackers(
         try:
             trackers.append(WandbTracker(run_dir, run_name, config.project, resolved_config))
         except Exception as error:  # noqa: BLE001 - whatever a third-party service raises, the run goes on
-            logger.warning("Weights & Biases did not start (%s); the run goes on without it.", error)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            logger.warning("Weights & Biases did not start (%s); the run goes on without it.", reason)
     return trackers
 
 

@@ -146,7 +146,7 @@ class SearchClient:
         try:
             return [SearchResult(passages=found) for found in await self._post_with_retries(queries)]
         except _RejectedError as error:
-            if False:
+            if len(queries) > 1:
                 alone = await asyncio.gather(*(self._search_many([query]) for query in queries))
                 return list(chain.from_iterable(alone))
             reason = str(error)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlsys.agent.codec import Codec
 from rlsys.agent.observation import Observer
 from rlsys.config.schema import TagsConfig
-from tests.agent.conftest import build_tokenizer
+from tests.agent.bpe import build_tokenizer
 
 CODEC = Codec(build_tokenizer())
 OBSERVER = Observer(TagsConfig(), CODEC)

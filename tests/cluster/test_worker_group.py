@@ -34,7 +34,9 @@ async def _check_failures(group: WorkerGroup) -> None:
         await group.call("sleep", 2.0, timeout_s=0.3)
     await asyncio.sleep(2.0)
     started = time.monotonic()
-    with pytest.raises(RunError, match="toy rank 1 failed to finish raise_on: ValueError: the tensor is upside"):
+    with pytest.raises(
+        RunError, match="toy rank 1 failed to finish raise_on: ValueError: the tensor is upside"
+    ):
         await group.call("raise_on", 1)
     with pytest.raises(RunError, match=r"(?s)toy rank 1 died.*about to fall over"):
         await group.call("die_on", 1)

@@ -65,6 +65,8 @@ LAYOUTS = [
         marks=pytest.mark.slow,
     ),
     pytest.param(Layout(pp=3, dp=2), id="pp3-dp2", marks=pytest.mark.slow),
+    # More TP ranks than the two key-value heads.
+    pytest.param(Layout(tp=4), id="tp4", marks=pytest.mark.slow),
 ]
 
 

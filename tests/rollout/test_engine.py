@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Bench:
     words: PreTrainedTokenizerFast
     first: Qwen2ForCausalLM
     second: Qwen2ForCausalLM
+    endless: Qwen2ForCausalLM
+    """Never greedily says the end-of-sequence token: its logit is 0, below the largest."""
     asked: list[str]
 
     @property
@@ -65,9 +68,16 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         await worker.start()
         started = set(psutil.Process().children(recursive=True)) - before
         assert started
-        yield Bench(worker, rollout, words, first, second, asked)
+        yield Bench(worker, rollout, words, first, second, endless_copy(first, words), asked)
         await worker.stop()
         assert not [process for process in started if process.is_running()]
+
+
+def endless_copy(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    copy = deepcopy(model)
+    with torch.no_grad():
+        copy.model.embed_tokens.weight[words.eos_token_id] = 0.0
+    return copy
 
 
 def logprobs_of(model: Qwen2ForCausalLM, ids: Iterable[int], temperature: float = 1.0) -> torch.Tensor:
@@ -194,7 +204,9 @@ async def test_a_bucket_that_changed_on_its_way_is_refused(bench: Bench) -> None
 
 
 async def test_an_update_that_lacks_a_tensor_is_refused(bench: Bench) -> None:
-    tensors = [(name, tensor) for name, tensor in bench.first.named_parameters() if name != "model.norm.weight"]
+    tensors = [
+        (name, tensor) for name, tensor in bench.first.named_parameters() if name != "model.norm.weight"
+    ]
     buckets = list(pack(tensors, bucket_bytes=1 << 20))
     await bench.engine.begin_update(5)
     for bucket in buckets:
@@ -212,7 +224,9 @@ async def test_an_engine_that_holds_something_else_is_refused_and_recovers(bench
     changed[5, 7] += 1e-6
     (stray,) = pack([(name, changed)], bucket_bytes=1 << 30)
     await bench.engine._sglang.load_bucket(stray, version=6, ranks=1)
-    with pytest.raises(RunError, match=r"1 of its tensors .*first model\.layers\.1\.self_attn\.qkv_proj\.weight"):
+    with pytest.raises(
+        RunError, match=r"1 of its tensors .*first model\.layers\.1\.self_attn\.qkv_proj\.weight"
+    ):
         await bench.engine.finish_update(6, digest_of([bucket]))
     with pytest.raises(RunError, match="refused"):
         await bench.worker.run_group(QUESTION, n_samples=2)
@@ -223,6 +237,7 @@ async def test_an_engine_that_holds_something_else_is_refused_and_recovers(bench
 
 
 async def test_abort_returns_what_there_is(bench: Bench) -> None:
+    await send(bench.engine, bench.endless, version=8)
     sampling = TurnSampling(temperature=0.0, max_new_tokens=4000)
     ids = bench.encode("zzz")
     long = asyncio.create_task(bench.engine.generate(ids, sampling, "long"))
@@ -237,12 +252,12 @@ async def test_an_episode_out_of_time_is_returned_and_frees_the_engine(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.rollout, "episode_timeout_s", 0.4)
+    monkeypatch.setattr(bench.rollout.sampling, "stop", [])
     monkeypatch.setattr(bench.worker._tools.task, "max_turn_tokens", 4000)
     aborted = bench.worker.metrics()["episodes_aborted"]
     group = await bench.worker.run_group(replace(QUESTION, prompt="zzz"), n_samples=4, greedy=True)
     assert {trajectory.finish for trajectory in group} == {Finish.ABORTED}
     assert not any(trajectory.loss_mask.any() for trajectory in group)
     assert bench.worker.metrics()["episodes_aborted"] == aborted + 4
-    monkeypatch.undo()
-    await send(bench.engine, bench.first, version=8)
+    await send(bench.engine, bench.first, version=9)
     assert bench.worker.metrics()["requests_running"] == 0

@@ -41,7 +41,9 @@ FIRST = Trace(
     search=f"<think>I do not know.</think><search> {QUERY} </search>",
     answer="<think>It says so.</think><answer> Paris </answer>",
 )
-SECOND = Trace(FIRST.prompt, f"<think>Let me look.</think><search> {QUERY} </search>", "<answer> Lyon </answer>")
+SECOND = Trace(
+    FIRST.prompt, f"<think>Let me look.</think><search> {QUERY} </search>", "<answer> Lyon </answer>"
+)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-from rlsys.agent.codec import Codec
 
 EOS = "<|endoftext|>"
 CORPUS = [
@@ -18,14 +15,14 @@ CORPUS = [
 ] * 3
 
 
-def build_tokenizer(trim_offsets: bool = False, vocabulary: int = 700) -> PreTrainedTokenizerFast:
+def build_tokenizer(words: bool = False, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """Without `words`, merges cross words, tags and white space: the hardest case there is."""
     raw = Tokenizer(models.BPE())
-    # No pre-tokenisation into words: merges may cross tags and white space, the hardest case there is.
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=trim_offsets)
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     raw.decoder = decoders.ByteLevel()
     raw.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=700,
         special_tokens=[EOS, "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -34,13 +31,3 @@ def build_tokenizer(trim_offsets: bool = False, vocabulary: int = 700) -> PreTra
     return PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token=EOS, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
     )
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def codec(tokenizer: PreTrainedTokenizerFast) -> Codec:
-    return Codec(tokenizer)

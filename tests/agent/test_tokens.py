@@ -1,0 +1,220 @@
+"""Token book-keeping against an independent account in bytes, on a tokenizer whose merges cross tags.
+
+The engine here gives every token a log-prob that is a hash of the whole prefix. A log-prob that is kept
+therefore proves that the prefix is, token by token, the one that the engine saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from rlsys.agent.codec import Codec
+from rlsys.agent.tokens import Sample, TokenRecord, open_context
+from rlsys.config.schema import TokenMode
+from tests.agent.bpe import EOS, build_tokenizer
+
+TOKENIZER = build_tokenizer()
+CODEC = Codec(TOKENIZER)
+FIRST_PLAIN = 3
+
+PIECES = [
+    "<search>",
+    "</search>",
+    "東京",
+    "🚀",
+    "é",
+    "naïve",
+    " ",
+    "\n\n",
+    ">",
+    "Paris",
+    "Doc 1(Title: ",
+    "x",
+]
+TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
+PLAIN_IDS = st.integers(FIRST_PLAIN, len(TOKENIZER) - 1)
+CANONICAL = TEXTS.map(CODEC.encode)
+BY_CHARACTER = TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)])
+OUTPUTS = st.one_of(CANONICAL, BY_CHARACTER, st.lists(PLAIN_IDS, max_size=6))
+TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
+
+
+def hashed(prefix: Sequence[int]) -> float:
+    """A log-prob that only this prefix has."""
+    return -(hash(tuple(prefix)) % 1_000_003) / 1e6
+
+
+def play(mode: TokenMode, prompt: str, turns: Sequence[tuple[list[int], str]], eos: bool) -> TokenRecord:
+    """Generate and observe in turn; the last observation is left out."""
+    context = open_context(mode, CODEC, prompt)
+    for version, (output, observation) in enumerate(turns):
+        inputs = context.input_ids()
+        logprobs = [hashed([*inputs, *output[: at + 1]]) for at in range(len(output))]
+        context.add_turn(Sample(inputs, output, logprobs, version, True), CODEC.decode(output))
+        if version < len(turns) - 1:
+            context.add_observation(observation)
+    return context.close(eos, limit=10_000)
+
+
+def bytes_of(token: int) -> bytes:
+    """A token's bytes by GPT-2's table from characters to bytes, written anew."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
+    return bytes(table[letter] for letter in TOKENIZER.convert_ids_to_tokens(token))
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS, TURNS)
+def test_retokenize_trains_the_tokens_whose_bytes_were_all_generated(
+    prompt: str, turns: list[tuple[list[int], str]]
+) -> None:
+    record = play(TokenMode.RETOKENIZE, prompt, turns, eos=False)
+    generated = bytearray(len(prompt.encode()))
+    text = prompt
+    for number, (output, observation) in enumerate(turns):
+        said = CODEC.decode(output)
+        generated += bytes([number + 1]) * len(said.encode())
+        seen = observation if number < len(turns) - 1 else ""
+        generated += bytes(len(seen.encode()))
+        text += said + seen
+    assert record.tokens.tolist() == TOKENIZER(text)["input_ids"]
+    assert record.response == text[len(prompt) :]
+    at = 0
+    for token, trained, version in zip(record.tokens, record.loss_mask, record.versions, strict=True):
+        owners = set(generated[at : at + len(bytes_of(int(token)))])
+        at += len(bytes_of(int(token)))
+        wholly = len(owners) == 1 and owners != {0}
+        assert trained == wholly
+        assert version == (owners.pop() - 1 if wholly else -1)
+    assert at == len(text.encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(TokenMode), TEXTS, TURNS, st.booleans())
+def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
+    mode: TokenMode, prompt: str, turns: list[tuple[list[int], str]], eos: bool
+) -> None:
+    record = play(mode, prompt, turns, eos)
+    tokens = record.tokens.tolist()
+    context = open_context(mode, CODEC, prompt)
+    sampled: dict[tuple[int, ...], int] = {}
+    for version, (output, observation) in enumerate(turns):
+        inputs = context.input_ids()
+        sampled |= {(*inputs, *output[: at + 1]): version for at in range(len(output))}
+        context.add_turn(Sample(inputs, output, [0.0] * len(output), version, True), CODEC.decode(output))
+        context.add_observation(observation)
+    for at, logprob in enumerate(record.rollout_logprobs):
+        prefix = tuple(tokens[: at + 1])
+        if math.isnan(logprob):
+            # Two turns may have sampled the same prefix only if a turn was empty of text.
+            assert not record.loss_mask[at] or sampled.get(prefix) != record.versions[at]
+        else:
+            assert record.loss_mask[at]
+            assert logprob == np.float32(hashed(prefix))
+    assert not record.loss_mask[: record.prompt_length].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS, TURNS, st.booleans())
+def test_append_trains_what_was_sampled(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
+    record = play(TokenMode.APPEND, prompt, turns, eos)
+    tokens, mask = CODEC.encode(prompt), [False] * len(CODEC.encode(prompt))
+    for number, (output, observation) in enumerate(turns):
+        seen = CODEC.encode(observation) if number < len(turns) - 1 else []
+        tokens += [*output, *seen]
+        mask += [True] * len(output) + [False] * len(seen)
+    assert record.tokens.tolist() == tokens + [CODEC.eos_id] * eos
+    assert record.loss_mask.tolist() == mask + [True] * eos
+    assert record.tokens_differing == 0
+    sampled = record.versions >= 0
+    assert not np.isnan(record.rollout_logprobs[sampled]).any()
+
+
+def test_differing_tokens_are_counted_by_hand() -> None:
+    letters = [token for letter in "search" for token in CODEC.encode(letter)]
+    (whole,) = CODEC.encode("search")
+    assert len(letters) == 6
+    record = play(TokenMode.RETOKENIZE, "x", [([*letters, *CODEC.encode("🚀")], "")], eos=True)
+    assert record.tokens.tolist() == [*CODEC.encode("x"), whole, *CODEC.encode("🚀"), CODEC.eos_id]
+    assert record.tokens_differing == 1
+    assert np.isnan(record.rollout_logprobs).all()
+
+
+def test_logprobs_return_in_the_turn_after_a_difference() -> None:
+    letters = [token for letter in "search" for token in CODEC.encode(letter)]
+    record = play(TokenMode.RETOKENIZE, "x", [(letters, "\n\n"), (CODEC.encode("Doc"), "")], eos=False)
+    assert np.isnan(record.rollout_logprobs[record.versions == 0]).all()
+    assert not np.isnan(record.rollout_logprobs[record.versions == 1]).any()
+
+
+@pytest.mark.parametrize("mode", TokenMode)
+def test_an_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMode) -> None:
+    plain = CODEC.encode("Paris")
+    added = play(mode, "x", [(plain, "")], eos=True)
+    sampled = play(mode, "x", [([*plain, CODEC.eos_id], "")], eos=True)
+    assert added.tokens.tolist() == sampled.tokens.tolist()
+    assert added.tokens[-1] == CODEC.eos_id
+    assert added.tokens.tolist().count(CODEC.eos_id) == 1
+    assert added.loss_mask[-1]
+    assert sampled.loss_mask[-1]
+    assert np.isnan(added.rollout_logprobs[-1])
+    assert (added.versions[-1], sampled.versions[-1]) == (-1, 0)
+    assert sampled.rollout_logprobs[-1] == np.float32(hashed(sampled.tokens.tolist()))
+    without = play(mode, "x", [(plain, "")], eos=False)
+    assert without.tokens.tolist() == added.tokens.tolist()[:-1]
+
+
+def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
+    context = open_context(TokenMode.APPEND, CODEC, "x")
+    kept = [token for letter in "q</search" for token in CODEC.encode(letter)]
+    # One token may hold the tag's last letter and more; it cannot be split.
+    closing = TOKENIZER.convert_tokens_to_ids(">Ċ")
+    output = [*kept, closing, *CODEC.encode("Paris")]
+    context.add_turn(Sample([], output, [0.0] * len(output), 0, True), "q</search>")
+    assert context.input_ids() == [*CODEC.encode("x"), *kept, closing]
+
+
+@pytest.mark.parametrize("mode", TokenMode)
+def test_the_limit_holds_and_a_truncation_is_told(mode: TokenMode) -> None:
+    context = open_context(mode, CODEC, "x")
+    output = CODEC.encode("Paris 東京")
+    inputs = context.input_ids()
+    context.add_turn(Sample(inputs, output, [0.0] * len(output), 0, True), "Paris 東京")
+    record = context.close(True, limit=2)
+    assert record.truncated
+    assert len(record.tokens) == len(record.loss_mask) == len(record.versions) == 2
+
+
+def test_offsets_without_white_space_never_train_an_observation() -> None:
+    codec = Codec(build_tokenizer(words=True, trim_offsets=True))
+    encoded = codec.encode_spans("a  bc\n\n naïve 🚀 .")
+    for (_, end), (start, _) in zip(encoded.spans, encoded.spans[1:], strict=False):
+        assert start <= end, "a gap that no token claims"
+    context = open_context(TokenMode.RETOKENIZE, codec, "q:")
+    context.add_observation("\n\n <information>x</information>  ")
+    output = codec.encode("Paris")
+    inputs = context.input_ids()
+    context.add_turn(Sample(inputs, output, [0.0] * len(output), 0, True), "Paris")
+    record = context.close(False, limit=100)
+    trained = codec.decode(record.tokens[record.loss_mask].tolist())
+    assert trained in "Paris"
+
+
+def test_prompts_take_the_chat_template_where_there_is_one() -> None:
+    tokenizer: PreTrainedTokenizerFast = build_tokenizer()
+    assert Codec(tokenizer).prompt("Why?") == "Why?"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    templated = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert Codec(tokenizer).prompt("Why?") == templated
+    assert EOS not in templated

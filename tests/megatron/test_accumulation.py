@@ -1,0 +1,112 @@
+"""What is not trained contributes nothing, and how the rest is cut up does not matter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.megatron import parallel as groups
+from rlsys.megatron.actor import Actor
+from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.weights.buckets import unpack
+from tests.megatron import reference
+from tests.megatron.harness import free_port, rendezvous, run_group
+
+
+def _row(batch: MicroBatch, row: int) -> MicroBatch:
+    arrays = {name: getattr(batch, name)[row : row + 1] for name in MicroBatch.__dataclass_fields__}
+    return MicroBatch(**arrays)
+
+
+def _poisoned(batch: MicroBatch) -> MicroBatch:
+    """Other values wherever nothing is trained: in every per-token array, and as tokens of the padding."""
+    padding = np.arange(batch.tokens.shape[1])[None] >= batch.lengths[:, None]
+    values = [np.where(batch.loss_mask, array, np.nan).astype(np.float32) for array in _floats(batch)]
+    return replace(
+        batch,
+        tokens=np.where(padding, 99 - batch.tokens, batch.tokens),
+        advantages=values[0],
+        old_logprobs=values[1],
+        ref_logprobs=values[2],
+    )
+
+
+def _floats(batch: MicroBatch) -> list[np.ndarray]:
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    return [batch.advantages, batch.old_logprobs, batch.ref_logprobs]
+
+
+def _widened(batch: MicroBatch) -> MicroBatch:
+    """Five columns of padding more."""
+    arrays = {
+        name: np.pad(getattr(batch, name), ((0, 0), (0, 5)))
+        for name in MicroBatch.__dataclass_fields__
+        if name != "lengths"
+    }
+    return replace(batch, **arrays)
+
+
+def _one_step(rank: int, port: int, model: str, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
+    actor = Actor(
+        rendezvous(rank, 1, port),
+        ModelConfig(model, Layers.LOCAL, Dtype.FLOAT32),
+        ParallelConfig(),
+        OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9),
+        reference.LOSS,
+        0.7,
+        total_steps=1,
+        seed=1,
+    )
+    actor.load_hf(model)
+    for batches in calls:
+        actor.accumulate(batches)
+    applied = actor.apply()
+    weights = {r.name: t.clone() for b in actor.export_buckets(10**6) for r, t in unpack(b)}
+    groups.stop()
+    return {**weights, "norm": torch.tensor(applied.grad_norm)}
+
+
+def _variants(rank: int, _: int, model: str, out: str, ports: list[int]) -> None:
+    batches = reference.make_batches(4, seed=3)
+    rows = [_row(batch, row) for batch in batches for row in range(len(batch.tokens))]
+    empty = collate([], pad_id=0, multiple_of=8)
+    variants = {
+        "plain": [batches],
+        "poisoned": [[_poisoned(batch) for batch in batches]],
+        "fillers": [[empty, *batches], [empty, empty]],
+        "widened": [[_widened(batch) for batch in batches]],
+        "rows": [rows[:3], rows[3:4], [], rows[4:]],
+        "reversed": [batches[::-1]],
+    }
+    results = {name: _one_step(rank, ports.pop(), model, calls) for name, calls in variants.items()}
+    torch.save(results, f"{out}/results.pt")
+
+
+def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> None:
+    model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
+    run_group(_variants, 1, str(model), str(tmp_path), [free_port() for _ in range(6)])
+    results = torch.load(tmp_path / "results.pt")
+    plain = results.pop("plain")
+    moved = (plain["model.norm.weight"] - reference.load(model).model.norm.weight).abs().max()
+    assert moved > 1e-4
+    for name, tensor in plain.items():
+        assert torch.equal(results["poisoned"][name], tensor), name
+        assert torch.equal(results["fillers"][name], tensor), name
+    for variant, tensors in results.items():
+        for name, tensor in plain.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{variant} {name}")
+    assert float(plain["norm"]) == pytest.approx(_gradient_norm(model), rel=1e-5)
+
+
+def _gradient_norm(model: Path) -> float:
+    """Of all micro-batches as one batch, in transformers."""
+    module, batches = reference.load(model), reference.make_batches(4, seed=3)
+    total = torch.stack([reference.loss_of(module, batch) for batch in batches]).sum()
+    (total / sum(batch.trained_tokens for batch in batches)).backward()
+    return float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
