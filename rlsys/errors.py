@@ -14,6 +14,10 @@ class RunError(Exception):
     """A run that cannot go on (a dead worker, a time-out): one sentence that names who is missing."""
 
 
+class Interrupted(Exception):
+    """The user asked the run to stop, and it has."""
+
+
 def root_cause(error: BaseException) -> BaseException:
     """The error that people should read: of a group of errors, the first that is made for them."""
     if not isinstance(error, BaseExceptionGroup):

@@ -5,6 +5,3 @@ import os
 # On a few cores, threads of torch and of an engine's processes only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-# SGLang's stand-ins must be importable before transformers is; see the package.
-import rlsys.rollout  # noqa: F401

@@ -122,9 +122,11 @@ async def run_episode(
     """
     episode = Episode(question, sample, tools, sampling)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as deadline:
             finish = await episode.run()
     except TimeoutError:
+        if not deadline.expired():  # Not the episode's own deadline: somebody else's failure.
+            raise
         finish = Finish.ABORTED
     return episode.trajectory(finish)
 
@@ -172,9 +174,11 @@ class Episode:
                 return effect.finish
             if generation.finish == "length" and budget == room and parsed.action is Action.INVALID:
                 return Finish.TOKEN_LIMIT
-            fits = (
-                self._say(effect.message) if isinstance(effect, Say) else await self._search(parsed.content)
-            )
+            room -= len(generation.token_ids)
+            if isinstance(effect, Say):
+                fits = self._say(effect.message, room)
+            else:
+                fits = await self._search(parsed.content, room)
             if not fits:
                 return Finish.TOKEN_LIMIT
 
@@ -202,17 +206,15 @@ class Episode:
         task = self._tools.task
         return task.max_total_tokens - context_tokens - int(task.train_eos)
 
-    def _say(self, message: str) -> bool:
+    def _say(self, message: str, room: int) -> bool:
         """Append a fixed message; False where it has no room."""
-        room = self._room(len(self._context.input_ids()))
         if len(self._tools.codec.encode(message)) > room:
             return False
         self._append(message)
         return True
 
-    async def _search(self, query: str) -> bool:
+    async def _search(self, query: str, room: int) -> bool:
         """Search and append the observation; False where not even an empty one has room."""
-        room = self._room(len(self._context.input_ids()))
         limit = min(self._tools.task.max_observation_tokens, room)
         if limit < self._tools.observer.wrapper_tokens:
             return False
@@ -220,7 +222,8 @@ class Episode:
         result = await self._tools.search.search(query)
         search_s = perf_counter() - started
         contents = [passage.contents for passage in result.passages]
-        self._append(self._tools.observer.observe(contents, result.error, limit), search_s, result.error)
+        observation = self._tools.observer.observe(contents, result.error, limit)
+        self._append(observation, search_s, result.error)
         return True
 
     def _append(self, observation: str, search_s: float = 0.0, search_error: str = "") -> None:

@@ -87,18 +87,21 @@ class Retokenized:
         self._codec = codec
         self._prompt = prompt
         self._text = prompt
+        self._ids: list[int] | None = None
         self._turns: list[Sample] = []
         self._ranges: list[tuple[int, int]] = []
         self._whole = False
 
     def input_ids(self) -> list[int]:
         """The text so far, tokenised as one string."""
-        return self._codec.encode(self._text)
+        if self._ids is None:
+            self._ids = self._codec.encode(self._text)
+        return list(self._ids)
 
     def add_turn(self, sample: Sample, text: str) -> None:
         """Append the text that the protocol kept."""
         start = len(self._text)
-        self._text += text
+        self.add_observation(text)
         self._turns.append(sample)
         self._ranges.append((start, len(self._text)))
         self._whole = text == self._codec.decode(sample.output_ids)
@@ -106,6 +109,7 @@ class Retokenized:
     def add_observation(self, text: str) -> None:
         """Append an observation's text."""
         self._text += text
+        self._ids = None
 
     def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
         """See `Context.close`."""

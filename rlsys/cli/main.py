@@ -12,7 +12,9 @@ from collections.abc import Callable
 import typer
 
 from rlsys.cli import convert, doctor, evaluate, search, train
-from rlsys.errors import RunError, UserError, root_cause
+from rlsys.errors import Interrupted, RunError, UserError, root_cause
+
+STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
 
 app = typer.Typer(
     help="Reinforcement learning for language models that search.",
@@ -38,12 +40,10 @@ def run_command(command: Callable[[], None]) -> None:
         command()
     except BaseException as error:
         cause = root_cause(error)
-        if isinstance(cause, UserError | RunError):
-            print(cause, file=sys.stderr)
-            raise SystemExit(2 if isinstance(cause, UserError) else 1) from None
-        if isinstance(cause, KeyboardInterrupt):
-            print("Interrupted.", file=sys.stderr)
-            raise SystemExit(130) from None
+        for kind, status in STATUS.items():
+            if isinstance(cause, kind):
+                print(cause, file=sys.stderr)
+                raise SystemExit(status) from None
         raise
 
 

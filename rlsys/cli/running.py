@@ -7,11 +7,13 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from rlsys.errors import Interrupted
+
 T = TypeVar("T")
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; Ctrl-C and SIGTERM cancel it, so that what it opened is closed, then interrupt."""
+    """Run `work`; Ctrl-C and SIGTERM cancel it, so that what it opened is closed, then `Interrupted` is raised."""
 
     async def supervised() -> T:
         task = asyncio.current_task()
@@ -24,4 +26,4 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(supervised())
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        raise Interrupted("Interrupted; what was known is in the run's folder.") from None

@@ -7,9 +7,11 @@ address is joined and left; only the run's own actors end.
 from __future__ import annotations
 
 import contextlib
-import os
+import ctypes
+import logging
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +22,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
+STOP_S = 3.0
+"""How long processes may take to end by themselves."""
+PR_SET_CHILD_SUBREAPER = 36
+"""From linux/prctl.h."""
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 
 
@@ -27,6 +33,8 @@ RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 def ray_runtime(cluster: ClusterConfig, bundle_sizes: Sequence[int]) -> Iterator[PlacementGroup]:
     """Join or start Ray and reserve one bundle of that many devices for each worker process."""
     slots = sum(bundle_sizes)
+    _adopt_orphans()
+    strangers = {process.pid for process in _descendants()}
     local_dir = _start(cluster, slots)
     try:
         bundles = placement_group(
@@ -43,18 +51,17 @@ def ray_runtime(cluster: ClusterConfig, bundle_sizes: Sequence[int]) -> Iterator
         finally:
             remove_placement_group(bundles)
     finally:
-        _stop(local_dir)
+        _stop(local_dir, strangers)
 
 
 def _start(cluster: ClusterConfig, slots: int) -> str | None:
     """Connect; returns the folder of a local Ray, None when a running cluster was joined."""
-    quiet = {"log_to_driver": False, "configure_logging": False}
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if cluster.address is not None:
         _check_reachable(cluster.address)
         ray.init(address=cluster.address, **quiet)
         return None
     folder = tempfile.mkdtemp(prefix="rlsys-ray-")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     resources = {"num_cpus": slots} if cluster.device is Device.cpu else {}
     ray.init(
         address="local",
@@ -81,24 +88,36 @@ def _check_reachable(address: str) -> None:
         ) from problem
 
 
-def _stop(local_dir: str | None) -> None:
-    """Leave Ray; of a local one, end every process, workers' children included, and remove its folder."""
-    ours = _processes_of(local_dir) if local_dir else []
-    ray.shutdown()
+def _stop(local_dir: str | None, strangers: set[int]) -> None:
+    """Leave Ray; of a local one, end all processes but `strangers`, and remove its folder."""
     if local_dir is None:
+        ray.shutdown()
         return
-    _, alive = psutil.wait_procs(ours, timeout=5)
+    ours = [process for process in _descendants() if process.pid not in strangers]
+    ray.shutdown()
+    ours += [process for process in _descendants() if process.pid not in strangers]
+    _, alive = psutil.wait_procs(ours, timeout=STOP_S)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    psutil.wait_procs(alive, timeout=STOP_S)
     shutil.rmtree(local_dir, ignore_errors=True)
 
 
-def _processes_of(folder: str) -> list[psutil.Process]:
-    """The daemons of the Ray that lives in `folder`, and all that descends from them."""
-    found: list[psutil.Process] = []
-    for child in psutil.Process().children():
+def _descendants() -> list[psutil.Process]:
+    """All that this process has started, and what that has started, but multiprocessing's own helper."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if folder in " ".join(child.cmdline()):
-                found += [child, *child.children(recursive=True)]
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.append(child)
     return found
+
+
+def _adopt_orphans() -> None:
+    """Make orphans of this process's descendants its own children, so that `_stop` finds them.
+
+    A worker that is killed leaves an engine's processes behind, which would otherwise go to init.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

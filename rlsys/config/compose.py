@@ -7,7 +7,8 @@ Whether its values fit together is `rlsys.config.validate`'s affair.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,14 +17,20 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import OmegaConf
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
@@ -34,16 +41,17 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
         raise UserError(
             f"--config-name {name}: there is no {folder / (name + '.yaml')}; known are {', '.join(known) or 'none'}."
         )
+    for override in overrides:
+        if _OVERRIDE.fullmatch(override) is None:
+            raise UserError(f'"{override}" is not a setting: write KEY=VALUE, such as trainer.steps=5.')
     ConfigStore.instance().store(name="rlsys_schema", node=RunConfig)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             tree = compose(config_name=name, overrides=list(overrides))
-        missing = sorted(OmegaConf.missing_keys(tree))
-        if missing:
-            raise UserError(f"{missing[0]} has no value: set it in the config or as {missing[0]}=VALUE.")
+        _check_keys(tree, folder / f"{name}.yaml")
         config = OmegaConf.to_object(tree)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as problem:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as problem:
         raise UserError(_sentence(problem)) from problem
     assert isinstance(config, RunConfig)
     return config
@@ -70,17 +78,59 @@ def schema_keys(schema: type = RunConfig, prefix: str = "") -> list[str]:
     return keys
 
 
+def _check_keys(tree: DictConfig, file: Path) -> None:
+    if OmegaConf.get_type(tree) is not RunConfig:
+        raise UserError(f"{file} does not build on the schema: begin its defaults with rlsys_schema.")
+    # Hydra's `+key=value` adds what the schema does not know.
+    unknown = list(_unknown_keys(OmegaConf.to_container(tree), RunConfig))
+    if unknown:
+        raise UserError(_unknown(unknown[0]))
+    missing = sorted(OmegaConf.missing_keys(tree))
+    if missing:
+        raise UserError(f"{missing[0]} has no value: set it in the config or as {missing[0]}=VALUE.")
+
+
+def _unknown_keys(tree: Any, schema: type, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of `tree` that `schema` does not have."""
+    hints = get_type_hints(schema)
+    for key, value in tree.items():
+        hint = hints.get(str(key))
+        if hint is None:
+            yield f"{prefix}{key}"
+        elif is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+            yield from _unknown_keys(value, hint, f"{prefix}{key}.")
+
+
+def _unknown(key: str) -> str:
+    close = difflib.get_close_matches(key, schema_keys(), n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
+    return f"{key} is not a key of the configuration: {hint}"
+
+
 def _sentence(problem: Exception) -> str:
-    """One line that names the key, the value and what to do."""
+    """One line that names the key or the file, the value and what to do."""
+    if isinstance(problem, yaml.MarkedYAMLError) and problem.problem_mark is not None:
+        mark = problem.problem_mark
+        return f"{mark.name}, line {mark.line + 1} is not YAML ({problem.problem}): mend the line."
     cause: BaseException = problem
-    while isinstance(cause, ConfigCompositionException) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = str(getattr(cause, "msg", None) or cause).strip().splitlines()[0].rstrip(".")
+    while isinstance(cause, ConfigCompositionException) and (cause.__cause__ or cause.__context__):
+        cause = cause.__cause__ or cause.__context__ or cause
+    if isinstance(cause, MissingConfigException) and cause.options and cause.missing_cfg_file:
+        group, _, choice = cause.missing_cfg_file.rpartition("/")
+        return f"{group}={choice} is not a choice of {group}: give one of {', '.join(cause.options)}."
+    if isinstance(cause, OverrideParseException):
+        return (
+            f'"{cause.override}" cannot be read as KEY=VALUE: put a value with special characters in quotes.'
+        )
+    text = _first_line(getattr(cause, "msg", None) or cause)
     key = getattr(cause, "full_key", None)
     if not key:
-        return f"{text}; see docs/configuration.md and the folders of configs/ for the choices."
+        place = _first_line(problem) + " " if cause is not problem else ""
+        return f"{place}{text}; see docs/configuration.md and the folders of configs/ for the choices."
     if str(key) not in schema_keys() and "not in" in text:
-        close = difflib.get_close_matches(str(key), schema_keys(), n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
-        return f"{key} is not a key of the configuration: {hint}"
+        return _unknown(str(key))
     return f"{key}: {text}; see docs/configuration.md."
+
+
+def _first_line(message: object) -> str:
+    return str(message).strip().splitlines()[0].rstrip(".")

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config.placement import overlaps, parse_placement
+from rlsys.config.ranges import out_of_range
 from rlsys.config.schema import Device, Mode, ParallelConfig, RunConfig, TokenMode
 from rlsys.errors import UserError
 
 Ranks = dict[str, tuple[int, ...]]
+_SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
 def validate(config: RunConfig) -> None:
@@ -35,12 +37,16 @@ def model_shape(path: str) -> dict[str, Any]:
         shape = json.loads(file.read_text())
     except json.JSONDecodeError as problem:
         raise UserError(f"model.path={path}: {file} is not valid JSON ({problem}).") from problem
-    assert isinstance(shape, dict)
-    return shape
+    missing = [key for key in _SHAPE if not (isinstance(shape, dict) and isinstance(shape.get(key), int))]
+    if missing:
+        raise UserError(
+            f"model.path={path}: {file} has no number for {missing[0]}; give a folder of a language model."
+        )
+    return dict(shape)
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
-    yield from _numbers(config)
+    yield from out_of_range(config)
     yield from _batches(config)
     yield from _contradictions(config)
     yield from _paths(config)
@@ -58,65 +64,6 @@ def _problems(config: RunConfig) -> Iterator[str]:
     for group, parallel in (("actor", config.actor.parallel), ("inference", config.inference.parallel)):
         yield from _parallel(group, parallel, len(ranks[group]), shape)
     yield from _engine(config, len(ranks["rollout"]), shape)
-
-
-def _numbers(config: RunConfig) -> Iterator[str]:
-    trainer, algorithm, task = config.trainer, config.algorithm, config.task
-    at_least_one = {
-        "trainer.steps": trainer.steps,
-        "trainer.prompts_per_step": trainer.prompts_per_step,
-        "trainer.mini_batches": trainer.mini_batches,
-        "algorithm.n_samples": algorithm.n_samples,
-        "task.max_prompt_tokens": task.max_prompt_tokens,
-        "task.max_turn_tokens": task.max_turn_tokens,
-        "task.max_observation_tokens": task.max_observation_tokens,
-        "task.max_total_tokens": task.max_total_tokens,
-        "search.topk": config.search.topk,
-        "search.max_concurrent": config.search.max_concurrent,
-        "rollout.max_episodes": config.rollout.max_episodes,
-        "rollout.engine.max_running": config.rollout.engine.max_running,
-        "actor.micro_batch_tokens": config.actor.micro_batch_tokens,
-        "inference.micro_batch_tokens": config.inference.micro_batch_tokens,
-        "cluster.channel_groups": config.cluster.channel_groups,
-        "cluster.sync_bucket_bytes": config.cluster.sync_bucket_bytes,
-    }
-    for key, value in at_least_one.items():
-        if value < 1:
-            yield f"{key}={value} must be at least 1."
-    positive = {
-        "actor.optimizer.lr": config.actor.optimizer.lr,
-        "rollout.sampling.temperature": config.rollout.sampling.temperature,
-        "cluster.start_timeout_s": config.cluster.start_timeout_s,
-        "cluster.call_timeout_s": config.cluster.call_timeout_s,
-        "rollout.episode_timeout_s": config.rollout.episode_timeout_s,
-        "search.timeout_s": config.search.timeout_s,
-    }
-    for key, number in positive.items():
-        if number <= 0:
-            yield f"{key}={number} must be above 0."
-    not_negative = {
-        "task.max_turns": task.max_turns,
-        "search.retries": config.search.retries,
-        "trainer.eval_interval": trainer.eval_interval,
-        "trainer.save_interval": trainer.save_interval,
-        "algorithm.kl_coef": algorithm.kl_coef,
-        "algorithm.clip_low": algorithm.clip_low,
-        "algorithm.clip_high": algorithm.clip_high,
-        "tracking.sample_trajectories": config.tracking.sample_trajectories,
-    }
-    for key, number in not_negative.items():
-        if number < 0:
-            yield f"{key}={number} must not be negative."
-    if not 0 <= config.actor.optimizer.warmup_fraction <= 1:
-        yield (
-            f"actor.optimizer.warmup_fraction={config.actor.optimizer.warmup_fraction} is a share of all "
-            "steps: give a number from 0 to 1."
-        )
-    if not 0 < config.rollout.engine.memory_fraction < 1:
-        yield (
-            f"rollout.engine.memory_fraction={config.rollout.engine.memory_fraction} is a share of the "
-            "device's memory: give a number between 0 and 1."
-        )
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
@@ -164,6 +111,15 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"algorithm.kl_coef={algorithm.kl_coef} needs the inference group's reference log-probs: set "
             "algorithm.recompute_logprobs=true, or kl_coef=0."
         )
+    optimizer, tags = config.actor.optimizer, config.task.tags
+    if optimizer.min_lr > optimizer.lr:
+        yield f"actor.optimizer.min_lr={optimizer.min_lr} is above actor.optimizer.lr={optimizer.lr}: lower it."
+    words = (tags.search, tags.answer, tags.information)
+    if not all(words) or len(set(words)) < len(words):
+        yield (
+            f"task.tags search={tags.search}, answer={tags.answer}, information={tags.information} must be three "
+            "different words: rename one."
+        )
     if (sampling.top_p != 1.0 or sampling.top_k != -1) and algorithm.recompute_logprobs:
         yield (
             f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated "
@@ -197,10 +153,8 @@ def _placement(config: RunConfig, ranks: Ranks) -> Iterator[str]:
 
 def _parallel(group: str, parallel: ParallelConfig, world: int, shape: dict[str, Any]) -> Iterator[str]:
     key = f"{group}.parallel"
-    for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("cp", parallel.cp)):
-        if size < 1:
-            yield f"{key}.{name}={size} must be at least 1."
-            return
+    if min(parallel.tp, parallel.pp, parallel.cp) < 1:
+        return
     if parallel.cp > 1:
         yield f"{key}.cp={parallel.cp}: context parallelism is not available yet; set it to 1."
     model_ranks = parallel.tp * parallel.pp * parallel.cp
@@ -232,7 +186,9 @@ def _parallel(group: str, parallel: ParallelConfig, world: int, shape: dict[str,
 
 def _engine(config: RunConfig, world: int, shape: dict[str, Any]) -> Iterator[str]:
     tp = config.rollout.engine.tp
-    if tp < 1 or world % tp:
+    if tp < 1:
+        return
+    if world % tp:
         yield (
             f"cluster.placement.rollout has {world} ranks, which rollout.engine.tp={tp} does not divide: "
             "change one of them."

@@ -11,6 +11,7 @@ from the saved logits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK = 2048
-"""Positions worked on at a time."""
+CHUNK_ELEMENTS = 2**25
+"""Logits worked on at a time: 128 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,45 +71,56 @@ class _TokenLogprobs(torch.autograd.Function):
         """`logits` [n, local vocabulary], `targets` [n] -> log-probs [n], entropy [n]."""
         logprobs = logits.new_empty(len(targets), dtype=torch.float32)
         log_z, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for start in range(0, len(targets), CHUNK):
-            piece = slice(start, start + CHUNK)
+        for piece in _chunks(logits):
             scaled = _scaled(logits[piece], shard, temperature)
             maximum = _reduce(scaled.amax(dim=-1), shard, dist.ReduceOp.MAX)
             exponents = (scaled - maximum[:, None]).exp_()
             owned, column = _owned_columns(targets[piece], shard)
             target = scaled.gather(1, column[:, None])[:, 0].where(owned, 0.0)
-            # -inf times the probability 0 of a padding column would be NaN.
-            weighted = (exponents * scaled.masked_fill_(scaled.isneginf(), 0.0)).sum(dim=-1)
+            # The probability 0 of a padding column times -inf would be NaN.
+            scaled[:, shard.valid :] = 0.0
+            weighted = torch.einsum("nv,nv->n", exponents, scaled)
             sums = _reduce(torch.stack([exponents.sum(dim=-1), weighted, target]), shard, dist.ReduceOp.SUM)
             log_z[piece] = maximum + sums[0].log()
             logprobs[piece] = sums[2] - log_z[piece]
             entropy[piece] = log_z[piece] - sums[1] / sums[0]
         ctx.save_for_backward(logits, targets, log_z, entropy)
         ctx.shard, ctx.temperature = shard, temperature
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         """Gradient of the local logits, in their dtype; needs no communication."""
         logits, targets, log_z, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
+        # Either output may be unused.
+        of_logprobs, of_entropy = (None if grad is None else grad / ctx.temperature for grad in grads)
         result = torch.empty_like(logits)
-        for start in range(0, len(targets), CHUNK):
-            piece = slice(start, start + CHUNK)
-            log_p = _scaled(logits[piece], ctx.shard, ctx.temperature) - log_z[piece, None]
-            p = log_p.exp()
-            grad = -p * grad_logprobs[piece, None]
-            owned, column = _owned_columns(targets[piece], ctx.shard)
-            grad.scatter_add_(1, column[:, None], grad_logprobs[piece].where(owned, 0.0)[:, None])
-            surprise = log_p.masked_fill_(log_p.isneginf(), 0.0) + entropy[piece, None]
-            grad -= p * surprise * grad_entropy[piece, None]
-            result[piece] = grad / ctx.temperature
+        for piece in _chunks(logits):
+            log_p = _scaled(logits[piece], ctx.shard, ctx.temperature).sub_(log_z[piece, None])
+            grad = log_p.exp()
+            if of_entropy is not None:
+                log_p[:, ctx.shard.valid :] = 0.0
+                surprise = log_p.add_(entropy[piece, None]).mul_(-of_entropy[piece, None])
+                grad.mul_(surprise if of_logprobs is None else surprise.sub_(of_logprobs[piece, None]))
+            elif of_logprobs is not None:
+                grad.mul_(-of_logprobs[piece, None])
+            if of_logprobs is not None:
+                owned, column = _owned_columns(targets[piece], ctx.shard)
+                grad.scatter_add_(1, column[:, None], of_logprobs[piece].where(owned, 0.0)[:, None])
+            result[piece] = grad
         return result, None, None, None
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Slices of the positions of `logits` [n, local vocabulary]."""
+    size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, logits.shape[0], size))
 
 
 def _scaled(logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """A float32 copy at the temperature, padding columns at -inf."""
-    scaled = logits.float() / temperature
+    scaled = logits.float() * (1.0 / temperature)
     scaled[:, shard.valid :] = float("-inf")
     return scaled
 

@@ -133,8 +133,3 @@ def stop() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def device_of(device: Device) -> torch.device:
-    """The torch device that this process works on."""
-    return torch.device("cuda", torch.cuda.current_device()) if device is Device.GPU else torch.device("cpu")

@@ -15,23 +15,27 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.config.schema import Device, EngineConfig
 from rlsys.errors import RunError
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.held_weights import Hasher, HeldWeights, Layout, sha256_prefix
+from rlsys.rollout.liveness import Liveness
 from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
 
 if TYPE_CHECKING:
     from rlsys.rollout.sglang_process import Answer, SglangProcess
+
+T = TypeVar("T")
 
 FLUSH_TIMEOUT_S = 30.0
 """For aborted requests to leave the scheduler, so that the prefix cache can be emptied."""
@@ -76,9 +80,15 @@ class Engine:
         self._device = device
         self._seed = seed
         self._process: SglangProcess | None = None
+        self._liveness: Liveness | None = None
         self._hasher: Hasher = sha256_prefix
         self._eos_id: int = AutoTokenizer.from_pretrained(model_path).eos_token_id
-        self._layout = _layout(model_path, config)
+        model = AutoConfig.from_pretrained(model_path)
+        self._layout = _layout(model, config)
+        self.context_tokens: int = min(
+            model.max_position_embeddings, config.kv_cache_tokens or model.max_position_embeddings
+        )
+        """Longest sequence, prompt and output together, that the engine takes."""
         self._rids = itertools.count()
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
@@ -111,6 +121,9 @@ class Engine:
             self._process = starting.result()
         except Exception as error:
             raise RunError(f"The engine on {self._model_path} did not start: {error}") from error
+        children = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
+        self._liveness = Liveness(f"The engine on {self._model_path}", children)
+        await self._process.freeze_gc()
 
     async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
         """Continue `input_ids`; on cancellation the request is aborted in the engine.
@@ -124,8 +137,10 @@ class Engine:
             raise RunError(self._refusal)
         self._enter()
         try:
-            output = await self._sglang.generate(
-                input_ids, _sampling_params(sampling, self._eos_id), f"{rid}~{next(self._rids)}"
+            output = await self._answer(
+                self._sglang.generate(
+                    input_ids, _sampling_params(sampling, self._eos_id), f"{rid}~{next(self._rids)}"
+                )
             )
         except BaseException:
             self.counts.aborted += 1
@@ -150,7 +165,7 @@ class Engine:
         await self._idle.wait()
         self._update = _Update(version, HeldWeights(self._layout, self._hasher), {}, perf_counter())
         if not self._session_open:  # A refused update leaves SGLang's session open.
-            self._require(await self._sglang.begin_update())
+            self._require(await self._answer(self._sglang.begin_update()))
             self._session_open = True
 
     async def load_bucket(self, bucket: Bucket) -> None:
@@ -163,7 +178,7 @@ class Engine:
         except ChecksumError as error:
             self._refuse(str(error))
         update.nbytes += bucket.data.nbytes
-        self._require(await self._sglang.load_bucket(bucket, update.version, self._config.tp))
+        self._require(await self._answer(self._sglang.load_bucket(bucket, update.version, self._config.tp)))
 
     async def finish_update(self, version: int, expected_digest: str) -> None:
         """Close the update, empty the prefix cache, verify every tensor and let generation go on.
@@ -176,7 +191,7 @@ class Engine:
             self._refuse(f"version {version} was finished while version {update.version} was being loaded")
         if digest(update.checksums) != expected_digest:
             self._refuse(f"{len(update.checksums)} tensors came, and they are not the ones that were sent")
-        self._require(await self._sglang.end_update(FLUSH_TIMEOUT_S))
+        self._require(await self._answer(self._sglang.end_update(FLUSH_TIMEOUT_S)))
         self._session_open = False
         await self._verify(update)
         seconds = perf_counter() - update.started
@@ -191,6 +206,8 @@ class Engine:
 
     async def stop(self) -> None:
         """End SGLang's processes and wait until they are gone. May be called again, or without a start."""
+        if self._liveness is not None:
+            self._liveness.stop()
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(process.shutdown)
@@ -205,6 +222,12 @@ class Engine:
         if self._process is None:
             raise RunError(f"The engine on {self._model_path} is not running.")
         return self._process
+
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """What SGLang answers to `call`. Raises RunError once one of its processes is gone."""
+        if self._liveness is None:
+            raise RunError(f"The engine on {self._model_path} is not running.")
+        return await self._liveness.guard(call)
 
     def _launch(self) -> SglangProcess:
         """Blocking part of `start`; runs in a thread."""
@@ -240,7 +263,7 @@ class Engine:
 
     async def _verify(self, update: _Update) -> None:
         """Compare the hashes that the engine reports with those of what was received."""
-        answer, reported = await self._sglang.checksums()
+        answer, reported = await self._answer(self._sglang.checksums())
         self._require(answer)
         wrong = update.held.mismatches(reported)
         if wrong:
@@ -288,8 +311,7 @@ class Engine:
         return generation
 
 
-def _layout(model_path: str, config: EngineConfig) -> Layout:
-    model = AutoConfig.from_pretrained(model_path)
+def _layout(model: PretrainedConfig, config: EngineConfig) -> Layout:
     return Layout(
         tp=config.tp,
         kv_heads=model.num_key_value_heads,

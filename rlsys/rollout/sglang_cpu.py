@@ -1,17 +1,18 @@
 """The one place that makes SGLang run without a GPU. With a CUDA build of torch nothing here is used.
 
-Three things are needed, each in its own function:
+`prepare` must come before sglang is first imported in a process. It does three things:
 
-- `offer_standins` puts the folder `cpu_standins` at the end of `sys.path`. It holds importable stand-ins
-  for `sgl_kernel` and `torchvision`, which SGLang imports on this path and does not call, and which have
-  no build for a CPU torch. They come last, so installed packages win; whatever is called in them raises.
+- `SGLANG_USE_CPU_ENGINE=1` makes SGLang take its own CPU backend, here and in its child processes.
+- The folder `cpu_standins` goes to the end of `sys.path`. It holds importable stand-ins for
+  `sgl_kernel` and `torchvision`, which SGLang imports on this path and does not call, and which have no
+  build for a CPU torch. They come last, so installed packages win; whatever is called in them raises.
   Child processes are spawned, and a spawned process starts with its parent's `sys.path`.
-  transformers looks for torchvision once, when it is imported, so this must come first; importing
-  `rlsys.rollout` does it.
-- `prepare` makes SGLang take its own CPU backend, here and in its child processes.
-- `scheduler_entry` is given to SGLang as the scheduler's process function, which its Engine class offers
-  for such ends. In that child alone, `torch.cuda.synchronize` becomes a no-op: SGLang's weight checker
-  calls it on every device, and a CPU build of torch raises. There is nothing to wait for on a CPU.
+- transformers looks for torchvision once, when it is imported. Where that was earlier, it is made to
+  look again, because SGLang registers an image processor with it at import.
+
+`scheduler_entry` is given to SGLang as the scheduler's process function, which its Engine class offers
+for such ends. In that child alone, `torch.cuda.synchronize` becomes a no-op: SGLang's weight checker
+calls it on every device, and a CPU build of torch raises. There is nothing to wait for on a CPU.
 """
 
 from __future__ import annotations
@@ -28,21 +29,18 @@ from rlsys.errors import RunError
 STANDINS = Path(__file__).with_name("cpu_standins")
 
 
-def offer_standins() -> None:
-    """Make sglang importable beside a CPU build of torch; a no-op beside any other."""
-    if torch.version.cuda is None and str(STANDINS) not in sys.path:
-        sys.path.append(str(STANDINS))
-
-
 def prepare(device: Device) -> None:
-    """Choose SGLang's backend, before it is first imported. Raises RunError if it cannot be imported."""
+    """Make sglang importable for `device`; a no-op on a GPU.
+
+    Raises RunError where transformers does not work as this module knows it.
+    """
     if device is not Device.CPU:
         return
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    from transformers.utils import is_torchvision_available
-
-    if not is_torchvision_available():
-        raise RunError("transformers was imported before rlsys.rollout; import rlsys.rollout first.")
+    if str(STANDINS) not in sys.path:
+        sys.path.append(str(STANDINS))
+    if "transformers" in sys.modules:
+        _look_again_for_torchvision()
 
 
 def scheduler_entry(*args: object, **kwargs: object) -> None:
@@ -51,6 +49,24 @@ def scheduler_entry(*args: object, **kwargs: object) -> None:
 
     torch.cuda.synchronize = _nothing_to_wait_for
     run_scheduler_process(*args, **kwargs)
+
+
+def _look_again_for_torchvision() -> None:
+    """Forget transformers' finding that torchvision is missing, in all of its lazy modules."""
+    from transformers.utils import import_utils
+
+    try:
+        import_utils.is_torchvision_available.cache_clear()
+        lazy = [module for module in sys.modules.values() if type(module) is import_utils._LazyModule]
+        for module in lazy:
+            missing = module._object_missing_backend
+            for name in [name for name, backends in missing.items() if backends == ["torchvision"]]:
+                del missing[name]
+    except AttributeError as error:
+        raise RunError(
+            f"This transformers keeps what it found missing in another way ({error}); "
+            "install the version that requirements/ pins."
+        ) from error
 
 
 def _nothing_to_wait_for(device: object = None) -> None:

@@ -40,6 +40,13 @@ class SglangProcess:
         self._engine = (_CpuEngine if on_cpu else Engine)(**arguments)
         self._manager = self._engine.tokenizer_manager
 
+    async def freeze_gc(self) -> None:
+        """Take what was loaded at the start out of garbage collection, here and in the children.
+
+        SGLang collects each time it empties the prefix cache, and that walks all objects.
+        """
+        await self._manager.freeze_gc()
+
     async def generate(self, input_ids: list[int], sampling: dict[str, Any], rid: str) -> dict[str, Any]:
         """SGLang's answer for one request, log-probs of the output included."""
         output: dict[str, Any] = await self._engine.async_generate(

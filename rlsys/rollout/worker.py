@@ -49,6 +49,11 @@ class RolloutWorker:
             max_concurrent=search.max_concurrent,
         )
         self.engine = Engine(model_path, rollout.engine, device, seed)
+        if task.max_total_tokens > self.engine.context_tokens:
+            raise UserError(
+                f"task.max_total_tokens={task.max_total_tokens} is more than the {self.engine.context_tokens} "
+                f"tokens that the model at {model_path} and rollout.engine.kv_cache_tokens allow; lower it."
+            )
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search, codec, task)
         self._slots = asyncio.Semaphore(rollout.max_episodes)

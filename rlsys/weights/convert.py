@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def hf_to_megatron(source: str | Path, out: str | Path) -> None:
     dtype = _dtype_of(source)
     with _whole_model(source, dtype) as model:
         model.load_hf(source)
-        about = {"step": 0, "optimizer": False, "dtype": dtype.value, "extra": {}}
+        about: dict[str, Any] = {"step": 0, "optimizer": False, "dtype": dtype.value, "extra": {}}
         sharded.save(out, {"model": model.sharded_state()}, about)
 
 

@@ -29,10 +29,11 @@ async def _check_calls(group: WorkerGroup) -> None:
     ]
 
 
-async def _check_failures(group: WorkerGroup) -> None:
+async def _check_failures(group: WorkerGroup) -> list[int]:
     with pytest.raises(RunError, match=r"toy rank 1 to finish sleep"):
         await group.call("sleep", 2.0, timeout_s=0.3)
     await asyncio.sleep(2.0)
+    children = await group.call("spawn")
     started = time.monotonic()
     with pytest.raises(
         RunError, match="toy rank 1 failed to finish raise_on: ValueError: the tensor is upside"
@@ -41,10 +42,13 @@ async def _check_failures(group: WorkerGroup) -> None:
     with pytest.raises(RunError, match=r"(?s)toy rank 1 died.*about to fall over"):
         await group.call("die_on", 1)
     assert time.monotonic() - started < 20, "a failure must not wait for the ranks that hang"
+    return children
 
 
 def test_group_calls_failures_and_clean_end(tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    children: list[int] = []
 
     async def scenario() -> None:
         with ray_runtime(CLUSTER, [1, 1]) as bundles:
@@ -54,10 +58,11 @@ def test_group_calls_failures_and_clean_end(tmp_path: Path) -> None:
             assert host
             assert 0 < port < 65536
             await _check_calls(group)
-            await _check_failures(group)
+            children.extend(await _check_failures(group))
 
     asyncio.run(scenario())
     left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
+    assert not [pid for pid in children if psutil.pid_exists(pid)], "orphans of a dead worker are ended too"
     assert not [c.name() for c in left if c.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 
@@ -29,6 +30,10 @@ class Toy:
         if self.rank == rank:
             raise ValueError("the tensor is upside down")
         time.sleep(30)
+
+    def spawn(self) -> int:
+        """Start a process that would outlive this one, in a session of its own; its id."""
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
     def die_on(self, rank: int) -> None:
         """End the process without a word to Ray, while the others wait."""

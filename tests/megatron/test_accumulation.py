@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.errors import RunError
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.pipeline.micro_batch import MicroBatch, collate
@@ -86,14 +87,24 @@ def _variants(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
     }
     results = {name: _one_step(rank, ports.pop(), model, calls) for name, calls in variants.items()}
     torch.save(results, f"{out}/results.pt")
+    infinite = replace(batches[0], advantages=np.full_like(batches[0].advantages, np.inf))
+    with pytest.raises(RunError, match="gradient of optimiser step 1"):
+        _one_step(rank, ports.pop(), model, [[infinite]])
+    groups.stop()
+    with pytest.raises(ValueError, match="first token"):
+        _one_step(rank, ports.pop(), model, [[replace(batches[0], loss_mask=batches[0].tokens >= 0)]])
 
 
 def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
-    run_group(_variants, 1, str(model), str(tmp_path), [free_port() for _ in range(6)])
+    run_group(_variants, 1, str(model), str(tmp_path), [free_port() for _ in range(8)])
     results = torch.load(tmp_path / "results.pt")
     plain = results.pop("plain")
-    moved = (plain["model.norm.weight"] - reference.load(model).model.norm.weight).abs().max()
+    moved = (
+        (plain["model.norm.weight"] - reference.named_tensors(reference.load(model))["model.norm.weight"])
+        .abs()
+        .max()
+    )
     assert moved > 1e-4
     for name, tensor in plain.items():
         assert torch.equal(results["poisoned"][name], tensor), name

@@ -99,7 +99,7 @@ def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports
         results["applied"].append(actor.apply())
     buckets = list(actor.export_buckets(30_000))
     results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
-    box = [buckets, actor.exported_digest]
+    box: list[Any] = [buckets, actor.exported_digest]
     torch.distributed.broadcast_object_list(box, src=0)
     groups.stop()
     worker = LogProbWorker(
@@ -107,6 +107,9 @@ def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports
     )
     probe = _steps()[0][:3]
     results["before"] = worker.compute(probe)
+    worker.load_bucket(box[0][0])
+    with pytest.raises(ChecksumError, match="without"):
+        worker.finish_update(1, box[1])
     for bucket in box[0]:
         worker.load_bucket(bucket)
     with pytest.raises(ChecksumError, match="digest"):

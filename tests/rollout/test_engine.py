@@ -17,7 +17,15 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from rlsys.agent.episode import TurnSampling
 from rlsys.agent.trajectory import Action, Finish
-from rlsys.config.schema import Device, Dtype, EngineConfig, RolloutConfig, SearchConfig, TaskConfig
+from rlsys.config.schema import (
+    Device,
+    Dtype,
+    EngineConfig,
+    RolloutConfig,
+    SearchConfig,
+    TaskConfig,
+    TokenMode,
+)
 from rlsys.data.question import Question
 from rlsys.errors import RunError
 from rlsys.rollout.engine import Engine
@@ -59,7 +67,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     path: Path = tmp_path_factory.mktemp("policy")
     engine = EngineConfig(dtype=Dtype.FLOAT32, memory_fraction=0.05, kv_cache_tokens=16384, max_running=32)
     rollout = RolloutConfig(engine=engine, max_episodes=3)
-    task = TaskConfig(train_path="", eval_path="", max_turns=2, max_turn_tokens=64)
+    task = TaskConfig(train_path="", eval_path="", max_turns=2, max_turn_tokens=64, max_total_tokens=4096)
     with tiny.search_server() as (url, asked):
         worker = RolloutWorker(
             tiny.save(first, words, path), rollout, task, SearchConfig(url=url), Device.CPU, seed=7
@@ -70,7 +78,9 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         assert started
         yield Bench(worker, rollout, words, first, second, endless_copy(first, words), asked)
         await worker.stop()
-        assert not [process for process in started if process.is_running()]
+        living = [process for process in started if process.is_running()]
+        # Python's resource tracker, which SGLang ends too, is joined when Python next needs one.
+        assert {process.status() for process in living} <= {psutil.STATUS_ZOMBIE}
 
 
 def endless_copy(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
@@ -155,6 +165,18 @@ async def test_a_group_searches_answers_and_reuses_its_prefix(bench: Bench) -> N
             trajectory.rollout_logprobs[1:][compared], reference[torch.from_numpy(compared)], atol=1e-4
         )
     assert bench.worker.metrics()["cached_fraction"] > 0
+
+
+async def test_append_mode_scores_every_sampled_token(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.worker._tools.task, "token_mode", TokenMode.APPEND)
+    for trajectory in await bench.worker.run_group(QUESTION, n_samples=3):
+        reference = logprobs_of(bench.first, trajectory.tokens.tolist())
+        sampled = trajectory.versions >= 0
+        assert trajectory.tokens_differing == 0
+        assert sampled.sum() == sum(turn.generated_tokens for turn in trajectory.turns)
+        np.testing.assert_allclose(
+            trajectory.rollout_logprobs[sampled], reference[torch.from_numpy(sampled[1:])], atol=1e-4
+        )
 
 
 async def test_new_weights_arrive_whole_and_change_what_is_said(bench: Bench) -> None:

@@ -61,7 +61,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=EOS)
 
 
-def train(trace: Trace, words: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def train(trace: Trace, words: PreTrainedTokenizerFast, seed: int, steps: int = 120) -> Qwen2ForCausalLM:
     """A model that continues `trace` at every point of it."""
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -78,7 +78,7 @@ def train(trace: Trace, words: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCa
     model = Qwen2ForCausalLM(config)
     ids = torch.tensor([words(trace.text + EOS)["input_ids"]])
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(120):
+    for _ in range(steps):
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()

@@ -1,0 +1,97 @@
+"""What every number of the schema may be. Pure.
+
+Invariant: each integer and float key of the schema has a bound here. Infinity and NaN are within none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+
+from rlsys.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A test of a number, and what the number must be, in words."""
+
+    holds: Callable[[float], bool]
+    rule: str
+
+
+COUNT = Bound(lambda value: value >= 1, "must be at least 1")
+POSITIVE = Bound(lambda value: value > 0, "must be above 0")
+NOT_NEGATIVE = Bound(lambda value: value >= 0, "must not be negative")
+SHARE = Bound(lambda value: 0 <= value <= 1, "is a share: give a number from 0 to 1")
+PART = Bound(lambda value: 0 < value < 1, "is a share: give a number between 0 and 1")
+DECAY = Bound(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+NUCLEUS = Bound(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+TOP_K = Bound(lambda value: value == -1 or value >= 1, "must be at least 1, or -1 for the whole vocabulary")
+
+BOUNDS: dict[str, Bound] = {
+    "actor.parallel.tp": COUNT,
+    "actor.parallel.pp": COUNT,
+    "actor.parallel.cp": COUNT,
+    "actor.optimizer.lr": POSITIVE,
+    "actor.optimizer.min_lr": NOT_NEGATIVE,
+    "actor.optimizer.warmup_fraction": SHARE,
+    "actor.optimizer.weight_decay": NOT_NEGATIVE,
+    "actor.optimizer.beta1": DECAY,
+    "actor.optimizer.beta2": DECAY,
+    "actor.optimizer.eps": POSITIVE,
+    "actor.optimizer.clip_grad": NOT_NEGATIVE,
+    "actor.micro_batch_tokens": COUNT,
+    "inference.parallel.tp": COUNT,
+    "inference.parallel.pp": COUNT,
+    "inference.parallel.cp": COUNT,
+    "inference.micro_batch_tokens": COUNT,
+    "rollout.engine.tp": COUNT,
+    "rollout.engine.memory_fraction": PART,
+    "rollout.engine.kv_cache_tokens": COUNT,
+    "rollout.engine.max_running": COUNT,
+    "rollout.engine.start_timeout_s": POSITIVE,
+    "rollout.sampling.temperature": POSITIVE,
+    "rollout.sampling.top_p": NUCLEUS,
+    "rollout.sampling.top_k": TOP_K,
+    "rollout.max_episodes": COUNT,
+    "rollout.episode_timeout_s": POSITIVE,
+    "task.eval_limit": COUNT,
+    "task.max_turns": NOT_NEGATIVE,
+    "task.max_prompt_tokens": COUNT,
+    "task.max_turn_tokens": COUNT,
+    "task.max_observation_tokens": COUNT,
+    "task.max_total_tokens": COUNT,
+    "search.topk": COUNT,
+    "search.timeout_s": POSITIVE,
+    "search.retries": NOT_NEGATIVE,
+    "search.max_concurrent": COUNT,
+    "search.start_timeout_s": POSITIVE,
+    "algorithm.n_samples": COUNT,
+    "algorithm.clip_low": NOT_NEGATIVE,
+    "algorithm.clip_high": NOT_NEGATIVE,
+    "algorithm.kl_coef": NOT_NEGATIVE,
+    "algorithm.entropy_coef": NOT_NEGATIVE,
+    "cluster.threads": COUNT,
+    "cluster.start_timeout_s": POSITIVE,
+    "cluster.call_timeout_s": POSITIVE,
+    "cluster.channel_groups": COUNT,
+    "cluster.sync_bucket_bytes": COUNT,
+    "tracking.sample_trajectories": NOT_NEGATIVE,
+    "trainer.steps": COUNT,
+    "trainer.prompts_per_step": COUNT,
+    "trainer.mini_batches": COUNT,
+    "trainer.eval_interval": NOT_NEGATIVE,
+    "trainer.save_interval": NOT_NEGATIVE,
+    "trainer.seed": NOT_NEGATIVE,
+}
+
+
+def out_of_range(config: RunConfig) -> Iterator[str]:
+    """One sentence for each number that is out of its bound; null is within every bound."""
+    for key, bound in BOUNDS.items():
+        value = reduce(getattr, key.split("."), config)
+        assert value is None or isinstance(value, int | float)
+        if value is not None and not (math.isfinite(value) and bound.holds(value)):
+            yield f"{key}={value} {bound.rule}."

@@ -1,0 +1,74 @@
+"""No dead options: every key of the schema is read by the code that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import rlsys
+from rlsys.config.schema import RunConfig
+from tests.config.reads import Read, fields_read, schema_classes
+
+PACKAGE = Path(rlsys.__file__).parent
+CONFIG = PACKAGE / "config"
+CHECKED_ONLY = {("ClusterConfig", "mode")}
+"""Keys whose one other value is refused by name: there is nothing to choose yet."""
+
+
+def sources() -> list[str]:
+    """Everything but rlsys/config: a check or an estimate of a value is no use of it."""
+    return [file.read_text() for file in sorted(PACKAGE.rglob("*.py")) if CONFIG not in file.parents]
+
+
+def leaves(schema: type) -> set[Read]:
+    classes = schema_classes(schema)
+    return {
+        (owner, name)
+        for owner, types in classes.items()
+        for name, kind in types.items()
+        if kind not in classes
+    }
+
+
+def test_every_key_is_read_outside_of_the_config_package() -> None:
+    unread = leaves(RunConfig) - fields_read(sources(), schema_classes(RunConfig))
+    assert unread == CHECKED_ONLY
+
+
+@dataclass
+class Inner:
+    """Part of a planted schema."""
+
+    used: int = 1
+    name: str = ""
+
+
+@dataclass
+class Planted:
+    """A planted schema, of which `Inner.name` is read nowhere."""
+
+    inner: Inner = field(default_factory=Inner)
+    name: str = ""
+
+
+def test_a_key_that_nothing_reads_is_found() -> None:
+    code = """
+class Keeper:
+    def __init__(self, config: Planted, path: Path) -> None:
+        self._config = config
+        config.inner.name = "written, not read"
+
+    def work(self) -> None:
+        inner, text = replace(self._config.inner, name="given"), self._config.name
+        print(inner.used, self.path.name, other.inner.name)
+"""
+    assert leaves(Planted) - fields_read([code], schema_classes(Planted)) == {("Inner", "name")}
+
+
+def test_a_key_added_to_the_schema_is_unread_until_something_reads_it() -> None:
+    classes = schema_classes(RunConfig)
+    classes["TrainerConfig"]["entropy_bonus"] = "float"
+    added = ("TrainerConfig", "entropy_bonus")
+    assert added not in fields_read(sources(), classes)
+    reader = "def use(config: RunConfig) -> float:\n    return config.trainer.entropy_bonus\n"
+    assert added in fields_read([*sources(), reader], classes)

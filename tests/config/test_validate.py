@@ -1,0 +1,224 @@
+"""Configs that cannot run are refused before anything starts, in sentences that say what to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from rlsys.config.compose import schema_keys
+from rlsys.config.placement import parse_ranks
+from rlsys.config.ranges import BOUNDS
+from rlsys.config.schema import RunConfig
+from rlsys.config.validate import validate
+from rlsys.errors import UserError
+from tests.config.conftest import SHAPE
+
+TinyRun = Callable[..., RunConfig]
+APART = "cluster.placement={actor: 0-1, inference: 2, rollout: 3}"
+
+
+def complaints(config: RunConfig) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        validate(config)
+    return str(caught.value).splitlines()
+
+
+def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
+    validate(tiny_run())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["cluster.placement.actor=0-1"], ['actor="0-1"', 'inference="1"', "share rank 1"]),
+        (["cluster.placement.actor='3,3'"], ['cluster.placement.actor="3,3"', "twice"]),
+        (["cluster.placement.actor='3-5,4'"], ['cluster.placement.actor="3-5,4"', "twice"]),
+        (["cluster.placement.actor=5-3"], ["5-3", "counts down", 'write "3-5"']),
+        (["cluster.placement.actor=gpu0"], ['cluster.placement.actor="gpu0"', "not a list of ranks"]),
+        (["cluster.placement.actor=''"], ['cluster.placement.actor=""', "not a list of ranks"]),
+        (["cluster.placement.actor=-1"], ['cluster.placement.actor="-1"', "not a list of ranks"]),
+        (["+cluster.placement.critic=3"], ["cluster.placement.critic", "actor, inference, rollout"]),
+        (["cluster.mode=collocated"], ["cluster.mode=collocated"]),
+        (
+            ["cluster.placement={actor: 0-2, inference: 3, rollout: 4}", "actor.parallel.tp=2"],
+            ["cluster.placement.actor has 3 ranks", "actor.parallel", "2*1*1 = 2"],
+        ),
+        (
+            ["cluster.placement={actor: 0, inference: 1-3, rollout: 4}", "inference.parallel.pp=2"],
+            ["cluster.placement.inference has 3 ranks", "inference.parallel", "1*2*1 = 2"],
+        ),
+        (
+            ["cluster.placement={actor: 0-2, inference: 3, rollout: 4}", "actor.parallel.pp=3"],
+            ["actor.parallel.pp=3 does not divide", "4 layers", "pp_layers"],
+        ),
+        (
+            [APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,2]"],
+            ["actor.parallel.pp_layers=[1, 2]", "sum to the model's 4 layers"],
+        ),
+        (
+            [APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[4]"],
+            ["actor.parallel.pp_layers=[4]", "2 numbers"],
+        ),
+        (
+            [APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[4,0]"],
+            ["actor.parallel.pp_layers=[4, 0]", "at least one layer"],
+        ),
+        (
+            ["cluster.placement={actor: 0-3, inference: 4, rollout: 5}", "actor.parallel.tp=4"],
+            ["actor.parallel.tp=4", "2 key/value heads"],
+        ),
+        ([APART, "actor.parallel.cp=2"], ["actor.parallel.cp=2", "not available"]),
+        (["actor.parallel.sequence_parallel=true"], ["actor.parallel.sequence_parallel=true", "tp above 1"]),
+        (
+            ["trainer.prompts_per_step=30"],
+            ["trainer.prompts_per_step=30", "trainer.mini_batches=4", "equal mini-batches"],
+        ),
+        (["algorithm.n_samples=1"], ["algorithm.n_samples=1", "at least 2"]),
+        (
+            ["algorithm.recompute_logprobs=false", "algorithm.kl_coef=0", "task.train_eos=false"],
+            ["algorithm.recompute_logprobs=false", "task.token_mode=retokenize", "append"],
+        ),
+        (
+            ["algorithm.recompute_logprobs=false", "task.train_eos=false", "task.token_mode=append"],
+            ["algorithm.kl_coef=0.001", "algorithm.recompute_logprobs=true"],
+        ),
+        (
+            ["algorithm.recompute_logprobs=false", "algorithm.kl_coef=0", "task.token_mode=append"],
+            ["task.train_eos=true", "algorithm.recompute_logprobs=false"],
+        ),
+        (["rollout.sampling.top_p=0.9"], ["rollout.sampling.top_p=0.9", "top_p=1"]),
+        (["rollout.sampling.top_k=20"], ["top_k=20", "top_k=-1"]),
+        (["actor.optimizer.min_lr=1"], ["actor.optimizer.min_lr=1.0", "actor.optimizer.lr=0.0001"]),
+        (["task.tags.answer=search"], ["answer=search", "different words"]),
+        (["task.max_total_tokens=100"], ["task.max_total_tokens=100", "task.max_turn_tokens=64"]),
+        (["task.max_total_tokens=4096"], ["task.max_total_tokens=4096", "2048 positions"]),
+        (["actor.micro_batch_tokens=512"], ["actor.micro_batch_tokens=512", "task.max_total_tokens=1024"]),
+        (["inference.micro_batch_tokens=512"], ["inference.micro_batch_tokens=512", "1024"]),
+        (["model.path=nowhere"], ["model.path=nowhere", "config.json"]),
+        (["task.train_path=no.jsonl"], ["task.train_path=no.jsonl does not exist"]),
+        (["task.eval_path=no.parquet"], ["task.eval_path=no.parquet does not exist"]),
+        (["search.index=no"], ["search.index=no is not an index", "rlsys search index"]),
+        (["search.index=null"], ["search.url and search.index are both null"]),
+        (
+            ["cluster.placement={actor: 0, inference: 1, rollout: 2-4}", "rollout.engine.tp=2"],
+            ["cluster.placement.rollout has 3 ranks", "rollout.engine.tp=2"],
+        ),
+        (
+            ["cluster.placement={actor: 0, inference: 1, rollout: 2-4}", "rollout.engine.tp=3"],
+            ["rollout.engine.tp=3", "4 heads"],
+        ),
+        (
+            ["cluster.placement={actor: 0, inference: 1, rollout: 2-3}", "rollout.engine.tp=2"],
+            ["rollout.engine.tp=2", "CPU"],
+        ),
+    ],
+)
+def test_what_cannot_run_is_named(tiny_run: TinyRun, overrides: list[str], named: list[str]) -> None:
+    sentences = complaints(tiny_run(*overrides))
+    matching = [line for line in sentences if all(words in line for words in named)]
+    assert len(matching) == 1, sentences
+    assert matching[0].endswith(".")
+
+
+def test_every_problem_is_listed_at_once(tiny_run: TinyRun) -> None:
+    sentences = complaints(
+        tiny_run(
+            "trainer.steps=0",
+            "algorithm.n_samples=1",
+            "task.train_path=no.jsonl",
+            "cluster.placement.actor=0-1",
+            "actor.parallel.pp=3",
+            "rollout.engine.tp=2",
+        )
+    )
+    for key in (
+        "trainer.steps=0",
+        "algorithm.n_samples=1",
+        "task.train_path=no.jsonl",
+        "share rank 1",
+        "cluster.placement.actor has 2 ranks",
+        "actor.parallel.pp=3",
+        "rollout.engine.tp=2",
+    ):
+        assert sum(key in line for line in sentences) >= 1, key
+    assert len(sentences) == len(set(sentences))
+
+
+def test_contradictions_disappear_with_either_way_out(tiny_run: TinyRun) -> None:
+    append = ["task.token_mode=append", "task.train_eos=false", "algorithm.kl_coef=0"]
+    validate(tiny_run("algorithm.recompute_logprobs=false", *append))
+    validate(tiny_run("algorithm.recompute_logprobs=false", "rollout.sampling.top_p=0.9", *append))
+    validate(tiny_run("algorithm.n_samples=1", "algorithm.normalize_std=false"))
+    validate(tiny_run(APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,3]"))
+
+
+def numeric_keys() -> dict[str, bool]:
+    """Every key of the schema that is a number -> whether it is an integer."""
+    found = {}
+    for key in schema_keys():
+        owner: type = RunConfig
+        *path, leaf = key.split(".")
+        for name in path:
+            owner = get_type_hints(owner)[name]
+        kinds = set(get_args(get_type_hints(owner)[leaf]) or [get_type_hints(owner)[leaf]])
+        if kinds & {int, float}:
+            found[key] = int in kinds
+    return found
+
+
+def test_every_number_has_a_bound() -> None:
+    assert set(BOUNDS) == set(numeric_keys())
+
+
+@pytest.mark.parametrize("key", sorted(numeric_keys()))
+def test_no_number_may_be_far_below_zero_or_infinite(tiny_run: TinyRun, key: str) -> None:
+    for bad in ["-7"] if numeric_keys()[key] else ["-7.0", "nan", "inf"]:
+        lines = complaints(tiny_run(f"{key}={bad}"))
+        assert any(line.startswith(f"{key}={bad} ") for line in lines), (bad, lines)
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("rollout.sampling.top_k=0", False),
+        ("actor.optimizer.beta1=1.0", False),
+        ("actor.optimizer.warmup_fraction=1.5", False),
+        ("rollout.engine.memory_fraction=1.0", False),
+        ("trainer.steps=0", False),
+        ("cluster.threads=0", False),
+        ("actor.optimizer.lr=0.0", False),
+        ("trainer.eval_interval=0", True),
+        ("search.retries=0", True),
+        ("task.max_turns=0", True),
+        ("actor.optimizer.warmup_fraction=1.0", True),
+        ("algorithm.kl_coef=0.0", True),
+        ("task.eval_limit=null", True),
+    ],
+)
+def test_the_edges_of_a_bound(tiny_run: TinyRun, setting: str, allowed: bool) -> None:
+    if allowed:
+        validate(tiny_run(setting))
+    else:
+        assert any(line.startswith(setting) for line in complaints(tiny_run(setting)))
+
+
+@pytest.mark.parametrize("content", ["{not json", "[]", json.dumps({**SHAPE, "vocab_size": None}), "{}"])
+def test_a_model_folder_with_another_config_is_refused(
+    tiny_run: TinyRun, tmp_path: Path, content: str
+) -> None:
+    config = tiny_run()
+    (tmp_path / "model" / "config.json").write_text(content)
+    (line,) = complaints(config)
+    assert line.startswith("model.path=")
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("0", (0,)), ("0-3", (0, 1, 2, 3)), ("4, 0-1", (4, 0, 1)), ("7-7", (7,)), ("10-11,2", (10, 11, 2))],
+)
+def test_ranks_are_read_in_their_order(text: str, ranks: tuple[int, ...]) -> None:
+    assert parse_ranks(text, "key") == ranks

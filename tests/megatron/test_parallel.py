@@ -1,0 +1,30 @@
+"""Coordinates of ranks, by hand, and groups that cannot be cut as asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlsys.config.schema import ParallelConfig
+from rlsys.errors import UserError
+from rlsys.megatron.parallel import place_of
+
+
+def test_tensor_parallel_is_fastest_then_data_then_pipeline() -> None:
+    places = [place_of(rank, 12, ParallelConfig(tp=2, pp=2)) for rank in range(12)]
+    assert [place.tp for place in places] == [0, 1] * 6
+    assert [place.dp for place in places] == [0, 0, 1, 1, 2, 2] * 2
+    assert [place.pp for place in places] == [0] * 6 + [1] * 6
+    assert [place.rank for place in places if place.reports] == [6, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sentence"),
+    [
+        (ParallelConfig(tp=3), "tp x pp is 3, which does not divide the group's 8 processes"),
+        (ParallelConfig(cp=2), "cp is 2"),
+        (ParallelConfig(sequence_parallel=True), "sequence_parallel is true but tp is 1"),
+    ],
+)
+def test_impossible_cuts_are_refused(parallel: ParallelConfig, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        place_of(0, 8, parallel)

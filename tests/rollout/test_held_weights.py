@@ -1,0 +1,87 @@
+"""The prediction of what an engine holds, on tensors whose rows say where they come from."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from rlsys.rollout.held_weights import HeldWeights, Layout, sha256_prefix
+
+PREFIX = "model.layers.0"
+
+
+def rows(first: int, count: int, width: int = 2) -> torch.Tensor:
+    """Row i is filled with `first + i`."""
+    return torch.arange(first, first + count, dtype=torch.float32)[:, None].repeat(1, width)
+
+
+def row_numbers(layout: Layout, tensors: dict[str, torch.Tensor]) -> list[dict[str, list[float]]]:
+    """By rank, the first column of each tensor that the engine should hold."""
+    seen: dict[str, list[float]] = {}
+
+    def remember(tensor: torch.Tensor) -> str:
+        numbers = (tensor[:, 0] if tensor.dim() == 2 else tensor).tolist()
+        seen[str(len(seen))] = numbers
+        return str(len(seen) - 1)
+
+    held = HeldWeights(layout, remember)
+    for name, tensor in tensors.items():
+        held.feed(name, tensor)
+    return [{name: seen[key] for name, key in hashes.items()} for hashes in held.hashes]
+
+
+def test_the_hash_is_eight_bytes_of_sha256() -> None:
+    tensor = torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16)
+    assert sha256_prefix(tensor) == hashlib.sha256(bytes.fromhex("c03f00c0")).hexdigest()[:16]
+
+
+def test_rows_are_cut_over_ranks_before_they_are_fused() -> None:
+    layout = Layout(tp=2, kv_heads=2, tied=False, dtype=torch.float32)
+    tensors = {
+        f"{PREFIX}.self_attn.v_proj.weight": rows(20, 2),
+        f"{PREFIX}.self_attn.q_proj.weight": rows(0, 4),
+        f"{PREFIX}.self_attn.k_proj.weight": rows(10, 2),
+        f"{PREFIX}.mlp.up_proj.weight": rows(40, 4),
+        f"{PREFIX}.mlp.gate_proj.weight": rows(30, 4),
+        f"{PREFIX}.mlp.down_proj.weight": rows(0, 4).T.contiguous(),
+        f"{PREFIX}.input_layernorm.weight": torch.tensor([7.0, 8.0]),
+    }
+    first, second = row_numbers(layout, tensors)
+    assert first[f"{PREFIX}.self_attn.qkv_proj.weight"] == [0, 1, 10, 20]
+    assert second[f"{PREFIX}.self_attn.qkv_proj.weight"] == [2, 3, 11, 21]
+    assert first[f"{PREFIX}.mlp.gate_up_proj.weight"] == [30, 31, 40, 41]
+    assert second[f"{PREFIX}.mlp.gate_up_proj.weight"] == [32, 33, 42, 43]
+    assert first[f"{PREFIX}.mlp.down_proj.weight"] == [0, 0]
+    assert second[f"{PREFIX}.mlp.down_proj.weight"] == [2, 2]
+    assert first[f"{PREFIX}.input_layernorm.weight"] == second[f"{PREFIX}.input_layernorm.weight"] == [7, 8]
+
+
+def test_few_kv_heads_are_repeated_over_ranks() -> None:
+    layout = Layout(tp=4, kv_heads=2, tied=False, dtype=torch.float32)
+    tensors = {
+        f"{PREFIX}.self_attn.q_proj.bias": torch.arange(4.0),
+        f"{PREFIX}.self_attn.k_proj.bias": torch.arange(10.0, 12.0),
+        f"{PREFIX}.self_attn.v_proj.bias": torch.arange(20.0, 22.0),
+    }
+    held = [rank[f"{PREFIX}.self_attn.qkv_proj.bias"] for rank in row_numbers(layout, tensors)]
+    assert held == [[0, 10, 20], [1, 10, 20], [2, 11, 21], [3, 11, 21]]
+
+
+def test_the_vocabulary_is_padded_with_zeros_and_a_tied_output_layer_ignored() -> None:
+    layout = Layout(tp=2, kv_heads=2, tied=True, dtype=torch.float32)
+    tensors = {"model.embed_tokens.weight": rows(1, 65), "lm_head.weight": rows(1, 65)}
+    first, second = row_numbers(layout, tensors)
+    assert first == {"model.embed_tokens.weight": list(range(1, 65))}
+    assert second == {"model.embed_tokens.weight": [65] + [0] * 63}
+
+
+def test_every_kind_of_difference_is_named() -> None:
+    held = HeldWeights(Layout(tp=1, kv_heads=2, tied=False, dtype=torch.float32), sha256_prefix)
+    norm = torch.tensor([1.0])
+    held.feed("model.norm.weight", norm)
+    held.feed("model.extra.weight", norm)
+    held.feed(f"{PREFIX}.mlp.up_proj.weight", rows(0, 2))
+    reported = {"model.norm.weight": sha256_prefix(norm), "model.unsent.weight": sha256_prefix(norm)}
+    partial = f"{PREFIX}.mlp.gate_up_proj.weight"
+    assert held.mismatches([reported]) == ["model.extra.weight", partial, "model.unsent.weight"]
