@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,9 @@ def command(
     hf: Annotated[Path, typer.Option(help="The original Hugging Face folder: its config and tokenizer.")],
 ) -> None:
     """Convert."""
-    from rlsys.weights.convert import megatron_to_hf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns, on import, of every library it can do without
+        from rlsys.weights.convert import megatron_to_hf
 
     megatron_to_hf(checkpoint, out, hf)
     typer.echo(f"The Hugging Face model is in {out}.")

@@ -34,7 +34,7 @@ def read_questions(path: str | Path, limit: int | None = None) -> list[Question]
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -44,37 +44,48 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
                 raise UserError(
                     f"{file}, line {number} is not JSON ({problem.msg}): mend the line."
                 ) from problem
+            except UnicodeDecodeError as problem:
+                raise UserError(f"{file}, line {number} is not UTF-8: save the file as UTF-8.") from problem
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet as parquet
+    import pyarrow
+    from pyarrow import parquet
 
-    number = 0
-    for batch in parquet.ParquetFile(file).iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+    try:
+        content = parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as problem:
+        raise UserError(f"{file} is not a parquet file: convert it, or name it by what it is.") from problem
+    rows = (row for batch in content.iter_batches() for row in batch.to_pylist())
+    yield from enumerate(rows, start=1)
 
 
 def _question(file: Path, line: int, row: Any) -> Question:
     where = f"{file}, line {line}"
-    if not isinstance(row, Mapping):
-        raise UserError(f"{where} is not an object: write one JSON object a line.")
-    prompt = row.get("prompt")
-    if not (
-        isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping) and prompt[0].get("content")
-    ):
-        raise UserError(f'{where}: "prompt" must be [{{"role": "user", "content": TEXT}}].')
-    truth = (row.get("reward_model") or {}).get("ground_truth") or {}
-    targets = truth.get("target") if isinstance(truth, Mapping) else None
-    if isinstance(targets, str):
-        targets = [targets]
+    match row:
+        case {"prompt": [{"content": str(prompt)}, *_]} if prompt:
+            pass
+        case Mapping():
+            raise UserError(f'{where}: "prompt" must be [{{"role": "user", "content": TEXT}}].')
+        case _:
+            raise UserError(f"{where} is not an object: write one JSON object a line.")
+    match row:
+        case {"reward_model": {"ground_truth": {"target": str(target)}}}:
+            targets = [target]
+        case {"reward_model": {"ground_truth": {"target": [*targets]}}}:
+            pass
+        case _:
+            targets = []
     if not targets or not all(isinstance(target, str) for target in targets):
         raise UserError(f'{where}: "reward_model.ground_truth.target" must be a list of accepted answers.')
+    extra = row.get("extra_info") or {}
+    if not isinstance(extra, Mapping):
+        raise UserError(f'{where}: "extra_info" must be an object, or be left out.')
     return Question(
         uid=f"{file.stem}:{line}",
-        prompt=str(prompt[0]["content"]),
+        prompt=prompt,
         answers=tuple(targets),
-        data_source=str(row.get("data_source", "")),
-        extra=dict(row.get("extra_info") or {}),
+        data_source=str(row.get("data_source") or ""),
+        # A parquet column holds a null for every row that lacks the field.
+        extra={key: value for key, value in extra.items() if value is not None},
     )

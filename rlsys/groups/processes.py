@@ -62,7 +62,7 @@ class ActorProcess:
             seed=config.trainer.seed,
         )
         self._actor.load_hf(config.model.path)
-        self._export: Iterator[Bucket] = iter(())
+        self._export: Iterator[Bucket | None] = iter(())
         self.save = self._actor.save
 
     def accumulate(self, dealt: Dealt) -> Accumulated:

@@ -8,6 +8,7 @@ every data-parallel rank is handed equally many micro-batches.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
@@ -120,26 +122,25 @@ class Actor:
         self._trained_tokens = 0
         return Applied(self._step, float(grad_norm), rate, int(tokens))
 
-    def export_buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """The weights as whole Hugging Face tensors, in buckets; yielded on rank 0 only.
+    def export_buckets(self, bucket_bytes: int) -> Iterator[Bucket | None]:
+        """The weights as whole Hugging Face tensors, in buckets of at most `bucket_bytes`, on rank 0.
 
-        All ranks iterate to the end together. Data-parallel ranks other than 0 have nothing to add.
+        All ranks iterate in step: the others yield None, until they are no longer needed. A fused
+        parameter that is larger than `bucket_bytes` comes in one bucket.
         """
         self._exported_digest = None
         if self.place.dp:
             return
-        own = pack(self._model.whole_tensors(), bucket_bytes)
-        if self.place.tp or self.place.pp:
-            for bucket in own:
-                dist.send_object_list([bucket], dst=0, group=self._export_group)
-            if self.place.tp == 0:
-                dist.send_object_list([None], dst=0, group=self._export_group)
-            return
+        plan = self._model.export_plan(bucket_bytes)
         checksums: dict[str, str] = {}
-        for bucket in self._with_other_stages(own):
-            checksums |= {record.name: record.checksum for record in bucket.records}
-            yield bucket
-        self._exported_digest = digest(checksums)
+        for stage, runs in enumerate(self._runs_of_stages(len(plan))):
+            for run in range(runs):
+                bucket = self._pass_on(stage, plan[run] if stage == self.place.pp else [])
+                if bucket is not None:
+                    checksums |= {record.name: record.checksum for record in bucket.records}
+                yield bucket
+        if self.place.rank == 0:
+            self._exported_digest = digest(checksums)
 
     def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
         """Write weights, optimiser state and step, and `extra` (plain JSON) to a new checkpoint."""
@@ -179,16 +180,27 @@ class Actor:
         )
         return self._loss(logprobs, entropy, inputs)
 
-    def _with_other_stages(self, own: Iterable[Bucket]) -> Iterator[Bucket]:
-        yield from own
-        for stage in range(1, self.place.pp_size):
+    def _runs_of_stages(self, own: int) -> list[int]:
+        """How many buckets each pipeline stage has."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        runs = [0] * self.place.pp_size
+        dist.all_gather_object(runs, own, group=group)
+        return runs
+
+    def _pass_on(self, stage: int, names: list[str]) -> Bucket | None:
+        """Bring one bucket of `stage`, which holds the parameters `names`, to rank 0."""
+        box: list[Bucket | None] = [None]
+        if stage == self.place.pp:
+            tensors = list(self._model.whole_tensors(names))
+            if self.place.tp == 0:
+                # The plan has cut them to size.
+                (box[0],) = pack(tensors, bucket_bytes=sys.maxsize)
+            if stage and self.place.tp == 0:
+                dist.send_object_list(box, dst=0, group=self._export_group)
+        elif self.place.rank == 0:
             owner = stage * self.place.tp_size * self.place.dp_size
-            received: list[Bucket | None] = [None]
-            while True:
-                dist.recv_object_list(received, src=owner, group=self._export_group)
-                if received[0] is None:
-                    break
-                yield received[0]
+            dist.recv_object_list(box, src=owner, group=self._export_group)
+        return box[0] if self.place.rank == 0 else None
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
         model = self._model.sharded_state()

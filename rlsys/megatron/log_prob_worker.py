@@ -81,10 +81,9 @@ class LogProbWorker:
         self._version = None
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Take some of a new version's tensors. Raises ChecksumError if one is not as it was sent."""
+        """Take some of the new version's tensors. Raises ChecksumError if one is not as it was sent."""
         if self._update is None:
-            self._update, self._checksums = self._policy.loader(), {}
-        self._version = None
+            raise RuntimeError("A bucket came outside of an update; call begin_update first.")
         for record, tensor in unpack(bucket):
             self._update.feed(record.name, tensor)
             self._checksums[record.name] = record.checksum
@@ -95,7 +94,9 @@ class LogProbWorker:
         Raises ChecksumError, and stays without weights, if tensors are missing or differ.
         """
         update, self._update = self._update, None
-        missing = self._policy.loader().missing() if update is None else update.missing()
+        if update is None:
+            raise RuntimeError("An update ends that did not begin; call begin_update first.")
+        missing = update.missing()
         if missing:
             raise ChecksumError(f"Version {version} came without {len(missing)} tensors, first {missing[0]}.")
         received = digest(self._checksums)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlsys.megatron.layers import block_spec, choose_layers
 from rlsys.megatron.logprobs import VocabShard
 from rlsys.megatron.parallel import Place
 from rlsys.weights.bijection import ShardLoader, WeightMap
-from rlsys.weights.families import Architecture
+from rlsys.weights.families import Architecture, Cut
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.stages import stage_layers
 
@@ -87,19 +87,36 @@ class PolicyModel:
         """Load only the weights of a distributed checkpoint."""
         self.module.load_state_dict(sharded.load(folder, {"model": self.sharded_state()})["model"])
 
+    def export_plan(self, bucket_bytes: int) -> list[list[str]]:
+        """This stage's exported parameters, in order, in runs of at most `bucket_bytes` when whole.
+
+        All ranks of the TP group get the same plan. A larger parameter is a run of its own.
+        """
+        runs: list[list[str]] = []
+        size = 0
+        for name, parameter in self.parameters().items():
+            rule = self.weights.entry(name).rule
+            if not rule.exported:
+                continue
+            nbytes = parameter.nbytes * (1 if rule.cut is Cut.WHOLE else self.place.tp_size)
+            if not runs or size + nbytes > bucket_bytes:
+                runs.append([])
+                size = 0
+            runs[-1].append(name)
+            size += nbytes
+        return runs
+
     @torch.no_grad()
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's tensors as whole Hugging Face tensors, gathered over TP; yielded on TP rank 0.
+    def whole_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Parameters as whole Hugging Face tensors, gathered over TP; yielded on TP rank 0.
 
         All ranks of the TP group iterate together; the others get nothing.
         """
-        for name, parameter in self.parameters().items():
-            entry = self.weights.entry(name)
-            if not entry.rule.exported:
-                continue
-            shards = self._gather(parameter.data)
+        parameters = self.parameters()
+        for name in names:
+            shards = self._gather(parameters[name].data)
             if self.place.tp == 0:
-                yield from self.weights.merge(entry, shards)
+                yield from self.weights.merge(self.weights.entry(name), shards)
 
     def _gather(self, shard: Tensor) -> list[Tensor]:
         if self.place.tp_size == 1:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from rlsys.pipeline.group import Sample
 
 Floats = NDArray[np.float32]
+_NARROWEST = 2
+"""Tokens of the narrowest rectangle: one to predict from, one to predict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,12 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def collate(samples: Sequence[Sample], pad_id: int, multiple_of: int = 1) -> MicroBatch:
-    """Pad `samples` on the right to the longest, rounded up to `multiple_of` tokens.
+    """Pad `samples` on the right to the longest, rounded up to a multiple of `multiple_of` tokens.
 
-    No samples give one row of `multiple_of` untrained padding, a micro-batch that fills up a rank.
+    No samples give one row of untrained padding, a micro-batch that fills up a rank.
     """
     lengths = [len(sample.trajectory.tokens) for sample in samples] or [0]
-    rows, width = len(lengths), max(round_up(max(lengths), multiple_of), 2)
+    rows, width = len(lengths), round_up(max(*lengths, _NARROWEST), multiple_of)
 
     def pad(values: Callable[[Sample], NDArray], fill: float, dtype: type) -> NDArray:
         out: NDArray = np.full((rows, width), fill, dtype=dtype)

@@ -24,8 +24,6 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 class Entry:
     """One Megatron tensor of one model: its rule with the layer filled in."""
 
-    name: str
-    """Its first Megatron name."""
     hf: tuple[str, ...]
     rule: Rule
 
@@ -43,7 +41,7 @@ class WeightMap:
         layer = _LAYER.search(megatron)
         number = layer[1] if layer else ""
         rule = self._by_name[_LAYER.sub(".layers.{}.", megatron)]
-        return Entry(megatron, tuple(name.format(number) for name in rule.hf), rule)
+        return Entry(tuple(name.format(number) for name in rule.hf), rule)
 
     def stage_names(self, layers: range, first: bool, last: bool) -> list[str]:
         """Megatron names of a pipeline stage, as the local layers name them, in the order of export.

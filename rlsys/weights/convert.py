@@ -35,7 +35,8 @@ def megatron_to_hf(
     dtype = Dtype(sharded.read_about(checkpoint)["dtype"])
     with _whole_model(original, dtype) as model:
         model.load_checkpoint(checkpoint)
-        write_hf(model.whole_tensors(), out, original, shard_bytes)
+        names = [name for run in model.export_plan(shard_bytes) for name in run]
+        write_hf(model.whole_tensors(names), out, original, shard_bytes)
 
 
 def hf_to_megatron(source: str | Path, out: str | Path) -> None:

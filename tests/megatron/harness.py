@@ -7,10 +7,14 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from rlsys.config.schema import Device
+from rlsys.megatron.actor import Actor
 from rlsys.megatron.parallel import Rendezvous
+from rlsys.weights.buckets import Bucket, unpack
 
 
 def free_port() -> int:
@@ -28,3 +32,22 @@ def run_group(function: Callable[..., None], world_size: int, *args: Any) -> Non
     """Call `function(rank, world_size, *args)` in each of `world_size` processes; raise what one raises."""
     os.environ["OMP_NUM_THREADS"] = "1"
     mp.spawn(function, args=(world_size, *args), nprocs=world_size)
+
+
+def export(actor: Actor, bucket_bytes: int) -> list[Bucket]:
+    """All buckets, on rank 0. As a driver does it: the next is asked for when all ranks have answered."""
+    buckets: list[Bucket] = []
+    running = actor.export_buckets(bucket_bytes)
+    while True:
+        bucket = next(running, None)
+        dist.barrier()
+        done = [bucket is None]
+        dist.broadcast_object_list(done, src=0)
+        if done[0]:
+            return buckets
+        buckets += [bucket] if bucket is not None else []
+
+
+def weights_of(actor: Actor) -> dict[str, Tensor]:
+    """Every exported tensor by name, on rank 0."""
+    return {r.name: tensor.clone() for bucket in export(actor, 50_000) for r, tensor in unpack(bucket)}

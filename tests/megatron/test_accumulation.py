@@ -14,9 +14,8 @@ from rlsys.errors import RunError
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.pipeline.micro_batch import MicroBatch, collate
-from rlsys.weights.buckets import unpack
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group
+from tests.megatron.harness import free_port, rendezvous, run_group, weights_of
 
 
 def _row(batch: MicroBatch, row: int) -> MicroBatch:
@@ -68,7 +67,7 @@ def _one_step(rank: int, port: int, model: str, calls: list[list[MicroBatch]]) -
     for batches in calls:
         actor.accumulate(batches)
     applied = actor.apply()
-    weights = {r.name: t.clone() for b in actor.export_buckets(10**6) for r, t in unpack(b)}
+    weights = weights_of(actor)
     groups.stop()
     return {**weights, "norm": torch.tensor(applied.grad_norm)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from rlsys.megatron.actor import Actor
 from rlsys.megatron.learning_rate import learning_rate
 from rlsys.megatron.log_prob_worker import LogProbWorker
 from rlsys.pipeline.micro_batch import MicroBatch
-from rlsys.weights.buckets import ChecksumError, unpack
+from rlsys.weights.buckets import Bucket, ChecksumError, unpack
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group
+from tests.megatron.harness import export, free_port, rendezvous, run_group, weights_of
 
 STEPS, PER_STEP = 3, 8
 OPTIMIZER = OptimizerConfig(
@@ -89,7 +90,7 @@ def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports
     )
     place = actor.place
     actor.load_hf(model)
-    results["initial"] = {r.name: t.clone() for b in actor.export_buckets(30_000) for r, t in unpack(b)}
+    results["initial"] = weights_of(actor)
     results["applied"], results["stats"] = [], []
     for step, batches in enumerate(_steps()):
         mine = batches[place.dp :: place.dp_size]
@@ -97,7 +98,7 @@ def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports
         for piece in (mine[:step], mine[step : step + 1], mine[step + 1 :]):
             results["stats"].append(actor.accumulate(piece).stats)
         results["applied"].append(actor.apply())
-    buckets = list(actor.export_buckets(30_000))
+    buckets = export(actor, 30_000)
     results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
     box: list[Any] = [buckets, actor.exported_digest]
     torch.distributed.broadcast_object_list(box, src=0)
@@ -107,23 +108,28 @@ def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports
     )
     probe = _steps()[0][:3]
     results["before"] = worker.compute(probe)
-    worker.load_bucket(box[0][0])
-    with pytest.raises(ChecksumError, match="without"):
-        worker.finish_update(1, box[1])
-    for bucket in box[0]:
-        worker.load_bucket(bucket)
-    with pytest.raises(ChecksumError, match="digest"):
-        worker.finish_update(1, "0" * 32)
+    _update(worker, 1, box[0][:1], box[1], refused="came without")
+    _update(worker, 1, box[0], "0" * 32, refused="digest")
     with pytest.raises(RuntimeError, match="no complete weights"):
         worker.compute(probe)
-    for bucket in box[0]:
-        worker.load_bucket(bucket)
-    worker.finish_update(2, box[1])
+    with pytest.raises(RuntimeError, match="begin_update"):
+        worker.load_bucket(box[0][0])
+    _update(worker, 2, box[0], box[1])
     assert worker.version == 2
     results["after"] = worker.compute(probe)
     groups.stop()
     if rank == 0 or place.reports:
         torch.save(results, f"{out}/rank{rank}.pt")
+
+
+def _update(
+    worker: LogProbWorker, version: int, buckets: list[Bucket], digest: str, refused: str | None = None
+) -> None:
+    worker.begin_update()
+    for bucket in buckets:
+        worker.load_bucket(bucket)
+    with pytest.raises(ChecksumError, match=refused) if refused else nullcontext():
+        worker.finish_update(version, digest)
 
 
 def _close(actual: Any, expected: Any, tolerance: float) -> None:

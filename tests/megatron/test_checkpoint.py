@@ -13,11 +13,10 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, Par
 from rlsys.errors import UserError
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
-from rlsys.weights.buckets import unpack
 from rlsys.weights.convert import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group
+from tests.megatron.harness import free_port, rendezvous, run_group, weights_of
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 EXTRA = {"cursor": [1, 2, 3], "version": 7}
@@ -44,10 +43,6 @@ def _train(actor: Actor, step: int) -> None:
     actor.apply()
 
 
-def _weights(actor: Actor) -> dict[str, torch.Tensor]:
-    return {r.name: t.clone() for b in actor.export_buckets(50_000) for r, t in unpack(b)}
-
-
 def _resume(
     rank: int, _: int, model: str, out: str, ports: list[int], distributed: bool, dtype: Dtype
 ) -> None:
@@ -60,16 +55,16 @@ def _resume(
     actor.save(checkpoint, EXTRA)
     with pytest.raises(UserError, match="already"):
         actor.save(checkpoint, EXTRA)
-    results = {"saved": _weights(actor)}
+    results = {"saved": weights_of(actor)}
     _train(actor, 2)
-    results["uninterrupted"] = _weights(actor)
+    results["uninterrupted"] = weights_of(actor)
     for name, parallel, port in (("resumed", dp2, ports[1]), ("resharded", tp2, ports[2])):
         groups.stop()
         actor = _actor(rank, port, model, parallel, distributed, dtype)
         assert actor.load(checkpoint) == EXTRA
         assert actor.step == 2
         _train(actor, 2)
-        results[name] = _weights(actor)
+        results[name] = weights_of(actor)
     groups.stop()
     if rank == 0:
         torch.save(results, f"{out}/results.pt")
@@ -112,9 +107,11 @@ def _convert(rank: int, _: int, model: str, out: str, port: int) -> None:
         megatron_to_hf(f"{out}/megatron", f"{out}/back", model)
         with pytest.raises(UserError, match="already"):
             megatron_to_hf(f"{out}/megatron", f"{out}/back", model)
+        with pytest.raises(UserError, match="another model"):
+            megatron_to_hf(f"{out}/megatron", f"{out}/other", f"{out}/shallow")
     actor = _actor(rank, port, model, ParallelConfig(pp=2, pp_layers=[1, 2]))
     assert actor.load(f"{out}/megatron") == {}
-    weights = _weights(actor)
+    weights = weights_of(actor)
     groups.stop()
     if rank == 0:
         torch.save(weights, f"{out}/exported.pt")
@@ -122,6 +119,7 @@ def _convert(rank: int, _: int, model: str, out: str, port: int) -> None:
 
 def test_a_converted_model_round_trips_and_loads_in_a_pipeline(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_qwen3(), tmp_path / "model")
+    reference.make_model(reference.tiny_qwen3(layers=2), tmp_path / "shallow")
     run_group(_convert, 2, str(model), str(tmp_path), free_port())
     original, back = HfReader(model), HfReader(tmp_path / "back")
     exported = torch.load(tmp_path / "exported.pt")

@@ -27,10 +27,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_checksums_are_those_of_the_readme() -> None:
-    stated = dict(
-        (name, digest)
+    stated = {
+        name: digest
         for digest, name in re.findall(r"^([0-9a-f]{64})  (\S+)$", (FOLDER / "README.md").read_text(), re.M)
-    )
+    }
     shipped = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in POLICY.iterdir()}
     assert stated == shipped
 

@@ -1,0 +1,55 @@
+"""The prompt source: epochs, seeds and positions."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.data.question import Question
+from rlsys.data.source import PromptSource
+
+SIZE = st.integers(1, 20)
+SEED = st.integers(0, 10**6)
+STEPS = st.lists(st.integers(0, 30), max_size=12)
+
+
+def questions(count: int) -> list[Question]:
+    return [Question(f"q:{number}", "?", ("yes",)) for number in range(count)]
+
+
+def uids(taken: list[Question]) -> list[str]:
+    return [question.uid for question in taken]
+
+
+@given(SIZE, SEED, STEPS)
+def test_every_epoch_hands_out_each_question_once(size: int, seed: int, steps: list[int]) -> None:
+    source = PromptSource(questions(size), seed)
+    taken = [uid for count in steps for uid in uids(source.take(count))]
+    assert len(taken) == source.position == sum(steps)
+    for start in range(0, len(taken), size):
+        epoch = taken[start : start + size]
+        assert len(set(epoch)) == len(epoch)
+
+
+@given(SIZE, SEED, STEPS, st.integers(0, 60))
+def test_a_position_is_all_that_is_needed_to_go_on(
+    size: int, seed: int, steps: list[int], ahead: int
+) -> None:
+    first = PromptSource(questions(size), seed)
+    for count in steps:
+        first.take(count)
+    second = PromptSource(questions(size), seed, first.position)
+    assert uids(first.take(ahead)) == uids(second.take(ahead))
+
+
+@given(SIZE, SEED, STEPS)
+def test_the_sizes_of_steps_do_not_change_the_sequence(size: int, seed: int, steps: list[int]) -> None:
+    parts, whole = PromptSource(questions(size), seed), PromptSource(questions(size), seed)
+    assert [uid for count in steps for uid in uids(parts.take(count))] == uids(whole.take(sum(steps)))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    source = PromptSource(questions(30), seed=1)
+    first, second = uids(source.take(30)), uids(source.take(30))
+    other = uids(PromptSource(questions(30), seed=2).take(30))
+    assert len({tuple(order) for order in (first, second, other, uids(questions(30)))}) == 4

@@ -1,0 +1,139 @@
+"""The batched generator against `generate` of Hugging Face, one prompt at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rlsys.agent.episode import Generation, TurnSampling
+from rlsys.config.schema import Device, Dtype
+from rlsys.evaluation.transformers_generator import TransformersGenerator
+from tests.agent.bpe import build_tokenizer
+
+PROMPTS = [
+    "I need",
+    "What is the capital of France? I should search for the capital of France between <search> and </search>.",
+    "東京は",
+    "Paris is the capital.\n</information>\n\n<answer>",
+    "ñandú 🚀",
+]
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    return build_tokenizer(words=True)
+
+
+@pytest.fixture(scope="module")
+def model(words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        eos_token_id=words.eos_token_id,
+        initializer_range=0.6,  # random weights that small would repeat one token
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(
+    model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("qwen2")
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def reference(
+    model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, prompt: list[int], stop: tuple[str, ...]
+) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of Hugging Face's own greedy search."""
+    found = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        stop_strings=list(stop) or None,
+        tokenizer=words,
+        pad_token_id=words.eos_token_id,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = found.sequences[0, len(prompt) :].tolist()
+    logprobs = [
+        float(torch.log_softmax(logits[0], dim=-1)[token])
+        for logits, token in zip(found.logits, tokens, strict=True)
+    ]
+    return tokens, logprobs
+
+
+def generate_all(
+    folder: Path, prompts: list[list[int]], stop: tuple[str, ...], batch: int
+) -> list[Generation]:
+    generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, batch)
+    sampling = TurnSampling(0.0, stop=stop, max_new_tokens=NEW_TOKENS)
+
+    async def together() -> list[Generation]:
+        return await asyncio.gather(
+            *(generator.generate(prompt, sampling, str(number)) for number, prompt in enumerate(prompts))
+        )
+
+    return asyncio.run(together())
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("with_stop", [False, True])
+def test_a_batch_says_what_hugging_face_says_alone(
+    folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, batch: int, with_stop: bool
+) -> None:
+    prompts = [words(prompt)["input_ids"] for prompt in PROMPTS]
+    assert len({len(prompt) for prompt in prompts}) > 3
+    stop: tuple[str, ...] = ()
+    if with_stop:  # a text that occurs in the middle of one answer, and so ends it
+        tokens, _ = reference(model, words, prompts[1], ())
+        said = [words.decode([token]) for token in tokens[4:12]]
+        stop = (next(text for text in said if text.isascii() and text.isprintable()), "never said")
+    ends = set()
+    for prompt, got in zip(prompts, generate_all(folder, prompts, stop, batch), strict=True):
+        tokens, logprobs = reference(model, words, prompt, stop)
+        assert got.token_ids == tokens
+        assert got.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert got.finish == ("length" if len(tokens) == NEW_TOKENS else "stop")
+        ends.add(got.finish)
+    assert ends == ({"length", "stop"} if with_stop else {"length"})
+
+
+def test_the_end_of_sequence_token_ends_and_is_kept(
+    folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast
+) -> None:
+    prompt = words(PROMPTS[1])["input_ids"]
+    eos = words.eos_token_id
+    with torch.no_grad():
+        head = model.lm_head.weight
+        saved = head[eos].clone()
+        hidden = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        head[eos] = 100 * hidden
+        model.save_pretrained(folder / "ends")
+        head[eos] = saved
+    words.save_pretrained(folder / "ends")
+    (got,) = generate_all(folder / "ends", [prompt], (), 1)
+    assert (got.token_ids, got.finish) == ([eos], "stop")
+
+
+async def test_sampling_is_refused(folder: Path) -> None:
+    generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 1)
+    with pytest.raises(ValueError, match=r"r1: this generator is greedy, temperature 0\.7 is not"):
+        await generator.generate([1], TurnSampling(0.7, max_new_tokens=1), "r1")

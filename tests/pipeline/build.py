@@ -1,0 +1,63 @@
+"""Small trajectories, samples and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlsys.agent.trajectory import Finish, Trajectory, Turn
+from rlsys.data.question import Question
+from rlsys.pipeline.group import Sample
+
+
+def trajectory(
+    tokens: Sequence[int] = (1, 2),
+    mask: Sequence[bool] | None = None,
+    *,
+    uid: str = "q:1",
+    sample: int = 0,
+    turns: Sequence[Turn] = (),
+    finish: Finish = Finish.ANSWER,
+    tokens_differing: int = 0,
+    rollout_logprobs: Sequence[float] | None = None,
+) -> Trajectory:
+    """All tokens but the first are trained unless `mask` says otherwise."""
+    trained = list(mask) if mask is not None else [False] + [True] * (len(tokens) - 1)
+    logprobs = rollout_logprobs if rollout_logprobs is not None else [float("nan")] * len(tokens)
+    return Trajectory(
+        question_uid=uid,
+        sample=sample,
+        tokens=np.array(tokens, dtype=np.int32),
+        prompt_length=1,
+        loss_mask=np.array(trained, dtype=np.bool_),
+        rollout_logprobs=np.array(logprobs, dtype=np.float32),
+        versions=np.where(trained, 0, -1).astype(np.int32),
+        tokens_differing=tokens_differing,
+        response="",
+        turns=tuple(turns),
+        finish=finish,
+    )
+
+
+def sample(
+    tokens: Sequence[int],
+    mask: Sequence[bool],
+    *,
+    advantage: float = 1.0,
+    old: Sequence[float] | None = None,
+    reference: Sequence[float] | None = None,
+) -> Sample:
+    """A sample with the log-probs given."""
+    return Sample(
+        trajectory(tokens, mask),
+        reward=0.0,
+        advantage=advantage,
+        old_logprobs=None if old is None else np.array(old, dtype=np.float32),
+        ref_logprobs=None if reference is None else np.array(reference, dtype=np.float32),
+    )
+
+
+def question(number: int) -> Question:
+    """A question of its own id."""
+    return Question(f"q:{number}", "?", ("yes",))
