@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -22,7 +23,7 @@ from rlsys.observe.plots import draw_curves
 from rlsys.observe.progress import Progress
 from rlsys.observe.samples import Sample as ShownSample
 from rlsys.observe.samples import write_samples
-from rlsys.observe.spans import Span, Tracer, overlap_seconds, stage_seconds, write_chrome_trace
+from rlsys.observe.spans import Span, Tracer, idle_share, overlap_seconds, stage_seconds, write_chrome_trace
 from rlsys.observe.trackers import open_trackers
 from rlsys.pipeline.figures import step_figures
 from rlsys.pipeline.group import Group
@@ -72,6 +73,7 @@ class RunRecord:
         self._drain()
         of_step = [span for span in self._spans if span.args.get("step") == step]
         times = stage_seconds(of_step)
+        window = (min(span.start_ns for span in of_step), max(span.end_ns for span in of_step))
         figures = step_figures(groups)
         row = {
             **figures,
@@ -83,6 +85,7 @@ class RunRecord:
             "time/logprob_s": times.get("logprob", 0.0),
             "time/train_s": times.get("train", 0.0),
             "overlap_s": overlap_seconds(of_step, step),
+            **{f"idle/{group}": share for group, share in idle_share(of_step, window).items()},
             "rollout/tokens_per_s": figures["rollout/generated_tokens"] / step_s,
         }
         self._write(step, row)
@@ -141,6 +144,7 @@ class RunRecord:
             "first_ratio_max_dev": max(row["actor/first_ratio_dev_max"] for row in rows),
             "tokens_differing_share": sum(row["tokens/differing"] for row in rows)
             / sum(row["rollout/trained_tokens"] for row in rows),
+            "cached_prompt_share": fmean(row["rollout/cached_prompt_share"] for row in rows),
             "steps": len(rows),
             "seed": self.config.trainer.seed,
             "seconds": {"step": sum(row["time/step_s"] for row in rows), **stage_seconds(self._spans)},

@@ -77,7 +77,7 @@ class Context(Protocol):
 
 def open_context(mode: TokenMode, codec: Codec, prompt: str) -> Context:
     """An empty context after `prompt`."""
-    return Retokenized(codec, prompt) if mode is TokenMode.RETOKENIZE else Appended(codec, prompt)
+    return Retokenized(codec, prompt) if mode is TokenMode.retokenize else Appended(codec, prompt)
 
 
 class Retokenized:

@@ -53,7 +53,7 @@ async def ask_heldout(config: RunConfig, engine: str) -> Evaluation:
     if engine not in ENGINES:
         raise UserError(f"--engine {engine} is not known: give one of {', '.join(ENGINES)}.")
     questions = read_questions(config.task.eval_path, config.task.eval_limit)
-    with search_server(config, Path(config.output_dir) / "logs") as url:
+    with search_server(config, Path(config.output_dir)) as url:
         serving = replace(config, search=replace(config.search, url=url))
         async with ENGINES[engine](serving) as ask:
             return await evaluate(questions, ask, config.rollout.max_episodes)

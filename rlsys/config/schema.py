@@ -17,58 +17,44 @@ class Device(StrEnum):
     """What the groups run on."""
 
     cpu = "cpu"
-    CPU = "cpu"
     gpu = "gpu"
-    GPU = "gpu"
 
 
 class Mode(StrEnum):
     """Whether groups may share devices."""
 
     disaggregated = "disaggregated"
-    DISAGGREGATED = "disaggregated"
     collocated = "collocated"
-    COLLOCATED = "collocated"
 
 
 class Layers(StrEnum):
     """Which transformer layers Megatron is built from."""
 
     auto = "auto"
-    AUTO = "auto"
     te = "te"
-    TE = "te"
     local = "local"
-    LOCAL = "local"
 
 
 class Dtype(StrEnum):
     """Numeric type of weights and activations."""
 
     float32 = "float32"
-    FLOAT32 = "float32"
     bfloat16 = "bfloat16"
-    BFLOAT16 = "bfloat16"
 
 
 class TokenMode(StrEnum):
     """How a multi-turn context is kept as tokens."""
 
     retokenize = "retokenize"
-    RETOKENIZE = "retokenize"
     append = "append"
-    APPEND = "append"
 
 
 class LrDecay(StrEnum):
     """Shape of the learning rate after warm-up."""
 
     constant = "constant"
-    CONSTANT = "constant"
     linear = "linear"
-    LINEAR = "linear"
     cosine = "cosine"
-    COSINE = "cosine"
 
 
 @dataclass
@@ -77,9 +63,9 @@ class ModelConfig:
 
     path: str = REQUIRED
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
-    layers: Layers = Layers.AUTO
+    layers: Layers = Layers.auto
     """`te` where Transformer Engine is installed, else `local`; `auto` chooses."""
-    dtype: Dtype = Dtype.BFLOAT16
+    dtype: Dtype = Dtype.bfloat16
     """Of the trained and the inference model."""
     recompute: bool = False
     """Recompute activations in the backward pass (less memory, a third more time)."""
@@ -104,7 +90,7 @@ class OptimizerConfig:
 
     lr: float = 1e-6
     min_lr: float = 0.0
-    decay: LrDecay = LrDecay.CONSTANT
+    decay: LrDecay = LrDecay.constant
     warmup_fraction: float = 0.0
     """Share of all optimiser steps over which the rate rises linearly."""
     weight_decay: float = 0.01
@@ -140,7 +126,7 @@ class EngineConfig:
     """One SGLang engine."""
 
     tp: int = 1
-    dtype: Dtype = Dtype.BFLOAT16
+    dtype: Dtype = Dtype.bfloat16
     attention_backend: str = "auto"
     """SGLang's name of it; `auto` is SGLang's own choice on a GPU and torch_native on a CPU."""
     memory_fraction: float = 0.8
@@ -210,7 +196,7 @@ class TaskConfig:
     """A longer observation is cut, its closing tag kept."""
     max_total_tokens: int = 7096
     """Prompt, turns and observations together."""
-    token_mode: TokenMode = TokenMode.RETOKENIZE
+    token_mode: TokenMode = TokenMode.retokenize
     train_eos: bool = True
     """Append the end-of-sequence token after the answer and train it."""
 
@@ -254,8 +240,8 @@ class AlgorithmConfig:
 class ClusterConfig:
     """Machines and who is placed where."""
 
-    device: Device = Device.GPU
-    mode: Mode = Mode.DISAGGREGATED
+    device: Device = Device.gpu
+    mode: Mode = Mode.disaggregated
     placement: dict[str, str] = field(
         default_factory=lambda: {"actor": "0-3", "inference": "4", "rollout": "5-7"}
     )

@@ -96,7 +96,7 @@ def _batches(config: RunConfig) -> Iterator[str]:
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
     sampling, algorithm = config.rollout.sampling, config.algorithm
-    if config.task.token_mode is TokenMode.RETOKENIZE and not algorithm.recompute_logprobs:
+    if config.task.token_mode is TokenMode.retokenize and not algorithm.recompute_logprobs:
         yield (
             "algorithm.recompute_logprobs=false contradicts task.token_mode=retokenize: re-tokenised text has "
             "no sampled log-probs; set it to true, or use task.token_mode=append."
@@ -142,7 +142,7 @@ def _paths(config: RunConfig) -> Iterator[str]:
 
 
 def _placement(config: RunConfig, ranks: Ranks) -> Iterator[str]:
-    if config.cluster.mode is Mode.COLLOCATED:
+    if config.cluster.mode is Mode.collocated:
         yield "cluster.mode=collocated is not available yet: place the groups on ranks of their own."
     for a, b, shared in overlaps(ranks):
         yield (
@@ -195,7 +195,7 @@ def _engine(config: RunConfig, world: int, shape: dict[str, Any]) -> Iterator[st
         )
     elif int(shape["num_attention_heads"]) % tp:
         yield f"rollout.engine.tp={tp} does not divide the model's {shape['num_attention_heads']} heads."
-    if config.cluster.device is Device.CPU and tp > 1:
+    if config.cluster.device is Device.cpu and tp > 1:
         yield f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead."
     positions = shape.get("max_position_embeddings")
     if positions is not None and config.task.max_total_tokens > int(positions):

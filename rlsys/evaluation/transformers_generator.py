@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.config.schema import Device, Dtype
+from rlsys.errors import UserError
 
 GATHER_S = 0.02
 """How long a batch waits for further requests."""
@@ -31,12 +32,18 @@ class _Request:
 
 
 class TransformersGenerator:
-    """Decodes with a Hugging Face model."""
+    """Decodes with a Hugging Face model. Raises `UserError` for a folder that transformers cannot load."""
 
     def __init__(self, model_path: str, dtype: Dtype, device: Device, max_batch: int) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(model_path)
         self._device = torch.device("cuda" if device is Device.gpu else "cpu")
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+        except (OSError, ValueError) as problem:
+            reason = str(problem).splitlines()[0].rstrip(".")
+            raise UserError(
+                f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder."
+            ) from problem
         self._model = model.to(self._device).eval()
         self._max_batch = max_batch
         self._waiting: list[_Request] = []

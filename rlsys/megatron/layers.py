@@ -30,20 +30,20 @@ _log = logging.getLogger(__name__)
 def choose_layers(layers: Layers) -> Layers:
     """Resolve `auto`. Raises UserError if `te` is asked for and not installed."""
     installed = importlib.util.find_spec("transformer_engine") is not None
-    if layers is Layers.TE and not installed:
+    if layers is Layers.te and not installed:
         raise UserError(
             "model.layers is te but transformer_engine is not installed; install it or use local."
         )
-    if layers is Layers.AUTO:
+    if layers is Layers.auto:
         if not installed and torch.cuda.is_available():
             _log.warning("Transformer Engine is not installed: training uses the slower local layers.")
-        return Layers.TE if installed else Layers.LOCAL
+        return Layers.te if installed else Layers.local
     return layers
 
 
 def block_spec(config: TransformerConfig, layers: Layers) -> Any:
     """What GPTModel builds its decoder of; `layers` is resolved."""
-    if layers is Layers.TE:
+    if layers is Layers.te:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules

@@ -16,8 +16,8 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
     warmup = round(config.warmup_fraction * total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    if config.decay is LrDecay.CONSTANT:
+    if config.decay is LrDecay.constant:
         return config.lr
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    share = 1.0 - progress if config.decay is LrDecay.LINEAR else 0.5 * (1.0 + cos(pi * progress))
+    share = 1.0 - progress if config.decay is LrDecay.linear else 0.5 * (1.0 + cos(pi * progress))
     return config.min_lr + share * (config.lr - config.min_lr)

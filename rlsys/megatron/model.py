@@ -139,7 +139,7 @@ def transformer_config(
     for key, size in (("attention heads", architecture.heads), ("MLP width", architecture.ffn)):
         if size % parallel.tp:
             raise UserError(f"tp is {parallel.tp}, which does not divide the model's {size} {key}; lower it.")
-    dtype = torch.bfloat16 if model.dtype is Dtype.BFLOAT16 else torch.float32
+    dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
     return TransformerConfig(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden,
@@ -157,7 +157,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
-        bf16=model.dtype is Dtype.BFLOAT16,
+        bf16=model.dtype is Dtype.bfloat16,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

@@ -99,7 +99,7 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
         timeout=timeout,
     )
     dist.init_process_group(
-        backend="nccl" if rendezvous.device is Device.GPU else "gloo",
+        backend="nccl" if rendezvous.device is Device.gpu else "gloo",
         store=store,
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
@@ -116,7 +116,7 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
 
 def _choose_device(rendezvous: Rendezvous) -> None:
     visible = torch.cuda.device_count()
-    if rendezvous.device is Device.GPU:
+    if rendezvous.device is Device.gpu:
         if not visible:
             raise UserError("cluster.device is gpu but this machine has no CUDA device; set it to cpu.")
         torch.cuda.set_device(rendezvous.rank % visible)

@@ -28,7 +28,8 @@ def render_summary(summary: Mapping[str, Any], console: Console) -> None:
 
     Keys: em_before, em_after, em_before_by_hop, em_after_by_hop (hop -> EM), searches_before,
     searches_after, oracle_em, recall_at_3, weight_syncs, overlap_s, hf_engine_agreement,
-    logprob_max_diff, first_ratio_max_dev, steps, seed, seconds (stage -> seconds).
+    logprob_max_diff, first_ratio_max_dev, tokens_differing_share, cached_prompt_share, steps, seed,
+    seconds (stage -> seconds).
     """
     console.print(Group(_learned(summary), Text(), _times(summary), Text(), _checks(summary)))
 
@@ -66,6 +67,8 @@ def _checks(summary: Mapping[str, Any]) -> Table:
         ("HF and engine answer alike", "hf_engine_agreement", "{:.1%}"),
         ("log-prob, engine vs. trainer, max difference", "logprob_max_diff", "{:.2e}"),
         ("first update, max |ratio - 1|", "first_ratio_max_dev", "{:.2e}"),
+        ("trained tokens that re-tokenising changed", "tokens_differing_share", "{:.2%}"),
+        ("prompt tokens found in the prefix cache", "cached_prompt_share", "{:.1%}"),
         ("weight syncs", "weight_syncs", "{:.0f}"),
         ("steps", "steps", "{:.0f}"),
         ("seed", "seed", "{:.0f}"),

@@ -234,9 +234,9 @@ class Engine:
         # SGLang may be imported only now, after `prepare`.
         from rlsys.rollout.sglang_process import SglangProcess, gpu_hash
 
-        if self._device is Device.GPU:
+        if self._device is Device.gpu:
             self._hasher = gpu_hash
-        return SglangProcess(self._arguments(), on_cpu=self._device is Device.CPU)
+        return SglangProcess(self._arguments(), on_cpu=self._device is Device.cpu)
 
     def _arguments(self) -> dict[str, Any]:
         """SGLang's server arguments."""
@@ -254,7 +254,7 @@ class Engine:
             "log_level": "error",
         }
         backend = config.attention_backend
-        if self._device is Device.CPU:
+        if self._device is Device.cpu:
             arguments["device"] = "cpu"
             backend = "torch_native" if backend == "auto" else backend
         if backend != "auto":

@@ -34,7 +34,7 @@ def prepare(device: Device) -> None:
 
     Raises RunError where transformers does not work as this module knows it.
     """
-    if device is not Device.CPU:
+    if device is not Device.cpu:
         return
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if str(STANDINS) not in sys.path:

@@ -55,12 +55,12 @@ def hf_to_megatron(source: str | Path, out: str | Path) -> None:
 def _whole_model(hf: str | Path, dtype: Dtype) -> Iterator[PolicyModel]:
     """A model on one device, in a group of this process alone."""
     architecture = read_architecture(hf)
-    device = Device.GPU if torch.cuda.is_available() else Device.CPU
+    device = Device.gpu if torch.cuda.is_available() else Device.cpu
     # Port 0: a group of one listens wherever there is room.
     alone = groups.Rendezvous(0, 1, "127.0.0.1", 0, device, _TIMEOUT_S)
     place = groups.start(alone, ParallelConfig(), seed=0)
     try:
-        yield PolicyModel(architecture, ModelConfig(str(hf), Layers.AUTO, dtype), ParallelConfig(), place)
+        yield PolicyModel(architecture, ModelConfig(str(hf), Layers.auto, dtype), ParallelConfig(), place)
     finally:
         groups.stop()
 

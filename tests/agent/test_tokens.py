@@ -76,7 +76,7 @@ def bytes_of(token: int) -> bytes:
 def test_retokenize_trains_the_tokens_whose_bytes_were_all_generated(
     prompt: str, turns: list[tuple[list[int], str]]
 ) -> None:
-    record = play(TokenMode.RETOKENIZE, prompt, turns, eos=False)
+    record = play(TokenMode.retokenize, prompt, turns, eos=False)
     generated = bytearray(len(prompt.encode()))
     text = prompt
     for number, (output, observation) in enumerate(turns):
@@ -125,7 +125,7 @@ def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
 @settings(max_examples=100, deadline=None)
 @given(TEXTS, TURNS, st.booleans())
 def test_append_trains_what_was_sampled(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
-    record = play(TokenMode.APPEND, prompt, turns, eos)
+    record = play(TokenMode.append, prompt, turns, eos)
     tokens, mask = CODEC.encode(prompt), [False] * len(CODEC.encode(prompt))
     for number, (output, observation) in enumerate(turns):
         seen = CODEC.encode(observation) if number < len(turns) - 1 else []
@@ -142,7 +142,7 @@ def test_differing_tokens_are_counted_by_hand() -> None:
     letters = [token for letter in "search" for token in CODEC.encode(letter)]
     (whole,) = CODEC.encode("search")
     assert len(letters) == 6
-    record = play(TokenMode.RETOKENIZE, "x", [([*letters, *CODEC.encode("🚀")], "")], eos=True)
+    record = play(TokenMode.retokenize, "x", [([*letters, *CODEC.encode("🚀")], "")], eos=True)
     assert record.tokens.tolist() == [*CODEC.encode("x"), whole, *CODEC.encode("🚀"), CODEC.eos_id]
     assert record.tokens_differing == 1
     assert np.isnan(record.rollout_logprobs).all()
@@ -150,7 +150,7 @@ def test_differing_tokens_are_counted_by_hand() -> None:
 
 def test_logprobs_return_in_the_turn_after_a_difference() -> None:
     letters = [token for letter in "search" for token in CODEC.encode(letter)]
-    record = play(TokenMode.RETOKENIZE, "x", [(letters, "\n\n"), (CODEC.encode("Doc"), "")], eos=False)
+    record = play(TokenMode.retokenize, "x", [(letters, "\n\n"), (CODEC.encode("Doc"), "")], eos=False)
     assert np.isnan(record.rollout_logprobs[record.versions == 0]).all()
     assert not np.isnan(record.rollout_logprobs[record.versions == 1]).any()
 
@@ -173,7 +173,7 @@ def test_an_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMod
 
 
 def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
-    context = open_context(TokenMode.APPEND, CODEC, "x")
+    context = open_context(TokenMode.append, CODEC, "x")
     kept = [token for letter in "q</search" for token in CODEC.encode(letter)]
     # One token may hold the tag's last letter and more; it cannot be split.
     closing = TOKENIZER.convert_tokens_to_ids(">Ċ")
@@ -198,7 +198,7 @@ def test_offsets_without_white_space_never_train_an_observation() -> None:
     encoded = codec.encode_spans("a  bc\n\n naïve 🚀 .")
     for (_, end), (start, _) in zip(encoded.spans, encoded.spans[1:], strict=False):
         assert start <= end, "a gap that no token claims"
-    context = open_context(TokenMode.RETOKENIZE, codec, "q:")
+    context = open_context(TokenMode.retokenize, codec, "q:")
     context.add_observation("\n\n <information>x</information>  ")
     output = codec.encode("Paris")
     inputs = context.input_ids()

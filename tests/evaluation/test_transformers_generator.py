@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.config.schema import Device, Dtype
+from rlsys.errors import UserError
 from rlsys.evaluation.transformers_generator import TransformersGenerator
 from tests.agent.bpe import build_tokenizer
 
@@ -137,3 +139,10 @@ async def test_sampling_is_refused(folder: Path) -> None:
     generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 1)
     with pytest.raises(ValueError, match=r"r1: this generator is greedy, temperature 0\.7 is not"):
         await generator.generate([1], TurnSampling(0.7, max_new_tokens=1), "r1")
+
+
+def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(UserError, match=r"^model\.path=.*model\.safetensors.*give a whole model folder\.$"):
+        TransformersGenerator(str(tmp_path), Dtype.float32, Device.cpu, 1)

@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def rendezvous(rank: int, world_size: int, port: int) -> Rendezvous:
-    return Rendezvous(rank, world_size, "127.0.0.1", port, Device.CPU, timeout_s=120.0)
+    return Rendezvous(rank, world_size, "127.0.0.1", port, Device.cpu, timeout_s=120.0)
 
 
 def run_group(function: Callable[..., None], world_size: int, *args: Any) -> None:

@@ -55,7 +55,7 @@ def _widened(batch: MicroBatch) -> MicroBatch:
 def _one_step(rank: int, port: int, model: str, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
     actor = Actor(
         rendezvous(rank, 1, port),
-        ModelConfig(model, Layers.LOCAL, Dtype.FLOAT32),
+        ModelConfig(model, Layers.local, Dtype.float32),
         ParallelConfig(),
         OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9),
         reference.LOSS,

@@ -29,10 +29,10 @@ def _actor(
     model: str,
     parallel: ParallelConfig,
     distributed: bool = True,
-    dtype: Dtype = Dtype.FLOAT32,
+    dtype: Dtype = Dtype.float32,
 ) -> Actor:
     optimizer = replace(OPTIMIZER, distributed=distributed)
-    config = ModelConfig(model, Layers.LOCAL, dtype)
+    config = ModelConfig(model, Layers.local, dtype)
     return Actor(
         rendezvous(rank, 2, port), config, parallel, optimizer, reference.LOSS, 0.7, len(STEPS), seed=1
     )
@@ -74,9 +74,9 @@ def _resume(
 @pytest.mark.parametrize(
     ("distributed", "dtype", "tolerance"),
     [
-        (True, Dtype.FLOAT32, 2e-5),
-        pytest.param(False, Dtype.FLOAT32, 2e-5, marks=pytest.mark.slow),
-        pytest.param(True, Dtype.BFLOAT16, 2e-2, marks=pytest.mark.slow),
+        (True, Dtype.float32, 2e-5),
+        pytest.param(False, Dtype.float32, 2e-5, marks=pytest.mark.slow),
+        pytest.param(True, Dtype.bfloat16, 2e-2, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(

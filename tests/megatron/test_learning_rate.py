@@ -11,10 +11,10 @@ from rlsys.megatron.learning_rate import learning_rate
 @pytest.mark.parametrize(
     ("decay", "warmup_fraction", "expected"),
     [
-        (LrDecay.CONSTANT, 0.0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        (LrDecay.CONSTANT, 1 / 3, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        (LrDecay.LINEAR, 1 / 3, [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
-        (LrDecay.COSINE, 1 / 3, [0.5, 1.0, 1.0, 0.882843, 0.6, 0.317157]),
+        (LrDecay.constant, 0.0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (LrDecay.constant, 1 / 3, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (LrDecay.linear, 1 / 3, [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        (LrDecay.cosine, 1 / 3, [0.5, 1.0, 1.0, 0.882843, 0.6, 0.317157]),
     ],
 )
 def test_warm_up_and_decay(decay: LrDecay, warmup_fraction: float, expected: list[float]) -> None:
@@ -23,5 +23,5 @@ def test_warm_up_and_decay(decay: LrDecay, warmup_fraction: float, expected: lis
 
 
 def test_steps_past_the_end_keep_the_lowest_rate() -> None:
-    config = OptimizerConfig(lr=1.0, min_lr=0.2, decay=LrDecay.LINEAR)
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, decay=LrDecay.linear)
     assert learning_rate(9, 6, config) == pytest.approx(0.2)

@@ -65,12 +65,12 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     words = tiny.tokenizer()
     first, second = tiny.train(tiny.FIRST, words, seed=0), tiny.train(tiny.SECOND, words, seed=1)
     path: Path = tmp_path_factory.mktemp("policy")
-    engine = EngineConfig(dtype=Dtype.FLOAT32, memory_fraction=0.05, kv_cache_tokens=16384, max_running=32)
+    engine = EngineConfig(dtype=Dtype.float32, memory_fraction=0.05, kv_cache_tokens=16384, max_running=32)
     rollout = RolloutConfig(engine=engine, max_episodes=3)
     task = TaskConfig(train_path="", eval_path="", max_turns=2, max_turn_tokens=64, max_total_tokens=4096)
     with tiny.search_server() as (url, asked):
         worker = RolloutWorker(
-            tiny.save(first, words, path), rollout, task, SearchConfig(url=url), Device.CPU, seed=7
+            tiny.save(first, words, path), rollout, task, SearchConfig(url=url), Device.cpu, seed=7
         )
         before = set(psutil.Process().children(recursive=True))
         await worker.start()
@@ -168,7 +168,7 @@ async def test_a_group_searches_answers_and_reuses_its_prefix(bench: Bench) -> N
 
 
 async def test_append_mode_scores_every_sampled_token(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.worker._tools.task, "token_mode", TokenMode.APPEND)
+    monkeypatch.setattr(bench.worker._tools.task, "token_mode", TokenMode.append)
     for trajectory in await bench.worker.run_group(QUESTION, n_samples=3):
         reference = logprobs_of(bench.first, trajectory.tokens.tolist())
         sampled = trajectory.versions >= 0

@@ -21,17 +21,17 @@ def test_sequences_that_the_engine_cannot_hold_are_refused(tmp_path: Path) -> No
     rollout = RolloutConfig(engine=EngineConfig(kv_cache_tokens=1000))
     task = TaskConfig(train_path="", eval_path="", max_total_tokens=1001)
     with pytest.raises(UserError, match=r"task\.max_total_tokens=1001 is more than the 1000"):
-        RolloutWorker(path, rollout, task, SearchConfig(url="http://127.0.0.1:1"), Device.CPU, seed=0)
+        RolloutWorker(path, rollout, task, SearchConfig(url="http://127.0.0.1:1"), Device.cpu, seed=0)
     with pytest.raises(UserError, match=r"search\.url is null"):
-        RolloutWorker(path, rollout, task, SearchConfig(), Device.CPU, seed=0)
+        RolloutWorker(path, rollout, task, SearchConfig(), Device.cpu, seed=0)
 
 
 def test_a_stand_in_raises_when_it_is_called_and_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"sgl_kernel\.rmsnorm was called"):
         sgl_kernel.rmsnorm()
     monkeypatch.setattr(sys, "path", ["first"])
-    sglang_cpu.prepare(Device.GPU)
+    sglang_cpu.prepare(Device.gpu)
     assert sys.path == ["first"]
-    sglang_cpu.prepare(Device.CPU)
-    sglang_cpu.prepare(Device.CPU)
+    sglang_cpu.prepare(Device.cpu)
+    sglang_cpu.prepare(Device.cpu)
     assert sys.path == ["first", str(sglang_cpu.STANDINS)]

@@ -19,8 +19,8 @@ from tests.rollout import tiny
 async def main():
     words = tiny.tokenizer()
     path = tiny.save(tiny.train(tiny.FIRST, words, seed=0, steps=1), words, sys.argv[1])
-    config = EngineConfig(dtype=Dtype.FLOAT32, memory_fraction=0.05, start_timeout_s=1.0)
-    engine = Engine(path, config, Device.CPU, seed=0)
+    config = EngineConfig(dtype=Dtype.float32, memory_fraction=0.05, start_timeout_s=1.0)
+    engine = Engine(path, config, Device.cpu, seed=0)
     try:
         await engine.start()
     except RunError as error:
