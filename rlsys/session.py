@@ -15,10 +15,12 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from rlsys.agent.trajectory import Trajectory
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.placement import parse_placement
 from rlsys.config.schema import RunConfig
+from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.data.source import PromptSource
 from rlsys.evaluation.evaluate import Evaluation, evaluate
@@ -26,8 +28,10 @@ from rlsys.groups.megatron import ActorGroup, Dealer, EngineLogprobs, InferenceG
 from rlsys.groups.rollout import RolloutGroup, make_worker
 from rlsys.groups.weight_sync import WeightSync
 from rlsys.observe.progress import Progress
+from rlsys.pipeline.group import Group
 from rlsys.pipeline.grouping import judge
 from rlsys.record import RunRecord
+from rlsys.search.launch import SearchServer
 
 STOP_TIMEOUT_S = 30.0
 
@@ -39,12 +43,12 @@ class Session:
     config: RunConfig
     record: RunRecord
     prompts: PromptSource
-    heldout: Sequence
+    heldout: Sequence[Question]
     rollout: RolloutGroup
     scorer: InferenceGroup | EngineLogprobs
     actor: ActorGroup
     sync: WeightSync
-    judge: Callable
+    judge: Callable[[Question, Sequence[Trajectory]], Group]
 
     def begin_step(self, step: int) -> None:
         """From here on, what the groups do is counted to `step`."""
@@ -78,9 +82,11 @@ async def open_session(config: RunConfig, run_dir: Path) -> AsyncIterator[Sessio
         progress.update(step=0, steps=config.trainer.steps)
         record = RunRecord(config, run_dir, progress)
         stack.callback(record.close)
-        url = stack.enter_context(search_server(config, run_dir))
-        serving = replace(config, search=replace(config.search, url=url))
+        server = stack.enter_context(_started_server(config, run_dir / "logs"))
+        serving = replace(config, search=replace(config.search, url=_address(config, server)))
         groups = await stack.enter_async_context(_worker_groups(serving, run_dir, record))
+        if server is not None:
+            await asyncio.to_thread(server.wait_healthy, config.search.start_timeout_s)
         rollout = RolloutGroup(groups["rollout"], config, record.tracers["rollout"])
         receivers = [groups[name] for name in ("inference", "rollout") if name in groups]
         yield Session(
@@ -99,25 +105,37 @@ async def open_session(config: RunConfig, run_dir: Path) -> AsyncIterator[Sessio
 
 
 @contextmanager
-def search_server(config: RunConfig, run_dir: Path) -> Iterator[str]:
-    """The address of the search server; one is started and ended here if the config names none."""
-    if config.search.url is not None:
-        yield config.search.url
-        return
-    from rlsys.search.launch import SearchServer
+def search_server(config: RunConfig, log_dir: Path) -> Iterator[str]:
+    """The address of a search server that answers; one is started and ended here if none is named."""
+    with _started_server(config, log_dir) as server:
+        if server is not None:
+            server.wait_healthy(config.search.start_timeout_s)
+        yield _address(config, server)
 
+
+@contextmanager
+def _started_server(config: RunConfig, log_dir: Path) -> Iterator[SearchServer | None]:
+    """A server that was started and may not answer yet; None if the config names one."""
+    if config.search.url is not None:
+        yield None
+        return
     assert config.search.index is not None
     server = SearchServer(
         config.search.index,
-        run_dir / "logs" / "search.log",
+        log_dir / "search.log",
         topk=config.search.topk,
         threads=config.cluster.threads,
     )
     try:
-        server.wait_healthy(config.search.start_timeout_s)
-        yield server.url
+        yield server
     finally:
         server.close()
+
+
+def _address(config: RunConfig, server: SearchServer | None) -> str:
+    url = config.search.url if server is None else server.url
+    assert url is not None
+    return url
 
 
 @asynccontextmanager

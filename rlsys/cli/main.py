@@ -40,6 +40,8 @@ def run_command(command: Callable[[], None]) -> None:
         command()
     except BaseException as error:
         cause = root_cause(error)
+        if isinstance(cause, KeyboardInterrupt):
+            cause = Interrupted("Interrupted.")
         for kind, status in STATUS.items():
             if isinstance(cause, kind):
                 print(cause, file=sys.stderr)

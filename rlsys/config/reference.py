@@ -18,6 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from rlsys.config.ranges import BOUNDS
 from rlsys.config.schema import REQUIRED, RunConfig
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -64,12 +65,13 @@ def _sections(schema: type, path: str = "") -> Iterator[tuple[str, type]]:
 
 def _section(path: str, schema: type) -> str:
     hints, about = get_type_hints(schema), explanations(schema)
-    rows = [
-        f"| `{f'{path}.{item.name}'.lstrip('.')}` | {_type(hints[item.name])} | {_default(item)} "
-        f"| {_cell(about.get(item.name, ''))} |"
-        for item in fields(schema)
-        if not is_dataclass(hints[item.name])
-    ]
+    rows = []
+    for item in fields(schema):
+        if not is_dataclass(hints[item.name]):
+            key = f"{path}.{item.name}".lstrip(".")
+            rule = BOUNDS[key].rule.capitalize() + "." if key in BOUNDS else ""
+            text = _cell(f"{about.get(item.name, '')} {rule}".strip())
+            rows.append(f"| `{key}` | {_type(hints[item.name])} | {_default(item)} | {text} |")
     lines = [f"## {path or 'The run'}", "", inspect.cleandoc(schema.__doc__ or "")]
     if rows:
         lines += ["", "| key | type | default | |", "|---|---|---|---|", *rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlsys.cli.main import main, run_command
 from rlsys.cli.running import run_to_end
@@ -115,12 +117,13 @@ def test_doctor_says_what_the_cpu_profile_needs(call: Call, monkeypatch: pytest.
     monkeypatch.setenv("COLUMNS", "160")
     status, out, _ = call("doctor")
     assert status == 0
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
+    found = {cells[2]: cells for cells in rows if len(cells) > 2}
     for package in ("torch", "megatron-core", "sglang", "ray", "transformers", "faiss-cpu"):
-        (row,) = [line for line in out.splitlines() if f" {package} " in line]
-        assert " ok " in row
+        assert found[package][1] == "ok"
+        assert found[package][3] == importlib.metadata.version(package)
     (verdict,) = [line for line in out.splitlines() if line.startswith("The ")]
-    assert "profile" in verdict
-    assert ("cpu" in verdict) or ("gpu" in verdict)
+    assert verdict.startswith(f"The {'gpu' if torch.cuda.is_available() else 'cpu'} profile ")
 
 
 @pytest.mark.parametrize(

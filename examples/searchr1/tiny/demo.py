@@ -48,7 +48,7 @@ def main(overrides: Sequence[str]) -> None:
     validate(config)
     run_dir = new_run_dir(config)
     console.print(f"[bold]Training[/]; everything goes to {run_dir}", highlight=False)
-    with search_server(config, run_dir) as url:
+    with search_server(config, run_dir / "logs") as url:
         serving = replace(config, search=replace(config.search, url=url))
         ceiling = asyncio.run(find_ceiling(serving))
         console.print(
