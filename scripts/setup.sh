@@ -35,12 +35,12 @@ if .venv/bin/python -c "import urllib.request as u; u.urlopen('$cpu_index/torch/
 else
     pip install "$torch"
 fi
-.venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "pip installed a CUDA build of torch; remove .venv, make $cpu_index reachable or point pip at a CPU build, and try again."
+.venv/bin/python -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "pip installed a CUDA build of torch; remove .venv, make $cpu_index reachable or point pip at a CPU build, and try again."
 
 echo "setup: installing the other packages (about 3 GB)"
 pip install -r requirements/cpu.txt -r requirements/dev.txt
 pip install --no-deps -r requirements/cpu-nodeps.txt
 pip install --no-deps --no-build-isolation --editable .
-.venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "a package replaced torch by a CUDA build; remove .venv and try again."
+.venv/bin/python -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "a package replaced torch by a CUDA build; remove .venv and try again."
 echo "$wanted" >"$stamp"
 echo "setup: done"

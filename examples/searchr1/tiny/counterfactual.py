@@ -1,0 +1,128 @@
+"""Made-up worlds for training: the same questions and passages, with other names and other facts.
+
+A policy trained on the real facts would learn them by heart; one for which France has another capital
+every time can only learn to copy. Within a case the redrawing is consistent: a name stays the same in
+question, queries and passages, and a place states the same facts wherever it appears.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from examples.searchr1.tiny.geography import CONTINENTS, LANGUAGES, MAX_LISTED, City, Country, Place
+from examples.searchr1.tiny.passages import passage
+from examples.searchr1.tiny.questions import WorldQuestion, one_hop, two_hop
+from examples.searchr1.tiny.traces import Script, Step
+
+FAMILIAR_SHARE = 0.5
+"""How often a made-up currency, language or continent is a real one; else it is any name."""
+LOOKALIKE_SHARE = 0.3
+"""How often a new name begins like an earlier one of the case, as the names that search confuses do."""
+SHUFFLED_SHARE = 0.15
+"""How often passages come back in another order, so that rank alone does not tell which one to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a script is written from: for each search, the place it is for and the places that come back."""
+
+    relation: str
+    path: tuple[Place, ...]
+    retrieved: tuple[tuple[Place, ...], ...]
+
+    @property
+    def answer(self) -> str:
+        """What the last place of the path says first."""
+        return self.path[-1].values(self.relation)[0]
+
+    def question(self, phrasing: int) -> WorldQuestion:
+        """The question of the case in one of its phrasings."""
+        first = self.path[0]
+        if len(self.path) == 1:
+            return one_hop(first, self.relation, phrasing)
+        if not isinstance(first, City):
+            raise TypeError(f"a two-hop case starts from a city, not from {first}")
+        return two_hop(first, self.relation, self.path[-1].values(self.relation), phrasing)
+
+    def script(self, phrasing: int, guess: str) -> Script:
+        """The case as text; `guess` is what a policy that does not look would say."""
+        steps = tuple(
+            Step(place.name, tuple(map(passage, places)))
+            for place, places in zip(self.path, self.retrieved, strict=True)
+        )
+        return Script(self.question(phrasing).prompt, self.relation, steps, self.answer, guess)
+
+
+def real_case(
+    question: WorldQuestion, places: Mapping[str, Place], retrieved: Mapping[str, Sequence[Place]]
+) -> Case:
+    """The case of a question as the world has it; `retrieved` is keyed by the name searched for."""
+    names = (question.entity, question.country)[: question.hops]
+    return Case(
+        question.relation,
+        tuple(places[name] for name in names),
+        tuple(tuple(retrieved[name]) for name in names),
+    )
+
+
+class Redrawer:
+    """Redraws cases. `names` is what new names are made of; it must hold no name of a held-out place."""
+
+    def __init__(
+        self, names: Sequence[str], currencies: Sequence[str], timezones: Sequence[str], rng: random.Random
+    ) -> None:
+        self._names = names
+        self._currencies = currencies
+        self._timezones = timezones
+        self._rng = rng
+
+    def redraw(self, case: Case) -> Case:
+        """The case in a world of its own. City names are kept in some cases, everything else never."""
+        new_names: dict[str, str] = {}
+        new_places: dict[str, Place] = {}
+        keep_cities = self._rng.random() < 0.3
+
+        def rename(old: str) -> str:
+            if old not in new_names:
+                new_names[old] = self._fresh_name(tuple(new_names.values()))
+            return new_names[old]
+
+        def remake(old: Place) -> Place:
+            if old.name not in new_places:
+                if isinstance(old, City):
+                    name = old.name if keep_cities else rename(old.name)
+                    new_places[old.name] = City(name, rename(old.country), self._rng.choice(self._timezones))
+                else:
+                    new_places[old.name] = self._country(rename(old.name), tuple(map(rename, old.neighbours)))
+            return new_places[old.name]
+
+        path = tuple(map(remake, case.path))
+        retrieved = [[remake(place) for place in places] for places in case.retrieved]
+        if self._rng.random() < SHUFFLED_SHARE:
+            for places in retrieved:
+                self._rng.shuffle(places)
+        return Case(case.relation, path, tuple(map(tuple, retrieved)))
+
+    def _country(self, name: str, neighbours: tuple[str, ...]) -> Country:
+        return Country(
+            name=name,
+            capital=self._rng.choice(self._names),
+            currency=self._value(self._currencies),
+            continent=self._value(tuple(CONTINENTS.values())),
+            languages=tuple(
+                self._value(tuple(LANGUAGES.values())) for _ in range(self._rng.randint(1, MAX_LISTED))
+            ),
+            neighbours=neighbours,
+        )
+
+    def _value(self, familiar: Sequence[str]) -> str:
+        return self._rng.choice(familiar if self._rng.random() < FAMILIAR_SHARE else self._names)
+
+    def _fresh_name(self, earlier: Sequence[str]) -> str:
+        name = self._rng.choice(self._names)
+        if earlier and self._rng.random() < LOOKALIKE_SHARE:
+            model = self._rng.choice(earlier)
+            name = model[: max(3, len(model) // 2)] + name[len(name) // 2 :].lstrip(" -").lower()
+        return self._rng.choice(self._names) if name in earlier else name

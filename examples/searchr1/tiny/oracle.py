@@ -1,0 +1,88 @@
+"""The scripted policy: it searches as the right path does and reads the answer out of what comes back.
+
+Its score is the ceiling of any policy that keeps to this protocol: what it misses, the retriever missed.
+It reads a question's entity, relation and hops from `extra`, and takes every fact from the passages it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from rlsys.data.question import Question
+from rlsys.reward.exact_match import exact_match
+
+Retrieve = Callable[[str], Awaitable[list[str]]]
+"""From a query to the `contents` of the passages found, best first."""
+
+FACTS = {
+    "country": re.compile(r"is a city in (.+?) with time zone "),
+    "timezone": re.compile(r" with time zone (.+?)\.$"),
+    "continent": re.compile(r"is a country in (.+?) with capital "),
+    "capital": re.compile(r" with capital (.+?), currency "),
+    "currency": re.compile(r", currency (.+?), language "),
+    "language": re.compile(r", language (.+?)(?: and [^,]+)?(?:, neighbour [^,]+)?\.$"),
+    "neighbour": re.compile(r", neighbour (.+?)(?: and [^,]+)?\.$"),
+}
+"""Where a passage states each relation."""
+
+CONCURRENCY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OracleEpisode:
+    """What the oracle did: `found[i]` tells whether search i brought the passage it was for."""
+
+    answer: str | None
+    found: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """Shares in [0, 1]: exact matches over questions, and searches that brought the passage needed."""
+
+    oracle_em: float
+    recall_at_3: float
+
+
+async def answer(question: Question, retrieve: Retrieve) -> OracleEpisode:
+    """Walk the right path; a search that misses ends it without an answer."""
+    place, relation = str(question.extra["entity"]), str(question.extra["relation"])
+    wanted = ["country", relation] if question.extra["hops"] == 2 else [relation]
+    found = []
+    for step in wanted:
+        fact = read_fact(await retrieve(place), place, step)
+        found.append(fact is not None)
+        if fact is None:
+            return OracleEpisode(None, tuple(found))
+        place = fact
+    return OracleEpisode(place, tuple(found))
+
+
+def read_fact(contents: Sequence[str], place: str, relation: str) -> str | None:
+    """What the passage about `place` says of `relation`, or None if no passage is about it."""
+    for content in contents:
+        title, _, text = content.partition("\n")
+        match = FACTS[relation].search(text)
+        if title.strip('"') == place and match:
+            return match.group(1)
+    return None
+
+
+async def measure_ceiling(questions: Sequence[Question], retrieve: Retrieve) -> Ceiling:
+    """Run the oracle over the questions, a few at a time. `recall_at_3` is over the searches it made."""
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def walk(question: Question) -> OracleEpisode:
+        async with gate:
+            return await answer(question, retrieve)
+
+    episodes = await asyncio.gather(*map(walk, questions))
+    found = [hit for episode in episodes for hit in episode.found]
+    exact = [
+        episode.answer is not None and exact_match(episode.answer, question.answers)
+        for episode, question in zip(episodes, questions, strict=True)
+    ]
+    return Ceiling(sum(exact) / len(questions), sum(found) / len(found))

@@ -1,0 +1,55 @@
+"""The tiny policy's tokeniser: byte-level BPE, with each tag of the protocol as one token.
+
+The tags are ordinary text to whoever decodes (not special tokens), so that stop strings and parsers see
+them. Nothing is added to a text by itself and there is no chat template: a prompt goes in as it is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from examples.searchr1.tiny.passages import observation
+from examples.searchr1.tiny.world import World
+
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|pad|>"
+TAGS = tuple(f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/"))
+VOCABULARY = 4_096
+NAMES_FOR_MERGES = 12_000
+
+
+def train_tokenizer(world: World, names: Sequence[str], seed: int) -> PreTrainedTokenizerFast:
+    """Learn the merges from the world's texts and from names, so that unseen names split into known parts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(TAGS),
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(world, names, random.Random(seed)), trainer)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        model_max_length=2_048,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _texts(world: World, names: Sequence[str], rng: random.Random) -> Iterator[str]:
+    for row in world.corpus():
+        yield observation([row["contents"]])
+    for question in (*world.train, *world.heldout):
+        yield question.prompt
+    thoughts = "I need to search. I need the country. I know this. I know the rest. I found the timezone. I found the neighbour."
+    yield from [thoughts] * 50
+    for name in rng.sample(list(names), min(NAMES_FOR_MERGES, len(names))):
+        yield f'"{name}" {name}'

