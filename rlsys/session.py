@@ -143,22 +143,21 @@ async def _worker_groups(
     config: RunConfig, run_dir: Path, record: RunRecord
 ) -> AsyncIterator[dict[str, WorkerGroup]]:
     """The processes of all groups, built side by side."""
-    bundles = _bundles(config)
-    with ray_runtime(config.cluster, [size for sizes in bundles.values() for size in sizes]) as reserved:
+    holdings = _holdings(config)
+    in_order = sorted((ranks[0], name) for name, held in holdings.items() for ranks in held)
+    sizes = [len(holdings[name][0]) for _, name in in_order]
+    with ray_runtime(config.cluster, sizes) as reserved:
         groups: dict[str, WorkerGroup] = {}
-        first = 0
-        for name, sizes in bundles.items():
-            indices = range(first, first + len(sizes))
+        for name, held in holdings.items():
             groups[name] = WorkerGroup.launch(
                 name,
                 reserved,
-                indices,
+                [index for index, (_, owner) in enumerate(in_order) if owner == name],
                 config.cluster,
                 run_dir / "logs",
-                devices=sizes[0],
+                devices=len(held[0]),
                 concurrency=config.rollout.max_episodes + 16 if name == "rollout" else 0,
             )
-            first += len(sizes)
             record.say(name)("starts")
         try:
             async with asyncio.TaskGroup() as builds:
@@ -180,18 +179,21 @@ async def _build(name: str, group: WorkerGroup, config: RunConfig, record: RunRe
     record.say(name)("is ready")
 
 
-def _bundles(config: RunConfig) -> dict[str, list[int]]:
-    """Devices of each worker process, by group: an engine holds `tp` of them, a Megatron process one."""
-    ranks = parse_placement(config.cluster.placement)
+def _holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:
+    """The device ranks of each worker process, by group: an engine holds `tp`, a Megatron process one.
+
+    Devices are reserved in the order of these ranks, so groups lie on a cluster as the placement says.
+    """
+    ranks = {name: sorted(held) for name, held in parse_placement(config.cluster.placement).items()}
     tp = config.rollout.engine.tp
-    bundles = {
-        "rollout": [tp] * (len(ranks["rollout"]) // tp),
-        "inference": [1] * len(ranks["inference"]),
-        "actor": [1] * len(ranks["actor"]),
+    holdings: dict[str, list[tuple[int, ...]]] = {
+        "rollout": [tuple(ranks["rollout"][i : i + tp]) for i in range(0, len(ranks["rollout"]), tp)],
+        "inference": [(rank,) for rank in ranks["inference"]],
+        "actor": [(rank,) for rank in ranks["actor"]],
     }
     if not config.algorithm.recompute_logprobs:
-        del bundles["inference"]
-    return bundles
+        del holdings["inference"]
+    return holdings
 
 
 def _scorer(

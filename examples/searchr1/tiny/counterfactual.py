@@ -16,11 +16,11 @@ from examples.searchr1.tiny.passages import passage
 from examples.searchr1.tiny.questions import WorldQuestion, one_hop, two_hop
 from examples.searchr1.tiny.traces import Script, Step
 
-FAMILIAR_SHARE = 0.5
+FAMILIAR_SHARE = 0.3
 """How often a made-up currency, language or continent is a real one; else it is any name."""
-LOOKALIKE_SHARE = 0.3
+LOOKALIKE_SHARE = 0.15
 """How often a new name begins like an earlier one of the case, as the names that search confuses do."""
-SHUFFLED_SHARE = 0.15
+SHUFFLED_SHARE = 0.05
 """How often passages come back in another order, so that rank alone does not tell which one to read."""
 
 

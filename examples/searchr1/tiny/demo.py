@@ -65,11 +65,10 @@ def main(overrides: Sequence[str]) -> None:
 
 
 def prepare_world(console: Console) -> None:
-    """Write the questions and passages, and index the passages, unless that is done."""
-    if not (WORLD / "manifest.json").is_file():
-        console.print("[bold]World[/]: writing questions and passages from GeoNames", highlight=False)
-        spec = WorldSpec()
-        write_world(build_world(spec), spec, WORLD)
+    """Write the questions and passages; encode the passages, unless these very ones are encoded already."""
+    console.print("[bold]World[/]: questions and passages from GeoNames", highlight=False)
+    spec = WorldSpec()
+    write_world(build_world(spec), spec, WORLD)
     console.print("[bold]Index[/]: encoding the passages, unless that is done", highlight=False)
     build_index(WORLD / "corpus.jsonl", WORLD / "index")
 

@@ -18,13 +18,16 @@ Retrieve = Callable[[str], Awaitable[list[str]]]
 """From a query to the `contents` of the passages found, best first."""
 
 FACTS = {
-    "country": re.compile(r"is a city in (.+?) with time zone "),
-    "timezone": re.compile(r" with time zone (.+?)\.$"),
-    "continent": re.compile(r"is a country in (.+?) with capital "),
-    "capital": re.compile(r" with capital (.+?), currency "),
-    "currency": re.compile(r", currency (.+?), language "),
-    "language": re.compile(r", language (.+?)(?: and [^,]+)?(?:, neighbour [^,]+)?\.$"),
-    "neighbour": re.compile(r", neighbour (.+?)(?: and [^,]+)?\.$"),
+    relation: re.compile(rf"[:,] {words} (.+?)(?: and |,|\.$)")
+    for relation, words in (
+        ("country", "country"),
+        ("timezone", "time zone"),
+        ("continent", "continent"),
+        ("capital", "capital"),
+        ("currency", "currency"),
+        ("language", "language"),
+        ("neighbour", "neighbour"),
+    )
 }
 """Where a passage states each relation."""
 

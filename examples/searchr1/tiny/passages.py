@@ -12,20 +12,23 @@ from examples.searchr1.tiny.geography import City, Country, Place
 
 
 def passage(place: Place) -> str:
-    """The `contents` of a corpus row: the title in double quotes, a newline, one sentence."""
+    """The `contents` of a corpus row: the title in double quotes, a newline, one line of facts."""
     return f'"{place.name}"\n{_sentence(place)}'
 
 
-def _sentence(place: Place) -> str:
+def facts(place: Place) -> list[tuple[str, tuple[str, ...]]]:
+    """What a place's passage states, in its order: the words before the values, and the values."""
     match place:
-        case City(name, country, timezone):
-            return f"{name} is a city in {country} with time zone {timezone}."
-        case Country(name, capital, currency, continent, languages, neighbours):
-            bordered = f", neighbour {' and '.join(neighbours)}" if neighbours else ""
-            return (
-                f"{name} is a country in {continent} with capital {capital}, "
-                f"currency {currency}, language {' and '.join(languages)}{bordered}."
-            )
+        case City(_, country, timezone):
+            return [("country", (country,)), ("time zone", (timezone,))]
+        case Country(_, capital, currency, continent, languages, neighbours):
+            stated = [("continent", (continent,)), ("capital", (capital,)), ("currency", (currency,))]
+            return [*stated, ("language", languages), *([("neighbour", neighbours)] if neighbours else [])]
+
+
+def _sentence(place: Place) -> str:
+    stated = ", ".join(f"{words} {' and '.join(values)}" for words, values in facts(place))
+    return f"{place.name}: {stated}."
 
 
 def observation(contents: Sequence[str]) -> str:

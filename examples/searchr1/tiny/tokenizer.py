@@ -49,7 +49,7 @@ def _texts(world: World, names: Sequence[str], rng: random.Random) -> Iterator[s
         yield observation([row["contents"]])
     for question in (*world.train, *world.heldout):
         yield question.prompt
-    thoughts = "I need to search. I need the country. I know this. I know the rest. I found the timezone. I found the neighbour."
+    thoughts = "I need to search. I know this. I know the rest."
     yield from [thoughts] * 50
     for name in rng.sample(list(names), min(NAMES_FOR_MERGES, len(names))):
         yield f'"{name}" {name}'

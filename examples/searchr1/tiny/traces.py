@@ -59,16 +59,12 @@ def write_trace(script: Script, behaviour: Behaviour) -> str:
     if behaviour is Behaviour.GUESS:
         return script.prompt + _answer("I know this.", script.guess)
     text = write_opening(script)
-    place = script.steps[0].query
     if behaviour is Behaviour.STOP:
         return text + observation(script.steps[0].contents) + _answer("I know the rest.", script.guess)
-    for found, following in pairwise(script.steps):
-        text += observation(found.contents) + _search(
-            state(place, "country", following.query), following.query
-        )
-        place = following.query
-    last = state(place, script.relation, script.answer)
-    return text + observation(script.steps[-1].contents) + _answer(last, script.answer)
+    for step, following in pairwise(script.steps):
+        text += observation(step.contents) + _search(state("country", following.query), following.query)
+    found = state(script.relation, script.answer)
+    return text + observation(script.steps[-1].contents) + _answer(found, script.answer)
 
 
 def write_opening(script: Script) -> str:
@@ -76,13 +72,9 @@ def write_opening(script: Script) -> str:
     return script.prompt + _search("I need to search.", script.steps[0].query)
 
 
-def state(place: str, relation: str, value: str) -> str:
-    """A fact in the words of the passages, cut before and after what it does not need."""
-    if relation == "country":
-        return f"{place} is a city in {value}."
-    if relation == "continent":
-        return f"{place} is a country in {value}."
-    return f"{place} has {SPELLED.get(relation, relation)} {value}."
+def state(relation: str, value: str) -> str:
+    """A fact as the passages state it: the relation's words, then the value."""
+    return f"{SPELLED.get(relation, relation)} {value}"
 
 
 def observation_spans(trace: str) -> Sequence[tuple[int, int]]:
@@ -105,7 +97,7 @@ def write_drill(contents: Sequence[str], items: Sequence[tuple[str, str, str]]) 
     takes longest to learn is practised on few tokens.
     """
     asked = [
-        f"<search> {place} </search>\n{_answer(state(place, relation, value), value)}\n"
+        f"<search> {place} </search>\n{_answer(state(relation, value), value)}\n"
         for place, relation, value in items
     ]
     return observation(contents) + "".join(asked)

@@ -1,12 +1,12 @@
-"""Make the tiny policy, in three stages, each from the checkpoint of the one before.
+"""Make the tiny policy, in two stages, each from the checkpoint of the one before.
 
     python -m examples.searchr1.tiny.warm_start --work outputs/tiny_policy --out examples/searchr1/tiny/policy
 
-- `copy`: the right path and drills in made-up worlds, at a constant rate, until copying has formed;
-- `anneal`: the same with few drills, while the rate falls to 0;
+- `copy`: repetitions, then drills, first searches and whole right paths in made-up worlds, until whoever
+  searches copies what it has found;
 - `tilt`: a mixture in which most guess or stop early, so that the policy knows how to search and seldom does.
 
-`--stages tilt` alone tilts again from a kept checkpoint. What is written to `--out` is float32.
+`--stages tilt --start CHECKPOINT` tilts again from a kept checkpoint. What is written to `--out` is float32.
 """
 
 from __future__ import annotations
@@ -67,15 +67,10 @@ STAGES = {
         Schedule(steps=2_400, learning_rate=3e-3, warm_up=30, decay=1_200),
         {
             0: Diet(Mixture(repetition=1.0), 2_048),
-            200: Diet(Mixture(drill=0.5, real=0.3), 3_000),
-            800: Diet(Mixture(drill=0.3, real=0.3), 4_000),
+            150: Diet(Mixture(drill=0.6, opening=0.2, real=0.1), 3_000),
+            900: Diet(Mixture(drill=0.3, opening=0.3, real=0.2), 3_000),
         },
-        every=200,
-    ),
-    "polish": Stage(
-        Schedule(steps=800, learning_rate=2e-3, warm_up=20, decay=700),
-        {0: Diet(Mixture(drill=0.2, opening=0.4, real=0.3), 3_000)},
-        every=200,
+        every=150,
     ),
     "tilt": Stage(
         Schedule(steps=150, learning_rate=5e-4, warm_up=10, decay=140),
@@ -167,7 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.manual_seed(SEED)
-    torch.set_num_threads(1)
     shop = open_workshop(options.work)
     if options.start:
         model = Qwen2ForCausalLM.from_pretrained(options.start, dtype=torch.float32)
