@@ -73,9 +73,9 @@ STAGES = {
         every=150,
     ),
     "tilt": Stage(
-        Schedule(steps=150, learning_rate=5e-4, warm_up=10, decay=140),
-        {0: Diet(Mixture(guess_one_hop=0.6, guess_two_hop=0.5, stop=0.5, real=0.5), 3_000)},
-        every=150,
+        Schedule(steps=240, learning_rate=6e-4, warm_up=10, decay=230),
+        {0: Diet(Mixture(drill=0.25, guess_one_hop=0.75, guess_two_hop=0.7, stop=0.5, real=0.4), 3_000)},
+        every=240,
     ),
 }
 
