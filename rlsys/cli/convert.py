@@ -15,9 +15,14 @@ def command(
     hf: Annotated[Path, typer.Option(help="The original Hugging Face folder: its config and tokenizer.")],
 ) -> None:
     """Convert."""
+    convert(checkpoint, out, hf)
+    typer.echo(f"The Hugging Face model is in {out}.")
+
+
+def convert(checkpoint: Path, out: Path, hf: Path) -> None:
+    """Convert without the warnings of libraries: of what they can do without, and of torch's future."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns, on import, of every library it can do without
+        warnings.simplefilter("ignore")
         from rlsys.weights.convert import megatron_to_hf
 
-    megatron_to_hf(checkpoint, out, hf)
-    typer.echo(f"The Hugging Face model is in {out}.")
+        megatron_to_hf(checkpoint, out, hf)

@@ -44,7 +44,7 @@ def test_every_answer_stands_in_the_passage_it_is_read_from(world: World) -> Non
         for answer in question.answers:
             assert f" {answer}" in passages[source]
         if question.hops == 2:
-            assert f" {question.country} " in passages[question.entity]
+            assert f" country {question.country}," in passages[question.entity]
 
 
 def test_no_question_gives_its_answer_away(world: World) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from examples.searchr1.tiny.oracle import Ceiling, measure_ceiling
 from examples.searchr1.tiny.world import WorldSpec, build_world, write_world
+from rlsys.cli.convert import convert
 from rlsys.cli.evaluate import ask_heldout
 from rlsys.cli.main import run_command
 from rlsys.cli.running import run_to_end
@@ -34,7 +36,6 @@ from rlsys.search.client import SearchClient
 from rlsys.search.index import build_index
 from rlsys.session import search_server
 from rlsys.train import train
-from rlsys.weights.convert import megatron_to_hf
 
 CONFIG = "searchr1_tiny_cpu"
 WORLD = Path("data/tiny_world")
@@ -42,6 +43,7 @@ WORLD = Path("data/tiny_world")
 
 def main(overrides: Sequence[str]) -> None:
     """Do it all, in order."""
+    disable_progress_bar()
     console = Console()
     prepare_world(console)
     config = load_config(CONFIG, overrides)
@@ -92,7 +94,7 @@ def convert_and_check(config: RunConfig, run_dir: Path, checkpoint: str, console
     """Turn the checkpoint into a Hugging Face folder, and ask it what the engine was asked last."""
     started = time.perf_counter()
     hf = run_dir / "hf"
-    megatron_to_hf(Path(checkpoint), hf, Path(config.model.path))
+    convert(Path(checkpoint), hf, Path(config.model.path))
     console.print(
         f"[bold]Converted[/] to {hf}; asking plain transformers the same questions", highlight=False
     )
