@@ -130,6 +130,7 @@ class RunRecord:
         """What the run came to; the parts of `summary.json` that training knows."""
         rows = read_metrics(self.run_dir / "metrics.jsonl")
         first, last = self.evaluations[0], self.evaluations[-1]
+        recomputed = self.config.algorithm.recompute_logprobs
         return {
             "em_before": first.em,
             "em_after": last.em,
@@ -140,7 +141,7 @@ class RunRecord:
             "questions": len(last.answered),
             "weight_syncs": weight_syncs,
             "overlap_s": sum(row["overlap_s"] for row in rows),
-            "logprob_max_diff": max(row["logprob/max_diff"] for row in rows),
+            "logprob_max_diff": max(row["logprob/max_diff"] for row in rows) if recomputed else None,
             "first_ratio_max_dev": max(row["actor/first_ratio_dev_max"] for row in rows),
             "tokens_differing_share": sum(row["tokens/differing"] for row in rows)
             / sum(row["rollout/trained_tokens"] for row in rows),
