@@ -23,6 +23,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.data.source import PromptSource
+from rlsys.errors import RunError
 from rlsys.evaluation.evaluate import Evaluation, evaluate
 from rlsys.groups.megatron import ActorGroup, Dealer, EngineLogprobs, InferenceGroup, launch_megatron
 from rlsys.groups.rollout import RolloutGroup, make_worker
@@ -31,6 +32,7 @@ from rlsys.observe.progress import Progress
 from rlsys.pipeline.group import Group
 from rlsys.pipeline.grouping import judge
 from rlsys.record import RunRecord
+from rlsys.search.client import SearchClient
 from rlsys.search.launch import SearchServer
 
 STOP_TIMEOUT_S = 30.0
@@ -50,15 +52,16 @@ class Session:
     sync: WeightSync
     judge: Callable[[Question, Sequence[Trajectory]], Group]
 
-    def begin_step(self, step: int) -> None:
-        """From here on, what the groups do is counted to `step`."""
+    async def begin_step(self, step: int) -> None:
+        """From here on, what the groups do is counted to `step`. Raises RunError if search is gone."""
+        await require_search(self.config)
         self.rollout.step = self.actor.step = step
         if isinstance(self.scorer, InferenceGroup):
             self.scorer.step = step
 
     async def evaluate(self, step: int) -> Evaluation:
         """Ask the held-out questions, greedily, and record the answers."""
-        self.begin_step(step)
+        await self.begin_step(step)
         concurrency = self.rollout.capacity * self.config.algorithm.n_samples
         say = self.record.say("rollout")
         evaluation = await evaluate(self.heldout, self.rollout.answer, concurrency, step, say)
@@ -84,13 +87,15 @@ async def open_session(config: RunConfig, run_dir: Path) -> AsyncIterator[Sessio
         stack.callback(record.close)
         server = stack.enter_context(_started_server(config, run_dir / "logs"))
         serving = replace(config, search=replace(config.search, url=_address(config, server)))
+        if server is None:
+            await require_search(serving)
         groups = await stack.enter_async_context(_worker_groups(serving, run_dir, record))
         if server is not None:
             await asyncio.to_thread(server.wait_healthy, config.search.start_timeout_s)
         rollout = RolloutGroup(groups["rollout"], config, record.tracers["rollout"])
         receivers = [groups[name] for name in ("inference", "rollout") if name in groups]
         yield Session(
-            config=config,
+            config=serving,
             record=record,
             prompts=prompts,
             heldout=heldout,
@@ -102,6 +107,19 @@ async def open_session(config: RunConfig, run_dir: Path) -> AsyncIterator[Sessio
             ),
             judge=functools.partial(judge, normalize_std=config.algorithm.normalize_std),
         )
+
+
+async def require_search(config: RunConfig) -> None:
+    """Raise RunError unless the server at `search.url` answers a query.
+
+    Without this a run whose server has died would go on, and learn from failed searches.
+    """
+    search = config.search
+    assert search.url is not None
+    async with SearchClient(search.url, topk=1, timeout_s=search.timeout_s, retries=search.retries) as client:
+        result = await client.search("Is anybody there?")
+    if result.error:
+        raise RunError(f"the search server at search.url={search.url} does not answer: {result.error}")
 
 
 @contextmanager

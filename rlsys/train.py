@@ -47,7 +47,7 @@ async def train(config: RunConfig, run_dir: Path) -> dict[str, Any]:
 async def one_step(run: Session, step: int) -> tuple[list[Group], list[Mapping[str, float]]]:
     """Generate, score and train one batch of questions, strictly on-policy, streaming."""
     config = run.config
-    run.begin_step(step)
+    await run.begin_step(step)
     questions = run.prompts.take(config.trainer.prompts_per_step)
     groups_per_update = config.trainer.prompts_per_step // config.trainer.mini_batches
     say = run.record.say
