@@ -107,8 +107,9 @@ def test_values_arrive_typed_from_file_group_and_command_line() -> None:
 
 
 def test_nothing_of_one_composition_reaches_the_next() -> None:
-    load_config(NAME, ["trainer.steps=7"])
-    assert load_config(NAME).trainer.steps == 20
+    untouched = load_config(NAME).trainer.steps
+    assert load_config(NAME, [f"trainer.steps={untouched + 7}"]).trainer.steps == untouched + 7
+    assert load_config(NAME).trainer.steps == untouched
     assert load_config("searchr1_qwen2.5_3b_1node").cluster.device is Device.gpu
 
 

@@ -64,6 +64,7 @@ def test_groups_and_batches_by_hand(tiny_run: TinyRun) -> None:
             "cluster.placement={actor: 0-3, inference: 4-5, rollout: 6-8}",
             "actor.parallel.tp=2",
             "inference.parallel.pp=2",
+            "trainer.steps=20",
         )
     )
     assert plan["world_size"] == 9
