@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rlsys.algorithms.losses import MAX_SUFFIX
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.evaluation.evaluate import Answered, Evaluation
@@ -175,7 +176,7 @@ class RunRecord:
 
 def _join(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     values = [update[name] for update in updates]
-    return max(values) if name.endswith("_max") else sum(values) / len(values)
+    return max(values) if name.endswith(MAX_SUFFIX) else sum(values) / len(values)
 
 
 def _answer_row(one: Answered) -> dict[str, Any]:

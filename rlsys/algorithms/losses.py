@@ -107,12 +107,9 @@ def grpo_loss(config: AlgorithmConfig) -> PolicyLoss:
     return ClippedPolicyLoss(config.clip_low, config.clip_high, config.kl_coef, config.entropy_coef)
 
 
-def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Join the statistics of micro-batches or ranks: `tokens` summed, maxima maxed, the rest token-means.
-
-    With no trained token at all the means are NaN: there is nothing they could say.
-    """
-    totals: dict[str, float] = {TOKENS: 0.0}
+def join_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """Statistics of several micro-batches or ranks as one: sums added, maxima maxed."""
+    totals: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
             number = float(value)
@@ -120,6 +117,15 @@ def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, flo
                 totals[name] = max(totals.get(name, number), number)
             else:
                 totals[name] = totals.get(name, 0.0) + number
+    return totals
+
+
+def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """Join statistics, `tokens` summed, maxima maxed, and turn the other sums into token-means.
+
+    With no trained token at all the means are NaN: there is nothing they could say.
+    """
+    totals = {TOKENS: 0.0, **join_stats(parts)}
     tokens = totals[TOKENS]
     return {
         name: total

@@ -9,7 +9,7 @@ every data-parallel rank is handed equally many micro-batches.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from rlsys.algorithms.losses import MAX_SUFFIX, LossInputs, PolicyLoss, Stats
+from rlsys.algorithms.losses import LossInputs, PolicyLoss, Stats, join_stats
 from rlsys.checkpoint import sharded
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError
@@ -95,7 +95,7 @@ class Actor:
         parts: list[Stats] = forward_backward(self._model, self._wrapped, micro_batches, self._loss_of)
         self._trained_tokens += sum(batch.trained_tokens for batch in micro_batches)
         return Accumulated(
-            stats=_joined(parts) if self.place.reports else {},
+            stats=join_stats(parts) if self.place.reports else {},
             tokens=sum(int(batch.lengths.sum()) for batch in micro_batches),
             padded_tokens=sum(batch.tokens.size for batch in micro_batches),
         )
@@ -212,16 +212,3 @@ def _check(batch: MicroBatch) -> None:
         raise ValueError("A micro-batch without old_logprobs cannot be trained; recompute them first.")
     if batch.loss_mask[:, 0].any():
         raise ValueError("The first token of a sequence is marked as trained, but nothing predicts it.")
-
-
-def _joined(parts: Iterable[Stats]) -> dict[str, float]:
-    """Sums of statistics, maxima of those that are maxima."""
-    totals: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            number = float(value)
-            if name.endswith(MAX_SUFFIX):
-                totals[name] = max(totals.get(name, number), number)
-            else:
-                totals[name] = totals.get(name, 0.0) + number
-    return totals
