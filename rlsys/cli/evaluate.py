@@ -48,12 +48,12 @@ async def ask_heldout(config: RunConfig, engine: str) -> Evaluation:
     from rlsys.data.rows import read_questions
     from rlsys.evaluation.engines import ENGINES
     from rlsys.evaluation.evaluate import evaluate
-    from rlsys.session import search_server
+    from rlsys.search.serving import serving
 
     if engine not in ENGINES:
         raise UserError(f"--engine {engine} is not known: give one of {', '.join(ENGINES)}.")
     questions = read_questions(config.task.eval_path, config.task.eval_limit)
-    with search_server(config, Path(config.output_dir)) as url:
-        serving = replace(config, search=replace(config.search, url=url))
-        async with ENGINES[engine](serving) as ask:
+    with serving(config.search, config.cluster.threads, Path(config.output_dir)) as search:
+        search.wait_healthy()
+        async with ENGINES[engine](replace(config, search=search.search)) as ask:
             return await evaluate(questions, ask, config.rollout.max_episodes)

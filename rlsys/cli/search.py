@@ -1,4 +1,4 @@
-"""`rlsys search`: build an index, serve it."""
+"""`rlsys search`: build an index, serve it, look at a cassette."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Build and serve the search index.", no_args_is_help=True)
+app = typer.Typer(help="Build and serve the search index; look at recorded searches.", no_args_is_help=True)
 
 
 @app.command()
@@ -35,3 +35,27 @@ def serve(
     from rlsys.search.server import serve as run
 
     run(folder, host=host, port=port, topk=topk)
+
+
+@app.command()
+def cassette(path: Annotated[Path, typer.Argument(help="Made by search.cassette.mode=record.")]) -> None:
+    """Say what a cassette of recorded searches holds."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlsys.search.cassette import Cassette
+
+    recorded = Cassette.read(path)
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right", overflow="fold")
+    for key, value in {"topk": recorded.header.topk, **recorded.header.server}.items():
+        table.add_row(key, Text(str(value)))
+    table.add_row("queries", str(len(recorded.answers)))
+    table.add_row("calls", str(len(recorded.latencies_s)))
+    table.add_row("errors", str(recorded.errors))
+    if recorded.latencies_s:
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
+            table.add_row(f"latency {name}", f"{1000 * recorded.quantile_s(share):.1f} ms")
+    Console().print(table)

@@ -14,7 +14,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.evaluation.evaluate import Ask
 from rlsys.evaluation.transformers_generator import TransformersGenerator
-from rlsys.search.client import SearchClient
+from rlsys.search.tool import open_tool
 
 
 @asynccontextmanager
@@ -39,21 +39,12 @@ async def sglang_engine(config: RunConfig) -> AsyncIterator[Ask]:
 @asynccontextmanager
 async def transformers_engine(config: RunConfig) -> AsyncIterator[Ask]:
     """Ask through a Hugging Face model; `search.url` names a running server."""
-    search = config.search
-    assert search.url is not None, "a server must have been started or named"
-    client = SearchClient(
-        search.url,
-        topk=search.topk,
-        timeout_s=search.timeout_s,
-        retries=search.retries,
-        max_concurrent=search.max_concurrent,
-    )
     path, sampling = config.model.path, TurnSampling(0.0, stop=tuple(config.rollout.sampling.stop))
     model = TransformersGenerator(
         path, config.model.dtype, config.cluster.device, config.rollout.engine.max_running
     )
-    async with client:
-        tools = EpisodeTools(model, client, Codec(AutoTokenizer.from_pretrained(path)), config.task)
+    async with open_tool(config.search) as search:
+        tools = EpisodeTools(model, search, Codec(AutoTokenizer.from_pretrained(path)), config.task)
 
         async def ask(question: Question) -> Trajectory:
             return await run_episode(question, 0, tools, sampling, config.rollout.episode_timeout_s)

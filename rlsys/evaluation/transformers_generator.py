@@ -62,7 +62,13 @@ class TransformersGenerator:
                 await asyncio.to_thread(self._decode, batch)
                 self._waiting = self._waiting[len(batch) :]
         assert request.finish
-        return Generation(request.token_ids, request.logprobs, request.finish, cached_tokens=0, version=0)
+        return Generation(
+            request.token_ids,
+            request.logprobs,
+            request.finish,
+            cached_tokens=0,
+            versions=[0] * len(request.token_ids),
+        )
 
     @torch.inference_mode()
     def _decode(self, batch: Sequence[_Request]) -> None:

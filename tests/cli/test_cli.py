@@ -103,6 +103,46 @@ def test_search_names_a_folder_that_is_missing(
     assert named in error
 
 
+def test_a_cassette_is_summed_up(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    rows: list[dict[str, object]] = [{"rlsys_cassette": 1, "topk": 3, "server": {"encoder": "[bold]mini"}}]
+    passage = {"id": "1", "contents": "x", "score": 0.5}
+    rows += [
+        {"query": "Mali", "latency_s": 0.001 * (100 - call), "passages": [passage]} for call in range(98)
+    ]
+    rows += [
+        {"query": query, "latency_s": latency, "error": "no"}
+        for query, latency in (("a", 0.001), ("b", 0.002))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, out, error = call("search", "cassette", str(path))
+    assert (status, error) == (0, "")
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    assert [line for line in lines if line] == [
+        ["topk", "3"],
+        ["encoder", "[bold]mini"],
+        ["queries", "3"],
+        ["calls", "100"],
+        ["errors", "2"],
+        ["latency p50", "50.0 ms"],
+        ["latency p90", "90.0 ms"],
+        ["latency p99", "99.0 ms"],
+        ["latency max", "100.0 ms"],
+    ]
+
+
+def test_what_is_no_cassette_is_one_sentence(call: Call, tmp_path: Path) -> None:
+    for path, named in (
+        (tmp_path / "none.jsonl", "there is no cassette at"),
+        (Path(__file__), "is not a cassette"),
+    ):
+        status, out, error = call("search", "cassette", str(path))
+        assert (status, out) == (2, "")
+        assert is_one_sentence(error)
+        assert named in error
+        assert str(path) in error
+
+
 @pytest.mark.parametrize(
     "arguments", [("train",), ("train", *TINY, "--json"), ("train", *TINY, "--nope"), ("nope",)]
 )

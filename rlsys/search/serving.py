@@ -1,0 +1,62 @@
+"""The search server of a run: one that the config names, one that is started for the run, or none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rlsys.config.schema import SearchConfig
+from rlsys.errors import RunError
+from rlsys.search.client import SearchClient
+from rlsys.search.launch import SearchServer
+from rlsys.search.tool import needs_server
+
+
+class Serving:
+    """Where searches go. `search` is the config with the server's address in it."""
+
+    def __init__(self, search: SearchConfig, server: SearchServer | None) -> None:
+        self._own = server
+        self.search = search if server is None else replace(search, url=server.url)
+
+    def wait_healthy(self) -> None:
+        """Wait until a server that was started here answers. Raises RunError if it does not in time."""
+        if self._own is not None:
+            self._own.wait_healthy(self.search.start_timeout_s)
+
+    async def require(self) -> None:
+        """Raise RunError unless the server answers a query, where one is needed.
+
+        Without this a run whose server has died would go on, and learn from failed searches.
+        """
+        search = self.search
+        if not needs_server(search):
+            return
+        assert search.url is not None
+        async with SearchClient(
+            search.url, topk=1, timeout_s=search.timeout_s, retries=search.retries
+        ) as client:
+            result = await client.search("Is anybody there?")
+        if result.error:
+            raise RunError(f"the search server at search.url={search.url} does not answer: {result.error}")
+
+    @property
+    def started(self) -> bool:
+        """Whether the server was started here, and so may not answer yet."""
+        return self._own is not None
+
+
+@contextmanager
+def serving(search: SearchConfig, threads: int | None, log_dir: Path) -> Iterator[Serving]:
+    """Start a server if one is needed and none is named; end it on the way out. It may not answer yet."""
+    if search.url is not None or not needs_server(search):
+        yield Serving(search, None)
+        return
+    assert search.index is not None
+    server = SearchServer(search.index, log_dir / "search.log", topk=search.topk, threads=threads)
+    try:
+        yield Serving(search, server)
+    finally:
+        server.close()

@@ -1,0 +1,175 @@
+"""The file of a cassette under kills, cancellations, full disks and other writers."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import multiprocessing
+import resource
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlsys.errors import RunError
+from rlsys.search.cassette import Call, Cassette, CassetteFile, Header
+from rlsys.search.client import SearchResult
+from tests.pipeline.virtual_time import run_virtually
+
+from .scripted import EXTEND, RECORD, Script, found, rows, tool, written
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_torn_end_costs_its_own_line_only(
+    data: st.DataObject, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tape.jsonl"
+    path.unlink(missing_ok=True)
+    queries = ["Mali", "São Tomé", "Chad", "Niger"]
+    file = CassetteFile(path, Header(3))
+    for query in queries:
+        file.append(Call(query, found(query), 1.0).line(with_passages=True))
+    file.close()
+    whole = path.read_bytes()
+    ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
+    cut = data.draw(st.integers(ends[0], len(whole)))
+    # A line whose newline alone is missing is whole.
+    kept = queries[: sum(end - 1 <= cut for end in ends) - 1]
+    path.write_bytes(whole[:cut])
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert Cassette.read(path).answers == {query: found(query) for query in kept}
+    assert ("1 torn line" in caplog.text) == (cut not in ends and cut + 1 not in ends)
+
+    file = CassetteFile(path, Header(3))
+    file.append(Call("Togo", found("Togo"), 2.0).line(with_passages=True))
+    file.close()
+    assert Cassette.read(path).answers == {query: found(query) for query in [*kept, "Togo"]}
+
+
+def test_a_cancelled_search_is_not_recorded_and_disturbs_no_other(tmp_path: Path) -> None:
+    async def record() -> None:
+        async with tool(tmp_path / "tape.jsonl", RECORD, Script(takes_s=[1.0, 1.0, 3.0])) as recorder:
+            first, second, third = (asyncio.create_task(recorder.search(q)) for q in ("Mali", "Chad", "Togo"))
+            await asyncio.sleep(1.2)  # the first two have their answers, and one asks for the health
+            first.cancel()
+            await second
+            third.cancel()
+            await asyncio.gather(first, third, return_exceptions=True)
+
+    run_virtually(record())
+    assert list(Cassette.read(tmp_path / "tape.jsonl").answers) == ["Chad"]
+
+
+@pytest.mark.parametrize(
+    ("close_s", "recorded"),
+    [(0.7, None), (1.2, None), (1.8, ["Mali"]), (2.1, ["Mali", "Chad"])],
+    ids=["before an answer", "while the health is asked", "between two answers", "after all"],
+)
+def test_calls_in_flight_at_the_close_are_answered_and_not_recorded(
+    close_s: float, recorded: list[str] | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "tape.jsonl"
+
+    async def record() -> list[SearchResult]:
+        recorder = tool(path, RECORD, Script(takes_s=[1.0, 2.0]))
+        searches = [asyncio.create_task(recorder.search(query)) for query in ("Mali", "Chad")]
+        await asyncio.sleep(close_s)
+        await recorder.close()
+        await recorder.close()
+        return await asyncio.gather(*searches)
+
+    assert run_virtually(record()) == [found("Mali"), found("Chad")]
+    if recorded is None:
+        assert not path.exists()
+    else:
+        assert list(Cassette.read(path).answers) == recorded
+
+
+def test_a_full_disk_ends_the_run_and_costs_the_cassette_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path / "tape.jsonl", [1.0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def extend() -> None:
+        async with tool(path, EXTEND, Script()) as extender:
+            await extender.search("Chad")
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+    try:
+        with pytest.raises(RunError, match="the disk is full"):
+            run_virtually(extend())
+        with pytest.raises(RunError, match=r"tape\.jsonl cannot be written: .*File too large"):
+            run_virtually(extend())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert Cassette.read(path).answers == {"Mali": found("Mali")}
+
+
+def test_a_line_in_the_making_is_waited_for(tmp_path: Path) -> None:
+    path = written(tmp_path / "tape.jsonl", [1.0])
+    line = Call("Chad", found("Chad"), 2.0).line(with_passages=True)
+    half_written = threading.Event()
+
+    def write_slowly() -> None:
+        with path.open("ab", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(line[:20])
+            half_written.set()
+            time.sleep(0.1)
+            file.write(line[20:])
+
+    other = threading.Thread(target=write_slowly)
+    other.start()
+    half_written.wait()
+    file = CassetteFile(path, Header(3))
+    file.append(Call("Togo", found("Togo"), 2.0).line(with_passages=True))
+    file.close()
+    other.join()
+    assert [row.get("query") for row in rows(path)] == [None, "Mali", "Chad", "Togo"]
+
+
+PROCESSES, CALLS = 3, 120
+
+
+def record_many(path: Path, process: int, barrier: Any) -> None:
+    """What one of several worker processes does: lines of many sizes, up to several pages."""
+
+    async def record() -> None:
+        names = [f"{process}.{call}" for call in range(CALLS)]
+        script = Script({name: long_answer(name) for name in names})
+        recorder = tool(path, RECORD, script)
+        barrier.wait(60)
+        await asyncio.gather(*map(recorder.search, [*names, "shared"]))
+        await recorder.close()
+
+    asyncio.run(record())
+
+
+def long_answer(name: str) -> SearchResult:
+    return found(name, contents=name * (int(name.split(".")[1]) * 97 % 4000))
+
+
+def test_processes_that_write_one_cassette_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    spawn = multiprocessing.get_context("spawn")
+    barrier = spawn.Barrier(PROCESSES)
+    writers = [spawn.Process(target=record_many, args=(path, n, barrier)) for n in range(PROCESSES)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(90)
+    assert [writer.exitcode for writer in writers] == [0] * PROCESSES
+    names = [f"{process}.{call}" for process in range(PROCESSES) for call in range(CALLS)]
+    lines = rows(path)
+    assert lines[0] == {"rlsys_cassette": 1, "topk": 3, "server": {"encoder": "e"}}
+    assert Counter(row["query"] for row in lines[1:]) == Counter([*names, *["shared"] * PROCESSES])
+    expected = {name: long_answer(name) for name in names} | {"shared": found("shared")}
+    assert Cassette.read(path).answers == expected
+    assert list(tmp_path.iterdir()) == [path], "no scratch file is left"
