@@ -31,7 +31,7 @@ class LossInputs:
     """What the loss needs besides the policy's own output. Constants: no gradient flows into them."""
 
     old_logprobs: Tensor
-    """[batch, seq] log-probs of the policy that sampled."""
+    """[batch, seq] log-probs of the policy that the update sets out from (the proximal policy)."""
     ref_logprobs: Tensor | None
     """[batch, seq] log-probs of the reference policy; None without a KL term."""
     advantages: Tensor

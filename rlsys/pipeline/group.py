@@ -23,9 +23,11 @@ class Sample:
     reward: float
     advantage: float
     old_logprobs: NDArray[np.float32] | None = None
-    """[seq] recomputed under the policy that sampled."""
+    """[seq] under the policy that the update sets out from, or a recent one (the proximal policy)."""
     ref_logprobs: NDArray[np.float32] | None = None
     """[seq] under the reference policy."""
+    weights: NDArray[np.float32] | None = None
+    """[seq] what each token's advantage counts for, correcting for an older sampler; None is 1 for all."""
 
     def with_logprobs(self, old: NDArray[np.float32], reference: NDArray[np.float32] | None) -> Sample:
         """The same sample after the log-prob stage."""
@@ -38,6 +40,17 @@ class Group:
 
     question: Question
     samples: tuple[Sample, ...]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest policy that sampled a trained token; None if no such token is known."""
+        versions = [one.trajectory.versions[one.trajectory.versions >= 0] for one in self.samples]
+        return min((int(found.min()) for found in versions if found.size), default=None)
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether the rewards differ, without which every advantage is zero."""
+        return len({sample.reward for sample in self.samples}) > 1
 
     @property
     def tokens(self) -> int:

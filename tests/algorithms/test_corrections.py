@@ -1,0 +1,305 @@
+"""Off-policy weights by hand, against the formulas token by token, and in the loss they are made for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rlsys.algorithms.corrections import CorrectionStats, Floats, correct, measure
+from rlsys.algorithms.losses import ClippedPolicyLoss, LossInputs
+from rlsys.config.schema import CorrectionConfig, CorrectionKind, CorrectionLevel
+
+TOKEN_TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.token, high=2.0)
+TOKEN_MASK = CorrectionConfig(CorrectionKind.mask, CorrectionLevel.token, low=0.5, high=2.0)
+SEQUENCE_TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.sequence, high=2.0)
+SEQUENCE_MASK = CorrectionConfig(CorrectionKind.mask, CorrectionLevel.sequence, low=0.5, high=2.0)
+ALL = [TOKEN_TRUNCATE, TOKEN_MASK, SEQUENCE_TRUNCATE, SEQUENCE_MASK]
+NAN, INF = math.nan, math.inf
+
+
+def logs(*probabilities: float) -> Floats:
+    """Log-probs; NaN stays."""
+    return np.log(np.array(probabilities)).astype(np.float32)
+
+
+def flags(*values: int) -> NDArray[np.bool_]:
+    return np.array(values, dtype=np.bool_)
+
+
+def weights_of(old: Floats, rollout: Floats, mask: NDArray[np.bool_], config: CorrectionConfig) -> Floats:
+    weights, _ = correct(old, rollout, mask, config)
+    assert weights is not None
+    assert weights.dtype == np.float32
+    assert weights.shape == mask.shape
+    return weights
+
+
+# Prompt, ratios 1.5, 3 and 0.25, and a token that nothing sampled.
+OLD = logs(0.9, 0.6, 0.6, 0.1, 0.5)
+ROLLOUT = logs(NAN, 0.4, 0.2, 0.4, NAN)
+MASK = flags(0, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (TOKEN_TRUNCATE, [1, 1.5, 2, 0.25, 1]),
+        (TOKEN_MASK, [1, 1.5, 0, 0, 1]),
+        # The product is 1.125, for the token that nothing sampled too.
+        (SEQUENCE_TRUNCATE, [1, 1.125, 1.125, 1.125, 1.125]),
+        (SEQUENCE_MASK, [1, 1.125, 1.125, 1.125, 1.125]),
+    ],
+)
+def test_weights_by_hand(config: CorrectionConfig, expected: list[float]) -> None:
+    np.testing.assert_allclose(weights_of(OLD, ROLLOUT, MASK, config), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "truncated", "masked"), [(1.21, 1.21, 1.21), (2.25, 2, 0), (0.36, 0.36, 0), (4, 2, 0)]
+)
+def test_a_sequence_is_weighed_as_one(ratio: float, truncated: float, masked: float) -> None:
+    # Two known tokens of root(ratio) each: alone, all but one of these would lie within the bounds.
+    old, rollout, mask = logs(0.5, 0.5, 0.5), logs(0.5, 0.5, NAN), flags(1, 1, 1)
+    rollout[:2] -= np.float32(math.log(ratio) / 2)
+    np.testing.assert_allclose(weights_of(old, rollout, mask, SEQUENCE_TRUNCATE), [truncated] * 3, rtol=1e-6)
+    np.testing.assert_allclose(weights_of(old, rollout, mask, SEQUENCE_MASK), [masked] * 3, rtol=1e-6)
+
+
+def test_statistics_by_hand() -> None:
+    _, stats = correct(OLD, ROLLOUT, MASK, TOKEN_TRUNCATE)
+    # Ratios 1.5, 3, 0.25 and weights 1.5, 2, 0.25.
+    assert (stats.known, stats.unknown, stats.cut) == (3, 1, 1)
+    assert stats.effective_share == pytest.approx(3.75**2 / (3 * (2.25 + 4 + 0.0625)), rel=1e-6)
+    assert stats.cut_share == pytest.approx(1 / 3)
+    assert stats.cut_mass == pytest.approx(1 / 4.75, rel=1e-6)
+    assert stats.unknown_share == 1 / 4
+    assert stats.abs_log_ratio == pytest.approx((math.log(1.5) + math.log(3) + math.log(4)) / 3, rel=1e-6)
+    assert stats.k1 == pytest.approx(-math.log(1.5 * 3 / 4) / 3, rel=1e-6)
+    assert stats.k3 == pytest.approx((0.5 + 2 - 0.75 - math.log(1.5 * 3 / 4)) / 3, rel=1e-6)
+    masked = correct(OLD, ROLLOUT, MASK, TOKEN_MASK)[1]
+    assert (masked.cut, masked.effective_share) == (2, pytest.approx(1 / 3))
+    assert masked.cut_mass == pytest.approx(3.25 / 4.75, rel=1e-6)
+
+
+def test_a_dropped_sequence_and_one_that_nothing_is_known_of() -> None:
+    dropped = correct(logs(0.9, 0.9), logs(0.1, 0.1), flags(1, 1), SEQUENCE_MASK)[1]
+    assert (dropped.effective_share, dropped.cut_share, dropped.cut_mass) == (0, 1, 1)
+    for config in ALL:
+        weights, unknown = correct(logs(0.5, 0.5), logs(NAN, NAN), flags(1, 1), config)
+        assert weights is not None
+        assert weights.tolist() == [1, 1]
+        assert (unknown.unknown_share, unknown.effective_share) == (1, 1)
+        assert (unknown.cut_share, unknown.cut_mass, unknown.abs_log_ratio, unknown.k1, unknown.k3) == (
+            0,
+        ) * 5
+
+
+def test_equal_weights_have_the_whole_effective_sample_size_whatever_rounding_does() -> None:
+    # Without a bound this is 1.0000000000000002.
+    stats = correct(np.full(7, -0.1, np.float32), np.zeros(7, np.float32), np.ones(7, np.bool_), TOKEN_MASK)[
+        1
+    ]
+    assert stats.effective_share == 1
+
+
+def test_without_a_correction_there_are_no_weights() -> None:
+    assert correct(OLD, ROLLOUT, MASK, CorrectionConfig()) == (None, CorrectionStats())
+
+
+def test_both_estimates_are_the_divergence_when_tokens_come_as_often_as_they_are_likely() -> None:
+    sampler, proximal = [0.5, 0.25, 0.125, 0.125], [0.25, 0.25, 0.4, 0.1]
+    drawn = [0, 0, 0, 0, 1, 1, 2, 3]
+    old, rollout = logs(*(proximal[i] for i in drawn)), logs(*(sampler[i] for i in drawn))
+    stats = correct(old, rollout, np.ones(8, np.bool_), TOKEN_TRUNCATE)[1]
+    divergence = sum(p * math.log(p / q) for p, q in zip(sampler, proximal, strict=True))
+    assert stats.k1 == pytest.approx(divergence, rel=1e-6)
+    assert stats.k3 == pytest.approx(divergence, rel=1e-6)
+
+
+Token = tuple[float, float, bool]
+known_logprob = st.floats(-6, 0, width=32)
+tokens = st.lists(
+    st.tuples(known_logprob, st.one_of(known_logprob, st.sampled_from([NAN, INF, -INF])), st.booleans()),
+    max_size=12,
+)
+configs = st.builds(
+    CorrectionConfig,
+    kind=st.sampled_from([CorrectionKind.truncate, CorrectionKind.mask]),
+    level=st.sampled_from(list(CorrectionLevel)),
+    low=st.floats(0, 1),
+    high=st.floats(1, 10),
+)
+
+
+def arrays(rows: list[Token]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    return (
+        np.array([row[0] for row in rows], dtype=np.float32),
+        np.array([row[1] for row in rows], dtype=np.float32),
+        np.array([row[2] for row in rows], dtype=np.bool_),
+    )
+
+
+def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float], list[float], float]:
+    """The rules once more, in words and Python's floats: weights, ratios of known tokens, nearest bound."""
+    known = [old - new for old, new, trained in rows if trained and math.isfinite(new)]
+    weights, ratios, distance = [], [], INF
+    for old, new, trained in rows:
+        has_ratio = trained and math.isfinite(new)
+        if trained and config.level is CorrectionLevel.sequence and known:
+            ratio = math.exp(min(20.0, max(-20.0, sum(known))))
+        elif has_ratio:
+            ratio = math.exp(old - new)
+        else:
+            weights.append(1.0)
+            continue
+        distance = min(distance, abs(ratio - config.low), abs(ratio - config.high))
+        if config.kind is CorrectionKind.truncate:
+            weights.append(config.high if ratio > config.high else ratio)
+        else:
+            weights.append(0.0 if ratio < config.low or ratio > config.high else ratio)
+        if has_ratio:
+            ratios.append(ratio)
+    return weights, ratios, distance
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=tokens, config=configs)
+def test_weights_and_statistics_equal_the_rules_token_by_token(
+    rows: list[Token], config: CorrectionConfig
+) -> None:
+    expected, ratios, distance = one_by_one(rows, config)
+    assume(distance > 1e-4)  # Nearer, rounding decides on which side of a bound it falls.
+    weights, stats = correct(*arrays(rows), config)
+    assert weights is not None
+    np.testing.assert_allclose(weights, expected, rtol=2e-6)
+    of_known = [
+        weight for weight, row in zip(expected, rows, strict=True) if row[2] and math.isfinite(row[1])
+    ]
+    assert stats.known == len(of_known)
+    assert stats.unknown == sum(row[2] for row in rows) - len(of_known)
+    assert stats.weight_sum == pytest.approx(sum(of_known), rel=1e-5)
+    assert stats.weight_square_sum == pytest.approx(sum(weight**2 for weight in of_known), rel=1e-5)
+    assert stats.ratio_sum == pytest.approx(sum(ratios), rel=1e-5)
+    assert stats.cut == sum(weight != ratio for weight, ratio in zip(of_known, ratios, strict=True))
+    differences = [row[0] - row[1] for row in rows if row[2] and math.isfinite(row[1])]
+    assert stats.abs_log_ratio_sum == pytest.approx(sum(map(abs, differences)), rel=1e-5, abs=1e-6)
+    assert stats.k1_sum == pytest.approx(-sum(differences), rel=1e-5, abs=1e-5)
+    assert stats.k3_sum == pytest.approx(sum(math.exp(d) - 1 - d for d in differences), rel=1e-5, abs=1e-5)
+    assert 0 <= stats.effective_share <= 1
+    assert 0 <= stats.cut_mass <= 1
+    assert measure(*arrays(rows), weights, config.level) == stats
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=tokens, config=configs)
+def test_equal_policies_weigh_exactly_one(rows: list[Token], config: CorrectionConfig) -> None:
+    old, _, mask = arrays(rows)
+    weights, stats = correct(old, old.copy(), mask, config)
+    assert weights is not None
+    assert weights.tolist() == [1.0] * len(rows)
+    assert (stats.effective_share, stats.cut, stats.cut_mass) == (1, 0, 0)
+    assert (stats.abs_log_ratio, stats.k1, stats.k3) == (0, 0, 0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("config", ALL)
+@pytest.mark.parametrize("poison", [NAN, INF, -INF, 3e38])
+def test_untrained_tokens_count_for_nothing_whatever_stands_there(
+    poison: float, config: CorrectionConfig
+) -> None:
+    clean, clean_stats = correct(OLD, ROLLOUT, MASK, config)
+    assert clean is not None
+    old, rollout = OLD.copy(), ROLLOUT.copy()
+    old[~MASK], rollout[~MASK] = poison, -poison
+    weights, stats = correct(old, rollout, MASK, config)
+    assert weights is not None
+    assert weights.tolist() == clean.tolist()
+    assert stats == clean_stats
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("config", ALL)
+@pytest.mark.parametrize("far", [100.0, 3e38])
+def test_policies_far_apart_overflow_nowhere(far: float, config: CorrectionConfig) -> None:
+    near, distant = np.zeros(50, np.float32), np.full(50, -far, np.float32)
+    for old, rollout in ((near, distant), (distant, near)):
+        weights, stats = correct(old, rollout, np.ones(50, np.bool_), config)
+        assert weights is not None
+        assert np.isfinite(weights).all()
+        assert (weights >= 0).all()
+        assert all(math.isfinite(getattr(stats, one.name)) for one in fields(stats))
+        assert 0 <= stats.cut_mass <= 1
+
+
+def test_statistics_of_parts_add_up() -> None:
+    cut = 3
+    whole = correct(OLD, ROLLOUT, MASK, TOKEN_TRUNCATE)[1]
+    parts = [
+        correct(OLD[part], ROLLOUT[part], MASK[part], TOKEN_TRUNCATE)[1]
+        for part in (slice(None, cut), slice(cut, None))
+    ]
+    joined = sum(parts, start=CorrectionStats())
+    for one in fields(CorrectionStats):
+        assert getattr(joined, one.name) == pytest.approx(getattr(whole, one.name), rel=1e-12)
+
+
+@pytest.mark.parametrize("broken", [NAN, INF, -INF])
+def test_a_trained_token_without_a_recomputed_logprob_is_refused(broken: float) -> None:
+    old = OLD.copy()
+    old[-1] = broken
+    with pytest.raises(ValueError, match="recomputed log-prob is not finite"):
+        correct(old, ROLLOUT, MASK, TOKEN_TRUNCATE)
+
+
+def test_arrays_that_are_not_aligned_are_refused() -> None:
+    with pytest.raises(ValueError, match="aligned"):
+        correct(OLD[:1], ROLLOUT, MASK, TOKEN_TRUNCATE)
+
+
+@pytest.mark.parametrize("config", ALL)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_scaled_advantage_is_the_decoupled_objective(seed: int, config: CorrectionConfig) -> None:
+    """Value and gradient of the loss with w A in place of A, against w min(r A, clip(r) A) written out."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (16, 12)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    # Rounded to float32, as log-probs arrive. Far enough apart for ratios on both sides of the bounds.
+    behaviour = (-normal().abs() - 0.1).float().double()
+    proximal = (behaviour + 0.4 * normal()).float().double()
+    current = (proximal + 0.4 * normal()).requires_grad_()
+    advantages, mask = normal(), torch.rand(*shape, generator=draw) < 0.7
+    loss_function = ClippedPolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.0, entropy_coef=0.0)
+
+    rows = [
+        weights_of(old.numpy(), mu.numpy(), trained.numpy(), config)
+        for old, mu, trained in zip(proximal.float(), behaviour.float(), mask, strict=True)
+    ]
+    scaled = advantages * torch.from_numpy(np.stack(rows)).double()
+    loss, _ = loss_function(current, None, LossInputs(proximal, None, scaled, mask))
+    (gradient,) = torch.autograd.grad(loss, current)
+
+    log_ratio = torch.where(mask, proximal - behaviour, 0.0)
+    if config.level is CorrectionLevel.sequence:
+        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand(shape)
+    weight = log_ratio.exp()
+    inside = (weight >= config.low) & (weight <= config.high)
+    weight = weight.clamp(max=config.high) if config.kind is CorrectionKind.truncate else weight * inside
+    assert inside[mask].any()
+    assert not inside[mask].all()
+    ratio = torch.exp(current - proximal)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    textbook = -(weight * surrogate)[mask].sum()
+    (expected,) = torch.autograd.grad(textbook, current)
+
+    torch.testing.assert_close(loss, textbook, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)
