@@ -13,11 +13,12 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
@@ -31,7 +32,7 @@ RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 
 @contextlib.contextmanager
 def ray_runtime(cluster: ClusterConfig, bundle_sizes: Sequence[int]) -> Iterator[PlacementGroup]:
-    """Join or start Ray and reserve one bundle of that many devices for each worker process."""
+    """Join or start Ray and reserve bundles of that many devices each, every bundle on one machine."""
     slots = sum(bundle_sizes)
     _adopt_orphans()
     strangers = {process.pid for process in _descendants()}
@@ -52,6 +53,40 @@ def ray_runtime(cluster: ClusterConfig, bundle_sizes: Sequence[int]) -> Iterator
             remove_placement_group(bundles)
     finally:
         _stop(local_dir, strangers)
+
+
+def within(bundles: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+    """Where Ray starts what belongs in a bundle; what that starts in turn may go anywhere."""
+    return PlacementGroupSchedulingStrategy(
+        bundles, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
+    )
+
+
+def device_ids(
+    bundles: PlacementGroup, indices: Iterable[int], timeout_s: float
+) -> dict[int, tuple[str, ...]]:
+    """Bundle -> names of all its GPUs on their machine, in order, as CUDA_VISIBLE_DEVICES takes them.
+
+    A process that holds the whole bundle is asked, so nothing else may hold a part of it meanwhile.
+    """
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def names() -> list[str]:
+        return list(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"]))
+
+    refs = {}
+    for index in indices:
+        size = bundles.bundle_specs[index]["GPU"]
+        refs[index] = names.options(num_gpus=size, scheduling_strategy=within(bundles, index)).remote()
+    try:
+        found = ray.get(list(refs.values()), timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as late:
+        raise RunError(f"waited {timeout_s:.0f} s for the cluster to name the GPUs of its bundles.") from late
+    # As numbers are ordered: the shorter name first.
+    return {
+        index: tuple(sorted(ids, key=lambda name: (len(name), name)))
+        for index, ids in zip(refs, found, strict=True)
+    }
 
 
 def _start(cluster: ClusterConfig, slots: int) -> str | None:

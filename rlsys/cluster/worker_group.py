@@ -2,6 +2,8 @@
 
 Contract: every wait has a time-out and names the ranks that are missing; a rank that dies or raises
 ends the call at once with the last lines of its log; calls to one rank are carried out in order.
+A rank that died (`RankDied`), one that does not answer in time (`RankSilent`) and one whose worker raised
+(its UserError or RunError as it is, else a RunError) are told apart.
 The workers themselves are plain objects that know nothing of Ray.
 """
 
@@ -17,20 +19,45 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlsys.cluster.bundles import Seat
 from rlsys.cluster.host import AsyncHost, SyncHost
-from rlsys.cluster.runtime import RESOURCE
-from rlsys.config.schema import ClusterConfig
+from rlsys.cluster.runtime import RESOURCE, device_ids, within
+from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
 LOG_LINES = 15
+_DEATHS = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+)
+"""What Ray raises when a worker's process is gone, or its machine with the answer."""
+
+
+class RankDied(RunError):
+    """The process of a worker is gone; `rank` is its number in the group."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankSilent(RunError):
+    """A worker has not answered in time; `rank` is its number in the group, the first of several."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
     """One worker of a group."""
 
+    number: int
     name: str
     handle: Any
     log: Path
@@ -49,34 +76,35 @@ class WorkerGroup:
         cls,
         name: str,
         bundles: PlacementGroup,
-        indices: Sequence[int],
+        seats: Sequence[Seat],
         cluster: ClusterConfig,
         log_dir: Path,
         *,
-        devices: int = 1,
         concurrency: int = 0,
     ) -> WorkerGroup:
-        """Start one empty worker process in each bundle of `indices`, with `devices` devices each.
+        """Start one empty worker process in each of `seats`, which see the devices of their seats alone.
 
         `concurrency` above 0 makes the workers asynchronous, with that many calls at a time.
         """
         host = AsyncHost if concurrency else SyncHost
+        pinned = {seat.bundle for seat in seats if seat.pinned and cluster.device is Device.gpu}
+        named = device_ids(bundles, pinned, cluster.start_timeout_s)
         ranks = []
-        for rank, index in enumerate(indices):
-            log = (log_dir / f"{name}-{rank}.log").resolve()
+        for number, seat in enumerate(seats):
+            log = (log_dir / f"{name}-{number}.log").resolve()
+            ids = [named[seat.bundle][device] for device in seat.devices] if seat.bundle in named else None
             options: dict[str, Any] = {
                 "num_cpus": 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    bundles, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
-                ),
-                "runtime_env": {"env_vars": _environment(cluster.threads)},
+                "scheduling_strategy": within(bundles, seat.bundle),
+                "runtime_env": {"env_vars": _environment(cluster.threads, ids)},
                 "max_restarts": 0,
             }
-            options["num_cpus" if RESOURCE[cluster.device] == "CPU" else "num_gpus"] = devices
+            if ids is None:
+                options["num_cpus" if RESOURCE[cluster.device] == "CPU" else "num_gpus"] = seat.share
             if concurrency:
                 options["max_concurrency"] = concurrency
             handle = ray.remote(host).options(**options).remote(str(log), list(sys.path))
-            ranks.append(Rank(f"{name} rank {rank}", handle, log))
+            ranks.append(Rank(number, f"{name} rank {number}", handle, log))
         return cls(name, ranks, cluster.call_timeout_s)
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:
@@ -118,8 +146,16 @@ class WorkerGroup:
     def kill(self) -> None:
         """End every worker process at once."""
         for rank in self.ranks:
-            with contextlib.suppress(Exception):  # already gone is as good
-                ray.kill(rank.handle)
+            self.kill_rank(rank.number)
+
+    def kill_rank(self, index: int) -> None:
+        """End one worker process at once; calls to it that still wait then raise RankDied."""
+        with contextlib.suppress(Exception):  # already gone is as good
+            ray.kill(self.ranks[index].handle)
+
+    def log_tail(self, index: int) -> str:
+        """What one worker last wrote, as lines to add to a message."""
+        return _tail(self.ranks[index])
 
     async def _gather(
         self,
@@ -140,9 +176,10 @@ class WorkerGroup:
                 if problem is not None:
                     raise _explain(names[wait], purpose, problem) from problem
             if missing:
-                late = ", ".join(names[wait].name for wait in waits if wait in missing)
-                raise RunError(
-                    f"waited {limit:.0f} s for {late} {purpose}.\n{_tail(names[next(iter(missing))])}"
+                late = [names[wait] for wait in waits if wait in missing]
+                who = ", ".join(rank.name for rank in late)
+                raise RankSilent(
+                    f"waited {limit:.0f} s for {who} {purpose}.\n{_tail(late[0])}", late[0].number
                 )
             return [wait.result() for wait in waits]
         finally:
@@ -155,9 +192,12 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
-def _environment(threads: int | None) -> dict[str, str]:
+def _environment(threads: int | None, device_ids: Sequence[str] | None) -> dict[str, str]:
     limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
     environment = {name: str(threads) for name in limits} if threads else {}
+    if device_ids is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(device_ids)
+        environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     return environment | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
@@ -168,7 +208,12 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
         if isinstance(cause, UserError | RunError):
             return cause
         return RunError(f"{rank.name} failed {purpose}: {type(cause).__name__}: {cause}\n{_tail(rank)}")
-    return RunError(f"{rank.name} died while it was {purpose.removeprefix('to ')}.\n{_tail(rank)}")
+    if isinstance(problem, _DEATHS):
+        could = purpose.removeprefix("to ")
+        return RankDied(f"{rank.name} died before it could {could}.\n{_tail(rank)}", rank.number)
+    return RunError(
+        f"{rank.name} could not be asked {purpose}: {type(problem).__name__}: {problem}\n{_tail(rank)}"
+    )
 
 
 def _tail(rank: Rank) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from rlsys.errors import RunError
+from rlsys.pipeline.routing import EngineDied
 
 T = TypeVar("T")
 POLL_S = 0.5
@@ -26,12 +26,12 @@ class Liveness:
         self._death = asyncio.create_task(self._watch())
 
     async def guard(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await `call`. Raises RunError, and cancels it, as soon as a process is gone."""
+        """Await `call`. Raises EngineDied, and cancels it, as soon as a process is gone."""
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise RunError(f"{self._name} died: its process {self._death.result()} is gone.")
+                raise EngineDied(f"{self._name} died: its process {self._death.result()} is gone.")
             return task.result()
         finally:
             task.cancel()

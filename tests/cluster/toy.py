@@ -31,6 +31,10 @@ class Toy:
             raise ValueError("the tensor is upside down")
         time.sleep(30)
 
+    def visible_gpus(self) -> str:
+        """What CUDA would see."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+
     def spawn(self) -> int:
         """Start a process that would outlive this one, in a session of its own; its id."""
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid

@@ -1,0 +1,97 @@
+"""Seats and bundles: examples by hand, and any placement against reachability."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.cluster.bundles import Ranks, Seat, plan_bundles
+
+Holdings = Mapping[str, Sequence[Ranks]]
+
+
+def test_processes_on_ranks_of_their_own_have_a_bundle_each() -> None:
+    """Seven GPUs: two engines of two, one process of inference, two of the actor, in the order of the ranks."""
+    plan = plan_bundles({"rollout": [(3, 4), (5, 6)], "inference": [(2,)], "actor": [(0,), (1,)]})
+    assert plan.sizes == (1, 1, 1, 2, 2)
+    assert plan.seats == {
+        "rollout": (Seat(3, (0, 1), 2.0, pinned=False), Seat(4, (0, 1), 2.0, pinned=False)),
+        "inference": (Seat(2, (0,), 1.0, pinned=False),),
+        "actor": (Seat(0, (0,), 1.0, pinned=False), Seat(1, (0,), 1.0, pinned=False)),
+    }
+
+
+def test_three_groups_on_the_same_ranks_share_a_bundle_a_rank() -> None:
+    plan = plan_bundles({group: [(0,), (1,)] for group in ("rollout", "inference", "actor")})
+    assert plan.sizes == (1, 1)
+    for group in plan.seats:
+        assert plan.seats[group] == (Seat(0, (0,), 0.3333, pinned=False), Seat(1, (0,), 0.3333, pinned=False))
+
+
+def test_an_engine_over_two_ranks_ties_them_and_names_every_device() -> None:
+    """Ray may put both Megatron processes on one GPU of the two, so it is not asked to choose."""
+    plan = plan_bundles({"rollout": [(2, 3), (0, 1)], "actor": [(0,), (1,), (2,), (3,)]})
+    assert plan.sizes == (2, 2)
+    assert plan.seats["rollout"] == (Seat(1, (0, 1), 1.0, pinned=True), Seat(0, (0, 1), 1.0, pinned=True))
+    assert plan.seats["actor"] == (
+        Seat(0, (0,), 0.5, pinned=True),
+        Seat(0, (1,), 0.5, pinned=True),
+        Seat(1, (0,), 0.5, pinned=True),
+        Seat(1, (1,), 0.5, pinned=True),
+    )
+
+
+def test_ranks_may_be_shared_here_and_not_there() -> None:
+    plan = plan_bundles({"rollout": [(1,)], "inference": [(2,)], "actor": [(0,), (1,), (2,)]})
+    assert plan.sizes == (1, 1, 1)
+    assert [seat.share for seat in plan.seats["actor"]] == [1.0, 0.5, 0.5]
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Holdings:
+    """Up to four groups on up to eight ranks, each cut into processes of one to three ranks."""
+    holdings = {}
+    for group in "abcd"[: draw(st.integers(1, 4))]:
+        ranks = draw(st.lists(st.integers(0, 7), unique=True, min_size=1))
+        size = draw(st.integers(1, 3))
+        holdings[group] = [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+    return holdings
+
+
+@settings(max_examples=300, deadline=None)
+@given(placements())
+def test_any_placement(holdings: Holdings) -> None:
+    plan = plan_bundles(holdings)
+    held = [
+        (seat, ranks)
+        for group in holdings
+        for seat, ranks in zip(plan.seats[group], holdings[group], strict=True)
+    ]
+    everywhere = sorted({rank for _, ranks in held for rank in ranks})
+
+    def reachable(rank: int) -> list[int]:
+        found = {rank}
+        for _ in everywhere:
+            found |= {other for _, ranks in held if found & set(ranks) for other in ranks}
+        return sorted(found)
+
+    bundles = {tuple(reachable(rank)) for rank in everywhere}
+    assert plan.sizes == tuple(len(bundle) for bundle in sorted(bundles))
+    for seat, ranks in held:
+        bundle = sorted(bundles)[seat.bundle]
+        assert tuple(bundle[device] for device in seat.devices) == ranks
+        several = any(sum(rank in other for _, other in held) > 1 for rank in bundle)
+        assert seat.pinned == (len(bundle) > 1 and several)
+    for number, size in enumerate(plan.sizes):
+        # As Ray counts them: in ten-thousandths, rounded.
+        shares = [Fraction(round(seat.share * 10_000), 10_000) for seat, _ in held if seat.bundle == number]
+        assert size - Fraction(len(shares), 10_000) <= sum(shares) <= size
+
+
+def test_six_sharers_do_not_ask_for_more_than_there_is() -> None:
+    plan = plan_bundles({str(group): [(0,)] for group in range(6)})
+    assert sum(seat.share for (seat,) in plan.seats.values()) == pytest.approx(6 * 0.1666)

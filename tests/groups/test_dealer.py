@@ -1,0 +1,54 @@
+"""What the dealer hands to the ranks holds every sample once, in the layout asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlsys.config.schema import Packing, ParallelConfig
+from rlsys.groups.dealer import Dealer, is_packed
+from rlsys.pipeline.group import Sample
+from tests.pipeline.build import sample
+
+
+def samples(*lengths: int) -> list[Sample]:
+    """Sample i holds only the token i + 1."""
+    return [sample([i + 1] * n, [False] + [True] * (n - 1), old=[0.0] * n) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_sample_is_dealt_once_and_found_again(packed: bool) -> None:
+    parallel = ParallelConfig(tp=2, pp=2, sequence_parallel=True)
+    dealer = Dealer(parallel, processes=8, budget_tokens=16, pad_id=0, packed=packed)
+    plan, batches = dealer.deal(samples(9, 7, 5, 5, 3, 2, 2))
+    found = {}
+    for indices_of_rank, batches_of_rank in zip(plan, batches, strict=True):
+        for indices, batch in zip(indices_of_rank, batches_of_rank, strict=True):
+            assert batch.packed is packed
+            assert batch.tokens.shape[1] % 2 == 0, "sequence parallelism cuts it over two ranks"
+            assert batch.tokens.size <= 16
+            found |= dict(zip(indices, batch.split(batch.tokens), strict=True))
+    assert len(batches) == 2
+    assert {index: tokens.tolist() for index, tokens in found.items()} == {
+        index: [index + 1] * length for index, length in enumerate((9, 7, 5, 5, 3, 2, 2))
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_enough_is_a_sample_for_every_stage_of_every_rank(packed: bool) -> None:
+    dealer = Dealer(ParallelConfig(pp=2), processes=4, budget_tokens=100, pad_id=0, packed=packed)
+    assert [dealer.enough(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
+    assert Dealer(ParallelConfig(), 1, 100, pad_id=0, packed=packed).enough(samples(5))
+
+
+def test_a_rest_is_filled_up_so_that_all_ranks_do_the_same() -> None:
+    dealer = Dealer(ParallelConfig(), processes=2, budget_tokens=100, pad_id=7, packed=True)
+    plan, batches = dealer.deal(samples(4))
+    assert plan == [[[0]], [[]]]
+    assert [len(of_rank) for of_rank in batches] == [1, 1]
+    assert batches[1][0].trained_tokens == 0
+    assert np.all(batches[1][0].tokens == 7)
+
+
+def test_all_but_padded_is_packed() -> None:
+    assert [is_packed(packing) for packing in (Packing.auto, Packing.packed, Packing.padded)] == [1, 1, 0]

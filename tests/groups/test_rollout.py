@@ -1,0 +1,459 @@
+"""Engines that die, hang and switch weights under a virtual clock: every group comes back, or says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+import pytest
+
+from rlsys.config.schema import AlgorithmConfig, RolloutConfig, RunConfig
+from rlsys.errors import RunError
+from rlsys.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, RolloutGroup
+from rlsys.observe.spans import Tracer
+from rlsys.pipeline.routing import EngineDied, GroupLost, NoEngineLeft
+from tests.groups.engines import NEVER, Engines
+from tests.pipeline.build import question
+from tests.pipeline.virtual_time import now, run_virtually
+
+SAMPLES = 4
+TIMEOUT_S = 600.0
+LIMIT_S = TIMEOUT_S + MARGIN_S
+
+
+def make(engines: Engines, slots: int = 8) -> tuple[RolloutGroup, Tracer]:
+    """A group of two questions at a time on each engine."""
+    config = RunConfig(
+        rollout=RolloutConfig(max_episodes=slots, episode_timeout_s=TIMEOUT_S),
+        algorithm=AlgorithmConfig(n_samples=SAMPLES),
+    )
+    tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
+    return RolloutGroup(engines, config, tracer), tracer  # type: ignore[arg-type]
+
+
+def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
+    """How long each method takes; others 0 s."""
+    return lambda method, _: seconds.get(method, 0.0)
+
+
+async def at(time: float, do: Callable[..., Any], *args: Any) -> Any:
+    await asyncio.sleep(time - now())
+    return do(*args)
+
+
+async def ask(group: RolloutGroup, count: int) -> list[Any]:
+    """`count` questions at once: of each, (what came, when)."""
+
+    async def one(number: int) -> Any:
+        try:
+            found = await group.run_group(question(number))
+            assert [(t.question_uid, t.sample) for t in found] == [(f"q:{number}", i) for i in range(SAMPLES)]
+            return "whole", now()
+        except GroupLost as loss:
+            return loss.reason.value, now()
+        except NoEngineLeft:
+            return "end", now()
+
+    return await asyncio.gather(*(one(number) for number in range(count)))
+
+
+def methods(engines: Engines, index: int) -> list[str]:
+    return [method for method, _ in engines.ranks[index].log]
+
+
+def test_questions_go_to_the_engine_with_the_fewest_and_wait_while_all_are_full() -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10))
+        group, _ = make(engines)
+        assert group.capacity == 4
+        assert await ask(group, 5) == [("whole", 10.0)] * 4 + [("whole", 20.0)]
+        assert [engines.starts[f"q:{number}"] for number in range(5)] == [
+            [(0, 0)], [(1, 0)], [(0, 0)], [(1, 0)], [(0, 10)],
+        ]  # fmt: skip
+        found = await group.answer(question(7))
+        assert found.question_uid == "q:7"
+        _, args = engines.ranks[0].log[-1]
+        assert args[1:3] == (1, True), "one greedy episode"
+
+    run_virtually(story())
+
+
+def test_a_dead_engines_groups_run_again_on_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10))
+        group, tracer = make(engines)
+        group.step = 3
+        results, _ = await asyncio.gather(ask(group, 3), at(4, engines.die, 0))
+        # Engine 1 has room for one of the two at once, the other follows when its own is done.
+        assert results == [("whole", 14.0), ("whole", 10.0), ("whole", 20.0)]
+        assert engines.starts["q:0"] == [(0, 0), (1, 4)]
+        assert engines.starts["q:2"] == [(0, 0), (1, 10)]
+        assert (group.living, group.capacity) == ((1,), 2)
+        assert engines.ranks[0].killed, "nothing of it may be left half alive"
+        figures = await group.metrics()
+        assert figures["rollout/requeued_groups"] == 2
+        assert (figures["rollout/engines"], figures["rollout/lost_groups"]) == (1, 0)
+        assert "engine/0/version" not in figures
+        spans = [span for span in tracer.drain() if span.args["question"] == "q:2"]
+        assert [(span.lane, span.start_ns / 1e9, span.end_ns / 1e9) for span in spans] == [
+            ("engine 0", 0, 4), ("engine 1", 10, 20),
+        ]  # fmt: skip
+        assert spans[0].args == {"step": 3, "question": "q:2", "error": "RankDied"}
+        assert spans[1].args == {"step": 3, "question": "q:2", "attempt": 2}
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(story())
+    assert "rollout engine 0 is dead, 1 live: 2 of its groups run again, 0 are lost." in caplog.text
+
+
+def test_an_engine_may_die_while_its_worker_lives() -> None:
+    async def story() -> None:
+        gone = EngineDied("The engine on /model died: its process 12 is gone.")
+        engines = Engines(2, taking(run_group=10), failures={"run_group": gone})
+        group, _ = make(engines)
+        with pytest.raises(NoEngineLeft, match=r"its process 12 is gone\.\nThe last lines of engine 1"):
+            await group.run_group(question(0))
+        assert [worker.killed for worker in engines.ranks] == [True, True]
+
+    run_virtually(story())
+
+
+def test_the_second_death_ends_a_group_and_the_last_one_the_run() -> None:
+    async def story() -> None:
+        engines = Engines(3, taking(run_group=10))
+        group, _ = make(engines)
+        lost = asyncio.ensure_future(group.run_group(question(0)))
+        await at(1, engines.die, 0)
+        await at(2, engines.die, 1)
+        with pytest.raises(
+            GroupLost, match=r"q:0 is lost \(engine_died\): engines 0 and 1 both died under it"
+        ):
+            await lost
+        assert (await group.metrics())["rollout/lost_groups"] == 1
+        last = asyncio.ensure_future(group.run_group(question(1)))
+        waiting = [asyncio.ensure_future(group.run_group(question(2 + number))) for number in range(3)]
+        await at(3, engines.die, 2)
+        for one in [last, *waiting]:
+            with pytest.raises(
+                NoEngineLeft, match=r"(?s)every rollout engine has died\..*rank 2 died.*lines of engine 2"
+            ):
+                await one
+        with pytest.raises(NoEngineLeft):
+            await group.metrics()
+
+    run_virtually(story())
+
+
+def test_a_group_that_never_returns_is_lost_alone() -> None:
+    async def story() -> None:
+        engines = Engines(
+            1, lambda method, args: NEVER if method == "run_group" and args[0].uid == "q:0" else 10
+        )
+        group, _ = make(engines)
+        results = await ask(group, 2)
+        # The ping is answered at once, the abort after 10 s.
+        assert results == [("timeout", LIMIT_S + 10), ("whole", 10.0)]
+        assert methods(engines, 0)[-2:] == ["metrics", "abort_group"]
+        assert group.living == (0,)
+        figures = await group.metrics()
+        assert (figures["rollout/timed_out_groups"], figures["rollout/lost_groups"]) == (1, 1)
+
+    run_virtually(story())
+
+
+def test_an_engine_that_answers_nothing_is_dead() -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10))
+        group, _ = make(engines)
+        engines.ranks[0].silent = True
+        assert await ask(group, 2) == [("whole", LIMIT_S + PING_TIMEOUT_S + 10), ("whole", 10.0)]
+        assert group.living == (1,)
+        assert engines.ranks[0].killed
+
+    run_virtually(story())
+
+
+def test_an_engine_that_is_given_up_keeps_nobody_waiting() -> None:
+    """Its machine is unreachable: not even its end can be heard of."""
+
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10))
+        group, _ = make(engines)
+        engines.ranks[0].silent = engines.ranks[0].unreachable = True
+        update = asyncio.ensure_future(group.begin_update(1))
+        await ask(group, 1)
+        await update
+        assert now() == LIMIT_S + PING_TIMEOUT_S + 10
+
+    run_virtually(story())
+
+
+def test_a_group_whose_engine_dies_before_it_begins_goes_to_another() -> None:
+    async def story() -> None:
+        engines = Engines(
+            2, lambda method, args: NEVER if method == "run_group" and args[0].uid != "q:4" else 0
+        )
+        group, _ = make(engines)
+        asked = [asyncio.ensure_future(group.run_group(question(number))) for number in range(5)]
+        await asyncio.sleep(10)
+        # A place on engine 0 is free, and at the same moment the other group there finds it dead.
+        engines.ranks[0].finish("q:0~0")
+        engines.die(0)
+        await asyncio.sleep(0)
+        engines.ranks[1].finish("q:1~1")
+        await asyncio.wait({asked[4]})
+        assert engines.starts["q:4"] == [(1, 10)]
+        assert engines.breaches == []
+        for one in asked:
+            one.cancel()
+        await asyncio.wait(asked)
+
+    run_virtually(story())
+
+
+def test_more_episodes_than_slots_have_as_many_turns_time() -> None:
+    async def story() -> None:
+        group, _ = make(Engines(1, taking(run_group=2 * TIMEOUT_S)), slots=2)
+        assert await ask(group, 1) == [("whole", 2 * TIMEOUT_S)]
+
+    run_virtually(story())
+
+
+@pytest.mark.parametrize(("takes", "until"), [(3.0, 8.0), (NEVER, 5.0 + ABORT_TIMEOUT_S)])
+def test_a_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(
+    takes: float, until: float
+) -> None:
+    async def story() -> None:
+        engines = Engines(1, taking(run_group=100, abort_group=takes))
+        group, _ = make(engines, slots=SAMPLES)
+        first = asyncio.ensure_future(group.run_group(question(0)))
+        following = asyncio.ensure_future(group.run_group(question(1)))
+        await at(5, first.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert now() == until
+        await following
+        (_, run), (abort, aborted), *_ = engines.ranks[0].log
+        assert (abort, aborted) == ("abort_group", (run[3],)), "the key of the group that was begun"
+        assert engines.starts["q:1"] == [(0, until)]
+
+    run_virtually(story())
+
+
+def test_a_group_cancelled_in_line_leaves_no_trace() -> None:
+    async def story() -> None:
+        engines = Engines(1, taking(run_group=10))
+        group, _ = make(engines, slots=SAMPLES)
+        running, waiting, last = (asyncio.ensure_future(group.run_group(question(n))) for n in range(3))
+        await at(5, waiting.cancel)
+        await asyncio.gather(running, last)
+        assert waiting.cancelled()
+        assert engines.starts["q:1"] == []
+        assert engines.starts["q:2"] == [(0, 10)]
+
+    run_virtually(story())
+
+
+def test_an_engine_takes_groups_again_as_soon_as_it_has_switched() -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10, finish_update=1))
+        group, tracer = make(engines)
+        first = asyncio.ensure_future(ask(group, 1))  # on engine 0, until 10
+        await asyncio.sleep(5)
+        await group.begin_update(7)
+        await group.load_bucket("parcel")
+        switch = asyncio.ensure_future(group.finish_update(7, "digest"))
+        later = asyncio.ensure_future(group.run_group(question(9)))
+        await asyncio.gather(first, later)
+        assert engines.starts["q:9"] == [(1, 6)], "engine 1 had nothing to wait for"
+        await switch
+        assert now() == 16
+        assert engines.breaches == []
+        for worker in engines.ranks:
+            sync = [call for call in worker.log if call[0] not in ("run_group", "metrics")]
+            assert sync == [
+                ("begin_update", (7,)),
+                ("load_bucket", ("parcel",)),
+                ("finish_update", (7, "digest")),
+            ]
+        versions = {str(span.args["question"]): span.args.get("version") for span in tracer.drain()}
+        assert versions == {"q:0": None, "q:9": 7}
+
+    run_virtually(story())
+
+
+def test_a_death_during_a_transfer_costs_an_engine_and_not_the_run() -> None:
+    async def story() -> None:
+        engines = Engines(3, taking(run_group=50, load_bucket=10))
+        group, _ = make(engines)
+        await group.open_transport(["a", "b", "c"])
+        assert [worker.log for worker in engines.ranks] == [
+            [("open_transport", ("a",))],
+            [("open_transport", ("b",))],
+            [("open_transport", ("c",))],
+        ]
+        asked = asyncio.ensure_future(ask(group, 2))
+        await asyncio.gather(group.load_bucket(1), at(5, engines.die, 1))
+        assert group.living == (0, 2)
+        assert now() == 10
+        await group.finish_update(1, "")
+        await group.open_transport(["d", "e"])
+        assert engines.ranks[2].log[-1] == ("open_transport", ("e",))
+        assert await asked == [("whole", 50.0), ("whole", 55.0)]
+
+    run_virtually(story())
+
+
+def test_what_a_worker_raises_in_an_update_ends_it() -> None:
+    async def story() -> None:
+        refusal = RunError("The engine refused a weight update.")
+        engines = Engines(2, taking(finish_update=1), failures={"finish_update": refusal})
+        group, _ = make(engines)
+        engines.ranks[1].silent = True
+        with pytest.raises(RunError, match="refused a weight update"):
+            await group.finish_update(1, "")
+        assert now() == 1, "the other's answer is not waited for"
+        assert group.living == (0, 1)
+        await group.run_group(question(0))
+        assert engines.starts["q:0"] == [(0, 1)]
+
+    run_virtually(story())
+
+
+def test_an_update_that_takes_too_long_on_a_living_engine_ends_the_run() -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(load_bucket=NEVER))
+        group, _ = make(engines)
+        with pytest.raises(RunError, match="waited 1800 s for rollout rank 0 to finish load_bucket"):
+            await group.load_bucket(1)
+        engines.ranks[0].silent = engines.ranks[1].silent = True
+        with pytest.raises(NoEngineLeft, match="answers nothing any more: waited 1800 s"):
+            await group.sleep()
+
+    run_virtually(story())
+
+
+class Chaos:
+    """A seeded run: questions and evaluations, deaths, silence, groups that get stuck, cancellations, updates."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.count = self.random.randint(1, 4)
+        self.slots = self.random.choice([2, 4, 8, 12])
+        self.stuck = {f"q:{number}" for number in range(30) if self.random.random() < 0.05}
+        self.engines = Engines(self.count, self._seconds)
+        self.group, self.tracer = make(self.engines, self.slots)
+        self.outcomes: Counter[str] = Counter()
+
+    def _seconds(self, method: str, args: tuple[Any, ...]) -> float:
+        if method == "run_group":
+            return (
+                NEVER
+                if args[0].uid in self.stuck
+                else self.random.choice([0, 5, self.random.uniform(0, 500)])
+            )
+        return self.random.choice([0, 1, self.random.uniform(0, 20)])
+
+    async def _ask(self, number: int) -> None:
+        await asyncio.sleep(self.random.choice([0, self.random.uniform(0, 3000)]))
+        asking = asyncio.ensure_future(self.group.run_group(question(number)))
+        if self.random.random() < 0.15:
+            await asyncio.wait({asking}, timeout=self.random.choice([0, self.random.uniform(0, 600)]))
+            asking.cancel()
+        cancelled_at = now()
+        try:
+            found = await asking
+            assert [t.question_uid for t in found] == [f"q:{number}"] * SAMPLES
+            outcome = "whole"
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            assert now() <= cancelled_at + ABORT_TIMEOUT_S
+        except GroupLost as loss:
+            outcome = loss.reason.value
+            self._check_loss(f"q:{number}", outcome)
+        except NoEngineLeft:
+            outcome = "end"
+        self.outcomes[outcome] += 1
+        starts = self.engines.starts[f"q:{number}"]
+        assert len(starts) == len({engine for engine, _ in starts}) <= 2, "never the same engine twice"
+
+    def _check_loss(self, uid: str, outcome: str) -> None:
+        ran_on = [self.engines.ranks[engine] for engine, _ in self.engines.starts[uid]]
+        if outcome == "engine_died":
+            assert not any(worker.alive for worker in ran_on)
+        else:
+            assert uid in self.stuck
+            assert uid not in [key.partition("~")[0] for key in ran_on[-1].running], "its episodes were ended"
+
+    async def _hurt(self) -> None:
+        for worker in self.random.sample(self.engines.ranks, self.count):
+            await asyncio.sleep(self.random.uniform(0, self.random.choice([100, 2000])))
+            event = self.random.random()
+            if event < 0.4:
+                worker.end()
+            elif event < 0.6:
+                worker.silent = True
+
+    async def _update(self) -> None:
+        try:
+            for version in range(1, 4):
+                await asyncio.sleep(self.random.uniform(0, 1000))
+                await self.group.begin_update(version)
+                await self.group.load_bucket(version)
+                await self.group.finish_update(version, "")
+        except NoEngineLeft:
+            assert not any(worker.alive for worker in self.engines.ranks)
+
+    async def run(self) -> None:
+        """All of it, and then whether what is left works as a new group would."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(30):
+                tasks.create_task(self._ask(number))
+            tasks.create_task(self._hurt())
+            tasks.create_task(self._update())
+        assert sum(self.outcomes.values()) == 30
+        tries = self.tracer.drain()
+        longest_s = TIMEOUT_S * ceil(SAMPLES / self.slots) + MARGIN_S + PING_TIMEOUT_S + ABORT_TIMEOUT_S
+        assert max((span.end_ns - span.start_ns) / 1e9 for span in tries) <= longest_s
+        assert self.engines.breaches == []
+        fits = max(self.slots, SAMPLES)
+        assert max(worker.most_episodes for worker in self.engines.ranks) <= fits
+        assert not self.outcomes["end"] or not any(worker.alive for worker in self.engines.ranks)
+        answering = [worker for worker in self.engines.ranks if worker.alive and not worker.silent]
+        assert not any(worker.running for worker in answering), "episodes that nobody waits for"
+        if answering:
+            figures = await self.group.metrics()
+            assert figures["rollout/requeued_groups"] == sum("attempt" in span.args for span in tries)
+            lost = self.outcomes["engine_died"] + self.outcomes["timeout"]
+            assert figures["rollout/lost_groups"] == lost
+            await self._refill()
+
+    async def _refill(self) -> None:
+        """Every living engine has all its slots: as many groups as fit begin at once."""
+        begun, capacity = now(), self.group.capacity
+        self.stuck.clear()
+        asked = [asyncio.ensure_future(self.group.run_group(question(100 + n))) for n in range(capacity)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*asked)
+        firsts = [self.engines.starts[f"q:{100 + number}"][0][1] for number in range(capacity)]
+        assert firsts == [begun] * capacity
+
+
+def test_any_interleaving_of_deaths_silence_cancellations_and_updates() -> None:
+    outcomes: Counter[str] = Counter()
+
+    async def one(seed: int) -> None:
+        chaos = Chaos(seed)
+        await chaos.run()
+        outcomes.update(chaos.outcomes)
+
+    for seed in range(150):
+        run_virtually(one(seed))
+    assert min(outcomes[kind] for kind in ("whole", "cancelled", "engine_died", "timeout", "end")) > 5, (
+        outcomes
+    )

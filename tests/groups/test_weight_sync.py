@@ -1,0 +1,302 @@
+"""Two phases, one bucket ahead of the readers, and nobody computes while its weights change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlsys.config.schema import ClusterConfig, Device, SyncMode
+from rlsys.errors import RunError
+from rlsys.groups.megatron import InferenceGroup
+from rlsys.groups.weight_sync import SyncReport, WeightSync
+from rlsys.observe.spans import Tracer
+from rlsys.weights.buckets import ChecksumError
+from rlsys.weights.transport import Parcel, TransportSpec
+from tests.weights.ends import End, Group, ends, raw, some_tensors
+
+
+def cluster(mode: SyncMode = SyncMode.tensor, timeout_s: float = 30.0) -> ClusterConfig:
+    return ClusterConfig(
+        device=Device.cpu, sync_mode=mode, sync_bucket_bytes=64_000, call_timeout_s=timeout_s
+    )
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[End, list[End]]]:
+    with ends(receivers=2) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("mode", list(SyncMode), ids=str)
+async def test_a_slow_reader_gets_every_bit(
+    mode: SyncMode, processes: tuple[End, list[End]], tmp_path: Path
+) -> None:
+    source, (quick, slow) = processes
+    slow.call("read_slowly", 0.05)
+    actor, inference, rollout = (
+        Group("actor", [source]),
+        Group("inference", [quick]),
+        Group("rollout", [slow]),
+    )
+    sync = WeightSync(actor, [rollout], cluster(mode), tmp_path, Tracer("driver"), [inference])  # type: ignore[arg-type]
+    await sync.open()
+    for version in (1, 2):
+        source.call("choose", version)
+        report = await sync.send(version)
+        sent = {name: raw(tensor) for bucket in some_tensors(version) for name, tensor in bucket}
+        assert quick.call("held") == slow.call("held") == sent
+        assert report.sent_bytes >= sum(len(data) for _, _, data in sent.values())
+    assert [report.version for report in sync.reports] == [1, 2]
+    assert not list(tmp_path.rglob("bucket*"))
+    sync.close()
+    assert not (tmp_path / "weights").exists()
+
+
+async def test_a_damaged_tensor_ends_the_transfer(processes: tuple[End, list[End]], tmp_path: Path) -> None:
+    source, sinks = processes
+    actor, rollout = Group("actor", [source]), Group("rollout", sinks)
+    sync = WeightSync(actor, [rollout], cluster(), tmp_path, Tracer("driver"))  # type: ignore[arg-type]
+    await sync.open()
+    source.call("choose", 1, "4.bias")
+    with pytest.raises(ChecksumError, match=r"4\.bias"):
+        await sync.send(1)
+    assert sync.reports == []
+
+
+def parcel(number: int, nbytes: int = 100) -> Parcel:
+    return Parcel(number, (), nbytes, None)
+
+
+@dataclass
+class Actor:
+    """A worker group that hands out `buckets` parcels and writes down what happens."""
+
+    events: list[str]
+    buckets: int = 3
+    ranks: list[Any] = field(default_factory=lambda: [SimpleNamespace(name="actor rank 0")])
+    left: int = 0
+    specs: list[TransportSpec] = field(default_factory=list)
+
+    async def free_address(self, _timeout_s: float) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        if method == "open_transport":
+            self.specs.append(args[0])
+            return [2.0, None]
+        if method == "begin_export":
+            self.left = self.buckets
+        if method == "end_export":
+            self.events.append(f"end, {args[0]} taken")
+            return ["digest", "of others"]
+        if method != "next_parcel":
+            return [None, None]
+        number = self.buckets - self.left + 1
+        self.events.append(f"gather {number}, {args[0]} taken")
+        await asyncio.sleep(0.01)
+        self.left -= 1
+        return [parcel(number) if self.left >= 0 else None, None]
+
+
+@dataclass
+class Receivers:
+    """A group that takes a little longer than the actor."""
+
+    name: str
+    events: list[str]
+    living: tuple[int, ...] = (0, 1)
+    opened: list[Sequence[TransportSpec]] = field(default_factory=list)
+    failure: Exception | None = None
+    may_finish: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.workers: Any = SimpleNamespace(
+            ranks=[SimpleNamespace(name=f"{self.name} rank {rank}") for rank in range(2)]
+        )
+        self.may_finish.set()
+
+    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+        self.opened.append(specs)
+
+    async def begin_update(self, version: int) -> None:
+        self.events.append(f"{self.name} begins {version}")
+
+    async def load_bucket(self, parcel: Parcel) -> None:
+        await asyncio.sleep(0.02)
+        self.events.append(f"{self.name} has {parcel.number}")
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        await self.may_finish.wait()
+        if self.failure:
+            raise self.failure
+        self.events.append(f"{self.name} uses {version} {digest}")
+
+
+@pytest.fixture
+def events() -> list[str]:
+    return []
+
+
+def make(
+    events: list[str], tmp_path: Path, timeout_s: float = 30.0
+) -> tuple[WeightSync, Actor, Receivers, Receivers]:
+    actor, rollout, inference = Actor(events), Receivers("rollout", events), Receivers("inference", events)
+    settings = cluster(SyncMode.broadcast, timeout_s)
+    sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference])  # type: ignore[arg-type]
+    return sync, actor, rollout, inference
+
+
+async def test_the_next_bucket_is_gathered_while_the_last_is_read_and_no_earlier(
+    events: list[str], tmp_path: Path
+) -> None:
+    sync, *_ = make(events, tmp_path)
+    await sync.open()
+    await sync.transfer(7)
+    assert [event for event in events if "inference" not in event] == [
+        "rollout begins 7",
+        "gather 1, 0 taken",
+        "gather 2, 0 taken",
+        "rollout has 1",
+        "gather 3, 1 taken",
+        "rollout has 2",
+        "gather 4, 2 taken",
+        "rollout has 3",
+        "end, 3 taken",
+    ]
+
+
+async def test_a_version_is_used_at_once_or_at_the_switch(events: list[str], tmp_path: Path) -> None:
+    sync, *_ = make(events, tmp_path)
+    await sync.transfer(1)
+    assert "inference uses 1 digest" in events
+    assert "rollout uses 1 digest" not in events
+    assert sync.reports == []
+    await sync.switch(1)
+    assert events[-1] == "rollout uses 1 digest"
+    assert [report.version for report in sync.reports] == [1]
+    with pytest.raises(RunError, match="Version 1 cannot be switched to"):
+        await sync.switch(1)
+
+
+async def test_a_transfer_waits_for_the_switch_before_it(events: list[str], tmp_path: Path) -> None:
+    sync, _, rollout, _ = make(events, tmp_path)
+    rollout.may_finish.clear()
+    await sync.transfer(1)
+    switching = asyncio.create_task(sync.switch(1))
+    following = asyncio.create_task(sync.transfer(2))
+    await asyncio.sleep(0.1)
+    assert "inference begins 2" not in events
+    rollout.may_finish.set()
+    await following
+    assert switching.done()
+    assert events.index("rollout uses 1 digest") < events.index("rollout begins 2")
+    await sync.switch(2)
+    assert [report.version for report in sync.reports] == [1, 2]
+
+
+async def test_a_switch_that_fails_or_does_not_end_stops_the_next_transfer(
+    events: list[str], tmp_path: Path
+) -> None:
+    sync, _, rollout, _ = make(events, tmp_path, timeout_s=0.1)
+    await sync.transfer(1)
+    with pytest.raises(RunError, match=r"waited 0 s to send version 2: version 1 is not in use"):
+        await sync.transfer(2)
+    rollout.failure = RunError("engine 0 refused version 1")
+    with pytest.raises(RunError, match="engine 0 refused"):
+        await sync.switch(1)
+    with pytest.raises(RunError, match="the switch to version 1 failed"):
+        await sync.transfer(2)
+
+
+async def test_every_living_process_has_its_place_and_a_death_opens_anew(
+    events: list[str], tmp_path: Path
+) -> None:
+    sync, actor, rollout, inference = make(events, tmp_path)
+    await sync.open()
+    names = ("actor rank 0", "inference rank 0", "inference rank 1", "rollout rank 0", "rollout rank 1")
+    assert actor.specs[0].members == names
+    assert [(one.rank, one.name) for one in inference.opened[0]] == [(1, names[1]), (2, names[2])]
+    assert [(one.rank, one.name) for one in rollout.opened[0]] == [(3, names[3]), (4, names[4])]
+    await sync.send(1)
+    assert len(actor.specs) == 1
+    rollout.living = (1,)
+    await sync.send(2)
+    assert [(one.rank, one.name) for one in rollout.opened[1]] == [(3, "rollout rank 1")]
+    assert actor.specs[1].members == (*names[:3], "rollout rank 1")
+    assert events.count("gather 1, 0 taken") == 2, "a new transport counts from the start"
+
+
+def test_the_speed_is_told_in_bytes_and_in_parts_of_the_hosts_own() -> None:
+    report = SyncReport(3, "", sent_bytes=6_000_000_000, copy_gb_s=12.0, transfer_s=1.5, switch_s=0.25)
+    assert report.figures() == {
+        "time/sync_transfer_s": 1.5,
+        "time/sync_switch_s": 0.25,
+        "sync/bytes": 6e9,
+        "sync/gb_s": 4.0,
+        "sync/copy_gb_s": 12.0,
+        "sync/copy_fraction": pytest.approx(1 / 3),
+    }
+
+
+class Workers:
+    """The inference group's processes: each call takes its time."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.ranks = [SimpleNamespace(name="inference rank 0")]
+        self.events = events
+        self.failing: set[str] = set()
+
+    async def call(self, method: str, *_args: Any) -> list[Any]:
+        self.events.append(f"> {method}")
+        await asyncio.sleep(0.01)
+        self.events.append(f"< {method}")
+        if method in self.failing:
+            raise RunError(method)
+        return [None]
+
+
+@pytest.fixture
+def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGroup:
+    monkeypatch.setattr("rlsys.groups.megatron.share", lambda value: value)
+    dealer: Any = SimpleNamespace(deal=lambda _samples: ([], []))
+    workers: Any = Workers(events)
+    return InferenceGroup(workers, dealer, Tracer("inference"))
+
+
+async def test_nothing_is_computed_from_the_beginning_of_an_update_to_its_end(
+    inference: InferenceGroup, events: list[str]
+) -> None:
+    async def update() -> None:
+        await inference.begin_update(1)
+        await inference.load_bucket(parcel(1))
+        await asyncio.sleep(0.03)
+        await inference.finish_update(1, "digest")
+
+    first = asyncio.create_task(inference.compute([]))
+    await asyncio.sleep(0)
+    await asyncio.gather(update(), inference.compute([]), first)
+    steps = ["compute", "begin_update", "load_bucket", "finish_update", "compute"]
+    assert events == [f"{edge} {step}" for step in steps for edge in "><"]
+
+
+@pytest.mark.parametrize("where", ["begin_update", "finish_update"])
+async def test_an_update_that_fails_leaves_nobody_waiting(
+    inference: InferenceGroup, where: str, events: list[str]
+) -> None:
+    workers: Any = inference.workers
+    workers.failing = {where}
+
+    async def update() -> None:
+        await inference.begin_update(1)
+        await inference.finish_update(1, "digest")
+
+    with pytest.raises(RunError, match=where):
+        await update()
+    await asyncio.wait_for(inference.compute([]), 5)
+    assert events[-1] == "< compute"

@@ -1,0 +1,153 @@
+"""The router against a model that keeps no sums: a list of what happened, read anew for every answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlsys.pipeline.routing import GroupLost, Loss, NoEngineLeft, Orphans, Router
+
+KEYS = st.integers(0, 11).map(str)
+ENGINES = st.integers(0, 4)
+
+
+class Routing(RuleBasedStateMachine):
+    """Any sequence of calls, each answered by the router and by the model."""
+
+    @initialize(engines=st.integers(1, 5), slots=st.none() | st.integers(1, 6))
+    def begin(self, engines: int, slots: int | None) -> None:
+        self.router = Router(engines, slots)
+        self.engines, self.slots = engines, slots
+        self.dead: set[int] = set()
+        self.closed: set[int] = set()
+        self.on: dict[str, tuple[int, int]] = {}
+        """Key -> (engine, size), in the order of assignment."""
+        self.deaths: dict[str, list[int]] = {}
+        """Key -> engines that died under it, since it was last unknown."""
+        self.starts: Counter[str] = Counter()
+        """Key -> engines that it has been given to, since it was last unknown."""
+
+    def load(self, engine: int) -> int:
+        return sum(size for other, size in self.on.values() if other == engine)
+
+    @rule(key=KEYS, size=st.integers(1, 4))
+    def assign(self, key: str, size: int) -> None:
+        living = [engine for engine in range(self.engines) if engine not in self.dead]
+        if key in self.on:
+            assert self.router.assign(key, size) == self.on[key][0], "a key keeps its engine"
+            return
+        if not living:
+            with pytest.raises(NoEngineLeft):
+                self.router.assign(key, size)
+            return
+        takers = sorted((self.load(engine), engine) for engine in living if engine not in self.closed)
+        fits = self.slots is None or (takers and (takers[0][0] == 0 or takers[0][0] + size <= self.slots))
+        expected = takers[0][1] if takers and fits else None
+        assert self.router.assign(key, size) == expected
+        if expected is not None:
+            self.on[key] = (expected, size)
+            self.starts[key] += 1
+            assert self.starts[key] <= 2, "a key is tried once, and once more"
+
+    @rule(key=KEYS)
+    def release(self, key: str) -> None:
+        self.router.release(key)
+        for known in (self.on, self.deaths, self.starts):
+            known.pop(key, None)  # type: ignore[attr-defined]
+
+    @precondition(lambda self: len(self.dead) < self.engines)
+    @rule(engine=ENGINES)
+    def die(self, engine: int) -> None:
+        if engine >= self.engines:
+            return
+        ran_there = [key for key, (other, _) in self.on.items() if other == engine]
+        for key in ran_there:
+            del self.on[key]
+            self.deaths.setdefault(key, []).append(engine)
+        again = tuple(key for key in ran_there if len(self.deaths[key]) == 1)
+        lost = {key: self.deaths[key] for key in ran_there if len(self.deaths[key]) == 2}
+        found = self.router.died(engine)
+        assert found.again == again
+        assert found.lost == {
+            key: f"engines {first} and {second} both died under it" for key, (first, second) in lost.items()
+        }
+        for key in lost:
+            del self.deaths[key], self.starts[key]
+        self.dead.add(engine)
+        assert self.router.died(engine) == Orphans((), {}), "an engine dies once"
+
+    @rule(engine=ENGINES)
+    def close(self, engine: int) -> None:
+        self.router.close(engine)
+        self.closed.add(engine)
+
+    @rule(engine=ENGINES)
+    def reopen(self, engine: int) -> None:
+        self.router.reopen(engine)
+        self.closed.discard(engine)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        assert self.router.living == tuple(sorted(set(range(self.engines)) - self.dead))
+        for engine in range(self.engines):
+            assert self.router.load(engine) == self.load(engine)
+        assert not {engine for engine, _ in self.on.values()} & self.dead, "no key is on a dead engine"
+
+
+TestRouting = Routing.TestCase
+TestRouting.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_the_story_of_a_group() -> None:
+    router = Router(3)
+    assert [router.assign(key) for key in "abcd"] == [0, 1, 2, 0]
+    assert router.assign("b") == 1
+    router.release("c")
+    assert router.assign("e") == 2, "the least loaded, not the next in turn"
+    assert router.died(0) == Orphans(("a", "d"), {})
+    assert (router.assign("a"), router.assign("d")) == (1, 2)
+    assert router.died(2) == Orphans(("e",), {"d": "engines 0 and 2 both died under it"})
+    assert router.load(1) == 2
+    router.release("a")
+    router.release("b")
+    assert router.load(1) == 0
+    assert router.died(1) == Orphans((), {})
+    with pytest.raises(NoEngineLeft, match="every rollout engine has died"):
+        router.assign("e")
+
+
+def test_a_released_key_is_new() -> None:
+    router = Router(3)
+    router.assign("a")
+    assert router.died(0).again == ("a",)
+    router.release("a")
+    assert router.assign("a") == 1
+    assert router.died(1) == Orphans(("a",), {})
+
+
+def test_a_full_engine_is_not_given_more_unless_the_group_fits_nowhere() -> None:
+    router = Router(2, slots=5)
+    assert [router.assign(key, 3) for key in ("a", "b", "c")] == [0, 1, None]
+    assert router.assign("small", 2) == 0
+    router.release("b")
+    assert router.assign("huge", 9) == 1
+
+
+def test_a_lost_group_says_whose_it_is_and_why() -> None:
+    loss = GroupLost("q:7", Loss.timeout, "engine 1 did not return it within 630 s")
+    assert (
+        str(loss) == "the group of question q:7 is lost (timeout): engine 1 did not return it within 630 s."
+    )
+    assert loss.reason == "timeout"
+
+
+@pytest.mark.parametrize(("engines", "slots"), [(0, None), (1, 0)])
+def test_nothing_to_route_to_is_a_mistake(engines: int, slots: int | None) -> None:
+    with pytest.raises(ValueError, match="at least one engine and one slot"):
+        Router(engines, slots)
