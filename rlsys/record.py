@@ -1,7 +1,8 @@
 """The folder of a run and everything written to it.
 
 Contract: what is known is on disk at once (a row a step); `close` writes the trace and the curves also
-when the run failed. Nothing here knows Ray, Megatron or SGLang.
+when the run failed; work that goes on over several steps counts to each with its part. Nothing here knows
+Ray, Megatron or SGLang.
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ from rlsys.config.schema import RunConfig
 from rlsys.evaluation.evaluate import Answered, Evaluation
 from rlsys.observe.metrics import MetricsLog, read_metrics
 from rlsys.observe.plots import draw_curves
+from rlsys.observe.processor import tree_cpu_seconds
 from rlsys.observe.progress import Progress
 from rlsys.observe.samples import Sample as ShownSample
 from rlsys.observe.samples import write_samples
-from rlsys.observe.spans import Span, Tracer, idle_share, overlap_seconds, stage_seconds, write_chrome_trace
+from rlsys.observe.spans import (
+    Interval,
+    Span,
+    Tracer,
+    idle_share,
+    overlap_seconds,
+    stage_seconds,
+    write_chrome_trace,
+)
 from rlsys.observe.trackers import open_trackers
 from rlsys.pipeline.figures import step_figures
 from rlsys.pipeline.group import Group
@@ -53,6 +63,8 @@ class RunRecord:
         self.evaluations: list[Evaluation] = []
         self.tracers = {name: Tracer(name) for name in ("driver", "rollout", "inference", "actor")}
         self._spans: list[Span] = []
+        self._recent: list[Span] = []
+        self._begun_ns, self._begun_cpu_s = 0, 0.0
         self._log = MetricsLog(run_dir / "metrics.jsonl")
         resolved = as_dict(config)
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
@@ -62,20 +74,23 @@ class RunRecord:
         """A function that shows what `group` does."""
         return lambda text: self.progress.update(states={group: text})
 
+    def begin_step(self) -> None:
+        """From here on, time counts to the next step; what lies between steps counts to none."""
+        self._begun_ns, self._begun_cpu_s = self.tracers["driver"].now(), tree_cpu_seconds()
+
     def step(
         self,
         step: int,
         groups: Sequence[Group],
         updates: Sequence[Mapping[str, float]],
-        step_s: float,
         more: Mapping[str, float],
     ) -> None:
         """Log one step: figures of its groups and updates (means, maxima kept), its times, and `more`."""
-        self._drain()
-        of_step = [span for span in self._spans if span.args.get("step") == step]
-        times = stage_seconds(of_step)
-        window = (min(span.start_ns for span in of_step), max(span.end_ns for span in of_step))
-        figures = step_figures(groups)
+        window = (self._begun_ns, self.tracers["driver"].now())
+        spans = self._spans_of(window)
+        step_s = (window[1] - window[0]) / 1e9
+        times = stage_seconds(spans, window)
+        figures = step_figures(groups, step - 1, self.config.algorithm.correction.level)
         row = {
             **figures,
             **more,
@@ -85,8 +100,10 @@ class RunRecord:
             "time/rollout_s": times.get("rollout", 0.0),
             "time/logprob_s": times.get("logprob", 0.0),
             "time/train_s": times.get("train", 0.0),
-            "overlap_s": overlap_seconds(of_step, step),
-            **{f"idle/{group}": share for group, share in idle_share(of_step, window).items()},
+            "time/cpu_s": tree_cpu_seconds() - self._begun_cpu_s,
+            "time/sync_s": times.get("sync", 0.0),
+            "overlap_s": overlap_seconds(spans, window),
+            **{f"idle/{group}": share for group, share in idle_share(spans, window).items()},
             "rollout/tokens_per_s": figures["rollout/generated_tokens"] / step_s,
         }
         self._write(step, row)
@@ -167,6 +184,14 @@ class RunRecord:
     def _drain(self) -> None:
         for tracer in self.tracers.values():
             self._spans.extend(tracer.drain())
+
+    def _spans_of(self, window: Interval) -> list[Span]:
+        """What was done in `window`, what still goes on included. Windows come in order."""
+        before = len(self._spans)
+        self._drain()
+        self._recent = [span for span in self._recent if span.end_ns > window[0]] + self._spans[before:]
+        running = [span for tracer in self.tracers.values() for span in tracer.running()]
+        return self._recent + running
 
     def _write(self, step: int, row: Mapping[str, float]) -> None:
         self._log.log(step, row)

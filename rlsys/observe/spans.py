@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +59,34 @@ class Tracer:
         self._clock = clock or _steady_clock()
         self._lock = threading.Lock()
         self._spans: list[Span] = []
+        self._running: dict[int, Span] = {}
 
     @contextmanager
     def span(self, name: str, lane: str | None = None, **args: Arg) -> Iterator[dict[str, Arg]]:
         """Record the body's time, also when it raises. Yields the args, to add what is known at the end."""
         known = dict(args)
-        start = self._clock()
+        begun = Span(name, self._clock(), 0, self._group, lane or "main", known)
+        with self._lock:
+            self._running[id(begun)] = begun
         try:
             yield known
         except BaseException as error:
             known["error"] = type(error).__name__
             raise
         finally:
-            span = Span(name, start, self._clock(), self._group, lane or "main", known)
             with self._lock:
-                self._spans.append(span)
+                del self._running[id(begun)]
+                self._spans.append(replace(begun, end_ns=self._clock()))
+
+    def running(self) -> list[Span]:
+        """What is going on, as spans that end now; they come again, at their end, with `drain`."""
+        now = self._clock()
+        with self._lock:
+            return [replace(span, end_ns=now) for span in self._running.values()]
+
+    def now(self) -> int:
+        """The clock that spans are taken by, ns since the epoch."""
+        return self._clock()
 
     def drain(self) -> list[Span]:
         """The spans finished since the last call; they are handed out once."""
@@ -93,31 +106,34 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def overlap_seconds(spans: Iterable[Span], step: int) -> float:
-    """Seconds in which step `step` was trained or scored while some of its groups were still generated.
+def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:
+    """Seconds of `window` in which something was trained or scored while something was generated.
 
-    The union of the actor's and the inference group's work on the step, up to the end of the step's last
-    rollout span. A second in which both work, or several ranks do, counts once, so this never exceeds
-    the rollout's duration. 0 without a rollout span of the step.
+    A second in which several groups or ranks do so counts once.
     """
-    of_step = [span for span in spans if span.args.get("step") == step]
-    ends = [span.end_ns for span in of_step if (span.group, span.name) == (ROLLOUT_GROUP, ROLLOUT_SPAN)]
-    if not ends:
-        return 0.0
-    last = max(ends)
-    return _covered_seconds(
-        (span.start_ns, min(span.end_ns, last))
-        for span in of_step
-        if span.name in HIDDEN_SPANS.get(span.group, ())
+    found = list(spans)
+    hidden = [span for span in found if span.name in HIDDEN_SPANS.get(span.group, ())]
+    rolled = [span for span in found if (span.group, span.name) == (ROLLOUT_GROUP, ROLLOUT_SPAN)]
+    both = [*_clipped(hidden, window), *_clipped(rolled, window)]
+    return (
+        _covered_seconds(_clipped(hidden, window))
+        + _covered_seconds(_clipped(rolled, window))
+        - _covered_seconds(both)
     )
 
 
-def stage_seconds(spans: Iterable[Span]) -> dict[str, float]:
-    """Stage -> seconds in which at least one worker was at it. Stages overlap: the sum may exceed the wall time."""
-    intervals: dict[str, list[Interval]] = defaultdict(list)
-    for span in spans:
-        intervals[span.stage].append((span.start_ns, span.end_ns))
-    return {stage: _covered_seconds(found) for stage, found in sorted(intervals.items())}
+def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict[str, float]:
+    """Stage -> seconds (of `window`) in which at least one worker was at it.
+
+    Stages overlap: the sum may exceed the wall time.
+    """
+    by_stage = _by(spans, lambda span: span.stage)
+    return {
+        stage: _covered_seconds(
+            _clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found]
+        )
+        for stage, found in by_stage
+    }
 
 
 def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
@@ -125,11 +141,11 @@ def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
     start, end = window
     if end <= start:
         raise ValueError(f"The window {window} is empty: its end must come after its start.")
-    intervals: dict[str, list[Interval]] = defaultdict(list)
-    for span in spans:
-        intervals[span.group].append((max(span.start_ns, start), min(span.end_ns, end)))
     length = (end - start) / 1e9
-    return {group: 1.0 - _covered_seconds(found) / length for group, found in sorted(intervals.items())}
+    return {
+        group: 1.0 - _covered_seconds(_clipped(found, window)) / length
+        for group, found in _by(spans, lambda span: span.group)
+    }
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
@@ -156,6 +172,10 @@ def _steady_clock() -> Callable[[], int]:
     # Wall time may step back when the machine's clock is set; a span must not end before it starts.
     offset = time.time_ns() - time.perf_counter_ns()
     return lambda: time.perf_counter_ns() + offset
+
+
+def _clipped(spans: Iterable[Span], window: Interval) -> list[Interval]:
+    return [(max(span.start_ns, window[0]), min(span.end_ns, window[1])) for span in spans]
 
 
 def _covered_seconds(intervals: Iterable[Interval]) -> float:

@@ -42,19 +42,37 @@ ONE_STEP = [
 
 def test_overlap_by_hand() -> None:
     # Log-probs 4-6 and 9-10, training 5-8: together 4-8 and 9-10.
-    assert overlap_seconds(ONE_STEP, step=1) == pytest.approx(5.0)
+    assert overlap_seconds(ONE_STEP, (0, 20 * S)) == pytest.approx(5.0)
 
 
-def test_overlap_counts_the_step_alone() -> None:
-    other = [span("rollout.group", 0, 100, "rollout", step=2), span("train.apply", 20, 30, "actor", step=2)]
-    assert overlap_seconds(ONE_STEP + other, step=1) == pytest.approx(5.0)
-    assert overlap_seconds(ONE_STEP + other, step=2) == pytest.approx(10.0)
-    assert overlap_seconds(ONE_STEP + other, step=3) == 0.0
+def test_overlap_counts_the_window_alone() -> None:
+    later = [span("rollout.group", 20, 100, "rollout", step=2), span("train.apply", 20, 30, "actor", step=2)]
+    assert overlap_seconds(ONE_STEP + later, (0, 20 * S)) == pytest.approx(5.0)
+    assert overlap_seconds(ONE_STEP + later, (25 * S, 60 * S)) == pytest.approx(5.0)
+    assert overlap_seconds(ONE_STEP + later, (40 * S, 60 * S)) == 0.0
 
 
 def test_work_after_the_last_group_hides_nothing() -> None:
     serial = [span("rollout.group", 0, 5, "rollout"), span("train.accumulate", 5, 9, "actor")]
-    assert overlap_seconds(serial, step=1) == 0.0
+    assert overlap_seconds(serial, (0, 20 * S)) == 0.0
+
+
+def test_a_window_cuts_stages() -> None:
+    # Of rollout 6-10, log-probs 9-11, training 6-8 and sending 6-9 the window 6-11 has all.
+    seconds = stage_seconds(ONE_STEP, (6 * S, 11 * S))
+    assert seconds == pytest.approx({"rollout": 4.0, "logprob": 2.0, "train": 2.0, "sync": 3.0})
+
+
+def test_work_that_goes_on_counts_up_to_now() -> None:
+    ticks = count(0, 5)
+    tracer = Tracer("actor", clock=lambda: next(ticks))
+    with tracer.span("train.accumulate"):
+        (running,) = tracer.running()
+        assert (running.start_ns, running.end_ns) == (0, 5)
+        assert tracer.drain() == []
+    assert tracer.running() == []
+    (done,) = tracer.drain()
+    assert (done.start_ns, done.end_ns) == (0, 10)
 
 
 def test_stage_seconds_are_unions() -> None:
