@@ -17,6 +17,10 @@ def questions(count: int) -> list[Question]:
     return [Question(f"q:{number}", "?", ("yes",)) for number in range(count)]
 
 
+def take(source: PromptSource, count: int) -> list[Question]:
+    return [source.next() for _ in range(count)]
+
+
 def uids(taken: list[Question]) -> list[str]:
     return [question.uid for question in taken]
 
@@ -24,7 +28,7 @@ def uids(taken: list[Question]) -> list[str]:
 @given(SIZE, SEED, STEPS)
 def test_every_epoch_hands_out_each_question_once(size: int, seed: int, steps: list[int]) -> None:
     source = PromptSource(questions(size), seed)
-    taken = [uid for count in steps for uid in uids(source.take(count))]
+    taken = [uid for count in steps for uid in uids(take(source, count))]
     assert len(taken) == source.position == sum(steps)
     for start in range(0, len(taken), size):
         epoch = taken[start : start + size]
@@ -37,19 +41,45 @@ def test_a_position_is_all_that_is_needed_to_go_on(
 ) -> None:
     first = PromptSource(questions(size), seed)
     for count in steps:
-        first.take(count)
+        take(first, count)
     second = PromptSource(questions(size), seed, first.position)
-    assert uids(first.take(ahead)) == uids(second.take(ahead))
+    assert uids(take(first, ahead)) == uids(take(second, ahead))
 
 
 @given(SIZE, SEED, STEPS)
 def test_the_sizes_of_steps_do_not_change_the_sequence(size: int, seed: int, steps: list[int]) -> None:
     parts, whole = PromptSource(questions(size), seed), PromptSource(questions(size), seed)
-    assert [uid for count in steps for uid in uids(parts.take(count))] == uids(whole.take(sum(steps)))
+    assert [uid for count in steps for uid in uids(take(parts, count))] == uids(take(whole, sum(steps)))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     source = PromptSource(questions(30), seed=1)
-    first, second = uids(source.take(30)), uids(source.take(30))
-    other = uids(PromptSource(questions(30), seed=2).take(30))
+    first, second = uids(take(source, 30)), uids(take(source, 30))
+    other = uids(take(PromptSource(questions(30), seed=2), 30))
     assert len({tuple(order) for order in (first, second, other, uids(questions(30)))}) == 4
+
+
+@given(SIZE, SEED, st.lists(st.booleans(), max_size=40))
+def test_what_is_given_back_comes_again_before_anything_new(
+    size: int, seed: int, returns: list[bool]
+) -> None:
+    source, untouched = PromptSource(questions(size), seed), PromptSource(questions(size), seed)
+    new = []
+    for back in returns:
+        question = source.next()
+        if back:
+            source.give_back(question)
+            assert source.given_back == [question]
+            assert source.next() is question
+        new.append(question)
+    assert uids(new) == uids(take(untouched, len(returns)))
+    assert source.position == len(returns)
+
+
+def test_a_resumed_source_asks_again_what_was_given_back() -> None:
+    first = PromptSource(questions(5), seed=3)
+    early = take(first, 3)
+    first.give_back(early[2])
+    first.give_back(early[0])
+    second = PromptSource(questions(5), 3, first.position, first.given_back)
+    assert uids(take(second, 4)) == uids([early[2], early[0], *take(PromptSource(questions(5), 3, 3), 2)])
