@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -14,7 +15,9 @@ from rlsys.megatron.model import PolicyModel
 from rlsys.pipeline.micro_batch import MicroBatch
 
 OnLogits = Callable[[Tensor, MicroBatch], Any]
-"""(logits [batch, seq, local vocabulary], micro-batch) -> what the schedule takes as the loss."""
+"""(logits [trained tokens, local vocabulary], micro-batch) -> what the schedule takes as the loss.
+
+A row of the logits is what the tokens before one of `MicroBatch.targets` say of it, in the same order."""
 
 
 def forward(model: PolicyModel, batches: Sequence[MicroBatch], on_logits: OnLogits) -> list[Any]:
@@ -63,14 +66,33 @@ def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
 
 
 def _logits(model: PolicyModel, module: Any, batch: MicroBatch) -> Tensor:
-    width = batch.tokens.shape[1]
+    rows, width = batch.tokens.shape
     if model.config.sequence_parallel and width % model.place.tp_size:
         raise ValueError(
             f"A micro-batch is {width} tokens wide; sequence parallelism needs a multiple of tp, "
             f"{model.place.tp_size}: pad it so."
         )
-    tokens = torch.tensor(batch.tokens, device=next(model.module.parameters()).device)
-    return module(input_ids=tokens, position_ids=None, attention_mask=None)
+    device = next(model.module.parameters()).device
+    row, column = batch.loss_mask.nonzero()
+    return module(
+        input_ids=torch.tensor(batch.tokens, device=device),
+        # A token is predicted at the position before it; Megatron's hidden states are [width, rows].
+        predicting=torch.tensor((column - 1) * rows + row, device=device),
+        sequences=_sequences(batch, device) if batch.packed else None,
+    )
+
+
+def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
+    """Megatron's description of a packed row, in which positions and attention begin anew at boundaries."""
+    boundaries = torch.tensor(batch.boundaries, device=device)
+    longest = int(np.diff(batch.boundaries).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def _schedule(step: Any, module: Any, batches: Sequence[MicroBatch], **options: bool) -> list[Any]:

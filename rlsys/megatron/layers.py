@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -65,21 +66,42 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention by torch's fused kernels. Rows are padded on the right, which needs no mask."""
+    """Causal attention by torch's fused kernels, over a rectangle or over packed sequences.
+
+    Neither needs a mask: a rectangle is padded on the right, and packed sequences are attended one by one.
+    """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self._scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
         """`query` [seq, batch, heads, dim]; `key`, `value` with query groups for heads.
 
-        Returns [seq, batch, heads x dim]. There is no other mask than causality.
+        Packed, they have no batch dimension, and `packed_seq_params` says where sequences begin. Returns
+        [seq, batch, heads x dim], or [seq, heads, dim] packed. There is no other mask than causality.
         """
         if attention_mask is not None:
             raise ValueError("CausalAttention takes no attention mask.")
+        if packed_seq_params is None:
+            return self._attend(query, key, value).flatten(2)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        # One split for all sequences, whose gradients are then written once and not added up.
+        parts = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*(each[:, None] for each in part))[:, 0] for part in parts])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """All [seq, batch, heads, dim]."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.permute(2, 0, 1, 3)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
@@ -20,6 +19,7 @@ from rlsys.errors import UserError
 from rlsys.megatron.layers import block_spec, choose_layers
 from rlsys.megatron.logprobs import VocabShard
 from rlsys.megatron.parallel import Place
+from rlsys.megatron.target_logits import TargetLogitsModel
 from rlsys.weights.bijection import ShardLoader, WeightMap
 from rlsys.weights.families import Architecture, Cut
 from rlsys.weights.hf_io import HfReader
@@ -198,8 +198,8 @@ def _pipeline_layout(layers: int, parallel: ParallelConfig) -> list[list[str]] |
 
 def _gpt_model(
     architecture: Architecture, config: TransformerConfig, layers: Layers, place: Place
-) -> GPTModel:
-    module = GPTModel(
+) -> TargetLogitsModel:
+    module = TargetLogitsModel(
         config=config,
         transformer_layer_spec=block_spec(config, layers),
         vocab_size=architecture.padded_vocab(place.tp_size),

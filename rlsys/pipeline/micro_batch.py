@@ -1,6 +1,8 @@
-"""A micro-batch: samples padded to one rectangle, as arrays that travel between processes.
+"""A micro-batch: samples in one array, padded to a rectangle or packed one after the other.
 
-Pure numpy: no torch, no Ray. Entry [b, t] of a per-token array speaks of token t as a target.
+Pure numpy: no torch, no Ray. A per-token array is [rows, width]; an entry of it speaks of its token as a
+target, so the first token of a sequence, which nothing predicts, is never trained: a micro-batch that says
+otherwise cannot be made. Packed, that is what keeps one sequence from being predicted by the one before.
 """
 
 from __future__ import annotations
@@ -15,30 +17,65 @@ from rlsys.pipeline.group import Sample
 
 Floats = NDArray[np.float32]
 _NARROWEST = 2
-"""Tokens of the narrowest rectangle: one to predict from, one to predict."""
+"""Tokens of the narrowest row: one to predict from, one to predict."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Right-padded sequences for one forward pass."""
+    """Sequences for one forward pass."""
 
     tokens: NDArray[np.int64]
-    """[batch, seq]"""
+    """[rows, width], padded on the right. Padded: a row for each sequence. Packed: one row for all."""
     lengths: NDArray[np.int64]
-    """[batch] tokens of each sequence; the rest of a row is padding. 0 for a row that fills up."""
+    """[sequences] tokens of each; none in a micro-batch that only fills up."""
     loss_mask: NDArray[np.bool_]
-    """[batch, seq]"""
+    """[rows, width]"""
     advantages: Floats
-    """[batch, seq]"""
+    """[rows, width]"""
     old_logprobs: Floats | None = None
-    """[batch, seq] recomputed log-probs of the policy that sampled."""
+    """[rows, width] recomputed log-probs of the policy that sampled."""
     ref_logprobs: Floats | None = None
-    """[batch, seq] log-probs of the reference policy; None without a KL term."""
+    """[rows, width] log-probs of the reference policy; None without a KL term."""
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.loss_mask.ravel()[self._starts].any():
+            raise ValueError("The first token of a sequence is marked as trained, but nothing predicts it.")
 
     @property
     def trained_tokens(self) -> int:
         """Tokens that the loss counts."""
         return int(self.loss_mask.sum())
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """[trained tokens] row by row: the tokens whose log-probs are asked for."""
+        return self.tokens[self.loss_mask]
+
+    @property
+    def boundaries(self) -> NDArray[np.int32]:
+        """[sequences + 1] of a packed row: where each sequence begins, and the row's end.
+
+        Padding at the end counts as one more sequence.
+        """
+        ends = np.cumsum(self.lengths, dtype=np.int32)
+        width = np.int32(self.tokens.size)
+        padding = [width] if not len(ends) or ends[-1] < width else []
+        return np.concatenate([[np.int32(0)], ends, padding]).astype(np.int32)
+
+    def split(self, values: NDArray) -> list[NDArray]:
+        """`values` [rows, width] as one array [length] for each sequence, in order."""
+        flat = values.ravel()
+        return [
+            flat[start : start + length] for start, length in zip(self._starts, self.lengths, strict=True)
+        ]
+
+    @property
+    def _starts(self) -> NDArray[np.int64]:
+        """[sequences] of each one's first token in a flattened array."""
+        if self.packed:
+            return np.cumsum(self.lengths) - self.lengths
+        return np.arange(len(self.lengths)) * self.tokens.shape[1]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -46,16 +83,22 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def collate(samples: Sequence[Sample], pad_id: int, multiple_of: int = 1) -> MicroBatch:
-    """Pad `samples` on the right to the longest, rounded up to a multiple of `multiple_of` tokens.
+def collate(samples: Sequence[Sample], pad_id: int, multiple_of: int = 1, packed: bool = False) -> MicroBatch:
+    """Lay `samples` out in rows whose width is a multiple of `multiple_of` tokens.
 
-    No samples give one row of untrained padding, a micro-batch that fills up a rank.
+    An advantage is weighted by the token's weight. No samples give one row of untrained padding, a
+    micro-batch that fills up a rank.
     """
-    lengths = [len(sample.trajectory.tokens) for sample in samples] or [0]
-    rows, width = len(lengths), round_up(max(*lengths, _NARROWEST), multiple_of)
+    lengths = [len(sample.trajectory.tokens) for sample in samples]
+    longest = sum(lengths) if packed else max(lengths, default=0)
+    width = round_up(max(longest, _NARROWEST), multiple_of)
+    rows = 1 if packed else max(1, len(samples))
 
-    def pad(values: Callable[[Sample], NDArray], fill: float, dtype: type) -> NDArray:
+    def lay_out(values: Callable[[Sample], NDArray], fill: float, dtype: type) -> NDArray:
         out: NDArray = np.full((rows, width), fill, dtype=dtype)
+        if packed and samples:
+            out[0, :longest] = np.concatenate([values(sample) for sample in samples])
+            return out
         for row, sample in enumerate(samples):
             out[row, : lengths[row]] = values(sample)
         return out
@@ -63,13 +106,20 @@ def collate(samples: Sequence[Sample], pad_id: int, multiple_of: int = 1) -> Mic
     def optional(values: Callable[[Sample], Floats | None]) -> Floats | None:
         if any(values(sample) is None for sample in samples):
             return None
-        return pad(lambda sample: np.asarray(values(sample)), 0.0, np.float32)
+        return lay_out(lambda sample: np.asarray(values(sample)), 0.0, np.float32)
 
     return MicroBatch(
-        tokens=pad(lambda s: s.trajectory.tokens, pad_id, np.int64),
+        tokens=lay_out(lambda s: s.trajectory.tokens, pad_id, np.int64),
         lengths=np.array(lengths, dtype=np.int64),
-        loss_mask=pad(lambda s: s.trajectory.loss_mask, False, np.bool_),
-        advantages=pad(lambda s: s.advantage * s.trajectory.loss_mask, 0.0, np.float32),
+        loss_mask=lay_out(lambda s: s.trajectory.loss_mask, False, np.bool_),
+        advantages=lay_out(_weighted_advantage, 0.0, np.float32),
         old_logprobs=optional(lambda s: s.old_logprobs),
         ref_logprobs=optional(lambda s: s.ref_logprobs),
+        packed=packed,
     )
+
+
+def _weighted_advantage(sample: Sample) -> Floats:
+    """[seq], 0 where nothing is trained."""
+    weights = np.float32(1.0) if sample.weights is None else sample.weights
+    return np.where(sample.trajectory.loss_mask, sample.advantage * weights, 0.0).astype(np.float32)

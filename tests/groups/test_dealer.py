@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlsys.config.schema import Packing, ParallelConfig
-from rlsys.groups.dealer import Dealer, is_packed
+from rlsys.config.schema import ParallelConfig
+from rlsys.groups.dealer import Dealer
 from rlsys.pipeline.group import Sample
 from tests.pipeline.build import sample
 
@@ -48,7 +48,3 @@ def test_a_rest_is_filled_up_so_that_all_ranks_do_the_same() -> None:
     assert [len(of_rank) for of_rank in batches] == [1, 1]
     assert batches[1][0].trained_tokens == 0
     assert np.all(batches[1][0].tokens == 7)
-
-
-def test_all_but_padded_is_packed() -> None:
-    assert [is_packed(packing) for packing in (Packing.auto, Packing.packed, Packing.padded)] == [1, 1, 0]

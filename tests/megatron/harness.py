@@ -11,10 +11,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rlsys.config.schema import Device
+from rlsys.config.schema import Device, SyncMode
 from rlsys.megatron.actor import Actor
 from rlsys.megatron.parallel import Rendezvous
-from rlsys.weights.buckets import Bucket, unpack
+from rlsys.weights.buckets import Bucket, digest, unpack
+from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
 
 
 def free_port() -> int:
@@ -34,18 +35,35 @@ def run_group(function: Callable[..., None], world_size: int, *args: Any) -> Non
     mp.spawn(function, args=(world_size, *args), nprocs=world_size)
 
 
+def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
+    """A transport within one process."""
+    members = ("the actor", "the test")
+    return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 10.0, Device.cpu, ("", 0), "")
+
+
 def export(actor: Actor, bucket_bytes: int) -> list[Bucket]:
     """All buckets, on rank 0. As a driver does it: the next is asked for when all ranks have answered."""
     buckets: list[Bucket] = []
-    running = actor.export_buckets(bucket_bytes)
+    first = actor.place.rank == 0
+    sender = open_sender(shared_memory(0, bucket_bytes)) if first else None
+    receiver = open_receiver(shared_memory(1, bucket_bytes))
+    running = actor.export(bucket_bytes, sender)
     while True:
-        bucket = next(running, None)
+        parcel = running.next()
         dist.barrier()
-        done = [bucket is None]
+        done = [parcel is None]
         dist.broadcast_object_list(done, src=0)
         if done[0]:
+            assert not first or running.digest == digest_of(buckets)
             return buckets
-        buckets += [bucket] if bucket is not None else []
+        if parcel is not None and sender is not None:
+            bucket = receiver.receive(parcel)
+            buckets.append(Bucket(bucket.data.copy(), bucket.records))
+            sender.release(len(buckets))
+
+
+def digest_of(buckets: list[Bucket]) -> str:
+    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})
 
 
 def weights_of(actor: Actor) -> dict[str, Tensor]:

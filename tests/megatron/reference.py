@@ -77,6 +77,20 @@ def make_batches(count: int, seed: int = 0) -> list[MicroBatch]:
     return batches
 
 
+def packed(*batches: MicroBatch) -> MicroBatch:
+    """The sequences of padded micro-batches in one row, padded at its end to a multiple of 4."""
+    pieces = [(batch, row) for batch in batches for row in range(len(batch.lengths))]
+    total = sum(int(batch.lengths.sum()) for batch in batches)
+
+    def joined(name: str) -> np.ndarray:
+        flat = [getattr(batch, name)[row, : batch.lengths[row]] for batch, row in pieces]
+        return np.pad(np.concatenate(flat), (0, -total % 4))[None]
+
+    names = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
+    lengths = np.concatenate([batch.lengths for batch in batches])
+    return MicroBatch(lengths=lengths, packed=True, **{name: joined(name) for name in names})
+
+
 def load(path: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 

@@ -17,15 +17,17 @@ from rlsys.pipeline.micro_batch import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.harness import free_port, rendezvous, run_group, weights_of
 
+PER_TOKEN = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
+
 
 def _row(batch: MicroBatch, row: int) -> MicroBatch:
-    arrays = {name: getattr(batch, name)[row : row + 1] for name in MicroBatch.__dataclass_fields__}
-    return MicroBatch(**arrays)
+    return replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in ("lengths", *PER_TOKEN)})
 
 
 def _poisoned(batch: MicroBatch) -> MicroBatch:
     """Other values wherever nothing is trained: in every per-token array, and as tokens of the padding."""
-    padding = np.arange(batch.tokens.shape[1])[None] >= batch.lengths[:, None]
+    held = batch.lengths.sum() if batch.packed else batch.lengths[:, None]
+    padding = np.arange(batch.tokens.shape[1])[None] >= held
     values = [np.where(batch.loss_mask, array, np.nan).astype(np.float32) for array in _floats(batch)]
     return replace(
         batch,
@@ -44,17 +46,12 @@ def _floats(batch: MicroBatch) -> list[np.ndarray]:
 
 def _widened(batch: MicroBatch) -> MicroBatch:
     """Five columns of padding more."""
-    arrays = {
-        name: np.pad(getattr(batch, name), ((0, 0), (0, 5)))
-        for name in MicroBatch.__dataclass_fields__
-        if name != "lengths"
-    }
-    return replace(batch, **arrays)
+    return replace(batch, **{name: np.pad(getattr(batch, name), ((0, 0), (0, 5))) for name in PER_TOKEN})
 
 
-def _one_step(rank: int, port: int, model: str, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
+def _one_step(rank: int, model: str, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
     actor = Actor(
-        rendezvous(rank, 1, port),
+        rendezvous(rank, 1, free_port()),
         ModelConfig(model, Layers.local, Dtype.float32),
         ParallelConfig(),
         OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9),
@@ -72,31 +69,35 @@ def _one_step(rank: int, port: int, model: str, calls: list[list[MicroBatch]]) -
     return {**weights, "norm": torch.tensor(applied.grad_norm)}
 
 
-def _variants(rank: int, _: int, model: str, out: str, ports: list[int]) -> None:
+def _variants(rank: int, _: int, model: str, out: str) -> None:
     batches = reference.make_batches(4, seed=3)
     rows = [_row(batch, row) for batch in batches for row in range(len(batch.tokens))]
-    empty = collate([], pad_id=0, multiple_of=8)
+    row = reference.packed(*batches)
+    fillers = [collate([], pad_id=0, multiple_of=8, packed=packed) for packed in (False, True)]
     variants = {
         "plain": [batches],
         "poisoned": [[_poisoned(batch) for batch in batches]],
-        "fillers": [[empty, *batches], [empty, empty]],
+        "fillers": [[fillers[0], *batches], fillers],
         "widened": [[_widened(batch) for batch in batches]],
         "rows": [rows[:3], rows[3:4], [], rows[4:]],
         "reversed": [batches[::-1]],
+        "packed": [[row]],
+        "packed-poisoned": [[_poisoned(row)]],
+        "packed-some": [[reference.packed(*batches[1::-1]), reference.packed(batches[2]), batches[3]]],
     }
-    results = {name: _one_step(rank, ports.pop(), model, calls) for name, calls in variants.items()}
+    results = {name: _one_step(rank, model, calls) for name, calls in variants.items()}
     torch.save(results, f"{out}/results.pt")
     infinite = replace(batches[0], advantages=np.full_like(batches[0].advantages, np.inf))
     with pytest.raises(RunError, match="gradient of optimiser step 1"):
-        _one_step(rank, ports.pop(), model, [[infinite]])
+        _one_step(rank, model, [[infinite]])
     groups.stop()
     with pytest.raises(ValueError, match="first token"):
-        _one_step(rank, ports.pop(), model, [[replace(batches[0], loss_mask=batches[0].tokens >= 0)]])
+        _one_step(rank, model, [[replace(batches[0], loss_mask=batches[0].tokens >= 0)]])
 
 
 def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
-    run_group(_variants, 1, str(model), str(tmp_path), [free_port() for _ in range(8)])
+    run_group(_variants, 1, str(model), str(tmp_path))
     results = torch.load(tmp_path / "results.pt")
     plain = results.pop("plain")
     moved = (
@@ -108,6 +109,7 @@ def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> No
     for name, tensor in plain.items():
         assert torch.equal(results["poisoned"][name], tensor), name
         assert torch.equal(results["fillers"][name], tensor), name
+        assert torch.equal(results["packed-poisoned"][name], results["packed"][name]), name
     for variant, tensors in results.items():
         for name, tensor in plain.items():
             torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{variant} {name}")

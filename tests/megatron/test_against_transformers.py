@@ -16,10 +16,11 @@ from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.megatron.learning_rate import learning_rate
 from rlsys.megatron.log_prob_worker import LogProbWorker
-from rlsys.pipeline.micro_batch import MicroBatch
+from rlsys.pipeline.micro_batch import MicroBatch, collate
 from rlsys.weights.buckets import Bucket, ChecksumError, unpack
+from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
-from tests.megatron.harness import export, free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import digest_of, export, free_port, rendezvous, run_group, weights_of
 
 STEPS, PER_STEP = 3, 8
 OPTIMIZER = OptimizerConfig(
@@ -75,6 +76,11 @@ def _steps() -> list[list[MicroBatch]]:
     return [reference.make_batches(PER_STEP, seed=step) for step in range(STEPS)]
 
 
+def _half_packed(batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The same, every second one in a single row."""
+    return [reference.packed(batch) if index % 2 else batch for index, batch in enumerate(batches)]
+
+
 def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports: list[int]) -> None:
     config = ModelConfig(model, Layers.local, Dtype.float32, layout.recompute)
     results: dict[str, Any] = {}
@@ -93,20 +99,23 @@ def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports
     results["initial"] = weights_of(actor)
     results["applied"], results["stats"] = [], []
     for step, batches in enumerate(_steps()):
-        mine = batches[place.dp :: place.dp_size]
+        mine = _half_packed(batches[place.dp :: place.dp_size])
         # A different number of calls each step: how the batches come in must not matter.
-        for piece in (mine[:step], mine[step : step + 1], mine[step + 1 :]):
+        # One that trains nothing: no rank has a logit to compute, and all must agree on that.
+        filler = collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
+        for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
             results["stats"].append(actor.accumulate(piece).stats)
         results["applied"].append(actor.apply())
-    buckets = export(actor, 30_000)
+    buckets = export(actor, largest_tensor_bytes(model, config.dtype))
+    assert rank or len(buckets) > 3
     results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
-    box: list[Any] = [buckets, actor.exported_digest]
+    box: list[Any] = [buckets, digest_of(buckets)]
     torch.distributed.broadcast_object_list(box, src=0)
     groups.stop()
     worker = LogProbWorker(
         rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, True, seed=1
     )
-    probe = _steps()[0][:3]
+    probe = _half_packed(_steps()[0][:3])
     results["before"] = worker.compute(probe)
     _update(worker, 1, box[0][:1], box[1], refused="came without")
     _update(worker, 1, box[0], "0" * 32, refused="digest")
@@ -136,6 +145,12 @@ def _close(actual: Any, expected: Any, tolerance: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+def _of_trained(values: np.ndarray, batch: MicroBatch) -> np.ndarray:
+    """[trained tokens], row by row; there are no others."""
+    assert not values[~batch.loss_mask].any()
+    return values[batch.loss_mask]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_and_logprobs_equal_transformers(layout: Layout, tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(tied=layout.tied), tmp_path / "model")
@@ -161,12 +176,13 @@ def test_training_and_logprobs_equal_transformers(layout: Layout, tmp_path: Path
         _close(first["trained"][name], tensor, 2e-5)
 
     with torch.no_grad():
-        for index, batch in enumerate(_steps()[0][:3]):
-            before = reference.logprobs_and_entropy(untrained, batch.tokens)[0].numpy()
-            after = reference.logprobs_and_entropy(trained, batch.tokens)[0].numpy()
-            real = np.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
-            _close(reporting["before"][index].policy[real], before[real], 2e-5)
-            _close(reporting["before"][index].reference[real], before[real], 2e-5)
-            _close(reporting["after"][index].policy[real], after[real], 1e-4)
-            _close(reporting["after"][index].reference[real], before[real], 2e-5)
-            assert np.abs(after[real] - before[real]).max() > 0.05
+        for index, (padded, batch) in enumerate(
+            zip(_steps()[0], _half_packed(_steps()[0][:3]), strict=False)
+        ):
+            before = reference.logprobs_and_entropy(untrained, padded.tokens)[0].numpy()[padded.loss_mask]
+            after = reference.logprobs_and_entropy(trained, padded.tokens)[0].numpy()[padded.loss_mask]
+            for when, policy, tolerance in (("before", before, 2e-5), ("after", after, 1e-4)):
+                found = reporting[when][index]
+                _close(_of_trained(found.policy, batch), policy, tolerance)
+                _close(_of_trained(found.reference, batch), before, 2e-5)
+            assert np.abs(after - before).max() > 0.05

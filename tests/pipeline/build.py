@@ -21,6 +21,7 @@ def trajectory(
     finish: Finish = Finish.ANSWER,
     tokens_differing: int = 0,
     rollout_logprobs: Sequence[float] | None = None,
+    version: int = 0,
 ) -> Trajectory:
     """All tokens but the first are trained unless `mask` says otherwise."""
     trained = list(mask) if mask is not None else [False] + [True] * (len(tokens) - 1)
@@ -32,7 +33,7 @@ def trajectory(
         prompt_length=1,
         loss_mask=np.array(trained, dtype=np.bool_),
         rollout_logprobs=np.array(logprobs, dtype=np.float32),
-        versions=np.where(trained, 0, -1).astype(np.int32),
+        versions=np.where(trained, version, -1).astype(np.int32),
         tokens_differing=tokens_differing,
         response="",
         turns=tuple(turns),

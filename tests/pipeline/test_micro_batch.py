@@ -1,6 +1,8 @@
-"""Padding, alignment and masks, worked out by hand."""
+"""Padding, packing, alignment and masks, worked out by hand."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +40,47 @@ def test_rows_are_padded_on_the_right_to_a_multiple() -> None:
     assert batch.trained_tokens == 4
 
 
+def test_packed_sequences_follow_each_other_and_padding_comes_last() -> None:
+    batch = collate([LONG, SHORT], pad_id=9, multiple_of=6, packed=True)
+    assert_array_equal(batch.tokens, [[11, 12, 13, 14, 15, 21, 22, 23, 9, 9, 9, 9]])
+    assert_array_equal(batch.lengths, [5, 3])
+    assert_array_equal(batch.loss_mask, [[0, 0, 1, 0, 1, 0, 1, 1, 0, 0, 0, 0]])
+    assert_array_equal(batch.advantages, [[0, 0, 2, 0, 2, 0, -1.5, -1.5, 0, 0, 0, 0]])
+    assert batch.old_logprobs is not None
+    assert_array_equal(batch.old_logprobs, [[0, 0, -0.5, 0, -1.5, 0, -3, -4, 0, 0, 0, 0]])
+    assert batch.ref_logprobs is not None
+    assert_array_equal(batch.ref_logprobs, [[0, 0, -0.25, 0, -2, 0, -3.5, -4.5, 0, 0, 0, 0]])
+    assert_array_equal(batch.targets, [13, 15, 22, 23])
+    assert batch.packed
+    assert batch.boundaries.dtype == np.int32
+    assert_array_equal(batch.boundaries, [0, 5, 8, 12])
+    assert_array_equal(collate([LONG, SHORT], pad_id=9, packed=True).boundaries, [0, 5, 8])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_results_come_back_by_sequence(packed: bool) -> None:
+    batch = collate([SHORT, LONG, SHORT], pad_id=9, multiple_of=4, packed=packed)
+    parts = batch.split(batch.tokens)
+    assert [part.tolist() for part in parts] == [[21, 22, 23], [11, 12, 13, 14, 15], [21, 22, 23]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_advantages_are_weighted_token_by_token(packed: bool) -> None:
+    weights = np.array([np.nan, np.inf, 0.5, np.nan, 0.0], dtype=np.float32)
+    batch = collate([replace(LONG, weights=weights), SHORT], pad_id=0, packed=packed)
+    long, short = batch.split(batch.advantages)
+    assert_array_equal(long, [0, 0, 1, 0, 0])
+    assert_array_equal(short, [0, -1.5, -1.5])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trained_first_token_is_refused(packed: bool) -> None:
+    """Packed, it would be predicted by the last token of another sequence."""
+    headless = sample([7, 8], [True, True])
+    with pytest.raises(ValueError, match="first token"):
+        collate([SHORT, headless], pad_id=0, packed=packed)
+
+
 def test_types_fit_a_tensor() -> None:
     batch = collate([SHORT], pad_id=0)
     assert batch.tokens.dtype == batch.lengths.dtype == np.int64
@@ -46,12 +89,16 @@ def test_types_fit_a_tensor() -> None:
     assert batch.tokens.shape == (1, 3)
 
 
-def test_no_samples_make_one_row_that_trains_nothing() -> None:
-    batch = collate([], pad_id=9, multiple_of=4)
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_samples_make_one_row_that_trains_nothing(packed: bool) -> None:
+    batch = collate([], pad_id=9, multiple_of=4, packed=packed)
     assert_array_equal(batch.tokens, [[9, 9, 9, 9]])
-    assert_array_equal(batch.lengths, [0])
+    assert_array_equal(batch.lengths, [])
+    assert_array_equal(batch.boundaries, [0, 4])
+    assert batch.split(batch.tokens) == []
     assert batch.trained_tokens == 0
     assert not batch.advantages.any()
+    assert batch.old_logprobs is not None
 
 
 def test_log_probs_that_some_sample_lacks_are_left_out() -> None:

@@ -1,0 +1,211 @@
+"""How much batching gains: real tokens a second of the actor, padding not counted, over two data-parallel ranks.
+
+    python -m bench.batching          # one thread, one to two minutes
+
+Ways to cut the same trajectories. No micro-batch has more tokens than `ROWS` of the longest trajectories:
+
+- as they come: a fixed number of rows a micro-batch, padded to the longest of them, dealt in turn. 8 rows are
+  what Search-R1 trains with on a GPU (`ppo_micro_batch_size=64` on 8); half as many pad less;
+- sorted: rectangles of like length up to the token budget, dealt by cost;
+- packed: sequences one after the other up to the token budget, dealt by cost.
+
+Lengths are log-normal with the mean and the limit of Search-R1's trajectories, divided by `SCALE` for a CPU.
+The actor is the real one, Megatron in float32 with the demo's policy, forward and backward. Ranks only meet
+when gradients are reduced, so each rank's part is timed by itself, in seconds of the processor and the best of
+`REPEATS`, and a step takes what the slowest rank takes. That all of them give one gradient is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import isclose, log
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rlsys.agent.trajectory import Finish, Trajectory
+from rlsys.algorithms.losses import ClippedPolicyLoss
+from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.groups.dealer import Dealer, flops_of
+from rlsys.megatron.actor import Actor
+from rlsys.megatron.parallel import Rendezvous, stop
+from rlsys.pipeline.group import Sample
+from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.weights.families import read_architecture
+
+POLICY = "examples/searchr1/tiny/policy"
+RESULT = Path("outputs/bench/batching.json")
+SCALE = 8
+MEAN, LONGEST, SIGMA = 1200 / SCALE, 7096 // SCALE, 0.8
+SAMPLES, RANKS, ROWS, REPEATS = 256, 2, 8, 3
+BUDGET = ROWS * LONGEST
+TURNS = ((0.2, 0.3), (0.55, 0.65), (0.9, 1.0))
+"""What the policy wrote, as shares of a trajectory; the rest is prompt and passages, and not trained."""
+
+Dealt = list[list[MicroBatch]]
+"""[data-parallel rank][micro-batch]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way of batching."""
+
+    name: str
+    micro_batches: int
+    """Of one rank."""
+    padding: float
+    """Share of all tokens computed."""
+    imbalance: float
+    """By how much the slowest rank's time exceeds the mean."""
+    tokens_per_s: float
+    gain: float = 1.0
+    """Over the first way."""
+
+
+def main() -> None:
+    """Measure, print the table and write it down."""
+    torch.set_num_threads(1)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    samples = trajectories(np.random.default_rng(0), read_architecture(POLICY).vocab)
+    rows = measure(samples)
+    console = Console()
+    console.print(table(rows))
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    about = {"samples": SAMPLES, "ranks": RANKS, "budget_tokens": BUDGET, "scale": SCALE}
+    RESULT.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    console.print(f"Written to {RESULT}")
+
+
+def trajectories(random: np.random.Generator, vocab: int) -> list[Sample]:
+    """Random tokens with the lengths and the masks of trajectories that search."""
+    samples = []
+    while len(samples) < SAMPLES:
+        length = round(random.lognormal(log(MEAN) - SIGMA**2 / 2, SIGMA))
+        if not 10 <= length <= LONGEST:
+            continue
+        mask = np.zeros(length, dtype=np.bool_)
+        for begin, end in TURNS:
+            mask[int(begin * length) : int(end * length)] = True
+        trajectory = Trajectory(
+            question_uid="",
+            sample=0,
+            tokens=random.integers(0, vocab, length).astype(np.int32),
+            prompt_length=int(TURNS[0][0] * length),
+            loss_mask=mask,
+            rollout_logprobs=np.full(length, np.nan, dtype=np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+            tokens_differing=0,
+            response="",
+            turns=(),
+            finish=Finish.ANSWER,
+        )
+        logprobs = np.full(length, -log(vocab), dtype=np.float32)
+        samples.append(Sample(trajectory, 0.0, float(random.standard_normal()), logprobs, logprobs))
+    return samples
+
+
+def as_they_come(samples: Sequence[Sample], rows: int) -> Dealt:
+    """What a loop over a fixed number of rows does."""
+    batches = [collate(samples[at : at + rows], pad_id=0) for at in range(0, len(samples), rows)]
+    return [batches[rank::RANKS] for rank in range(RANKS)]
+
+
+def dealt(samples: Sequence[Sample], packed: bool) -> Dealt:
+    """What the actor's dealer does."""
+    flops = flops_of(read_architecture(POLICY))
+    return Dealer(ParallelConfig(), RANKS, BUDGET, pad_id=0, packed=packed, flops=flops).deal(samples)[1]
+
+
+def measure(samples: Sequence[Sample]) -> list[Row]:
+    """One row for each way of batching; the first is the baseline."""
+    ways: dict[str, Callable[[Sequence[Sample]], Dealt]] = {
+        f"as they come, {ROWS} rows": lambda some: as_they_come(some, ROWS),
+        f"as they come, {ROWS // 2} rows": lambda some: as_they_come(some, ROWS // 2),
+        "sorted": lambda some: dealt(some, packed=False),
+        "packed": lambda some: dealt(some, packed=True),
+    }
+    actor = start_actor()
+    rows: list[Row] = []
+    norms: list[float] = []
+    for name, way in ways.items():
+        ranks = way(samples)
+        tokens = sum(int(batch.lengths.sum()) for batches in ranks for batch in batches)
+        computed = sum(batch.tokens.size for batches in ranks for batch in batches)
+        times = [seconds(actor, batches) for batches in ranks]
+        speed = tokens / max(times)
+        rows.append(
+            Row(
+                name,
+                micro_batches=len(ranks[0]),
+                padding=1 - tokens / computed,
+                imbalance=max(times) * RANKS / sum(times) - 1,
+                tokens_per_s=speed,
+                gain=speed / rows[0].tokens_per_s if rows else 1.0,
+            )
+        )
+        norms.append(actor.apply().grad_norm)
+    stop()
+    if not all(isclose(norm, norms[0], rel_tol=1e-4) for norm in norms):
+        raise SystemExit(f"The ways of batching gave different gradients, of norms {norms}.")
+    return rows
+
+
+def seconds(actor: Actor, batches: Sequence[MicroBatch]) -> float:
+    """Of the processor, for one rank's part; every repeat adds the same to the gradient."""
+    taken = []
+    for _ in range(REPEATS):
+        before = time.process_time()
+        actor.accumulate(batches)
+        taken.append(time.process_time() - before)
+    return min(taken)
+
+
+def start_actor() -> Actor:
+    """A group of one process that trains at rate 0, so that its weights stay."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    actor = Actor(
+        Rendezvous(0, 1, "127.0.0.1", port, Device.cpu, timeout_s=60.0),
+        ModelConfig(POLICY, Layers.local, Dtype.float32),
+        ParallelConfig(),
+        OptimizerConfig(lr=0.0),
+        ClippedPolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.001, entropy_coef=0.0),
+        temperature=1.0,
+        total_steps=1,
+        seed=0,
+    )
+    actor.load_hf(POLICY)
+    return actor
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """For people."""
+    shown = Table(title=f"{SAMPLES} trajectories of {MEAN:.0f} tokens on average, {RANKS} ranks")
+    shown.add_column("batching", no_wrap=True)
+    for name in ("batches", "padding", "imbalance", "tokens/s", "gain"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        shown.add_row(
+            row.name,
+            str(row.micro_batches),
+            f"{row.padding:.1%}",
+            f"{row.imbalance:.1%}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.gain:.2f} x",
+        )
+    return shown
+
+
+if __name__ == "__main__":
+    main()
