@@ -5,16 +5,17 @@ tokens of a turn, of an observation and of the whole, and the time of the whole.
 
 Invariants: a trajectory never holds more than `max_total_tokens` tokens; an episode that runs out of
 time is returned with what it had, `Finish.ABORTED`, and its running generation is cancelled (a
-`Generator` must then free its request); a search that fails becomes an observation, not an exception.
+`Generator` must then free its request; one that does not is left behind, and the episode returns all the
+same); a search that fails becomes an observation, not an exception.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from rlsys.agent.codec import Codec
 from rlsys.agent.observation import Observer
@@ -25,6 +26,11 @@ from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.errors import UserError
+
+T = TypeVar("T")
+
+CANCEL_GRACE_S = 1.0
+"""For a cancelled call to end in order; then it is waited for no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,8 @@ class Generation:
     finish: Literal["stop", "length", "abort"]
     cached_tokens: int
     """Input tokens found in the prefix cache."""
-    version: int
-    """Policy version that sampled all of it."""
+    versions: list[int]
+    """[len(token_ids)] policy version that sampled each."""
 
 
 class Generator(Protocol):
@@ -121,14 +127,27 @@ async def run_episode(
     Raises `UserError` for a prompt above `task.max_prompt_tokens`.
     """
     episode = Episode(question, sample, tools, sampling)
+    finish = await within(episode.run(), timeout_s=timeout_s)
+    return episode.trajectory(finish or Finish.ABORTED)
+
+
+async def within(
+    call: Coroutine[Any, Any, T], *, timeout_s: float | None = None, stop: asyncio.Future[None] | None = None
+) -> T | None:
+    """What `call` returns, or None after `timeout_s` seconds or once `stop` is done.
+
+    The call is then cancelled. One that ignores this is left behind after `CANCEL_GRACE_S`.
+    """
+    task = asyncio.ensure_future(call)
     try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            finish = await episode.run()
-    except TimeoutError:
-        if not deadline.expired():  # Not the episode's own deadline: somebody else's failure.
-            raise
-        finish = Finish.ABORTED
-    return episode.trajectory(finish)
+        waits: list[asyncio.Future[Any]] = [task] if stop is None else [task, stop]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        if not task.done():
+            task.cancel()
+            # The gather takes note of an error, which nobody will ask for any more.
+            await asyncio.wait([asyncio.gather(task, return_exceptions=True)], timeout=CANCEL_GRACE_S)
 
 
 class Episode:
@@ -239,7 +258,7 @@ def _as_sample(inputs: list[int], generation: Generation) -> Sample:
         input_ids=inputs,
         output_ids=generation.token_ids,
         logprobs=generation.logprobs,
-        version=generation.version,
+        versions=generation.versions,
         ended_itself=generation.finish == "stop",
     )
 

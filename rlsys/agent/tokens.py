@@ -11,6 +11,10 @@ Invariants, in both modes:
   `tokens[:t]`; so it may be compared with a recomputed log-prob. Elsewhere it is NaN.
 - A version is set exactly where a token is trained and was generated; an end-of-sequence token that was
   added without being sampled is trained with version -1 and no log-prob.
+- A version is never later than the true one, so what bounds the age of recorded versions bounds the age
+  of the tokens. It is exact for a token that is the sampled one at its place: in `append` mode always, in
+  `retokenize` mode where it and all tokens before it are those of the engine's call. Any other token that
+  a turn generated has the oldest version of that turn.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ class Sample:
     output_ids: Sequence[int]
     logprobs: Sequence[float]
     """As many as `output_ids`."""
-    version: int
-    """Policy version that sampled them."""
+    versions: Sequence[int]
+    """Policy version that sampled each; as many as `output_ids`."""
     ended_itself: bool
     """The engine stopped at a stop string or an end-of-sequence token, not at a limit."""
 
@@ -209,7 +213,11 @@ def _record(
     closing_eos: int | None,
     limit: int,
 ) -> TokenRecord:
-    """Align the final tokens with what each turn sampled. `owners[t]` is the turn of token t."""
+    """Align the final tokens with what each turn sampled. `owners[t]` is the turn of token t.
+
+    A token that a turn owns is as sampled where it and all tokens before it are those of the turn's call;
+    it then has that token's log-prob and version, otherwise no log-prob and the turn's oldest version.
+    """
     length = min(len(tokens), limit)
     final = np.array(tokens[:length], dtype=np.int32)
     owner = np.array(owners[:length], dtype=np.int32)
@@ -218,13 +226,14 @@ def _record(
     differing = 0
     for index, turn in enumerate(turns):
         own = owner == index
-        versions[own] = turn.version
+        versions[own] = min(turn.versions, default=UNSAMPLED)
         differing += _count_differing(turn.output_ids, final[own].tolist())
         start = len(turn.input_ids)
         end = _common_prefix([*turn.input_ids, *turn.output_ids], final)
         if end > start:
-            aligned = np.array(turn.logprobs[: end - start], dtype=np.float32)
-            logprobs[start:end] = np.where(own[start:end], aligned, np.nan)
+            as_sampled = start + np.flatnonzero(own[start:end])
+            logprobs[as_sampled] = np.array(turn.logprobs, dtype=np.float32)[as_sampled - start]
+            versions[as_sampled] = np.array(turn.versions, dtype=np.int32)[as_sampled - start]
     mask = owner != UNSAMPLED
     if closing_eos is not None and length < limit:
         final = np.append(final, np.int32(closing_eos))

@@ -2,10 +2,15 @@
 
 Contract:
 - All methods belong to one event loop, the one that first generates.
-- Between `begin_update` and `finish_update` nothing is generated: running generations end first, later
-  ones wait. So all tokens of a `Generation` come from one version.
+- An update is staged in host memory while generation goes on. `finish_update` switches: generation pauses,
+  requests under way keep their tokens, new ones wait; the weights are loaded and verified; then all go on
+  with the new weights. Every token tells the version that sampled it, and its log-prob is of that version.
 - `finish_update` succeeds only if every tensor that the engine reports hashes to what was received.
-  After a failed update the engine refuses to generate until another succeeds.
+  After a failed update nothing is generated until another succeeds: what is under way and what comes later
+  ends with the reason. A paused engine goes on or refuses, however the switch ends. If SGLang dies, every
+  call ends with EngineDied.
+- Asleep, an engine generates nothing and takes no weights in, but stages them; awake again, it holds what
+  it held before.
 - SGLang signals SIGQUIT to this process when one of its processes dies, and ends every child of this
   process on shutdown: give an engine a process of its own.
 """
@@ -15,10 +20,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import psutil
 import torch
@@ -27,10 +33,12 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.config.schema import Device, EngineConfig
 from rlsys.errors import RunError
+from rlsys.pipeline.routing import EngineDied
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.held_weights import Hasher, HeldWeights, Layout, sha256_prefix
+from rlsys.rollout.held_weights import Hasher, Layout, sha256_prefix
 from rlsys.rollout.liveness import Liveness
-from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
+from rlsys.rollout.staging import StagedVersion
+from rlsys.weights.buckets import Bucket, ChecksumError
 
 if TYPE_CHECKING:
     from rlsys.rollout.sglang_process import Answer, SglangProcess
@@ -38,7 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FLUSH_TIMEOUT_S = 30.0
-"""For aborted requests to leave the scheduler, so that the prefix cache can be emptied."""
+"""For aborted requests to leave the scheduler before it sleeps."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,25 +64,20 @@ class EngineCounts:
     """Wall time in which at least one request ran."""
     updates: int = 0
     update_s: float = 0.0
-    """Wall time of updates, from the first bucket to the verified end."""
+    """Wall time of updates, from `begin_update` to the verified end; mostly beside generation."""
     update_bytes: int = 0
-
-
-@dataclass
-class _Update:
-    """An update under way."""
-
-    version: int
-    held: HeldWeights
-    checksums: dict[str, str]
-    started: float
-    nbytes: int = 0
+    """Staged in host memory."""
+    pause_s: float = 0.0
+    """Wall time in which generation was held back by the switch."""
 
 
 class Engine:
     """An SGLang engine on `model_path`. `start` it, then `generate`; `stop` it in the end."""
 
-    def __init__(self, model_path: str, config: EngineConfig, device: Device, seed: int) -> None:
+    def __init__(
+        self, model_path: str, config: EngineConfig, device: Device, seed: int, memory_saver: bool = False
+    ) -> None:
+        """`memory_saver` lets `sleep` give the device's memory back; there is none to give on a CPU."""
         self._model_path = model_path
         self._config = config
         self._device = device
@@ -91,14 +94,18 @@ class Engine:
         """Longest sequence, prompt and output together, that the engine takes."""
         self._rids = itertools.count()
         self._open = asyncio.Event()
-        self._idle = asyncio.Event()
         self._open.set()
-        self._idle.set()
-        self._running = 0
+        self._requests: set[asyncio.Task[Any]] = set()
         self._busy_since = 0.0
-        self._update: _Update | None = None
+        self._update: StagedVersion | None = None
+        self._update_began = 0.0
+        self._staging = asyncio.Lock()
         self._session_open = False
         self._refusal = ""
+        self._asleep = False
+        self._resting = asyncio.Lock()
+        self.frees_memory = memory_saver and device is Device.gpu
+        """Whether the device's memory is free for others while the engine is asleep."""
         self.version = 0
         """Policy version of the weights."""
         self.counts = EngineCounts()
@@ -129,25 +136,27 @@ class Engine:
         """Continue `input_ids`; on cancellation the request is aborted in the engine.
 
         `rid` names the request in logs and for `abort`; it is made unique. Waits while weights are
-        updated. Raises RunError once an update has failed.
+        switched. Raises RunError while the engine is asleep, and once an update has failed.
         """
-        while not self._open.is_set():  # An update may begin between the event and this task's turn.
+        while not self._open.is_set():  # A switch may begin between the event and this task's turn.
             await self._open.wait()
-        if self._refusal:
-            raise RunError(self._refusal)
-        self._enter()
+        if self._asleep or self._refusal:
+            raise RunError(self._asleep_reason if self._asleep else self._refusal)
+        call = self._sglang.generate(
+            input_ids, _sampling_params(sampling, self._eos_id), f"{rid}~{next(self._rids)}"
+        )
+        request = asyncio.create_task(self._answer(call))
+        self._enter(request)
         try:
-            output = await self._answer(
-                self._sglang.generate(
-                    input_ids, _sampling_params(sampling, self._eos_id), f"{rid}~{next(self._rids)}"
-                )
-            )
+            await asyncio.wait({request})
+            generation = _as_generation(self._outcome(request))
         except BaseException:
             self.counts.aborted += 1
             raise
         finally:
-            self._leave()
-        return self._count(_as_generation(output), len(input_ids))
+            request.cancel()
+            self._leave(request)
+        return self._count(generation, len(input_ids))
 
     def abort(self, rid: str) -> None:
         """End the requests that were made as `rid`; they return what they have, `finish` "abort"."""
@@ -156,56 +165,85 @@ class Engine:
                 self._sglang.abort(running)
 
     async def begin_update(self, version: int) -> None:
-        """Wait for running generations, hold back new ones and open an update to `version`."""
-        if self._update is not None:
-            raise RunError(
-                f"Update to version {version} began before the one to {self._update.version} ended."
-            )
-        self._open.clear()
-        await self._idle.wait()
-        self._update = _Update(version, HeldWeights(self._layout, self._hasher), {}, perf_counter())
-        if not self._session_open:  # A refused update leaves SGLang's session open.
-            self._require(await self._answer(self._sglang.begin_update()))
-            self._session_open = True
+        """Open an update to `version`; what one that broke off has staged is forgotten. Generation goes on.
+
+        Raises RunError while another version is being switched to.
+        """
+        if not self._open.is_set():
+            raise RunError(f"The update to version {version} began before the last one had ended.")
+        self._update = StagedVersion(version, self._layout, self._hasher)
+        self._update_began = perf_counter()
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Check a bucket's tensors and load them. Raises RunError for one that is not what was sent."""
-        update = self._running_update()
+        """Check a bucket and stage it in host memory; generation goes on.
+
+        Raises RunError for a bucket that is not what was sent; the update has then failed.
+        """
+        update = self._staged()
         try:
-            for record, tensor in unpack(bucket):
-                update.held.feed(record.name, tensor)
-                update.checksums[record.name] = record.checksum
+            async with self._staging:
+                await asyncio.to_thread(update.take, bucket)
         except ChecksumError as error:
             self._refuse(str(error))
-        update.nbytes += bucket.data.nbytes
-        self._require(await self._answer(self._sglang.load_bucket(bucket, update.version, self._config.tp)))
 
     async def finish_update(self, version: int, expected_digest: str) -> None:
-        """Close the update, empty the prefix cache, verify every tensor and let generation go on.
+        """Switch to the staged weights and verify every tensor; generation is held back meanwhile.
 
         `expected_digest` is the sender's digest over all tensors. Raises RunError, and generates no
-        more, if what came or what the engine holds is anything else.
+        more, if what came or what the engine holds is anything else. Raises RunError while asleep; the
+        update stays staged and can be finished after `wake`.
         """
-        update = self._running_update()
-        if update.version != version:
-            self._refuse(f"version {version} was finished while version {update.version} was being loaded")
-        if digest(update.checksums) != expected_digest:
-            self._refuse(f"{len(update.checksums)} tensors came, and they are not the ones that were sent")
-        self._require(await self._answer(self._sglang.end_update(FLUSH_TIMEOUT_S)))
-        self._session_open = False
-        await self._verify(update)
-        seconds = perf_counter() - update.started
+        update = self._staged()
+        if self._asleep:
+            raise RunError(f"{self._asleep_reason} Version {version} stays staged until then.")
+        try:
+            update.check(version, expected_digest)
+        except ChecksumError as error:
+            self._refuse(str(error))
+        pause_before = self.counts.pause_s
+        async with self._paused():
+            await self._switch(update)
+            self.version = version
+            self._update = None
+            self._refusal = ""
+        seconds, pause_s = perf_counter() - self._update_began, self.counts.pause_s - pause_before
         self.counts.updates += 1
         self.counts.update_s += seconds
         self.counts.update_bytes += update.nbytes
-        _log.info("version %d: %d bytes in %.3f s, verified", version, update.nbytes, seconds)
-        self.version = version
-        self._update = None
-        self._refusal = ""
-        self._open.set()
+        _log.info(
+            "version %d: %d bytes in %.3f s, of it %.3f s paused; verified",
+            version, update.nbytes, seconds, pause_s,
+        )  # fmt: skip
+
+    async def sleep(self) -> None:
+        """Empty the prefix cache and give the device's memory back; see `frees_memory`.
+
+        Raises RunError while requests run or weights are switched. A second call does nothing.
+        """
+        async with self._resting:
+            if self._asleep:
+                return
+            if self._requests or not self._open.is_set():
+                raise RunError(
+                    f"The engine on {self._model_path} was sent to sleep while {self.running} requests ran or "
+                    "its weights were switched; let that end first."
+                )
+            self._asleep = True  # Before the first await, so that no request slips in.
+            success, message = await self._answer(self._sglang.sleep(FLUSH_TIMEOUT_S))
+            if not success:
+                self._asleep = False
+                raise RunError(f"The engine on {self._model_path} could not sleep: {message}.")
+
+    async def wake(self) -> None:
+        """Take memory again and hold the same weights as before. A second call does nothing."""
+        async with self._resting:
+            if self._asleep:
+                await self._answer(self._sglang.wake())
+                self._asleep = False
 
     async def stop(self) -> None:
         """End SGLang's processes and wait until they are gone. May be called again, or without a start."""
+        self._refusal = f"The engine on {self._model_path} is not running."
         if self._liveness is not None:
             self._liveness.stop()
         process, self._process = self._process, None
@@ -215,7 +253,11 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests under way."""
-        return self._running
+        return len(self._requests)
+
+    @property
+    def _asleep_reason(self) -> str:
+        return f"The engine on {self._model_path} is asleep; wake it first."
 
     @property
     def _sglang(self) -> SglangProcess:
@@ -253,6 +295,9 @@ class Engine:
             "grammar_backend": "none",
             "log_level": "error",
         }
+        if self.frees_memory:
+            # The weights go to host memory meanwhile: little beside what a trainer keeps there.
+            arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         backend = config.attention_backend
         if self._device is Device.cpu:
             arguments["device"] = "cpu"
@@ -261,18 +306,51 @@ class Engine:
             arguments["attention_backend"] = backend
         return arguments
 
-    async def _verify(self, update: _Update) -> None:
-        """Compare the hashes that the engine reports with those of what was received."""
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Hold generation back. If the body fails, the update has failed, whatever the failure was."""
+        self._open.clear()
+        started = perf_counter()
+        try:
+            await self._answer(self._sglang.pause())
+            yield
+        except EngineDied:
+            self._update = None  # Those who wait will be told by their own calls, which is not a refusal.
+            raise
+        except BaseException as error:
+            if self._update is not None:
+                self._reject(f"it broke off ({type(error).__name__}: {error})")
+            with suppress(RunError):  # Nothing may be sampled from weights of which only some are new.
+                self._sglang.abort_all()
+            raise
+        finally:
+            try:
+                with suppress(RunError):  # Dead, or stopped.
+                    await self._answer(self._sglang.resume())
+            finally:
+                self.counts.pause_s += perf_counter() - started
+                self._open.set()
+
+    async def _switch(self, update: StagedVersion) -> None:
+        """Load the staged weights, empty the prefix cache and verify what the engine then holds."""
+        if not self._session_open:  # A refused update leaves SGLang's session open.
+            self._require(await self._answer(self._sglang.begin_update()))
+            self._session_open = True
+        for bucket in update.hand_out():
+            answer = await self._answer(self._sglang.load_bucket(bucket, update.version, self._config.tp))
+            self._require(answer)
+        self._require(await self._answer(self._sglang.end_update()))
+        self._session_open = False
         answer, reported = await self._answer(self._sglang.checksums())
         self._require(answer)
-        wrong = update.held.mismatches(reported)
+        wrong = update.mismatches(reported)
         if wrong:
             self._refuse(
                 f"{len(wrong)} of its tensors are not what was sent, first {wrong[0]}; "
                 f"version {update.version} is not used"
             )
 
-    def _running_update(self) -> _Update:
+    def _staged(self) -> StagedVersion:
         if self._update is None:
             raise RunError(self._refusal or "Weights came to an engine that was not told of an update.")
         return self._update
@@ -283,24 +361,33 @@ class Engine:
         if not success:
             self._refuse(message)
 
-    def _refuse(self, reason: str) -> None:
-        """Fail the update: waiting generations, and what else comes of it, end with the reason."""
-        self._update = None
-        self._refusal = f"The engine on {self._model_path} refused a weight update: {reason}."
-        self._open.set()
+    def _refuse(self, reason: str) -> NoReturn:
+        """Fail the update with `reason`."""
+        self._reject(reason)
         raise RunError(self._refusal)
 
-    def _enter(self) -> None:
-        if self._idle.is_set():
-            self._idle.clear()
-            self._busy_since = perf_counter()
-        self._running += 1
+    def _reject(self, reason: str) -> None:
+        """Forget the update and end what is under way; what comes later ends with the reason too."""
+        self._update = None
+        self._refusal = f"The engine on {self._model_path} refused a weight update: {reason.rstrip('.')}."
+        for request in self._requests:
+            request.cancel()
 
-    def _leave(self) -> None:
-        self._running -= 1
-        if self._running == 0:
+    def _outcome(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        """What an ended request brought. Raises RunError for one that `_reject` has ended."""
+        if request.cancelled():
+            raise RunError(self._refusal)
+        return request.result()
+
+    def _enter(self, request: asyncio.Task[Any]) -> None:
+        if not self._requests:
+            self._busy_since = perf_counter()
+        self._requests.add(request)
+
+    def _leave(self, request: asyncio.Task[Any]) -> None:
+        self._requests.remove(request)
+        if not self._requests:
             self.counts.busy_s += perf_counter() - self._busy_since
-            self._idle.set()
 
     def _count(self, generation: Generation, prompt_tokens: int) -> Generation:
         self.counts.requests += 1
@@ -340,9 +427,22 @@ def _as_generation(output: dict[str, Any]) -> Generation:
         token_ids=[token for _, token, _ in logprobs],
         logprobs=[logprob for logprob, _, _ in logprobs],
         finish=meta["finish_reason"]["type"],
-        cached_tokens=meta["cached_tokens"],
-        version=int(meta["weight_version"]),
+        # SGLang leaves it out for a request that was aborted while it waited.
+        cached_tokens=meta.get("cached_tokens", 0),
+        versions=_versions(meta, len(logprobs)),
     )
+
+
+def _versions(meta: dict[str, Any], tokens: int) -> list[int]:
+    """The version of each output token, from the spans [start, end) that SGLang reports.
+
+    Raises RunError if they do not cover the tokens: a version that is guessed would hide a stale token.
+    """
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
+    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    if len(versions) != tokens:
+        raise RunError(f"SGLang names versions for {len(versions)} of the {tokens} tokens of {meta['id']}.")
+    return versions
 
 
 def _kill_children_except(before: set[int]) -> None:

@@ -14,7 +14,11 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     CheckWeightsReqInput,
+    ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.utils import MultiprocessingSerializer
@@ -62,6 +66,18 @@ class SglangProcess:
         """End one request; it returns what it has."""
         self._manager.abort_request(rid)
 
+    def abort_all(self) -> None:
+        """End all requests."""
+        self._manager.abort_request(abort_all=True)
+
+    async def pause(self) -> None:
+        """Generate no more: requests under way lose their place in the KV cache and keep their tokens."""
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+    async def resume(self) -> None:
+        """Go on after `pause`; the KV cache of what was under way is computed anew."""
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
     async def begin_update(self) -> Answer:
         """Open a weight update."""
         answer: Answer = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
@@ -70,7 +86,7 @@ class SglangProcess:
     async def load_bucket(self, bucket: Bucket, version: int, ranks: int) -> Answer:
         """Load the tensors of a bucket on every tensor-parallel rank."""
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[_serialize(bucket) for _ in range(ranks)],
+            serialized_named_tensors=_serialize(bucket, ranks),
             load_format="flattened_bucket",
             flush_cache=False,
             weight_version=str(version),
@@ -78,19 +94,35 @@ class SglangProcess:
         answer: Answer = await self._manager.update_weights_from_tensor(request)
         return answer
 
-    async def end_update(self, flush_timeout_s: float) -> Answer:
-        """Close the update and empty the prefix cache, which speaks of the old weights."""
+    async def end_update(self) -> Answer:
+        """Close the update and empty the prefix cache, which speaks of the old weights; after `pause`."""
         success, message = await self._manager.end_weight_update(EndWeightUpdateReqInput())
-        if not success:
-            return False, message
-        flushed = await self._manager.flush_cache(timeout_s=flush_timeout_s)
-        return flushed.success, f"the prefix cache was not emptied: {flushed.message}"
+        # SGLang counts paused requests as work under way where it is given time to wait for idleness.
+        return await self._empty_cache(timeout_s=0.0) if success else (False, message)
+
+    async def sleep(self, flush_timeout_s: float) -> Answer:
+        """Empty the prefix cache and give memory back, where SGLang was started with its memory saver.
+
+        Waits up to `flush_timeout_s` for aborted requests to leave: SGLang dies of sleeping with any.
+        """
+        emptied = await self._empty_cache(flush_timeout_s)
+        if emptied[0]:
+            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+        return emptied
+
+    async def wake(self) -> None:
+        """Take memory again, and bring the weights back into it."""
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
 
     async def checksums(self) -> tuple[Answer, list[dict[str, str]]]:
         """Each rank's tensor names and hashes, by SGLang's own weight checker."""
         request = CheckWeightsReqInput(action="checksum")
         success, message, ranks, _ = await self._manager.check_weights(request)
         return (success, message), [rank["checksums"] for rank in ranks or []]
+
+    async def _empty_cache(self, timeout_s: float) -> Answer:
+        emptied = await self._manager.flush_cache(timeout_s=timeout_s)
+        return emptied.success, f"the prefix cache was not emptied: {emptied.message}"
 
     def shutdown(self) -> None:
         """End SGLang's processes, and all other children of this process; blocks until they are gone."""
@@ -106,8 +138,11 @@ def gpu_hash(tensor: torch.Tensor) -> str:
     return f"{gpu_tensor_hash(tensor.cuda()):016x}"
 
 
-def _serialize(bucket: Bucket) -> bytes:
-    """A bucket as SGLang's flattened bucket: one tensor in shared memory, and where each name lies."""
+def _serialize(bucket: Bucket, ranks: int) -> list[bytes]:
+    """A bucket as SGLang's flattened bucket, for each rank: where each name lies in one tensor.
+
+    The first serialisation copies the tensor to shared memory; the others point to the same.
+    """
     metadata = [
         FlattenedTensorMetadata(
             name=record.name,
@@ -119,7 +154,5 @@ def _serialize(bucket: Bucket) -> bytes:
         )
         for record in bucket.records
     ]
-    # The copy makes read-only memory, as an object store hands it out, fit to be shared.
-    payload = {"flattened_tensor": torch.from_numpy(bucket.data.copy()), "metadata": metadata}
-    serialized: bytes = MultiprocessingSerializer.serialize(payload)
-    return serialized
+    payload = {"flattened_tensor": torch.from_numpy(bucket.data), "metadata": metadata}
+    return [MultiprocessingSerializer.serialize(payload) for _ in range(ranks)]

@@ -1,26 +1,34 @@
 """One rollout worker: an engine, a search client, and episodes between them.
 
-Contract: all methods belong to one event loop and may be called concurrently. All episodes and turns of
-a group run on this worker's engine, so later turns and siblings find their prefix in its cache. Never
-more than `max_episodes` run at once; one that takes longer than `episode_timeout_s` comes back aborted,
-so `run_group` always returns as many trajectories as were asked for, or raises.
+Contract:
+- All methods belong to one event loop and may be called concurrently.
+- All episodes and turns of a group run on this worker's engine, so later turns and siblings find their
+  prefix in its cache. Never more than `max_episodes` run at once.
+- `run_group` returns as many trajectories as were asked for, or raises. An episode that takes longer than
+  `episode_timeout_s`, or whose group is aborted, comes back with what it had, whatever the engine does.
+- A new version is taken in and staged while episodes run. At the switch, `on_update` says what becomes of
+  groups in flight: with `finish` they end on the old version, new groups wait, and all tokens of a group
+  have one version; with `continue` they pause, and each token tells its version.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from time import perf_counter
 
 from transformers import AutoTokenizer
 
 from rlsys.agent.codec import Codec
-from rlsys.agent.episode import EpisodeTools, TurnSampling, run_episode
+from rlsys.agent.episode import Episode, EpisodeTools, TurnSampling, within
 from rlsys.agent.trajectory import Finish, Trajectory
-from rlsys.config.schema import Device, RolloutConfig, SearchConfig, TaskConfig
+from rlsys.config.schema import Device, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
 from rlsys.data.question import Question
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.rollout.engine import Engine
-from rlsys.search.client import SearchClient
-from rlsys.weights.buckets import Bucket
+from rlsys.rollout.gate import Gate
+from rlsys.search.tool import open_tool
+from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
 
 
 class RolloutWorker:
@@ -37,18 +45,15 @@ class RolloutWorker:
         search: SearchConfig,
         device: Device,
         seed: int,
+        *,
+        on_update: OnUpdate = OnUpdate.finish,
+        memory_saver: bool = False,
     ) -> None:
-        if search.url is None:
-            raise UserError("search.url is null, so a rollout worker has no server; start one and name it.")
+        """`memory_saver` lets `sleep` free the device's memory, for groups that share devices."""
         self._rollout = rollout
-        self._search = SearchClient(
-            search.url,
-            topk=search.topk,
-            timeout_s=search.timeout_s,
-            retries=search.retries,
-            max_concurrent=search.max_concurrent,
-        )
-        self.engine = Engine(model_path, rollout.engine, device, seed)
+        self._on_update = on_update
+        self._search = open_tool(search)
+        self.engine = Engine(model_path, rollout.engine, device, seed, memory_saver)
         if task.max_total_tokens > self.engine.context_tokens:
             raise UserError(
                 f"task.max_total_tokens={task.max_total_tokens} is more than the {self.engine.context_tokens} "
@@ -57,44 +62,95 @@ class RolloutWorker:
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search, codec, task)
         self._slots = asyncio.Semaphore(rollout.max_episodes)
+        self._gate = Gate()
+        self._receiver: Receiver | None = None
+        self._receiving = asyncio.Lock()
+        self._groups: dict[str, set[asyncio.Future[None]]] = {}
         self._episodes = 0
         self._aborted = 0
+        self._drain_s = 0.0
 
     async def start(self) -> None:
         """Start the engine. Raises RunError if it does not come up in time."""
         await self.engine.start()
 
-    async def run_group(self, question: Question, n_samples: int, greedy: bool = False) -> list[Trajectory]:
+    async def run_group(
+        self, question: Question, n_samples: int, greedy: bool = False, key: str = ""
+    ) -> list[Trajectory]:
         """`n_samples` episodes of one question, side by side; `greedy` decodes at temperature 0.
 
-        Raises UserError for a question that is too long and RunError for an engine that has refused.
+        `key` names the group for `abort_group`. Raises UserError for a question that is too long and
+        RunError for an engine that has refused.
         """
         sampling = self._sampling(greedy)
-        episodes = [
-            asyncio.create_task(self._run_episode(question, sample, sampling)) for sample in range(n_samples)
-        ]
+        episodes = [Episode(question, sample, self._tools, sampling) for sample in range(n_samples)]
+        finishes = [Finish.ABORTED] * n_samples
+        stop = asyncio.get_running_loop().create_future()
+        self._groups.setdefault(key, set()).add(stop)
         try:
-            return list(await asyncio.gather(*episodes))
+            await within(self._play(episodes, finishes), stop=stop)
         finally:
-            # After an error or a cancellation, no sibling may go on unseen.
-            for episode in episodes:
-                episode.cancel()
-            await asyncio.gather(*episodes, return_exceptions=True)
+            self._groups[key].remove(stop)
+            if not self._groups[key]:
+                del self._groups[key]
+        self._episodes += n_samples
+        self._aborted += finishes.count(Finish.ABORTED)
+        return [episode.trajectory(finish) for episode, finish in zip(episodes, finishes, strict=True)]
+
+    async def abort_group(self, key: str) -> None:
+        """End the groups that were started as `key`, if any: their `run_group` returns at once.
+
+        Episodes that had ended stay as they are; the others are `Finish.ABORTED` and hold the turns that
+        were complete.
+        """
+        for stop in self._groups.get(key, ()):
+            if not stop.done():
+                stop.set_result(None)
+
+    async def open_transport(self, spec: TransportSpec) -> None:
+        """Meet the sender of the weights, in place of an earlier one. Raises RunError if it does not come."""
+        await self._close_transport()
+        self._receiver = await asyncio.to_thread(open_receiver, spec)
 
     async def begin_update(self, version: int) -> None:
         """See `Engine.begin_update`."""
         await self.engine.begin_update(version)
 
-    async def load_bucket(self, bucket: Bucket) -> None:
-        """See `Engine.load_bucket`."""
-        await self.engine.load_bucket(bucket)
+    async def load_bucket(self, parcel: Parcel) -> None:
+        """Take a bucket from the transport; see `Engine.load_bucket`."""
+        if self._receiver is None:
+            raise RunError("Weights came to a rollout worker without a transport; call open_transport first.")
+        async with self._receiving:
+            bucket = await asyncio.to_thread(self._receiver.receive, parcel)
+            await self.engine.load_bucket(bucket)  # Copies: the bytes are lent until the next `receive`.
 
     async def finish_update(self, version: int, digest: str) -> None:
-        """See `Engine.finish_update`."""
-        await self.engine.finish_update(version, digest)
+        """Switch to the new version; see `Engine.finish_update`.
+
+        With `OnUpdate.finish` it first waits for the groups in flight, each turn of which may still run.
+        """
+        if self._on_update is not OnUpdate.finish:
+            await self.engine.finish_update(version, digest)
+            return
+        started = perf_counter()
+        async with self._gate.closed():
+            self._drain_s += perf_counter() - started
+            await self.engine.finish_update(version, digest)
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await self.engine.wake()
 
     def metrics(self) -> dict[str, float]:
-        """Sums since the start, and ratios of them. Seconds end in `_s`, shares are of 1."""
+        """Sums since the start, and ratios of them. Seconds end in `_s`, shares are of 1.
+
+        `pause_s` is time in which nothing was generated because of a switch; `drain_s` time before it in
+        which groups in flight ended and no group began. `asleep_frees_memory` is 0 where sleep frees none.
+        """
         counts = self.engine.counts
         return {
             "episodes": self._episodes,
@@ -109,22 +165,40 @@ class RolloutWorker:
             "updates": counts.updates,
             "update_s": counts.update_s,
             "update_bytes": counts.update_bytes,
+            "pause_s": counts.pause_s,
+            "drain_s": self._drain_s,
+            "asleep_frees_memory": float(self.engine.frees_memory),
             "version": self.engine.version,
         }
 
     async def stop(self) -> None:
-        """End the search client and the engine's processes. May be called again."""
+        """End the transport, the search client and the engine's processes. May be called again."""
+        await self._close_transport()
         await self._search.close()
         await self.engine.stop()
 
-    async def _run_episode(self, question: Question, sample: int, sampling: TurnSampling) -> Trajectory:
-        async with self._slots:
-            trajectory = await run_episode(
-                question, sample, self._tools, sampling, self._rollout.episode_timeout_s
-            )
-        self._episodes += 1
-        self._aborted += trajectory.finish is Finish.ABORTED
-        return trajectory
+    async def _close_transport(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await asyncio.to_thread(receiver.close)
+
+    async def _play(self, episodes: Sequence[Episode], finishes: list[Finish]) -> None:
+        """Run a group to its end and note in `finishes` how each episode ended, as it ends."""
+
+        async def play(index: int) -> None:
+            async with self._slots:
+                finish = await within(episodes[index].run(), timeout_s=self._rollout.episode_timeout_s)
+            finishes[index] = finish or Finish.ABORTED
+
+        async with self._gate.inside():
+            tasks = [asyncio.create_task(play(index)) for index in range(len(episodes))]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                # After an error or a cancellation, no sibling may go on unseen.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def _sampling(self, greedy: bool) -> TurnSampling:
         sampling = self._rollout.sampling

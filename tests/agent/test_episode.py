@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.agent.codec import Codec
-from rlsys.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode, within
 from rlsys.agent.trajectory import Action, Finish, Trajectory
 from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
@@ -57,7 +57,9 @@ class Script:
         kept = ids[: sampling.max_new_tokens]
         finish = "stop" if len(kept) == len(ids) else "length"
         assert rid.startswith("q#3.")
-        return Generation(kept, [-0.5] * len(kept), finish, cached_tokens=len(input_ids) // 2, version=4)
+        return Generation(
+            kept, [-0.5] * len(kept), finish, cached_tokens=len(input_ids) // 2, versions=[4] * len(kept)
+        )
 
     async def search(self, query: str) -> Result:
         self.queries.append(query)
@@ -120,6 +122,54 @@ def test_an_episode_out_of_time_returns_what_it_has_and_cancels() -> None:
     assert trajectory.finish is Finish.ABORTED
     assert not trajectory.loss_mask.any()
     assert len(trajectory.tokens) == trajectory.prompt_length > 0
+
+
+def test_a_generator_that_ignores_its_cancellation_does_not_keep_the_episode() -> None:
+    class Deaf(Script):
+        async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+            while True:
+                try:
+                    await let_go.wait()
+                    return await super().generate(input_ids, sampling, rid)
+                except asyncio.CancelledError:
+                    self.cancelled = True
+
+    async def play() -> Trajectory:
+        trajectory = await run_episode(QUESTION, 3, EpisodeTools(script, script, CODEC, task()), GREEDY, 0.05)
+        let_go.set()
+        return trajectory
+
+    let_go, script = asyncio.Event(), Deaf(["<answer>a</answer>"])
+    trajectory = asyncio.run(play())
+    assert script.cancelled
+    assert trajectory.finish is Finish.ABORTED
+    assert trajectory.turns == ()
+
+
+async def test_within_returns_raises_and_gives_up() -> None:
+    async def answer() -> int:
+        return 7
+
+    async def fail() -> int:
+        raise ZeroDivisionError
+
+    async def wait() -> int:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise ValueError("an error that nobody asks for") from None
+        return 0
+
+    cancelled: list[bool] = []
+    stop = asyncio.get_running_loop().create_future()
+    assert await within(answer(), timeout_s=5.0, stop=stop) == 7
+    with pytest.raises(ZeroDivisionError):
+        await within(fail(), stop=stop)
+    assert await within(wait(), timeout_s=0.01, stop=stop) is None
+    asyncio.get_running_loop().call_soon(stop.set_result, None)
+    assert await within(wait(), stop=stop) is None
+    assert len(cancelled) == 2
 
 
 def test_the_budget_of_a_turn_and_of_the_whole() -> None:

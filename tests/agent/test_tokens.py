@@ -51,14 +51,29 @@ def hashed(prefix: Sequence[int]) -> float:
     return -(hash(tuple(prefix)) % 1_000_003) / 1e6
 
 
-def play(mode: TokenMode, prompt: str, turns: Sequence[tuple[list[int], str]], eos: bool) -> TokenRecord:
-    """Generate and observe in turn; the last observation is left out."""
+def sampled_by(version: int, inputs: list[int], output: list[int]) -> Sample:
+    """A turn of one version."""
+    return Sample(inputs, output, [0.0] * len(output), [version] * len(output), True)
+
+
+def play(
+    mode: TokenMode,
+    prompt: str,
+    turns: Sequence[tuple[list[int], str]],
+    eos: bool,
+    versions: Sequence[Sequence[int]] | None = None,
+) -> TokenRecord:
+    """Generate and observe in turn; the last observation is left out.
+
+    Every turn is of the version of its number, unless `versions` names one for each of its tokens.
+    """
     context = open_context(mode, CODEC, prompt)
-    for version, (output, observation) in enumerate(turns):
+    for number, (output, observation) in enumerate(turns):
         inputs = context.input_ids()
         logprobs = [hashed([*inputs, *output[: at + 1]]) for at in range(len(output))]
-        context.add_turn(Sample(inputs, output, logprobs, version, True), CODEC.decode(output))
-        if version < len(turns) - 1:
+        of_turn = [number] * len(output) if versions is None else versions[number]
+        context.add_turn(Sample(inputs, output, logprobs, of_turn, True), CODEC.decode(output))
+        if number < len(turns) - 1:
             context.add_observation(observation)
     return context.close(eos, limit=10_000)
 
@@ -109,7 +124,7 @@ def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
     for version, (output, observation) in enumerate(turns):
         inputs = context.input_ids()
         sampled |= {(*inputs, *output[: at + 1]): version for at in range(len(output))}
-        context.add_turn(Sample(inputs, output, [0.0] * len(output), version, True), CODEC.decode(output))
+        context.add_turn(sampled_by(0, inputs, output), CODEC.decode(output))
         context.add_observation(observation)
     for at, logprob in enumerate(record.rollout_logprobs):
         prefix = tuple(tokens[: at + 1])
@@ -136,6 +151,91 @@ def test_append_trains_what_was_sampled(prompt: str, turns: list[tuple[list[int]
     assert record.tokens_differing == 0
     sampled = record.versions >= 0
     assert not np.isnan(record.rollout_logprobs[sampled]).any()
+
+
+@st.composite
+def updated_turns(draw: st.DrawFn) -> tuple[list[tuple[list[int], str]], list[list[int]]]:
+    """Turns, and a version for each sampled token; versions never fall along an episode."""
+    turns = draw(TURNS)
+    rises = iter(draw(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=200, max_size=200)))
+    version = 0
+    versions: list[list[int]] = []
+    for output, _ in turns:
+        versions.append([])
+        for _ in output:
+            version += next(rises, 0)
+            versions[-1].append(version)
+    return turns, versions
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS, updated_turns(), st.booleans())
+def test_append_knows_the_version_of_every_token(
+    prompt: str, updated: tuple[list[tuple[list[int], str]], list[list[int]]], eos: bool
+) -> None:
+    turns, versions = updated
+    record = play(TokenMode.append, prompt, turns, eos, versions)
+    expected = [-1] * len(CODEC.encode(prompt))
+    for number, (_, observation) in enumerate(turns):
+        seen = CODEC.encode(observation) if number < len(turns) - 1 else []
+        expected += [*versions[number], *[-1] * len(seen)]
+    assert record.versions.tolist() == expected + [-1] * eos
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, updated_turns())
+def test_retokenize_never_records_a_version_later_than_the_true_one(
+    prompt: str, updated: tuple[list[tuple[list[int], str]], list[list[int]]]
+) -> None:
+    turns, versions = updated
+    record = play(TokenMode.retokenize, prompt, turns, False, versions)
+    tokens = record.tokens.tolist()
+    # By byte of the whole text: whose it is, and the version of the sampled token that it comes from. Ill-formed
+    # output is decoded to other bytes than were sampled; of those only the turn's latest version is known.
+    owner, true = [-1] * len(prompt.encode()), [-1] * len(prompt.encode())
+    calls: list[list[int]] = []
+    text = prompt
+    for number, (output, observation) in enumerate(turns):
+        calls.append([*CODEC.encode(text), *output])
+        said = CODEC.decode(output)
+        pieces = [bytes_of(token) for token in output]
+        by_byte = [version for piece, version in zip(pieces, versions[number], strict=True) for _ in piece]
+        well_formed = b"".join(pieces) == said.encode()
+        seen = observation if number < len(turns) - 1 else ""
+        owner += [number] * len(said.encode()) + [-1] * len(seen.encode())
+        true += by_byte if well_formed else versions[number][-1:] * len(said.encode())
+        true += [-1] * len(seen.encode())
+        text += said + seen
+    at = 0
+    for place, (token, version) in enumerate(zip(tokens, record.versions, strict=True)):
+        here = range(at, at := at + len(bytes_of(token)))
+        if not record.loss_mask[place]:
+            assert version == -1
+            continue
+        (turn,) = {owner[byte] for byte in here}
+        start = len(calls[turn]) - len(turns[turn][0])
+        if tokens[: place + 1] == calls[turn][: place + 1]:
+            assert version == versions[turn][place - start], "the sampled token at its place"
+        else:
+            assert version == versions[turn][0], "the oldest of its turn"
+        assert version <= min(true[byte] for byte in here)
+
+
+def test_a_turn_that_an_update_interrupts_by_hand() -> None:
+    letters = [token for letter in "search" for token in CODEC.encode(letter)]
+    rocket = CODEC.encode("🚀")
+    turn = [*CODEC.encode("Paris"), *letters, *rocket]
+    before = len(CODEC.encode("Paris"))
+    versions = [4] * before + [5] * (len(turn) - before)
+    append = play(TokenMode.append, "x", [(turn, "")], eos=True, versions=[versions])
+    assert append.versions.tolist() == [-1, *versions, -1]
+    # "search" has become one token: what is before it is as sampled, the rest has the turn's oldest version.
+    again = play(TokenMode.retokenize, "x", [(turn, "")], eos=True, versions=[[*versions[:-1], 6]])
+    assert CODEC.decode(again.tokens.tolist()) == "xParissearch🚀"
+    assert again.versions.tolist() == [-1, *[4] * (len(again.tokens) - 2), -1]
+    late = [4, *[5] * (len(turn) - 1)]
+    again = play(TokenMode.retokenize, "x", [(turn, "")], eos=False, versions=[late])
+    assert again.versions.tolist() == [-1, *late[:before], *[4] * (len(again.tokens) - 1 - before)]
 
 
 def test_differing_tokens_are_counted_by_hand() -> None:
@@ -178,7 +278,7 @@ def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
     # One token may hold the tag's last letter and more; it cannot be split.
     closing = TOKENIZER.convert_tokens_to_ids(">Ċ")
     output = [*kept, closing, *CODEC.encode("Paris")]
-    context.add_turn(Sample([], output, [0.0] * len(output), 0, True), "q</search>")
+    context.add_turn(sampled_by(0, [], output), "q</search>")
     assert context.input_ids() == [*CODEC.encode("x"), *kept, closing]
 
 
@@ -187,7 +287,7 @@ def test_the_limit_holds_and_a_truncation_is_told(mode: TokenMode) -> None:
     context = open_context(mode, CODEC, "x")
     output = CODEC.encode("Paris 東京")
     inputs = context.input_ids()
-    context.add_turn(Sample(inputs, output, [0.0] * len(output), 0, True), "Paris 東京")
+    context.add_turn(sampled_by(0, inputs, output), "Paris 東京")
     record = context.close(True, limit=2)
     assert record.truncated
     assert len(record.tokens) == len(record.loss_mask) == len(record.versions) == 2
@@ -202,7 +302,7 @@ def test_offsets_without_white_space_never_train_an_observation() -> None:
     context.add_observation("\n\n <information>x</information>  ")
     output = codec.encode("Paris")
     inputs = context.input_ids()
-    context.add_turn(Sample(inputs, output, [0.0] * len(output), 0, True), "Paris")
+    context.add_turn(sampled_by(0, inputs, output), "Paris")
     record = context.close(False, limit=100)
     trained = codec.decode(record.tokens[record.loss_mask].tolist())
     assert trained in "Paris"

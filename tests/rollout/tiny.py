@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -92,29 +93,49 @@ def save(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, folder: Path) 
     return str(folder)
 
 
+@dataclass
+class Search:
+    """A running server of one passage."""
+
+    url: str
+    asked: list[str] = field(default_factory=list)
+    """Queries that came, answered or not."""
+    answering: threading.Event = field(default_factory=threading.Event)
+    """Clear it, and queries wait for their answer until it is set."""
+
+    async def until_asked(self, queries: int) -> None:
+        """Wait until so many queries have come in all."""
+        while len(self.asked) < queries:
+            await asyncio.sleep(0.01)
+
+
 @contextmanager
-def search_server() -> Iterator[tuple[str, list[str]]]:
-    """A server of one passage: its address, and the queries that it was asked."""
-    asked: list[str] = []
+def search_server() -> Iterator[Search]:
+    """Serve until the end of the context."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
-            asked.extend(queries)
+            search.asked.extend(queries)
+            search.answering.wait()
             hit = {"document": {"id": "0", "contents": PASSAGE}, "score": 1.0}
             body = json.dumps({"result": [[hit] for _ in queries]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # Whoever asked may have given up.
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *_args: object) -> None:
             """Tests print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    search = Search(f"http://127.0.0.1:{server.server_address[1]}")
+    search.answering.set()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        yield search
     finally:
+        search.answering.set()
         server.shutdown()
         server.server_close()

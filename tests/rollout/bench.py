@@ -1,0 +1,118 @@
+"""A whole worker on a real SGLang engine, and what tests do with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from rlsys.agent.episode import Generation, TurnSampling
+from rlsys.config.schema import RolloutConfig
+from rlsys.data.question import Question
+from rlsys.rollout.engine import Engine
+from rlsys.rollout.worker import RolloutWorker
+from rlsys.weights.buckets import Bucket, digest, pack
+from tests.rollout import tiny
+
+STOP = ("</search>", "</answer>")
+QUESTION = Question(uid="q1", prompt=tiny.FIRST.prompt, answers=("Paris",))
+
+
+@dataclass
+class Bench:
+    """What the tests share. Each begins with `bring`, and so depends on no other."""
+
+    worker: RolloutWorker
+    rollout: RolloutConfig
+    words: PreTrainedTokenizerFast
+    first: Qwen2ForCausalLM
+    """Has learnt `tiny.FIRST`."""
+    second: Qwen2ForCausalLM
+    """Has learnt `tiny.SECOND`."""
+    search: tiny.Search
+    models: dict[int, Qwen2ForCausalLM] = field(default_factory=dict)
+    """By version."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.worker.engine
+
+    def encode(self, text: str) -> list[int]:
+        return self.words(text)["input_ids"]
+
+    def new_version(self, model: Qwen2ForCausalLM) -> int:
+        """The number under which the engine is to know `model`."""
+        version = max(self.models, default=0) + 1
+        self.models[version] = model
+        return version
+
+    async def bring(self, model: Qwen2ForCausalLM) -> int:
+        """Update the engine to `model`; the new version."""
+        self.search.answering.set()  # A test that failed may have left it waiting.
+        version, total = await self.stage(model)
+        await self.worker.finish_update(version, total)
+        return version
+
+    async def stage(self, model: Qwen2ForCausalLM) -> tuple[int, str]:
+        """All of an update to `model` but its end: version and digest."""
+        version = self.new_version(model)
+        buckets = list(pack(model.named_parameters(), bucket_bytes=40_000))
+        assert len(buckets) > 2
+        await self.engine.begin_update(version)
+        for bucket in buckets:
+            await self.engine.load_bucket(bucket)
+        return version, digest_of(buckets)
+
+    async def until_generating(self, requests: int, tokens: int = 50) -> None:
+        """Wait until so many requests have brought `tokens` tokens each; SGLang reports every 50."""
+        # Non-streaming callers see nothing of a request before its end; SGLang's own state does.
+        states = self.engine._sglang._manager.rid_to_state
+        while sum(len(state.output_ids) >= tokens for state in states.values()) < requests:
+            await asyncio.sleep(0.01)
+
+    def assert_logprobs(self, input_ids: list[int], generation: Generation) -> None:
+        """Each token's log-prob is that of transformers with the weights that the token names."""
+        ids = [*input_ids, *generation.token_ids]
+        versions = np.array(generation.versions)
+        assert len(versions) == len(generation.token_ids) == len(generation.logprobs)
+        for version in set(generation.versions):
+            reference = logprobs_of(self.models[version], ids)[len(input_ids) - 1 :].numpy()
+            of_version = versions == version
+            np.testing.assert_allclose(
+                np.array(generation.logprobs)[of_version], reference[of_version], atol=1e-4
+            )
+
+
+def endless(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """A copy that never greedily says the end-of-sequence token: its logit is 0, below the largest."""
+    copy = deepcopy(model)
+    with torch.no_grad():
+        copy.model.embed_tokens.weight[words.eos_token_id] = 0.0
+    return copy
+
+
+def greedy(max_new_tokens: int, stop: tuple[str, ...] = ()) -> TurnSampling:
+    return TurnSampling(temperature=0.0, max_new_tokens=max_new_tokens, stop=stop)
+
+
+def greedy_by_transformers(model: Qwen2ForCausalLM, ids: list[int], tokens: int) -> list[int]:
+    """At most `tokens` tokens after `ids`."""
+    said = model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
+    return said[0].tolist()[len(ids) :]
+
+
+def logprobs_of(model: Qwen2ForCausalLM, ids: Iterable[int], temperature: float = 1.0) -> torch.Tensor:
+    """[seq - 1] log-prob of each token after the first, by transformers."""
+    tokens = torch.tensor([list(ids)])
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+
+
+def digest_of(buckets: Iterable[Bucket]) -> str:
+    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})

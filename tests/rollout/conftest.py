@@ -1,0 +1,38 @@
+"""One worker on one real engine for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from rlsys.config.schema import Device, Dtype, EngineConfig, RolloutConfig, SearchConfig, TaskConfig
+from rlsys.rollout.worker import RolloutWorker
+from tests.rollout import tiny
+from tests.rollout.bench import Bench
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    words = tiny.tokenizer()
+    first, second = tiny.train(tiny.FIRST, words, seed=0), tiny.train(tiny.SECOND, words, seed=1)
+    path: Path = tmp_path_factory.mktemp("policy")
+    engine = EngineConfig(dtype=Dtype.float32, memory_fraction=0.05, kv_cache_tokens=16384, max_running=32)
+    rollout = RolloutConfig(engine=engine, max_episodes=3)
+    task = TaskConfig(train_path="", eval_path="", max_turns=2, max_turn_tokens=64, max_total_tokens=4096)
+    with tiny.search_server() as search:
+        worker = RolloutWorker(
+            tiny.save(first, words, path), rollout, task, SearchConfig(url=search.url), Device.cpu, seed=7
+        )
+        before = set(psutil.Process().children(recursive=True))
+        await worker.start()
+        started = set(psutil.Process().children(recursive=True)) - before
+        assert started
+        yield Bench(worker, rollout, words, first, second, search)
+        await worker.stop()
+        living = [process for process in started if process.is_running()]
+        # Python's resource tracker, which SGLang ends too, is joined when Python next needs one.
+        assert {process.status() for process in living} <= {psutil.STATUS_ZOMBIE}

@@ -1,0 +1,53 @@
+"""A staged version: what it takes, what it refuses, and what it hands out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.rollout.held_weights import Layout, sha256_prefix
+from rlsys.rollout.staging import StagedVersion
+from rlsys.weights.buckets import ChecksumError, digest, pack
+
+TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]
+
+
+def staged() -> StagedVersion:
+    return StagedVersion(3, Layout(tp=1, kv_heads=1, tied=True, dtype=torch.float32), sha256_prefix)
+
+
+def test_what_it_hands_out_is_what_came_however_the_lent_memory_changes() -> None:
+    version = staged()
+    checksums = {}
+    lent = None
+    for bucket in pack(TENSORS, bucket_bytes=300):
+        checksums |= {record.name: record.checksum for record in bucket.records}
+        version.take(bucket)
+        bucket.data[:] = 255
+        lent = bucket
+    assert lent is not None
+    assert version.nbytes == sum(tensor.nbytes for _, tensor in TENSORS)
+    version.check(3, digest(checksums))
+    out = [
+        bucket.data[record.offset : record.offset + record.nbytes].view(np.float32)
+        for bucket in version.hand_out()
+        for record in bucket.records
+    ]
+    np.testing.assert_array_equal(out, [tensor.numpy() for _, tensor in TENSORS])
+    assert list(version.hand_out()) == [], "handed out twice, and so held twice"
+
+
+def test_it_refuses_what_was_not_sent() -> None:
+    version = staged()
+    (bucket,) = pack(TENSORS, bucket_bytes=1 << 20)
+    total = digest({record.name: record.checksum for record in bucket.records})
+    with pytest.raises(ChecksumError, match="0 tensors came"):
+        version.check(3, total)
+    version.take(bucket)
+    version.check(3, total)
+    with pytest.raises(ChecksumError, match="version 4 was finished while version 3"):
+        version.check(4, total)
+    bucket.data[bucket.records[2].offset] ^= 1
+    with pytest.raises(ChecksumError, match=TENSORS[2][0]):
+        staged().take(bucket)

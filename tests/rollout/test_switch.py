@@ -1,0 +1,201 @@
+"""The engine's switch over a scripted SGLang: whatever breaks, nobody is left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rlsys.agent.episode import TurnSampling
+from rlsys.config.schema import Device, Dtype, EngineConfig
+from rlsys.errors import RunError
+from rlsys.pipeline.routing import EngineDied
+from rlsys.rollout.engine import Engine
+from rlsys.rollout.held_weights import sha256_prefix
+from rlsys.rollout.liveness import Liveness
+from rlsys.weights.buckets import Bucket, digest, pack, unpack
+from tests.rollout import tiny
+
+NAME = "model.norm.weight"
+SAMPLING = TurnSampling(temperature=0.0, max_new_tokens=1)
+
+
+class Script:
+    """An SGLang that holds one tensor, logs what it is told, and fails in the call `broken`."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.broken = ""
+        self.failure: Exception | None = None
+        self.refuses = False
+        self.holds: dict[str, str] = {}
+        self.reach: asyncio.Event | None = None
+        self.paused = False
+
+    async def _step(self, name: str) -> tuple[bool, str]:
+        self.log.append(name)
+        await asyncio.sleep(0)
+        if name != self.broken:
+            return True, ""
+        if self.reach is not None:
+            self.reach.set()
+            await asyncio.Event().wait()
+        if self.failure is not None:
+            raise self.failure
+        return not self.refuses, "it would not"
+
+    async def pause(self) -> None:
+        self.paused = True
+        await self._step("pause")
+
+    async def resume(self) -> None:
+        await self._step("resume")
+        self.paused = False
+
+    async def begin_update(self) -> tuple[bool, str]:
+        return await self._step("begin_update")
+
+    async def load_bucket(self, bucket: Bucket, *_args: int, **_named: int) -> tuple[bool, str]:
+        assert self.paused
+        for record, tensor in unpack(bucket):
+            self.holds[record.name] = sha256_prefix(tensor)
+        return await self._step("load_bucket")
+
+    async def end_update(self) -> tuple[bool, str]:
+        return await self._step("end_update")
+
+    async def checksums(self) -> tuple[tuple[bool, str], list[dict[str, str]]]:
+        return await self._step("checksums"), [dict(self.holds)]
+
+    def abort_all(self) -> None:
+        self.log.append("abort_all")
+
+    async def generate(self, input_ids: list[int], _sampling: object, rid: str) -> dict[str, Any]:
+        if input_ids == [0]:
+            await asyncio.Event().wait()  # Runs for ever.
+        meta = {
+            "id": rid, "output_token_logprobs": [(-0.5, 7, None)], "finish_reason": {"type": "stop"},
+            "weight_version": "0", "cached_tokens": 0,
+        }  # fmt: skip
+        return {"meta_info": meta}
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> Engine:
+    words = tiny.tokenizer()
+    path = tiny.save(tiny.train(tiny.FIRST, words, seed=0, steps=0), words, tmp_path)
+    engine = Engine(path, EngineConfig(dtype=Dtype.float32), Device.cpu, seed=0)
+    engine._process = Script()  # type: ignore[assignment]
+    engine._liveness = Liveness("The engine", [])
+    return engine
+
+
+async def stage(engine: Engine, version: int) -> str:
+    (bucket,) = pack([(NAME, torch.full((4,), float(version)))], bucket_bytes=100)
+    await engine.begin_update(version)
+    await engine.load_bucket(bucket)
+    return digest({record.name: record.checksum for record in bucket.records})
+
+
+def generate(engine: Engine, ids: list[int]) -> asyncio.Task[object]:
+    return asyncio.create_task(engine.generate(ids, SAMPLING, "r"))
+
+
+STEPS = ["pause", "begin_update", "load_bucket", "end_update", "checksums"]
+
+
+@pytest.mark.parametrize(
+    ("step", "failure"),
+    [(step, failure) for step in STEPS for failure in ("error", "cancellation")]
+    + [(step, "refusal") for step in STEPS if step != "pause"],  # A pause is not answered.
+)
+async def test_a_switch_that_breaks_refuses_all_and_another_heals(
+    engine: Engine, step: str, failure: str
+) -> None:
+    script: Script = engine._process  # type: ignore[assignment]
+    script.broken, script.refuses = step, failure == "refusal"
+    script.failure = ValueError("boom") if failure == "error" else None
+    script.reach = asyncio.Event() if failure == "cancellation" else None
+    running = generate(engine, [0])
+    total = await stage(engine, 1)
+    update = asyncio.create_task(engine.finish_update(1, total))
+    await asyncio.sleep(0)
+    waiting = generate(engine, [1])
+    if script.reach is not None:
+        await script.reach.wait()
+        assert not waiting.done()
+        with pytest.raises(RunError, match="version 2 began before the last one had ended"):
+            await engine.begin_update(2)
+        update.cancel()
+    expected = {"refusal": RunError, "error": ValueError, "cancellation": asyncio.CancelledError}[failure]
+    with pytest.raises(expected):
+        await update
+    for refused in (running, waiting, generate(engine, [1])):
+        with pytest.raises(RunError, match="refused a weight update"):
+            await asyncio.wait_for(refused, timeout=5)
+    assert script.log[-2:] == ["abort_all", "resume"]
+    assert not script.paused
+    assert (engine.version, engine.running, engine.counts.updates) == (0, 0, 0)
+    script.broken = ""
+    await engine.finish_update(2, await stage(engine, 2))
+    await generate(engine, [1])
+    assert (engine.version, engine.counts.updates) == (2, 1)
+
+
+async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engine) -> None:
+    script: Script = engine._process  # type: ignore[assignment]
+    sglang = psutil.Popen(["sleep", "60"])
+    engine._liveness = Liveness("The engine", [sglang])
+    script.broken, script.reach = "load_bucket", asyncio.Event()
+    running = generate(engine, [0])
+    update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
+    await script.reach.wait()
+    waiting = generate(engine, [0])
+    await asyncio.sleep(0)
+    sglang.kill()
+    for told in (running, update, waiting, generate(engine, [0])):
+        with pytest.raises(EngineDied, match=f"process {sglang.pid} is gone"):
+            await asyncio.wait_for(told, timeout=5)
+    sglang.wait()
+
+
+async def test_a_switch_loads_between_pause_and_resume(engine: Engine) -> None:
+    script: Script = engine._process  # type: ignore[assignment]
+    running = generate(engine, [0])
+    await engine.finish_update(1, await stage(engine, 1))
+    assert script.log == [*STEPS, "resume"]
+    assert not running.done()
+    assert engine.counts.pause_s > 0
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (engine.running, engine.counts.aborted) == (0, 1)
+
+
+async def test_versions_that_do_not_cover_the_tokens_are_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script: Script = engine._process  # type: ignore[assignment]
+    tokens = [(-0.5, token, None) for token in range(5)]
+
+    def answer(*spans: tuple[str, int, int]) -> None:
+        meta = {
+            "id": "r", "output_token_logprobs": tokens, "finish_reason": {"type": "stop"}, "weight_version": "9",
+            "weight_versions": [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans],
+        }  # fmt: skip
+
+        async def generate(*_args: object) -> dict[str, Any]:
+            return {"meta_info": meta}
+
+        monkeypatch.setattr(script, "generate", generate)
+
+    answer(("3", 0, 2), ("4", 2, 5))
+    generation = await engine.generate([1], SAMPLING, "r")
+    assert generation.versions == [3, 3, 4, 4, 4]
+    answer(("3", 0, 2), ("4", 2, 4))
+    with pytest.raises(RunError, match="versions for 4 of the 5 tokens"):
+        await engine.generate([1], SAMPLING, "r")

@@ -1,0 +1,322 @@
+"""Weight updates of a real engine: what is said before, during and after, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlsys.agent.episode import TurnSampling
+from rlsys.agent.trajectory import Finish, Trajectory
+from rlsys.config.schema import Device, OnUpdate, SyncMode, TokenMode
+from rlsys.errors import RunError
+from rlsys.weights.buckets import Bucket, pack
+from rlsys.weights.transport import Parcel, TransportSpec, open_sender
+from tests.rollout import tiny
+from tests.rollout.bench import (
+    QUESTION,
+    STOP,
+    Bench,
+    digest_of,
+    endless,
+    greedy,
+    greedy_by_transformers,
+    logprobs_of,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120)]
+
+CONTINUE = OnUpdate["continue"]
+
+
+async def test_new_weights_arrive_whole_and_change_what_is_said(bench: Bench) -> None:
+    old = await bench.bring(bench.first)
+    ids = bench.encode(tiny.FIRST.prompt)
+    before = await bench.engine.generate(ids, greedy(64, STOP), "before")
+    counts = bench.engine.counts
+    updates, sent = counts.updates, counts.update_bytes
+    new = await bench.bring(bench.second)
+    after = await bench.engine.generate(ids, greedy(64, STOP), "after")
+    assert (set(before.versions), set(after.versions)) == ({old}, {new})
+    assert bench.words.decode(after.token_ids) == tiny.SECOND.search
+    assert after.cached_tokens == 0, "the cache still holds keys of the old weights"
+    bench.assert_logprobs(ids, after)
+    assert counts.updates == updates + 1
+    assert counts.update_bytes - sent >= sum(tensor.nbytes for tensor in bench.second.parameters())
+    assert 0 < counts.pause_s < counts.update_s
+
+
+async def test_requests_in_flight_go_on_with_the_new_weights(bench: Bench) -> None:
+    before, after = endless(bench.first, bench.words), endless(bench.second, bench.words)
+    old = await bench.bring(before)
+    prompts = [bench.encode(text) for text in ("zzz", "Paris", tiny.FIRST.prompt)]
+    tasks = [asyncio.create_task(bench.engine.generate(ids, greedy(4000), "long")) for ids in prompts]
+    new, total = await bench.stage(after)
+    await bench.until_generating(requests=3)
+    await bench.engine.finish_update(new, total)
+    late = asyncio.create_task(bench.engine.generate(prompts[0], greedy(60), "late"))
+    held = max(len(state.output_ids) for state in bench.engine._sglang._manager.rid_to_state.values())
+    await bench.until_generating(requests=3, tokens=held + 100)
+    bench.engine.abort("long")
+    for ids, generation in zip(prompts, await asyncio.gather(*tasks), strict=True):
+        tokens, versions = generation.token_ids, generation.versions
+        boundary = versions.count(old)
+        assert 50 <= boundary < len(tokens)
+        assert versions == [old] * boundary + [new] * (len(tokens) - boundary)
+        assert tokens[:boundary] == greedy_by_transformers(before, ids, boundary)
+        goes_on = greedy_by_transformers(after, [*ids, *tokens[:boundary]], len(tokens) - boundary)
+        assert tokens[boundary:] == goes_on
+        bench.assert_logprobs(ids, generation)
+    assert set((await late).versions) == {new}
+
+
+async def test_generation_goes_on_while_an_update_is_staged(bench: Bench) -> None:
+    old = await bench.bring(bench.first)
+    new, total = await bench.stage(bench.second)
+    ids = bench.encode("Paris")
+    generation = await bench.engine.generate(ids, greedy(30), "meanwhile")
+    assert set(generation.versions) == {old}
+    assert generation.token_ids == greedy_by_transformers(bench.first, ids, 30)
+    await bench.engine.finish_update(new, total)
+
+
+async def hold_a_group(bench: Bench, samples: int) -> asyncio.Task[list[Trajectory]]:
+    """A greedy group that waits for its search, between two turns."""
+    bench.search.answering.clear()
+    asked = len(bench.search.asked)
+    group = asyncio.create_task(bench.worker.run_group(QUESTION, samples, greedy=True, key="held"))
+    await bench.search.until_asked(asked + samples)
+    return group
+
+
+def versions_of_turns(trajectory: Trajectory) -> list[set[int]]:
+    """The versions of each turn's trained tokens; the turns are told apart by the observation between."""
+    sampled = np.flatnonzero(trajectory.versions >= 0)
+    cuts = np.flatnonzero(np.diff(sampled) > 1) + 1
+    return [set(trajectory.versions[turn].tolist()) for turn in np.split(sampled, cuts)]
+
+
+async def test_finish_ends_groups_on_the_old_version_and_holds_new_ones_back(bench: Bench) -> None:
+    old = await bench.bring(bench.first)
+    new, total = await bench.stage(bench.second)
+    flying = await hold_a_group(bench, samples=3)
+    drained = bench.worker.metrics()["drain_s"]
+    update = asyncio.create_task(bench.worker.finish_update(new, total))
+    await asyncio.sleep(0)
+    asked = len(bench.search.asked)
+    waiting = asyncio.create_task(bench.worker.run_group(QUESTION, 1, greedy=True))
+    await asyncio.sleep(0.2)
+    assert not update.done()
+    assert (bench.engine.running, len(bench.search.asked)) == (0, asked), "the new group has begun"
+    bench.search.answering.set()
+    for trajectory in await flying:
+        assert trajectory.answer == "Paris", "the group's second turn was held back or spoilt"
+        assert versions_of_turns(trajectory) == [{old}, {old}]
+    await update
+    (later,) = await waiting
+    assert later.answer == "Lyon"
+    assert versions_of_turns(later) == [{new}, {new}]
+    assert bench.worker.metrics()["drain_s"] > drained
+
+
+async def test_continue_switches_between_the_turns_of_a_group(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.worker, "_on_update", CONTINUE)
+    old = await bench.bring(bench.first)
+    new, total = await bench.stage(bench.second)
+    flying = await hold_a_group(bench, samples=3)
+    await bench.worker.finish_update(new, total)
+    assert not flying.done()
+    bench.search.answering.set()
+    for trajectory in await flying:
+        assert versions_of_turns(trajectory) == [{old}, {new}]
+        for version in (old, new):
+            own = trajectory.versions == version
+            reference = logprobs_of(bench.models[version], trajectory.tokens.tolist()).numpy()
+            np.testing.assert_allclose(trajectory.rollout_logprobs[own], reference[own[1:]], atol=1e-4)
+
+
+@pytest.mark.parametrize("on_update", OnUpdate)
+async def test_nothing_is_lost_over_many_updates(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, on_update: OnUpdate
+) -> None:
+    monkeypatch.setattr(bench.worker, "_on_update", on_update)
+    # Every token's version is exact, so versions may never fall along a trajectory.
+    monkeypatch.setattr(bench.worker._tools.task, "token_mode", TokenMode.append)
+    first = await bench.bring(bench.first)
+
+    async def one_after_another() -> list[list[Trajectory]]:
+        return [await bench.worker.run_group(QUESTION, n_samples=4) for _ in range(4)]
+
+    lanes = [asyncio.create_task(one_after_another()) for _ in range(3)]
+    updates = 0
+    while not all(lane.done() for lane in lanes):
+        updates += 1
+        await bench.bring((bench.first, bench.second)[updates % 2])
+        await asyncio.sleep(0.1)
+    assert updates > 1
+    groups = [group for lane in lanes for group in await lane]
+    assert len(groups) == 12
+    for group in groups:
+        assert [trajectory.sample for trajectory in group] == [0, 1, 2, 3]
+        seen = [trajectory.versions[trajectory.versions >= 0] for trajectory in group]
+        for trajectory, versions in zip(group, seen, strict=True):
+            assert trajectory.finish is not Finish.ABORTED
+            assert versions.min() >= first
+            assert (np.diff(versions) >= 0).all()
+        if on_update is OnUpdate.finish:
+            assert len({int(version) for versions in seen for version in versions}) == 1
+    assert bench.worker.metrics()["requests_running"] == 0
+
+
+async def test_abort_group_returns_at_once_with_what_there_is(bench: Bench) -> None:
+    await bench.bring(bench.first)
+    bench.search.answering.clear()
+    asked = len(bench.search.asked)
+    slots = bench.rollout.max_episodes
+    group = asyncio.create_task(bench.worker.run_group(QUESTION, slots + 2, greedy=True, key="a"))
+    await bench.search.until_asked(asked + slots)
+    other = asyncio.create_task(bench.worker.run_group(QUESTION, 1, greedy=True, key="b"))
+    await asyncio.sleep(0)
+    await bench.worker.abort_group("nobody's")
+    await bench.worker.abort_group("a")
+    aborted = await group
+    assert {trajectory.finish for trajectory in aborted} == {Finish.ABORTED}
+    assert [len(trajectory.turns) for trajectory in aborted] == [1] * slots + [0] * 2
+    assert [trajectory.response for trajectory in aborted] == [tiny.FIRST.search] * slots + [""] * 2
+    assert not other.done()
+    bench.search.answering.set()
+    assert (await other)[0].answer == "Paris"
+
+
+async def test_abort_group_reaches_a_group_at_the_gate(bench: Bench) -> None:
+    await bench.bring(bench.first)
+    new, total = await bench.stage(bench.second)
+    flying = await hold_a_group(bench, samples=1)
+    update = asyncio.create_task(bench.worker.finish_update(new, total))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(bench.worker.run_group(QUESTION, 2, key="waiting"))
+    await asyncio.sleep(0)
+    await bench.worker.abort_group("waiting")
+    assert [trajectory.finish for trajectory in await waiting] == [Finish.ABORTED] * 2
+    assert not update.done()
+    bench.search.answering.set()
+    await asyncio.gather(flying, update)
+
+
+async def test_an_update_that_broke_off_is_forgotten(bench: Bench) -> None:
+    await bench.bring(bench.first)
+    await bench.engine.begin_update(1000)
+    (bucket,) = pack([("model.norm.weight", bench.second.model.norm.weight)], bucket_bytes=1 << 20)
+    await bench.engine.load_bucket(bucket)
+    version = await bench.bring(bench.second)
+    generation = await bench.engine.generate(bench.encode("Paris"), greedy(20), "after")
+    assert set(generation.versions) == {version}
+    bench.assert_logprobs(bench.encode("Paris"), generation)
+
+
+async def test_weights_come_through_the_transport(bench: Bench) -> None:
+    await bench.bring(bench.first)
+    buckets = list(pack(bench.second.named_parameters(), bucket_bytes=40_000))
+    size = max(bucket.data.nbytes for bucket in buckets)
+    spec = TransportSpec(
+        SyncMode.tensor, 0, ("actor", "engine"), size, timeout_s=10.0, device=Device.cpu,
+        address=("127.0.0.1", 0), folder="",
+    )  # fmt: skip
+    sender = open_sender(spec)
+    with pytest.raises(RunError, match="call open_transport first"):
+        await bench.worker.load_bucket(Parcel(1, (), 0, None))
+    await bench.worker.open_transport(replace(spec, rank=1))
+    version = bench.new_version(bench.second)
+    await bench.worker.begin_update(version)
+    for taken, bucket in enumerate(buckets, start=1):
+        room = sender.room()[: bucket.data.nbytes]
+        room[:] = bucket.data
+        await bench.worker.load_bucket(sender.send(Bucket(room, bucket.records)))
+        room[:] = 0  # A transport lends the same memory again and again.
+        sender.release(taken)
+    await bench.worker.finish_update(version, digest_of(buckets))
+    (trajectory,) = await bench.worker.run_group(QUESTION, 1, greedy=True)
+    assert trajectory.answer == "Lyon"
+    sender.close()
+
+
+async def test_a_bucket_that_changed_on_its_way_is_refused(bench: Bench) -> None:
+    await bench.bring(endless(bench.first, bench.words))
+    running = asyncio.create_task(bench.engine.generate(bench.encode("zzz"), greedy(4000), "running"))
+    await bench.until_generating(requests=1)
+    await bench.engine.begin_update(1000)
+    (bucket,) = pack(bench.second.named_parameters(), bucket_bytes=1 << 30)
+    bucket.data[bucket.records[3].offset] ^= 1
+    with pytest.raises(RunError, match=bucket.records[3].name):
+        await bench.engine.load_bucket(bucket)
+    for refused in (running, bench.engine.generate(bench.encode("Paris"), TurnSampling(0.0), "later")):
+        with pytest.raises(RunError, match="refused a weight update"):
+            await refused
+    await bench.bring(bench.first)
+
+
+async def test_an_update_that_is_not_what_was_sent_is_refused(bench: Bench) -> None:
+    await bench.bring(bench.first)
+    version, total = await bench.stage(bench.second)
+    with pytest.raises(RunError, match=f"version 77 was finished while version {version} was staged"):
+        await bench.engine.finish_update(77, total)
+    version, _ = await bench.stage(bench.second)
+    with pytest.raises(RunError, match="they are not the ones that were sent"):
+        await bench.engine.finish_update(version, digest_of([]))
+    with pytest.raises(RunError, match="they are not the ones that were sent"):
+        await bench.engine.finish_update(version, digest_of([]))
+    await bench.bring(bench.first)
+
+
+async def test_an_update_that_lacks_a_tensor_is_refused(bench: Bench) -> None:
+    await bench.bring(bench.first)
+    tensors = [
+        (name, tensor) for name, tensor in bench.first.named_parameters() if name != "model.norm.weight"
+    ]
+    buckets = list(pack(tensors, bucket_bytes=1 << 20))
+    await bench.engine.begin_update(1001)
+    for bucket in buckets:
+        await bench.engine.load_bucket(bucket)
+    with pytest.raises(RunError, match=r"first model\.norm\.weight"):
+        await bench.engine.finish_update(1001, digest_of(buckets))
+    await bench.bring(bench.first)
+
+
+async def test_an_engine_that_holds_something_else_refuses_and_recovers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.bring(endless(bench.first, bench.words))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    changed = bench.first.get_parameter(name).detach().clone()
+    changed[5, 7] += 1e-6
+    (stray,) = pack([(name, changed)], bucket_bytes=1 << 30)
+    running = asyncio.create_task(bench.engine.generate(bench.encode("zzz"), greedy(4000), "running"))
+    version, total = await bench.stage(bench.first)
+    await bench.until_generating(requests=1)
+    sglang = bench.engine._sglang
+    load = sglang.load_bucket
+
+    async def load_with_a_stray(bucket: Bucket, version: int, ranks: int) -> tuple[bool, str]:
+        await load(bucket, version, ranks)
+        return await load(stray, version, ranks) if name in {r.name for r in bucket.records} else (True, "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang, "load_bucket", load_with_a_stray)
+        update = asyncio.create_task(bench.engine.finish_update(version, total))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(bench.engine.generate(bench.encode("Paris"), greedy(4), "waiting"))
+        with pytest.raises(
+            RunError, match=r"1 of its tensors .*first model\.layers\.1\.self_attn\.qkv_proj\.weight"
+        ):
+            await update
+    for refused in (running, waiting, bench.worker.run_group(QUESTION, n_samples=2)):
+        with pytest.raises(RunError, match="refused a weight update"):
+            await refused
+    version = await bench.bring(bench.first)
+    (trajectory,) = await bench.worker.run_group(QUESTION, n_samples=1, greedy=True)
+    assert trajectory.answer == "Paris"
+    assert set(trajectory.versions[trajectory.loss_mask]) == {version, -1}
