@@ -1,11 +1,12 @@
 """The inference group and the actor from the driver's side: samples in, log-probs or an update out.
 
-Both cut samples into micro-batches by token budget, deal them to the data-parallel ranks, and hand
-every process the whole plan; each takes its own data-parallel rank's part.
+Both have a dealer cut samples into micro-batches, and hand every process the whole plan; each takes its
+own data-parallel rank's part.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,57 +16,80 @@ from numpy.typing import NDArray
 
 from rlsys.algorithms.losses import reduce_stats
 from rlsys.cluster.worker_group import WorkerGroup, share
-from rlsys.config.schema import ParallelConfig, RunConfig
+from rlsys.config.schema import RunConfig
+from rlsys.groups.dealer import Dealer
+from rlsys.megatron.results import switch_figures
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.batcher import Plan, plan_micro_batches
 from rlsys.pipeline.group import Sample
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.weights.transport import Parcel, TransportSpec
 
 Floats = NDArray[np.float32]
 
 
-class Dealer:
-    """Cuts samples for one Megatron group."""
-
-    def __init__(self, parallel: ParallelConfig, processes: int, budget_tokens: int, pad_id: int) -> None:
-        self._ranks = processes // (parallel.tp * parallel.pp)
-        self._budget = budget_tokens
-        self._pad_id = pad_id
-        self._multiple_of = parallel.tp if parallel.sequence_parallel else 1
-
-    def deal(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
-        """Which sample went where, and the micro-batches of each data-parallel rank."""
-        lengths = [len(sample.trajectory.tokens) for sample in samples]
-        plan = plan_micro_batches(lengths, self._budget, self._ranks, self._multiple_of)
-        batches = [
-            [collate([samples[i] for i in batch], self._pad_id, self._multiple_of) for batch in rank]
-            for rank in plan
-        ]
-        return plan, batches
-
-
 class InferenceGroup:
-    """Recomputes log-probs."""
+    """Recomputes log-probs.
+
+    Contract: nothing is computed from `begin_update` to the end of `finish_update`; each waits for the other.
+    """
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
         self.workers = workers
         self.step = 0
         self._dealer = dealer
         self._tracer = tracer
+        self._weights = asyncio.Lock()
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Ranks that take weights: all."""
+        return tuple(range(len(self.workers.ranks)))
 
     async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
-        """Log-probs of policy and reference, [seq] each, in the order of `samples`."""
+        """Log-probs of policy and reference, [seq] each and 0 where not trained, in the order of `samples`."""
         plan, batches = self._dealer.deal(samples)
-        with self._tracer.span("logprob.compute", step=self.step, samples=len(samples)):
-            answers = await self.workers.call("compute", share(batches))
+        async with self._weights:
+            with self._tracer.span("logprob.compute", step=self.step, samples=len(samples)):
+                answers = await self.workers.call("compute", share(batches))
         found: list[tuple[Floats, Floats | None]] = [(np.empty(0, np.float32), None)] * len(samples)
         for dp_rank, results in filter(None, answers):
-            for indices, result in zip(plan[dp_rank], results, strict=True):
+            for indices, batch, result in zip(plan[dp_rank], batches[dp_rank], results, strict=True):
+                policy = batch.split(result.policy)
+                reference = None if result.reference is None else batch.split(result.reference)
                 for row, index in enumerate(indices):
-                    length = len(samples[index].trajectory.tokens)
-                    reference = None if result.reference is None else result.reference[row, :length]
-                    found[index] = (result.policy[row, :length], reference)
+                    found[index] = (policy[row], None if reference is None else reference[row])
         return found
+
+    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+        """Let each rank take weights in the way of its spec."""
+        await self.workers.call_each("open_transport", [(spec,) for spec in specs])
+
+    async def begin_update(self, version: int) -> None:
+        """Wait for what is being computed, and begin to take `version`."""
+        await self._weights.acquire()
+        try:
+            await self.workers.call("begin_update", version)
+        except BaseException:
+            self._weights.release()
+            raise
+
+    async def load_bucket(self, parcel: Parcel) -> None:
+        """Let every rank take a bucket."""
+        await self.workers.call("load_bucket", parcel)
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        """Compute with `version` from now on. Raises RunError if it is not what the digest speaks of."""
+        try:
+            await self.workers.call("finish_update", version, digest)
+        finally:
+            self._weights.release()
+
+    async def offload(self) -> dict[str, float]:
+        """Release the memory of the group's devices until `restore`; what it cost, as `switch_figures` says."""
+        return switch_figures(await self.workers.call("offload"))
+
+    async def restore(self) -> dict[str, float]:
+        """Bring back what `offload` released; what it cost."""
+        return switch_figures(await self.workers.call("restore"))
 
 
 class ActorGroup:
@@ -77,6 +101,10 @@ class ActorGroup:
         self._dealer = dealer
         self._tracer = tracer
         self._stats: list[Mapping[str, float]] = []
+
+    def enough(self, samples: Sequence[Sample]) -> bool:
+        """Whether a call for `samples` keeps every rank and pipeline stage busy."""
+        return self._dealer.enough(samples)
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
         """Add the gradient of the summed loss of `samples`."""
@@ -96,6 +124,14 @@ class ActorGroup:
         """Write a checkpoint of all ranks, and `extra` with it."""
         with self._tracer.span("checkpoint.save", step=self.step):
             await self.workers.call("save", str(folder), extra)
+
+    async def offload(self) -> dict[str, float]:
+        """Release the memory of the group's devices until `restore`; what it cost, as `switch_figures` says."""
+        return switch_figures(await self.workers.call("offload"))
+
+    async def restore(self) -> dict[str, float]:
+        """Bring back what `offload` released; what it cost."""
+        return switch_figures(await self.workers.call("restore"))
 
 
 class EngineLogprobs:

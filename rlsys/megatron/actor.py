@@ -8,15 +8,14 @@ every data-parallel rank is handed equally many micro-batches.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
@@ -26,14 +25,16 @@ from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError
 from rlsys.megatron import optimizer as adam
 from rlsys.megatron import parallel as groups
+from rlsys.megatron.export import Export
 from rlsys.megatron.forward import forward_backward, to_tensor
 from rlsys.megatron.learning_rate import learning_rate
-from rlsys.megatron.logprobs import token_logprobs
+from rlsys.megatron.logprobs import lay_out, token_logprobs
 from rlsys.megatron.model import PolicyModel
-from rlsys.megatron.results import Accumulated, Applied
+from rlsys.megatron.offload import Offload, gradient_buffers, training_state
+from rlsys.megatron.results import Accumulated, Applied, Offloaded
 from rlsys.pipeline.micro_batch import MicroBatch
-from rlsys.weights.buckets import Bucket, digest, pack
 from rlsys.weights.families import read_architecture
+from rlsys.weights.transport import Sender
 
 
 class Actor:
@@ -64,7 +65,12 @@ class Actor:
         self._wrapped.zero_grad_buffer()
         self._step = 0
         self._trained_tokens = 0
-        self._exported_digest: str | None = None
+        self._pending = False
+        self._memory = Offload(
+            "The actor",
+            lambda: training_state(self._model.module, self._optimizer),
+            lambda: gradient_buffers(self._wrapped),
+        )
         # Weights leave through host memory, whatever the group's own backend is.
         owners = [rank * parallel.tp * self.place.dp_size for rank in range(parallel.pp)]
         self._export_group = dist.new_group(owners, backend="gloo")
@@ -74,24 +80,22 @@ class Actor:
         """Optimiser steps taken."""
         return self._step
 
-    @property
-    def exported_digest(self) -> str | None:
-        """Digest of the version that `export_buckets` last finished; None on ranks but the first."""
-        return self._exported_digest
-
     def load_hf(self, path: str | Path) -> None:
         """Start from the weights of a Hugging Face folder."""
+        self._memory.require("load weights")
         self._model.load_hf(path)
         self._optimizer.reload_model_params()
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Accumulated:
         """Add the gradients of this data-parallel rank's micro-batches.
 
-        Each needs `old_logprobs`, and `ref_logprobs` where the loss has a KL term; column 0 of the loss
-        mask must be False, for nothing predicts it. Raises ValueError otherwise.
+        Each needs `old_logprobs`, and `ref_logprobs` where the loss has a KL term. Raises ValueError
+        otherwise.
         """
+        self._memory.require("accumulate")
         for batch in micro_batches:
             _check(batch)
+        self._pending = True
         parts: list[Stats] = forward_backward(self._model, self._wrapped, micro_batches, self._loss_of)
         self._trained_tokens += sum(batch.trained_tokens for batch in micro_batches)
         return Accumulated(
@@ -105,6 +109,7 @@ class Actor:
 
         Raises RunError if the gradient is not finite; the weights are not to be used after that.
         """
+        self._memory.require("apply")
         config = self._optimizer_config
         tokens = torch.tensor(self._trained_tokens, device=self._device)
         # Reduces over data parallel, tied embeddings and norms; also sums and divides by `tokens`.
@@ -119,31 +124,20 @@ class Actor:
             )
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._trained_tokens = 0
+        self._trained_tokens, self._pending = 0, False
         return Applied(self._step, float(grad_norm), rate, int(tokens))
 
-    def export_buckets(self, bucket_bytes: int) -> Iterator[Bucket | None]:
-        """The weights as whole Hugging Face tensors, in buckets of at most `bucket_bytes`, on rank 0.
+    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
+        """Begin to hand the weights out; they must not change until the export has ended.
 
-        All ranks iterate in step: the others yield None, until they are no longer needed. A fused
-        parameter that is larger than `bucket_bytes` comes in one bucket.
+        All ranks call this together; `sender` is there on rank 0 alone.
         """
-        self._exported_digest = None
-        if self.place.dp:
-            return
-        plan = self._model.export_plan(bucket_bytes)
-        checksums: dict[str, str] = {}
-        for stage, runs in enumerate(self._runs_of_stages(len(plan))):
-            for run in range(runs):
-                bucket = self._pass_on(stage, plan[run] if stage == self.place.pp else [])
-                if bucket is not None:
-                    checksums |= {record.name: record.checksum for record in bucket.records}
-                yield bucket
-        if self.place.rank == 0:
-            self._exported_digest = digest(checksums)
+        require = functools.partial(self._memory.require, "export")
+        return Export(self._model, require, self._export_group, bucket_bytes, sender)
 
     def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
         """Write weights, optimiser state and step, and `extra` (plain JSON) to a new checkpoint."""
+        self._memory.require("save")
         about = {"step": self._step, "optimizer": True, "dtype": self._dtype.value, "extra": extra}
         sharded.save(folder, self._sharded_state(loading=False), about)
 
@@ -152,6 +146,7 @@ class Actor:
 
         A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser.
         """
+        self._memory.require("load")
         about = sharded.read_about(folder)
         if about["optimizer"]:
             state = sharded.load(folder, self._sharded_state(loading=True))
@@ -164,43 +159,38 @@ class Actor:
         extra: dict[str, Any] = about["extra"]
         return extra
 
+    def offload(self, scratch: str | Path) -> Offloaded:
+        """Release the memory of weights, gradients and optimiser state until `restore`.
+
+        It goes to host memory, or on a CPU to the folder `scratch`; gradients are zero and need no room.
+        Raises RunError if there is no room, or if gradients wait for `apply`.
+        """
+        if self._pending:
+            raise RunError("The actor has gradients that were not applied: call apply before offload.")
+        return self._memory.offload(scratch)
+
+    def restore(self) -> Offloaded:
+        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
+        return self._memory.restore()
+
     @property
     def _device(self) -> torch.device:
         return next(self._model.module.parameters()).device
 
     def _loss_of(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Stats]:
-        tokens = to_tensor(batch.tokens, logits)
-        logprobs, entropy = token_logprobs(logits, tokens, self._model.vocab_shard, self._temperature)
+        targets, mask = to_tensor(batch.targets, logits), to_tensor(batch.loss_mask, logits)
+        logprobs, entropy = token_logprobs(
+            logits, targets, self._model.vocab_shard, self._temperature, with_entropy=True
+        )
+        assert entropy is not None
         assert batch.old_logprobs is not None
         inputs = LossInputs(
             old_logprobs=to_tensor(batch.old_logprobs, logits),
             ref_logprobs=None if batch.ref_logprobs is None else to_tensor(batch.ref_logprobs, logits),
             advantages=to_tensor(batch.advantages, logits),
-            mask=to_tensor(batch.loss_mask, logits),
+            mask=mask,
         )
-        return self._loss(logprobs, entropy, inputs)
-
-    def _runs_of_stages(self, own: int) -> list[int]:
-        """How many buckets each pipeline stage has."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        runs = [0] * self.place.pp_size
-        dist.all_gather_object(runs, own, group=group)
-        return runs
-
-    def _pass_on(self, stage: int, names: list[str]) -> Bucket | None:
-        """Bring one bucket of `stage`, which holds the parameters `names`, to rank 0."""
-        box: list[Bucket | None] = [None]
-        if stage == self.place.pp:
-            tensors = list(self._model.whole_tensors(names))
-            if self.place.tp == 0:
-                # The plan has cut them to size.
-                (box[0],) = pack(tensors, bucket_bytes=sys.maxsize)
-            if stage and self.place.tp == 0:
-                dist.send_object_list(box, dst=0, group=self._export_group)
-        elif self.place.rank == 0:
-            owner = stage * self.place.tp_size * self.place.dp_size
-            dist.recv_object_list(box, src=owner, group=self._export_group)
-        return box[0] if self.place.rank == 0 else None
+        return self._loss(lay_out(logprobs, mask), lay_out(entropy, mask), inputs)
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
         model = self._model.sharded_state()
@@ -210,5 +200,3 @@ class Actor:
 def _check(batch: MicroBatch) -> None:
     if batch.old_logprobs is None:
         raise ValueError("A micro-batch without old_logprobs cannot be trained; recompute them first.")
-    if batch.loss_mask[:, 0].any():
-        raise ValueError("The first token of a sequence is marked as trained, but nothing predicts it.")

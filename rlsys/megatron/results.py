@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +11,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Of one micro-batch. Entry [b, t] is log p(token t | tokens before it); column 0 is 0."""
+    """Of one micro-batch. A trained token's entry is log p(token | those before it), all others are 0."""
 
     policy: NDArray[np.float32]
-    """[batch, seq]"""
+    """[rows, width]"""
     reference: NDArray[np.float32] | None
-    """[batch, seq]; None without a reference."""
+    """[rows, width]; None without a reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,25 @@ class Applied:
     """The rate of this step."""
     trained_tokens: int
     """Tokens that the gradient is a mean over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """One offload or restore of one process."""
+
+    bytes: int
+    """Released or brought back; 0 if there was nothing to do."""
+    seconds: float
+    rss_before: int
+    """The process's resident host memory, bytes."""
+    rss_after: int
+
+
+def switch_figures(parts: Sequence[Offloaded]) -> dict[str, float]:
+    """Of all processes of a group: bytes and resident memory summed, seconds of the slowest."""
+    return {
+        "bytes": sum(part.bytes for part in parts),
+        "seconds": max((part.seconds for part in parts), default=0.0),
+        "rss_before": sum(part.rss_before for part in parts),
+        "rss_after": sum(part.rss_after for part in parts),
+    }

@@ -8,11 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.weights.buckets import ChecksumError, checksum, digest, pack, unpack
+from rlsys.weights.buckets import (
+    BucketFullError,
+    ChecksumError,
+    checksum,
+    digest,
+    pack,
+    pack_into,
+    unpack,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
@@ -88,3 +97,33 @@ def test_a_bucket_holds_its_bytes_once_when_pickled() -> None:
     head = pickle.dumps(bucket, protocol=5, buffer_callback=frames.append)
     assert len(head) < 1000
     assert np.shares_memory(np.frombuffer(frames[0].raw(), dtype=np.uint8), bucket.data)
+
+
+def test_tensors_are_packed_into_the_memory_that_is_given_and_no_further() -> None:
+    memory = np.full(300, 7, dtype=np.uint8)
+    tensors = [("first", torch.ones(5)), ("second", torch.arange(16, dtype=torch.int64))]
+    bucket = pack_into(memory, tensors)
+    assert [record.offset for record in bucket.records] == [0, 64]
+    assert bucket.data.nbytes == 64 + 128
+    assert np.shares_memory(bucket.data, memory)
+    assert (memory[192:] == 7).all()
+    assert memory[64:192].view(np.int64).tolist() == list(range(16))
+    assert pack_into(memory[:192], tensors).records == bucket.records
+    with pytest.raises(BucketFullError, match="second takes 128 bytes, and 127 of 191 are left"):
+        pack_into(memory[:191], tensors)
+
+
+def test_a_checksum_is_the_hash_of_the_hashes_of_4_mib_each() -> None:
+    tensor = torch.randint(-100, 100, (1500, 1700), dtype=torch.int32)
+    raw = tensor.numpy().tobytes()
+    assert 2 * 2**22 < len(raw) < 3 * 2**22
+    pieces = [raw[start : start + 2**22] for start in range(0, len(raw), 2**22)]
+    expected = xxhash.xxh3_128(
+        b"weight|int32|(1500, 1700)|" + b"".join(xxhash.xxh3_128_digest(piece) for piece in pieces)
+    ).hexdigest()
+    assert checksum("weight", tensor) == expected
+    turned = tensor.t().contiguous().t()
+    for same in (tensor, turned):
+        (bucket,) = pack([("weight", same)], 1)
+        assert bucket.records[0].checksum == expected
+        assert bucket.data.tobytes() == raw

@@ -1,0 +1,335 @@
+"""How fast weights travel: from Megatron's model in one process to verified tensors in others, each way.
+
+    python -m bench.weight_sync          # two minutes on two free cores
+
+The sender is a process with a random Qwen2-shaped model and the actor's own export; receivers are processes
+that take every bucket and hash every tensor, as all receivers do, and throw it away. Driver, Ray and transports
+are those of a run. The baseline is a plain copy, by one thread, of one buffer of the model's size to another, in
+the sender's process, timed before each transfer; `fraction` is the transfer's speed over that copy's. Of both
+the fastest of `REPEATS` counts, so that what else the machine does matters little; a first transfer warms up.
+
+Where the time goes, in seconds that overlap each other:
+- pack: gathering tensors, copying them to a bucket and hashing them;
+- move: sending a bucket, and receiving it (the slowest receiver);
+- check: hashing what came (the slowest receiver).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rlsys.cluster.bundles import Seat
+from rlsys.cluster.runtime import ray_runtime
+from rlsys.cluster.worker_group import WorkerGroup
+from rlsys.config.schema import ClusterConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig, SyncMode
+from rlsys.groups.weight_sync import WeightSync
+from rlsys.observe.spans import Tracer
+from rlsys.weights.buckets import Bucket, digest, unpack
+from rlsys.weights.families import Architecture
+from rlsys.weights.transport import Parcel, Sender, TransportSpec, open_receiver, open_sender
+
+RESULT = Path("outputs/bench/weight_sync.json")
+SHAPE = Architecture(
+    family="qwen2",
+    layers=8,
+    hidden=1024,
+    heads=16,
+    kv_heads=2,
+    head_dim=64,
+    ffn=4096,
+    vocab=65536,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=False,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    max_positions=64,
+)
+"""187 million parameters; the embedding takes the whole of a bucket."""
+BUCKET_BYTES = {Dtype.bfloat16: 128 * 1024 * 1024, Dtype.float32: 256 * 1024 * 1024}
+RECEIVERS, REPEATS, WIDTH = (1, 2), 10, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way, for one dtype and number of receivers."""
+
+    dtype: str
+    mode: str
+    receivers: int
+    nbytes: int
+    seconds: float
+    gb_s: float
+    copy_gb_s: float
+    fraction: float
+    pack_s: float
+    move_s: float
+    check_s: float
+
+
+class Stopwatch:
+    """Seconds by name, since they were last asked for."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def time(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        """What `call` returns; its time is added to `name`."""
+        started = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """All times; they begin anew."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+class TimedSender:
+    """A sender whose sending is timed."""
+
+    def __init__(self, sender: Sender, watch: Stopwatch) -> None:
+        self._sender, self._watch = sender, watch
+        self.room, self.release, self.close = sender.room, sender.release, sender.close
+
+    def send(self, bucket: Bucket) -> Parcel:
+        """See `Sender`."""
+        parcel: Parcel = self._watch.time("send", self._sender.send, bucket)
+        return parcel
+
+
+class Sending:
+    """The sender's process: what `groups.processes.ActorProcess` does, without training."""
+
+    def __init__(self, dtype: Dtype) -> None:
+        # Megatron is loaded in this process alone.
+        import torch.distributed as dist
+
+        from rlsys.megatron import parallel
+        from rlsys.megatron.model import PolicyModel
+
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        alone = parallel.Rendezvous(0, 1, "127.0.0.1", port, Device.cpu, timeout_s=60.0)
+        place = parallel.start(alone, ParallelConfig(), seed=0)
+        config = ModelConfig("", Layers.local, dtype)
+        self._model = PolicyModel(SHAPE, config, ParallelConfig(), place)
+        self._owners = dist.new_group([0], backend="gloo")
+        self._bucket_bytes = BUCKET_BYTES[dtype]
+        self._watch = Stopwatch()
+        size = sum(parameter.nbytes for parameter in self._model.parameters().values())
+        self._copy = (np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8))
+        self._sender: TimedSender | None = None
+        self._export: Any = None
+
+    def open_transport(self, spec: TransportSpec) -> float:
+        """See `ActorProcess`."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = TimedSender(open_sender(spec), self._watch)
+        return self.plain_copy()
+
+    def begin_export(self) -> None:
+        """See `ActorProcess`."""
+        from rlsys.megatron.export import Export
+
+        self._export = Export(self._model, lambda: None, self._owners, self._bucket_bytes, self._sender)
+
+    def next_parcel(self, taken: int) -> Parcel | None:
+        """See `ActorProcess`."""
+        assert self._sender is not None
+        self._sender.release(taken)
+        parcel: Parcel | None = self._watch.time("next", self._export.next)
+        return parcel
+
+    def end_export(self, taken: int) -> str:
+        """See `ActorProcess`."""
+        assert self._sender is not None
+        self._sender.release(taken)
+        whole: str = self._export.digest
+        return whole
+
+    def plain_copy(self) -> float:
+        """GB/s of the baseline."""
+        source, target = self._copy
+        started = time.perf_counter()
+        np.copyto(target, source)
+        return source.nbytes / (time.perf_counter() - started) / 1e9
+
+    def times(self) -> dict[str, float]:
+        """Of what was done since the last call."""
+        return self._watch.take()
+
+
+class Receiving:
+    """A receiver's process."""
+
+    def __init__(self) -> None:
+        self._watch = Stopwatch()
+        self._receiver: Any = None
+        self._checksums: dict[str, str] = {}
+
+    def open_transport(self, spec: TransportSpec) -> None:
+        """See `InferenceProcess`."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = open_receiver(spec)
+
+    def begin_update(self, _version: int) -> None:
+        """See `InferenceProcess`."""
+        self._checksums = {}
+
+    def load_bucket(self, parcel: Parcel) -> None:
+        """See `InferenceProcess`."""
+        bucket = self._watch.time("receive", self._receiver.receive, parcel)
+        self._checksums |= self._watch.time("check", _checked, bucket)
+
+    def finish_update(self, version: int, expected: str) -> None:
+        """See `InferenceProcess`."""
+        if digest(self._checksums) != expected:
+            raise ValueError(f"Version {version} did not arrive as it was sent.")
+
+    def times(self) -> dict[str, float]:
+        """Of what was done since the last call."""
+        return self._watch.take()
+
+
+class Copies:
+    """Some of the receivers' processes as a group that takes weights."""
+
+    def __init__(self, workers: WorkerGroup, count: int) -> None:
+        self.workers = workers
+        self.living = tuple(range(count))
+
+    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+        """See `weight_sync.Receiver`."""
+        calls = [self.workers.call_rank(rank, "open_transport", spec) for rank, spec in enumerate(specs)]
+        await asyncio.gather(*calls)
+
+    async def begin_update(self, version: int) -> None:
+        """See `weight_sync.Receiver`."""
+        await self.tell("begin_update", version)
+
+    async def load_bucket(self, parcel: Parcel) -> None:
+        """See `weight_sync.Receiver`."""
+        await self.tell("load_bucket", parcel)
+
+    async def finish_update(self, version: int, expected: str) -> None:
+        """See `weight_sync.Receiver`."""
+        await self.tell("finish_update", version, expected)
+
+    async def tell(self, method: str, *args: Any) -> list[Any]:
+        """Call all of them."""
+        return list(await asyncio.gather(*(self.workers.call_rank(r, method, *args) for r in self.living)))
+
+
+def main() -> None:
+    """Measure, print the table and write it down."""
+    rows = [row for dtype in Dtype for row in asyncio.run(measure(dtype))]
+    console = Console(width=WIDTH)
+    console.print(table(rows))
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    about = {"repeats": REPEATS, "bucket_bytes": {str(key): value for key, value in BUCKET_BYTES.items()}}
+    RESULT.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    console.print(f"Written to {RESULT}")
+
+
+async def measure(dtype: Dtype) -> list[Row]:
+    """All ways for one dtype, from one sender."""
+    cluster = ClusterConfig(device=Device.cpu, threads=1, sync_bucket_bytes=BUCKET_BYTES[dtype])
+    most = max(RECEIVERS)
+    with (
+        TemporaryDirectory(prefix="rlsys-bench-") as folder,
+        ray_runtime(cluster, [1] * (1 + most)) as bundles,
+    ):
+        seats = [Seat(number, (0,), 1.0, pinned=False) for number in range(1 + most)]
+        actor = WorkerGroup.launch("actor", bundles, seats[:1], cluster, Path(folder))
+        copies = WorkerGroup.launch("receiver", bundles, seats[1:], cluster, Path(folder))
+        await asyncio.gather(
+            actor.build(Sending, [(dtype,)], cluster.start_timeout_s),
+            copies.build(Receiving, [()] * most, cluster.start_timeout_s),
+        )
+        return [
+            await row(dtype, mode, actor, Copies(copies, count), cluster, Path(folder))
+            for count in RECEIVERS
+            for mode in SyncMode
+        ]
+
+
+async def row(
+    dtype: Dtype, mode: SyncMode, actor: WorkerGroup, receivers: Copies, cluster: ClusterConfig, folder: Path
+) -> Row:
+    """One way."""
+    cluster.sync_mode = mode
+    sync = WeightSync(actor, [receivers], cluster, folder, Tracer("driver"))
+    await sync.send(0)
+    copies: list[float] = []
+    times: list[dict[str, float]] = []
+    for version in range(1, REPEATS + 1):
+        await asyncio.gather(actor.call("times"), receivers.tell("times"))
+        copies += await actor.call("plain_copy")
+        await sync.send(version)
+        (sent,), received = await asyncio.gather(actor.call("times"), receivers.tell("times"))
+        slowest = {name: max(one[name] for one in received) for name in ("receive", "check")}
+        times.append({**sent, **slowest})
+    sync.close()
+    fastest, time_of = min(zip(sync.reports[1:], times, strict=True), key=lambda pair: pair[0].transfer_s)
+    return Row(
+        dtype=str(dtype),
+        mode=str(mode),
+        receivers=len(receivers.living),
+        nbytes=fastest.sent_bytes,
+        seconds=fastest.transfer_s,
+        gb_s=fastest.gb_s,
+        copy_gb_s=max(copies),
+        fraction=fastest.gb_s / max(copies),
+        pack_s=time_of["next"] - time_of["send"],
+        move_s=time_of["send"] + time_of["receive"],
+        check_s=time_of["check"],
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """For people."""
+    shown = Table(title="Weights from the actor to verified tensors in other processes")
+    for name in ("dtype", "mode"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("to", "MB", "s", "GB/s", "copy GB/s", "fraction", "pack s", "move s", "check s"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        shown.add_row(row.dtype, row.mode, str(row.receivers), *_numbers(row))
+    return shown
+
+
+def _numbers(row: Row) -> Iterator[str]:
+    yield f"{row.nbytes / 1e6:.0f}"
+    yield f"{row.seconds:.3f}"
+    yield from (f"{value:.2f}" for value in (row.gb_s, row.copy_gb_s, row.fraction))
+    yield from (f"{value:.3f}" for value in (row.pack_s, row.move_s, row.check_s))
+
+
+def _checked(bucket: Bucket) -> dict[str, str]:
+    return {record.name: record.checksum for record, _ in unpack(bucket)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""One version of the weights on its way out of the actor, bucket by bucket.
+
+Whole tensors under their Hugging Face names are gathered over tensor parallelism by the first rank of their
+pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0.
+Every process of the group makes an export and calls `next` equally often, together, for gathering is
+collective. The weights must not change until it has returned None on rank 0.
+
+Invariant: the tensors of one parameter (query, key and value; gate and up) travel in one bucket.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+
+from rlsys.errors import RunError
+from rlsys.megatron.model import PolicyModel
+from rlsys.weights.buckets import Bucket, BucketFullError, digest, pack, pack_into
+from rlsys.weights.sizes import ALIGNMENT
+from rlsys.weights.transport import Parcel, Sender
+
+
+class Export:
+    """One process's part in handing a version out."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        require_weights: Callable[[], None],
+        owners: dist.ProcessGroup,
+        bucket_bytes: int,
+        sender: Sender | None,
+    ) -> None:
+        """`owners` is a gloo group of the first rank of every stage; `sender` is there on rank 0 alone.
+
+        All ranks of a pipeline call this together. `require_weights` raises if the model's memory is offloaded.
+        """
+        require_weights()
+        self._model, self._place = model, model.place
+        self._require_weights = require_weights
+        self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender
+        self._runs = self._plan()
+        self._checksums: dict[str, str] = {}
+
+    def next(self) -> Parcel | None:
+        """Gather and send the next bucket; on rank 0 its parcel, None after the last. None on other ranks.
+
+        Raises RunError if a tensor is larger than a bucket, or if a receiver is gone.
+        """
+        self._require_weights()
+        run = next(self._runs, None)
+        if run is None:
+            return None
+        stage, names = run
+        if self._sender is None:
+            self._give(stage, names)
+            return None
+        room = self._sender.room()
+        bucket = self._take(stage, room) if stage else self._pack(names, room)
+        self._checksums |= {record.name: record.checksum for record in bucket.records}
+        return self._sender.send(bucket)
+
+    @property
+    def digest(self) -> str:
+        """Of all that was sent from here."""
+        return digest(self._checksums)
+
+    def _plan(self) -> Iterator[tuple[int, list[str]]]:
+        """Stage and Megatron names of each bucket of the whole model; names only for this process's stage."""
+        if self._place.dp:
+            return iter(())
+        weights = self._model.weights
+        # What aligning may cost at most.
+        padding = ALIGNMENT * sum(len(weights.entry(name).hf) for name in self._model.parameters())
+        own = self._model.export_plan(max(self._bucket_bytes - padding, 1))
+        counts = [0] * self._place.pp_size
+        dist.all_gather_object(counts, len(own), group=parallel_state.get_pipeline_model_parallel_group())
+        return (
+            (stage, own[run] if stage == self._place.pp else [])
+            for stage, runs in enumerate(counts)
+            for run in range(runs)
+        )
+
+    def _pack(self, names: list[str], room: NDArray[np.uint8]) -> Bucket:
+        """Gather parameters of the first stage straight into `room`."""
+        try:
+            return pack_into(room, self._model.whole_tensors(names))
+        except BucketFullError as problem:
+            raise RunError(
+                f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {problem} Raise it."
+            ) from problem
+
+    def _give(self, stage: int, names: list[str]) -> None:
+        """Gather parameters of this process's stage; the first rank of a later one passes them to rank 0."""
+        if stage != self._place.pp:
+            return
+        tensors = list(self._model.whole_tensors(names))
+        if stage and self._place.tp == 0:
+            # The plan has cut them to size.
+            (bucket,) = pack(tensors, sys.maxsize)
+            dist.send_object_list([(bucket.records, bucket.data.nbytes)], dst=0, group=self._owners)
+            dist.send(torch.from_numpy(bucket.data), dst=0, group=self._owners)
+
+    def _take(self, stage: int, room: NDArray[np.uint8]) -> Bucket:
+        """What the first rank of a later stage gives, in `room`."""
+        owner = stage * self._place.tp_size * self._place.dp_size
+        box: list[Any] = [None]
+        dist.recv_object_list(box, src=owner, group=self._owners)
+        records, nbytes = box[0]
+        if nbytes > room.nbytes:
+            raise RunError(
+                f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {records[0].name} is in "
+                f"a bucket of {nbytes} bytes. Raise it."
+            )
+        data = room[:nbytes]
+        dist.recv(torch.from_numpy(data), src=owner, group=self._owners)
+        return Bucket(data, records)

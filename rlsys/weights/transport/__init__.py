@@ -1,0 +1,36 @@
+"""Ways for weights to travel from the actor's first rank to every process that takes them.
+
+`open_sender` and `open_receiver` make the two ends from a spec; `parcel` says what they promise.
+Not here: handing weights on within a GPU by CUDA IPC. Buckets always pass through host memory, where
+they are hashed.
+"""
+
+from __future__ import annotations
+
+from rlsys.config.schema import SyncMode
+from rlsys.weights.transport.broadcast import BroadcastReceiver, BroadcastSender
+from rlsys.weights.transport.disk import DiskReceiver, DiskSender
+from rlsys.weights.transport.parcel import Parcel, Receiver, Sender, TransportSpec
+from rlsys.weights.transport.shared import SharedReceiver, SharedSender
+
+__all__ = ["Parcel", "Receiver", "Sender", "TransportSpec", "open_receiver", "open_sender"]
+
+
+def open_sender(spec: TransportSpec) -> Sender:
+    """The sending end. A broadcast blocks until all receivers are there, or raises RunError."""
+    ends: dict[SyncMode, type[SharedSender] | type[BroadcastSender] | type[DiskSender]] = {
+        SyncMode.tensor: SharedSender,
+        SyncMode.broadcast: BroadcastSender,
+        SyncMode.disk: DiskSender,
+    }
+    return ends[spec.mode](spec)
+
+
+def open_receiver(spec: TransportSpec) -> Receiver:
+    """A receiving end. A broadcast blocks until all members are there, or raises RunError."""
+    ends: dict[SyncMode, type[SharedReceiver] | type[BroadcastReceiver] | type[DiskReceiver]] = {
+        SyncMode.tensor: SharedReceiver,
+        SyncMode.broadcast: BroadcastReceiver,
+        SyncMode.disk: DiskReceiver,
+    }
+    return ends[spec.mode](spec)
