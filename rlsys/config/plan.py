@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlsys.config.placement import parse_placement
-from rlsys.config.schema import Dtype, ParallelConfig, RunConfig
+from rlsys.config.schema import AdvantageScale, Dtype, ParallelConfig, RunConfig, Schedule
 from rlsys.config.validate import model_shape
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
@@ -56,7 +56,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     return {
         "name": config.name,
         "device": str(config.cluster.device),
-        "world_size": sum(len(held) for held in ranks.values()),
+        "world_size": len({rank for held in ranks.values() for rank in held}),
         "groups": groups,
         "model": {"path": config.model.path, "parameters": parameters, "dtype": str(config.model.dtype)},
         "batch": {
@@ -64,6 +64,11 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
             "episodes_per_step": episodes,
             "episodes_per_update": episodes // trainer.mini_batches,
             "updates": trainer.steps * trainer.mini_batches,
+        },
+        "schedule": {
+            "kind": str(trainer.schedule.kind),
+            "max_staleness": trainer.schedule.max_staleness if _runs_ahead(config) else 0,
+            "overlap": overlap(config),
         },
         "token_mode": str(config.task.token_mode),
         "search": config.search.url or f"started by the run on {config.search.index}",
@@ -78,6 +83,8 @@ def render_plan(plan: dict[str, Any]) -> str:
         f"  model      {model['path']}, {model['parameters']:,} parameters, {model['dtype']}",
         f"  step       {batch['prompts_per_step']} prompts, {batch['episodes_per_step']} episodes, "
         f"{batch['episodes_per_update']} to an optimiser step",
+        f"  schedule   {plan['schedule']['kind']}, staleness at most {plan['schedule']['max_staleness']}: "
+        f"{plan['schedule']['overlap']}",
         f"  tokens     {plan['token_mode']}",
         f"  search     {plan['search']}",
     ]
@@ -86,6 +93,22 @@ def render_plan(plan: dict[str, Any]) -> str:
         ranks = ",".join(map(str, group["ranks"]))
         lines.append(f"  {name:10} ranks {ranks}: {sizes}, about {group['memory_gib_per_rank']:.3g} GiB each")
     return "\n".join(lines)
+
+
+def overlap(config: RunConfig) -> str:
+    """Which stages run at the same time."""
+    kind, whole = config.trainer.schedule.kind, config.algorithm.advantage_scale is AdvantageScale.batch
+    if kind is Schedule.sequential:
+        return "no stages overlap"
+    within = "within a step" if not _runs_ahead(config) else "across steps"
+    if whole:
+        waits = "; training waits for whole mini-batches, because algorithm.advantage_scale=batch"
+        return f"rollout, log-probs and training overlap {within}{waits}"
+    return f"rollout, log-probs and training overlap {within}"
+
+
+def _runs_ahead(config: RunConfig) -> bool:
+    return config.trainer.schedule.kind is Schedule("async")
 
 
 _SIZES = ("tp", "pp", "cp", "dp", "engines")

@@ -49,6 +49,75 @@ class TokenMode(StrEnum):
     append = "append"
 
 
+Schedule = StrEnum("Schedule", ["sequential", "pipelined", "async"])
+"""What runs at the same time. `sequential`: nothing, each stage waits for the whole step of the one before.
+`pipelined`: all stages, within a step, strictly on-policy. `async`: rollouts run up to `max_staleness` versions
+ahead of training."""
+
+OnUpdate = StrEnum("OnUpdate", ["finish", "continue"])
+"""What episodes in flight do when new weights come: end on the old ones, or pause and go on with the new."""
+
+
+class SyncMode(StrEnum):
+    """How weights travel from the actor to the other groups."""
+
+    tensor = "tensor"
+    """Through memory that processes of one host share."""
+    broadcast = "broadcast"
+    """Through a process group of the actor's first rank and all receivers: gloo on CPUs, NCCL on GPUs."""
+    disk = "disk"
+    """Through files in the run's folder."""
+
+
+class Packing(StrEnum):
+    """How sequences lie in a micro-batch."""
+
+    packed = "packed"
+    """One after the other, without padding."""
+    padded = "padded"
+    """Those of like length padded to one rectangle."""
+
+
+class AdvantageScale(StrEnum):
+    """What a group's centred rewards are divided by."""
+
+    group = "group"
+    """The group's standard deviation (GRPO)."""
+    batch = "batch"
+    """The standard deviation of the mini-batch's centred rewards; training then waits for the mini-batch."""
+    none = "none"
+    """Nothing (Dr. GRPO)."""
+
+
+class CorrectionKind(StrEnum):
+    """What is done about tokens whose sampling policy is not the one that is updated."""
+
+    none = "none"
+    truncate = "truncate"
+    """Weight by the ratio of the two, capped at `high` (truncated importance sampling)."""
+    mask = "mask"
+    """Weight by the ratio where it lies within [`low`, `high`], and by 0 elsewhere (IcePop)."""
+
+
+class CorrectionLevel(StrEnum):
+    """What the ratio is taken of."""
+
+    token = "token"
+    sequence = "sequence"
+    """The product over a sequence's trained tokens."""
+
+
+class CassetteMode(StrEnum):
+    """What is done with recorded search calls."""
+
+    record = "record"
+    """Ask the server, and write every call to the cassette."""
+    replay = "replay"
+    """Answer from the cassette, after the recorded time; a call that is not on it fails."""
+    extend = "extend"
+    """Answer from the cassette; ask the server for what is not on it, and write that to it."""
+
+
 class LrDecay(StrEnum):
     """Shape of the learning rate after warm-up."""
 
@@ -110,6 +179,7 @@ class ActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     micro_batch_tokens: int = 16384
     """Most tokens, padding included, of one forward and backward pass of one rank."""
+    packing: Packing = Packing.packed
 
 
 @dataclass
@@ -119,6 +189,7 @@ class InferenceConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_tokens: int = 32768
     """Most tokens, padding included, of one forward pass of one rank."""
+    packing: Packing = Packing.packed
 
 
 @dataclass
@@ -202,6 +273,17 @@ class TaskConfig:
 
 
 @dataclass
+class CassetteConfig:
+    """Search calls recorded and played back, so that runs repeat."""
+
+    path: str | None = None
+    """A jsonl file of recorded calls; null asks the server every time."""
+    mode: CassetteMode = CassetteMode.replay
+    latency_scale: float = 1.0
+    """A played call takes this times a recorded time, drawn by the query."""
+
+
+@dataclass
 class SearchConfig:
     """The search tool's client, and the server that a run starts for itself when `url` is null."""
 
@@ -217,6 +299,31 @@ class SearchConfig:
     max_concurrent: int = 64
     """Requests in flight from one engine's episodes."""
     start_timeout_s: float = 180.0
+    cassette: CassetteConfig = field(default_factory=CassetteConfig)
+
+
+@dataclass
+class CorrectionConfig:
+    """Weights of off-policy tokens, from recomputed and sampled log-probs (decoupled PPO)."""
+
+    kind: CorrectionKind = CorrectionKind.none
+    level: CorrectionLevel = CorrectionLevel.token
+    low: float = 0.5
+    """Least ratio that `mask` keeps."""
+    high: float = 2.0
+    """Largest ratio: `truncate` cuts to it, `mask` drops what is above."""
+
+
+@dataclass
+class CurationConfig:
+    """Which groups are trained."""
+
+    oversample: float = 1.0
+    """Groups started for each one that a step needs; the slowest are aborted and their prompts asked again."""
+    drop_no_spread: bool = False
+    """Replace groups whose rewards are all equal, which teach nothing (dynamic sampling, DAPO)."""
+    max_replaced: float = 3.0
+    """Most groups replaced in a step, in units of `trainer.prompts_per_step`; further ones are trained as they are."""
 
 
 @dataclass
@@ -225,8 +332,7 @@ class AlgorithmConfig:
 
     n_samples: int = 5
     """Episodes of each question: one group."""
-    normalize_std: bool = True
-    """Divide a group's advantages by its standard deviation (GRPO); false only centres them."""
+    advantage_scale: AdvantageScale = AdvantageScale.group
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_coef: float = 0.001
@@ -234,6 +340,8 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     recompute_logprobs: bool = True
     """Take old log-probs from the inference group, not from the engine."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    curation: CurationConfig = field(default_factory=CurationConfig)
 
 
 @dataclass
@@ -254,9 +362,9 @@ class ClusterConfig:
     """For all workers of a group to be ready."""
     call_timeout_s: float = 1800.0
     """For one call to a worker; then the run ends and names who is missing."""
-    channel_groups: int = 64
-    """Groups that may wait between two stages; the stage before then waits."""
-    sync_bucket_bytes: int = 256 * 1024 * 1024
+    sync_mode: SyncMode = SyncMode.tensor
+    sync_bucket_bytes: int = 2 * 1024**3
+    """Most bytes of weights on their way at a time, no less than the largest tensor has; two buckets are held."""
 
 
 @dataclass
@@ -272,8 +380,21 @@ class TrackingConfig:
 
 
 @dataclass
+class ScheduleConfig:
+    """What runs at the same time, and how old a token may be when it is trained."""
+
+    kind: Schedule = Schedule.pipelined
+    max_staleness: int = 1
+    """Of `async`: most versions between the one that sampled a token and the one that is trained on it."""
+    on_update: OnUpdate = OnUpdate.finish
+    """Of `async`: what episodes in flight do when new weights come."""
+
+
+@dataclass
 class TrainerConfig:
     """The loop."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     steps: int = 100
     prompts_per_step: int = 512

@@ -12,8 +12,20 @@ from typing import Any
 
 from rlsys.config.placement import overlaps, parse_placement
 from rlsys.config.ranges import out_of_range
-from rlsys.config.schema import Device, Mode, ParallelConfig, RunConfig, TokenMode
+from rlsys.config.schema import (
+    CassetteMode,
+    CorrectionKind,
+    Device,
+    Mode,
+    OnUpdate,
+    ParallelConfig,
+    RunConfig,
+    Schedule,
+    SyncMode,
+    TokenMode,
+)
 from rlsys.errors import UserError
+from rlsys.weights.sizes import largest_tensor_bytes
 
 Ranks = dict[str, tuple[int, ...]]
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -49,6 +61,8 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from out_of_range(config)
     yield from _batches(config)
     yield from _contradictions(config)
+    yield from _off_policy(config)
+    yield from _sync(config)
     yield from _paths(config)
     try:
         ranks = parse_placement(config.cluster.placement)
@@ -64,6 +78,12 @@ def _problems(config: RunConfig) -> Iterator[str]:
     for group, parallel in (("actor", config.actor.parallel), ("inference", config.inference.parallel)):
         yield from _parallel(group, parallel, len(ranks[group]), shape)
     yield from _engine(config, len(ranks["rollout"]), shape)
+    largest = largest_tensor_bytes(config.model.path, config.model.dtype)
+    if config.cluster.sync_bucket_bytes < largest:
+        yield (
+            f"cluster.sync_bucket_bytes={config.cluster.sync_bucket_bytes} is below the {largest} bytes of the model's "
+            "largest tensor: raise it to that at least."
+        )
 
 
 def _batches(config: RunConfig) -> Iterator[str]:
@@ -73,9 +93,9 @@ def _batches(config: RunConfig) -> Iterator[str]:
             f"trainer.prompts_per_step={trainer.prompts_per_step} does not divide into "
             f"trainer.mini_batches={trainer.mini_batches} equal mini-batches: change one of them."
         )
-    if config.algorithm.n_samples == 1 and config.algorithm.normalize_std:
+    if config.algorithm.n_samples == 1:
         yield (
-            "algorithm.n_samples=1 leaves every group without a spread, so no advantage can be computed: "
+            "algorithm.n_samples=1 leaves every group without a spread, so every advantage is zero: "
             "sample at least 2."
         )
     if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
@@ -131,7 +151,19 @@ def _paths(config: RunConfig) -> Iterator[str]:
     for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
         if not Path(path).is_file():
             yield f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file."
-    if config.search.url is None:
+    cassette = config.search.cassette
+    if cassette.path is None:
+        if cassette.mode is not CassetteMode.replay:
+            yield f"search.cassette.mode={cassette.mode} needs a file: give search.cassette.path."
+    elif cassette.mode is CassetteMode.replay and not Path(cassette.path).is_file():
+        yield f"search.cassette.path={cassette.path} does not exist: record it with search.cassette.mode=record."
+    elif cassette.mode is CassetteMode.record and Path(cassette.path).exists():
+        yield (
+            f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
+            "or use search.cassette.mode=extend."
+        )
+    played = cassette.path is not None and cassette.mode is CassetteMode.replay
+    if config.search.url is None and not played:
         if config.search.index is None:
             yield "search.url and search.index are both null: give a running server or an index folder."
         elif not (Path(config.search.index) / "manifest.json").is_file():
@@ -141,13 +173,66 @@ def _paths(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _off_policy(config: RunConfig) -> Iterator[str]:
+    correction, schedule = config.algorithm.correction, config.trainer.schedule
+    if correction.kind is not CorrectionKind.none and not config.algorithm.recompute_logprobs:
+        yield (
+            f"algorithm.correction.kind={correction.kind} compares recomputed with sampled log-probs: set "
+            "algorithm.recompute_logprobs=true, or correction.kind=none."
+        )
+    low = correction.low if correction.kind is CorrectionKind.mask else 0.0
+    if correction.kind is not CorrectionKind.none and not low <= 1 <= correction.high:
+        yield (
+            f"algorithm.correction.low={correction.low} and high={correction.high} must lie on either side of 1, or "
+            "tokens of equal policies would be cut: set low at most 1 and high at least 1."
+        )
+    if config.cluster.mode is Mode.collocated and schedule.kind is not Schedule.sequential:
+        yield (
+            f"trainer.schedule.kind={schedule.kind} lets stages overlap, but with cluster.mode=collocated they take "
+            "turns on the same devices: set trainer.schedule.kind=sequential, or place the groups apart."
+        )
+
+
+def _sync(config: RunConfig) -> Iterator[str]:
+    cluster, schedule = config.cluster, config.trainer.schedule
+    waits = schedule.kind is Schedule("async") and schedule.on_update is OnUpdate.finish
+    if schedule.kind is not Schedule("async") and schedule.on_update is OnUpdate["continue"]:
+        yield (
+            f"trainer.schedule.on_update=continue has no use with trainer.schedule.kind={schedule.kind}, where nothing "
+            "is in flight when weights change: leave it at finish, or choose async."
+        )
+    if waits and cluster.call_timeout_s <= config.rollout.episode_timeout_s:
+        yield (
+            f"cluster.call_timeout_s={cluster.call_timeout_s} must be above rollout.episode_timeout_s="
+            f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish a switch of weights "
+            "waits for episodes: raise it, or use on_update=continue."
+        )
+    if (
+        cluster.sync_mode is SyncMode.broadcast
+        and cluster.mode is Mode.collocated
+        and cluster.device is Device.gpu
+    ):
+        yield (
+            "cluster.sync_mode=broadcast with cluster.mode=collocated puts two members of an NCCL group on one GPU, "
+            "which NCCL refuses: use cluster.sync_mode=tensor."
+        )
+
+
 def _placement(config: RunConfig, ranks: Ranks) -> Iterator[str]:
+    shared = overlaps(ranks)
     if config.cluster.mode is Mode.collocated:
-        yield "cluster.mode=collocated is not available yet: place the groups on ranks of their own."
-    for a, b, shared in overlaps(ranks):
+        if len({frozenset(held) for held in ranks.values()}) > 1:
+            places = ", ".join(f'{group}="{config.cluster.placement[group]}"' for group in ranks)
+            yield (
+                f"cluster.mode=collocated needs all groups on the same ranks, but cluster.placement is {places}: "
+                "place them alike, or set cluster.mode=disaggregated."
+            )
+        return
+    for a, b, both in shared:
         yield (
             f'cluster.placement.{a}="{config.cluster.placement[a]}" and cluster.placement.{b}='
-            f'"{config.cluster.placement[b]}" share rank {shared[0]}: give each group ranks of its own.'
+            f'"{config.cluster.placement[b]}" share rank {both[0]}: give each group ranks of its own, or set '
+            "cluster.mode=collocated and trainer.schedule.kind=sequential."
         )
 
 

@@ -45,7 +45,45 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
         (["cluster.placement.actor=''"], ['cluster.placement.actor=""', "not a list of ranks"]),
         (["cluster.placement.actor=-1"], ['cluster.placement.actor="-1"', "not a list of ranks"]),
         (["+cluster.placement.critic=3"], ["cluster.placement.critic", "actor, inference, rollout"]),
-        (["cluster.mode=collocated"], ["cluster.mode=collocated"]),
+        (["cluster.mode=collocated"], ["cluster.mode=collocated", "same ranks", 'actor="0"']),
+        (
+            ["cluster.mode=collocated"],
+            ["trainer.schedule.kind=pipelined", "set trainer.schedule.kind=sequential"],
+        ),
+        (["trainer.schedule.max_staleness=-1"], ["trainer.schedule.max_staleness=-1"]),
+        (["algorithm.curation.oversample=0.5"], ["algorithm.curation.oversample=0.5", "at least 1"]),
+        (
+            ["algorithm.correction.kind=mask", "algorithm.correction.low=3"],
+            ["algorithm.correction.low=3", "high=2", "either side of 1"],
+        ),
+        (
+            [
+                "algorithm.correction.kind=truncate",
+                "algorithm.recompute_logprobs=false",
+                "task.token_mode=append",
+                "task.train_eos=false",
+            ],
+            ["algorithm.correction.kind=truncate", "algorithm.recompute_logprobs=true"],
+        ),
+        (
+            ["trainer.schedule.kind=async", "cluster.call_timeout_s=500", "rollout.episode_timeout_s=600"],
+            ["cluster.call_timeout_s=500", "rollout.episode_timeout_s=600", "on_update=continue"],
+        ),
+        (
+            ["cluster.device=gpu", "cluster.mode=collocated", "cluster.sync_mode=broadcast"],
+            ["cluster.sync_mode=broadcast", "cluster.mode=collocated", "use cluster.sync_mode=tensor"],
+        ),
+        (
+            ["trainer.schedule.on_update=continue"],
+            ["trainer.schedule.on_update=continue", "trainer.schedule.kind=pipelined", "choose async"],
+        ),
+        (["cluster.sync_bucket_bytes=1000"], ["cluster.sync_bucket_bytes=1000", "largest tensor", "raise it"]),
+        (["search.cassette.path=none.jsonl"], ["search.cassette.path=none.jsonl", "mode=record"]),
+        (
+            ["search.cassette.mode=record", "search.cassette.path=pyproject.toml"],
+            ["search.cassette.path=pyproject.toml", "delete it", "extend"],
+        ),
+        (["search.cassette.mode=record"], ["search.cassette.mode=record", "search.cassette.path"]),
         (
             ["cluster.placement={actor: 0-2, inference: 3, rollout: 4}", "actor.parallel.tp=2"],
             ["cluster.placement.actor has 3 ranks", "actor.parallel", "2*1*1 = 2"],
@@ -155,7 +193,6 @@ def test_contradictions_disappear_with_either_way_out(tiny_run: TinyRun) -> None
     append = ["task.token_mode=append", "task.train_eos=false", "algorithm.kl_coef=0"]
     validate(tiny_run("algorithm.recompute_logprobs=false", *append))
     validate(tiny_run("algorithm.recompute_logprobs=false", "rollout.sampling.top_p=0.9", *append))
-    validate(tiny_run("algorithm.n_samples=1", "algorithm.normalize_std=false"))
     validate(tiny_run(APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,3]"))
 
 

@@ -34,7 +34,7 @@ from rlsys.observe.table import render_summary
 from rlsys.record import new_run_dir
 from rlsys.search.client import SearchClient
 from rlsys.search.index import build_index
-from rlsys.session import search_server
+from rlsys.search.serving import serving
 from rlsys.train import train
 
 CONFIG = "searchr1_tiny_cpu"
@@ -50,17 +50,18 @@ def main(overrides: Sequence[str]) -> None:
     validate(config)
     run_dir = new_run_dir(config)
     console.print(f"[bold]Training[/]; everything goes to {run_dir}", highlight=False)
-    with search_server(config, run_dir / "logs") as url:
-        serving = replace(config, search=replace(config.search, url=url))
-        ceiling = asyncio.run(find_ceiling(serving))
+    with serving(config.search, config.cluster.threads, run_dir / "logs") as search:
+        search.wait_healthy()
+        served = replace(config, search=search.search)
+        ceiling = asyncio.run(find_ceiling(served))
         console.print(
             f"the scripted policy answers {ceiling.oracle_em:.3f} of the held-out questions; "
             f"search finds the passage it needs in {ceiling.recall_at_3:.3f} of its queries",
             highlight=False,
         )
-        summary = run_to_end(train(serving, run_dir))
+        summary = run_to_end(train(served, run_dir))
         summary |= {"oracle_em": ceiling.oracle_em, "recall_at_3": ceiling.recall_at_3}
-        summary |= convert_and_check(serving, run_dir, summary["checkpoint"], console)
+        summary |= convert_and_check(served, run_dir, summary["checkpoint"], console)
     write_summary(run_dir / "summary.json", summary)
     render_summary(summary, console)
     console.print(f"The run is in {run_dir}: summary.json, curves.png, samples, trace.json.", highlight=False)

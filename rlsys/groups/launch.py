@@ -1,0 +1,85 @@
+"""Starts the worker processes of all groups, and ends them.
+
+Contract: `started_groups` gives empty processes, `build_groups` makes the workers in them: side by side where
+every group has devices of its own; one after the other, each leaving the devices before the next comes, where
+they share them. On the way out every process is ended, whatever the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rlsys.cluster.bundles import plan_bundles
+from rlsys.cluster.runtime import ray_runtime
+from rlsys.cluster.worker_group import WorkerGroup
+from rlsys.config.placement import parse_placement
+from rlsys.config.schema import Mode, RunConfig
+from rlsys.groups.megatron import launch_megatron
+from rlsys.groups.residence import Residence
+from rlsys.groups.rollout import make_worker
+from rlsys.pipeline.workers import Say
+
+STOP_TIMEOUT_S = 30.0
+
+
+@asynccontextmanager
+async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict[str, WorkerGroup]]:
+    """The processes of all groups, empty."""
+    seating = plan_bundles(_holdings(config))
+    with ray_runtime(config.cluster, seating.sizes) as bundles:
+        groups: dict[str, WorkerGroup] = {}
+        try:
+            for name, seats in seating.seats.items():
+                concurrency = config.rollout.max_episodes + 16 if name == "rollout" else 0
+                groups[name] = WorkerGroup.launch(
+                    name, bundles, seats, config.cluster, log_dir, concurrency=concurrency
+                )
+            yield groups
+        finally:
+            for group in groups.values():
+                group.kill()
+
+
+async def build_groups(
+    config: RunConfig, groups: Mapping[str, WorkerGroup], devices: Residence, say: Mapping[str, Say]
+) -> None:
+    """Make the workers of all groups."""
+
+    async def build(name: str) -> None:
+        say[name]("starts")
+        await _build(name, groups[name], config)
+        await devices.built(name)
+        say[name]("is ready")
+
+    if config.cluster.mode is Mode.collocated:
+        for name in groups:
+            await build(name)
+        return
+    async with asyncio.TaskGroup() as builds:
+        for name in groups:
+            builds.create_task(build(name))
+
+
+async def _build(name: str, group: WorkerGroup, config: RunConfig) -> None:
+    if name == "rollout":
+        arguments = [(config, config.trainer.seed + rank) for rank in range(len(group.ranks))]
+        await group.build(make_worker, arguments, config.rollout.engine.start_timeout_s)
+    else:
+        await launch_megatron(group, name, config)
+
+
+def _holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:
+    """The device ranks of each worker process, by group: an engine holds `tp`, a Megatron process one."""
+    ranks = {name: sorted(held) for name, held in parse_placement(config.cluster.placement).items()}
+    tp = config.rollout.engine.tp
+    holdings: dict[str, list[tuple[int, ...]]] = {
+        "rollout": [tuple(ranks["rollout"][i : i + tp]) for i in range(0, len(ranks["rollout"]), tp)],
+        "inference": [(rank,) for rank in ranks["inference"]],
+        "actor": [(rank,) for rank in ranks["actor"]],
+    }
+    if not config.algorithm.recompute_logprobs:
+        del holdings["inference"]
+    return holdings

@@ -1,0 +1,227 @@
+"""Rollouts and log-probs, running ahead of training as far as the ledger lets them.
+
+Contract: `run` rolls and scores until `stop`; meanwhile the driver `take`s scored groups, oldest first, trains
+on them, and says when a step is closed and when the engines have a new version. All decisions are the
+ledger's; this module carries them out: it starts and cancels episodes, hands groups from stage to stage and
+gives prompts back. A stage that fails ends `run` with its error: run it in the task group of those who `take`.
+
+Invariants: a group is scored at most once and handed out at most once; a cancelled group's episodes have
+ended before `run` does; what the ledger dooms is dropped at once; when `run` has ended, every prompt is
+trained, dropped for good or back in the source. Runs on asyncio alone, so that it can be tested under any
+clock and interleaving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from heapq import heappop, heappush
+from itertools import islice
+from typing import NamedTuple
+
+from rlsys.agent.trajectory import Trajectory
+from rlsys.data.question import Question
+from rlsys.pipeline.group import Group
+from rlsys.pipeline.ledger import GIVEN_BACK, Ledger, Reason, Stage, Ticket
+from rlsys.pipeline.routing import GroupLost
+from rlsys.pipeline.workers import Devices, Generator, Prompts, Say, Scorer
+
+MOST_LOSSES = 3
+"""A question whose group was lost so often is not asked again before the next epoch, and then once: it may be what
+kills the engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """What is done to a group on its way. Pure functions."""
+
+    judge: Callable[[Question, Sequence[Trajectory]], Group]
+    """Rewards and advantages, once its episodes are done."""
+    correct: Callable[[Group], Group]
+    """Weights of off-policy tokens, once it is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bites:
+    """How many groups the scorer takes at a time."""
+
+    least: float
+    """It waits for so many, or until all rollouts have ended and none may begin; infinity is the latter alone."""
+    most: int
+
+
+class _Scored(NamedTuple):
+    """A group that may be taken, in the order of taking. One that was dropped meanwhile is passed over."""
+
+    oldest: int
+    number: int
+    ticket: Ticket
+    group: Group
+
+
+class Flow:
+    """The way of a group from its prompt to the actor."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        prompts: Prompts,
+        generator: Generator,
+        scorer: Scorer,
+        judges: Judges,
+        bites: Bites,
+        devices: Devices,
+        say: Callable[[str], Say],
+    ) -> None:
+        self.ledger = ledger
+        self._prompts, self._generator, self._scorer = prompts, generator, scorer
+        self._judges, self._bites, self._devices = judges, bites, devices
+        self._say_rollout, self._say_scorer = say("rollout"), say("inference")
+        self._rolling: dict[Ticket, asyncio.Task[None]] = {}
+        """Until the task has ended, which is later than the ticket if it was cancelled."""
+        # Not a dict: that finds its first key ever more slowly, the more were removed before it.
+        self._rolled: OrderedDict[Ticket, Group] = OrderedDict()
+        self._scored: list[_Scored] = []
+        self._losses: Counter[str] = Counter()
+        self._changed = asyncio.Event()
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Roll and score until `stop`. However it ends, outstanding tickets are dropped, their prompts given back."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._roll_all(tasks))
+                tasks.create_task(self._score_all())
+        finally:
+            self._end((ticket, Reason.end) for ticket in self.ledger.outstanding)
+
+    async def take(self, most: int) -> list[Group]:
+        """Wait for a scored group, then take what is there, oldest first, at most `most`, which is at least 1.
+
+        Raises RuntimeError after `stop`.
+        """
+        groups: list[Group] = []
+        while not groups:
+            await self._until(lambda: self._stopping or bool(self._scored))
+            if self._stopping:
+                raise RuntimeError("A group was waited for after the pipeline was stopped.")
+            while self._scored and len(groups) < most:
+                first = heappop(self._scored)
+                if first.ticket.stage is Stage.ready:
+                    self.ledger.take(first.ticket)
+                    groups.append(first.group)
+        self._sweep()
+        return groups
+
+    def close_step(self) -> None:
+        """The optimiser has stepped. This dooms nothing: who had no place but in that step went when it was full."""
+        self.ledger.close_step()
+
+    def publish(self, version: int) -> None:
+        """Every engine has `version`: more may be rolled."""
+        self.ledger.publish(version)
+        self._changed.set()
+
+    def stop(self) -> None:
+        """End `run`. A step under way is not closed any more: its prompts are given back too."""
+        self._stopping = True
+        self._end((ticket, Reason.end) for ticket in self.ledger.outstanding)
+
+    async def _roll_all(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            await self._until(lambda: self._stopping or self._may_roll())
+            if self._stopping:
+                return
+            await self._devices.need("rollout")
+            if self._may_roll():
+                ticket = self.ledger.admit(self._prompts.next())
+                self._rolling[ticket] = task = tasks.create_task(self._roll(ticket))
+                # Not the task's own doing: one that is cancelled before its first turn does nothing at all.
+                task.add_done_callback(partial(self._ended, ticket))
+                self._say_rollout(f"{len(self._rolling)} groups under way")
+
+    async def _roll(self, ticket: Ticket) -> None:
+        group = None
+        try:
+            trajectories = await self._generator.run_group(ticket.question)
+            group = self._judges.judge(ticket.question, trajectories)
+        except GroupLost:
+            pass
+        if ticket.stage is not Stage.rolling:
+            return
+        if group is None:
+            self._drop(ticket, Reason.lost)
+        elif reason := self.ledger.finish_rolling(ticket, group.oldest_version, group.has_spread):
+            self._drop(ticket, reason)
+        else:
+            self._rolled[ticket] = group
+        self._sweep()
+
+    def _ended(self, ticket: Ticket, _: asyncio.Task[None]) -> None:
+        del self._rolling[ticket]
+        self._changed.set()
+
+    async def _score_all(self) -> None:
+        while True:
+            self._say_scorer("waits for rollouts")
+            await self._until(lambda: self._stopping or self._worth_scoring())
+            if self._stopping:
+                return
+            await self._devices.need("inference")
+            bite = [self._rolled.popitem(last=False) for _ in range(min(len(self._rolled), self._bites.most))]
+            if bite:
+                await self._score(bite)
+
+    async def _score(self, bite: Sequence[tuple[Ticket, Group]]) -> None:
+        self._say_scorer(f"scores {len(bite)} groups")
+        asked = [sample for _, group in bite for sample in group.samples]
+        found = await self._scorer.compute(asked)
+        samples = iter([one.with_logprobs(*two) for one, two in zip(asked, found, strict=True)])
+        for ticket, group in bite:
+            scored = replace(group, samples=tuple(islice(samples, len(group.samples))))
+            if ticket.stage is Stage.ready:
+                heappush(
+                    self._scored, _Scored(ticket.oldest, ticket.number, ticket, self._judges.correct(scored))
+                )
+        self._changed.set()
+
+    def _may_roll(self) -> bool:
+        # With no engine left one group is asked for all the same: the error that this raises ends the run.
+        room = max(1, self._generator.capacity) - len(self._rolling)
+        return not self._stopping and room > 0 and self.ledger.may_admit()
+
+    def _worth_scoring(self) -> bool:
+        if len(self._rolled) >= self._bites.least:
+            return True
+        return bool(self._rolled) and not self._rolling and not self.ledger.may_admit()
+
+    def _sweep(self) -> None:
+        """Drop what can no longer be trained."""
+        self._end(self.ledger.doomed())
+
+    def _end(self, found: Iterable[tuple[Ticket, Reason]]) -> None:
+        """Drop tickets, and end their episodes if they still run."""
+        for ticket, reason in found:
+            self._drop(ticket, reason)
+            if ticket in self._rolling:
+                self._rolling[ticket].cancel()
+        self._changed.set()
+
+    def _drop(self, ticket: Ticket, reason: Reason) -> None:
+        self.ledger.drop(ticket, reason)
+        self._rolled.pop(ticket, None)
+        if reason is Reason.lost:
+            self._losses[ticket.question.uid] += 1
+            if self._losses[ticket.question.uid] >= MOST_LOSSES:
+                return
+        if reason in GIVEN_BACK:
+            self._prompts.give_back(ticket.question)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        """Wait until `holds`, which changes with `_changed` alone. Any number may wait: each is woken each time."""
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,270 @@
+"""The life of every group, and which may begin, go on or be trained. Pure: no clock, no tasks, no Ray.
+
+A ticket is one try at one prompt:
+
+    rolling -> ready -> taken -> trained          a step takes `groups_per_step` groups, then it is closed
+        \\-------\\--------\\----> dropped          with a reason; most give the prompt back to the source
+
+Versions count closed steps. The actor trains step s from version s to version s + 1; `published` is the
+newest version that every engine has. Staleness of a group is the actor's version minus the version of
+the group's oldest token. A step has a place for each group that it still lacks; a group may have a place in
+any step up to `max_staleness` after the version of its oldest token.
+
+Invariants, derived in docs/pipeline.md:
+- A ticket is trained or dropped, once.
+- A group is taken only while its staleness is at most `max_staleness`.
+- At most (max_staleness + 1) x groups_per_step + spare tickets are outstanding.
+- Once the `doomed` are dropped, every ready group has a place.
+- While nothing is taken, dropped or published, admission ends: nothing runs ahead without bound.
+- A step can always be filled: a drop makes room for a new ticket.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from itertools import islice
+from math import ceil
+
+from rlsys.data.question import Question
+from rlsys.errors import RunError
+
+
+class Stage(StrEnum):
+    """Where a ticket is."""
+
+    rolling = "rolling"
+    """Its episodes run."""
+    ready = "ready"
+    """Its episodes are done; it is scored or waits to be trained."""
+    taken = "taken"
+    """Its gradient belongs to the step under way."""
+    trained = "trained"
+    dropped = "dropped"
+
+
+class Reason(StrEnum):
+    """Why a ticket was dropped."""
+
+    stale = "stale"
+    """Too old: the last step that might have trained it is full or closed."""
+    surplus = "surplus"
+    """Others came first: ready groups fill the steps that might have trained it."""
+    no_spread = "no_spread"
+    """All its rewards are equal."""
+    lost = "lost"
+    """Its engine died twice, or never answered."""
+    end = "end"
+    """The run ended before its turn, or before its step was closed."""
+
+
+GIVEN_BACK = frozenset({Reason.stale, Reason.surplus, Reason.lost, Reason.end})
+"""Reasons that say nothing about the prompt: it is asked again."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One try at one prompt."""
+
+    number: int
+    question: Question
+    oldest: int
+    """No token of the group is of an older version; exact once the group is ready."""
+    stage: Stage = Stage.rolling
+
+
+class Ledger:
+    """Admits, follows and closes tickets.
+
+    `oversample` tickets are started for each that a step lacks; `max_replaced` groups without spread are
+    replaced in a step, further ones are trained (0 replaces none). After `steps` steps nothing is trained, so
+    nothing is rolled for later ones; None is without end.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        oversample: float = 1.0,
+        max_replaced: int = 0,
+        steps: int | None = None,
+    ) -> None:
+        least = {"groups_per_step": 1, "max_staleness": 0, "oversample": 1, "max_replaced": 0, "steps": 1}
+        given = (groups_per_step, max_staleness, oversample, max_replaced, 1 if steps is None else steps)
+        for (name, bound), value in zip(least.items(), given, strict=True):
+            if value < bound:
+                raise ValueError(f"A ledger needs {name} >= {bound}, not {value}.")
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        # The decimal that was written, not the float next to it: 1.1 of 110 groups are 121, not 122.
+        self.spare = ceil(Fraction(str(oversample)) * groups_per_step) - groups_per_step
+        self.version = 0
+        """The actor's: how many steps were closed."""
+        self.published = 0
+        self.dropped: Counter[Reason] = Counter()
+        self._max_replaced = max_replaced
+        self._steps = steps
+        self._replaced = 0
+        self._admitted = 0
+        self._rolling, self._ready = _Shelves(), _Shelves()
+        self._taken: dict[int, Ticket] = {}
+
+    @property
+    def outstanding(self) -> list[Ticket]:
+        """Tickets that are neither trained nor dropped, in the order of their admission."""
+        held = [*self._rolling.tickets(), *self._ready.tickets(), *self._taken.values()]
+        return sorted(held, key=lambda ticket: ticket.number)
+
+    @property
+    def outstanding_count(self) -> int:
+        """How many tickets are neither trained nor dropped."""
+        return self._rolling.count + self._ready.count + len(self._taken)
+
+    @property
+    def lacking(self) -> int:
+        """Groups that the step under way has still to take."""
+        return self.groups_per_step - len(self._taken)
+
+    def may_admit(self) -> bool:
+        """Whether a ticket may begin now, so that it could be trained in time.
+
+        Groups of the published version are of use up to step published + max_staleness. Of the places up to
+        there, those of ready groups are gone; the rest may be rolled for.
+        """
+        places = self._places(self.published) - self._ready.count
+        return places > 0 and self._rolling.count < places + self.spare
+
+    def admit(self, question: Question) -> Ticket:
+        """Begin a ticket. Raises RuntimeError where `may_admit` says no."""
+        if not self.may_admit():
+            raise RuntimeError(f"Question {question.uid} was admitted although there is no place for it.")
+        ticket = Ticket(self._admitted, question, self.published)
+        self._admitted += 1
+        self._rolling.add(ticket)
+        return ticket
+
+    def finish_rolling(self, ticket: Ticket, oldest: int | None, has_spread: bool) -> Reason | None:
+        """The ticket's episodes are done, `oldest` is the version of its oldest token if one is known.
+
+        Returns why it has to be dropped; None if it is now ready. Raises RunError for a token of a version that
+        no engine had any more when the ticket began.
+        """
+        self._require(ticket, Stage.rolling)
+        oldest = ticket.oldest if oldest is None else oldest
+        if oldest < ticket.oldest:
+            raise RunError(
+                f"a rollout engine has answered question {ticket.question.uid} with version {oldest} of the policy, "
+                f"although it had confirmed version {ticket.oldest} before it was asked."
+            )
+        if not has_spread and self._replaced < self._max_replaced:
+            return Reason.no_spread
+        self._rolling.remove(ticket)
+        ticket.oldest, ticket.stage = oldest, Stage.ready
+        self._ready.add(ticket)
+        return None
+
+    def doomed(self) -> list[tuple[Ticket, Reason]]:
+        """Tickets that will not be trained, to be dropped.
+
+        Places go to ready groups, oldest first. A ready group that gets none is doomed, the last to become
+        ready first; and a rolling ticket for which those as old or older leave none.
+        """
+        found: list[tuple[Ticket, Reason]] = []
+        placed = 0
+        for oldest in sorted({*self._rolling.by_oldest, *self._ready.by_oldest}):
+            places = max(self._places(oldest), 0)
+            reason = Reason.surplus if places else Reason.stale
+            ready = self._ready.by_oldest.get(oldest, {})
+            excess = max(placed + len(ready) - places, 0)
+            found += [(ticket, reason) for ticket in islice(reversed(ready.values()), excess)]
+            placed += len(ready) - excess
+            if placed == places:
+                rolling = self._rolling.by_oldest.get(oldest, {})
+                found += [(ticket, reason) for ticket in rolling.values()]
+        return found
+
+    def take(self, ticket: Ticket) -> None:
+        """Let the step under way train the ticket's group.
+
+        Raises RuntimeError if the step has all its groups, or if the group is too old for it.
+        """
+        self._require(ticket, Stage.ready)
+        if not self.lacking:
+            raise RuntimeError(f"Step {self.version} has its {self.groups_per_step} groups already.")
+        if self.version - ticket.oldest > self.max_staleness:
+            raise RuntimeError(
+                f"Step {self.version} would train a token of version {ticket.oldest}, older than the "
+                f"{self.max_staleness} versions that it may be."
+            )
+        self._ready.remove(ticket)
+        ticket.stage = Stage.taken
+        self._taken[ticket.number] = ticket
+
+    def drop(self, ticket: Ticket, reason: Reason) -> None:
+        """End a ticket that is not going to be trained."""
+        self._require(ticket, Stage.rolling, Stage.ready, Stage.taken)
+        if ticket.stage is Stage.rolling:
+            self._rolling.remove(ticket)
+        elif ticket.stage is Stage.ready:
+            self._ready.remove(ticket)
+        else:
+            del self._taken[ticket.number]
+        ticket.stage = Stage.dropped
+        self.dropped[reason] += 1
+        self._replaced += reason is Reason.no_spread
+
+    def close_step(self) -> None:
+        """The optimiser has stepped on all that was taken. Raises RuntimeError if groups are lacking."""
+        if self.lacking:
+            raise RuntimeError(f"Step {self.version} is closed although it lacks {self.lacking} groups.")
+        for ticket in self._taken.values():
+            ticket.stage = Stage.trained
+        self._taken = {}
+        self._replaced = 0
+        self.version += 1
+
+    def publish(self, version: int) -> None:
+        """Every engine has `version` now. Raises RuntimeError for one that is not newer, or does not exist yet."""
+        if not self.published < version <= self.version:
+            raise RuntimeError(
+                f"Version {version} was published after {self.published}, while the actor has {self.version}."
+            )
+        self.published = version
+
+    def _places(self, oldest: int) -> int:
+        """Places left for a group whose oldest token is of version `oldest`; below 1 for one that is too old."""
+        end = oldest + self.max_staleness + 1
+        if self._steps is not None:
+            end = min(end, self._steps)
+        return (end - self.version) * self.groups_per_step - len(self._taken)
+
+    def _require(self, ticket: Ticket, *stages: Stage) -> None:
+        if ticket.stage not in stages:
+            raise RuntimeError(
+                f"Ticket {ticket.number} of question {ticket.question.uid} is {ticket.stage}, not {' or '.join(stages)}."
+            )
+
+
+class _Shelves:
+    """Tickets by the version of their oldest token: few versions, so that no decision walks over all tickets."""
+
+    def __init__(self) -> None:
+        self.by_oldest: dict[int, dict[int, Ticket]] = {}
+        """In the order in which they were added; no version without a ticket."""
+        self.count = 0
+
+    def add(self, ticket: Ticket) -> None:
+        self.by_oldest.setdefault(ticket.oldest, {})[ticket.number] = ticket
+        self.count += 1
+
+    def remove(self, ticket: Ticket) -> None:
+        shelf = self.by_oldest[ticket.oldest]
+        del shelf[ticket.number]
+        if not shelf:
+            del self.by_oldest[ticket.oldest]
+        self.count -= 1
+
+    def tickets(self) -> list[Ticket]:
+        return [ticket for shelf in self.by_oldest.values() for ticket in shelf.values()]

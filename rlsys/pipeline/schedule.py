@@ -1,0 +1,46 @@
+"""What a config's schedule means for the pipeline. Pure."""
+
+from __future__ import annotations
+
+from math import floor
+
+from rlsys.config.schema import AdvantageScale, RunConfig, Schedule
+from rlsys.pipeline.flow import Bites
+from rlsys.pipeline.learn import MiniBatches
+from rlsys.pipeline.ledger import Ledger
+
+
+def is_on_policy(config: RunConfig) -> bool:
+    """Whether every token is sampled by the very policy that is trained on it."""
+    return max_staleness(config) == 0
+
+
+def max_staleness(config: RunConfig) -> int:
+    """Most versions between the one that sampled a token and the one that is trained on it."""
+    schedule = config.trainer.schedule
+    return schedule.max_staleness if schedule.kind is Schedule("async") else 0
+
+
+def make_ledger(config: RunConfig) -> Ledger:
+    """The ledger of a run that begins."""
+    curation, groups = config.algorithm.curation, config.trainer.prompts_per_step
+    replaced = floor(curation.max_replaced * groups) if curation.drop_no_spread else 0
+    return Ledger(groups, max_staleness(config), curation.oversample, replaced, config.trainer.steps)
+
+
+def bites(config: RunConfig) -> Bites:
+    """How the log-prob stage is fed: with what is there, up to a mini-batch; in sequence, with the whole step."""
+    trainer = config.trainer
+    if trainer.schedule.kind is Schedule.sequential:
+        return Bites(trainer.prompts_per_step, trainer.prompts_per_step)
+    return Bites(1, trainer.prompts_per_step // trainer.mini_batches)
+
+
+def mini_batches(config: RunConfig) -> MiniBatches:
+    """How a step is cut into optimiser steps."""
+    trainer = config.trainer
+    return MiniBatches(
+        updates=trainer.mini_batches,
+        groups_per_update=trainer.prompts_per_step // trainer.mini_batches,
+        whole=config.algorithm.advantage_scale is AdvantageScale.batch,
+    )

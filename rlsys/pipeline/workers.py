@@ -1,0 +1,65 @@
+"""The three groups of workers, as the pipeline sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlsys.agent.trajectory import Trajectory
+from rlsys.data.question import Question
+from rlsys.pipeline.group import Sample
+
+Floats = NDArray[np.float32]
+Say = Callable[[str], None]
+"""Tells people what a stage does or waits for."""
+
+
+class Generator(Protocol):
+    """The rollout group."""
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be generated at a time; fewer when engines die, and with the last `run_group` raises."""
+
+    async def run_group(self, question: Question) -> list[Trajectory]:
+        """All episodes of one question. Raises GroupLost if they cannot be had; frees all on cancellation."""
+
+
+class Scorer(Protocol):
+    """The inference group."""
+
+    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
+        """Log-probs of the policy and of the reference, [seq] each, in the order of `samples`."""
+
+
+class Learner(Protocol):
+    """The actor."""
+
+    def enough(self, samples: Sequence[Sample]) -> bool:
+        """Whether `samples` are worth a call: they keep every rank and pipeline stage busy."""
+
+    async def accumulate(self, samples: Sequence[Sample]) -> None:
+        """Add the gradient of `samples`."""
+
+    async def apply(self) -> Mapping[str, float]:
+        """Take one optimiser step; the statistics of what was accumulated for it."""
+
+
+class Prompts(Protocol):
+    """The prompt source."""
+
+    def next(self) -> Question:
+        """The next question."""
+
+    def give_back(self, question: Question) -> None:
+        """Ask it again."""
+
+
+class Devices(Protocol):
+    """Who may use the devices, where groups share them."""
+
+    async def need(self, *groups: str) -> None:
+        """Make room for `groups` and bring them in; returns at once if they are in."""
