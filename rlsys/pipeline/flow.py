@@ -183,9 +183,8 @@ class Flow:
         for ticket, group in bite:
             scored = replace(group, samples=tuple(islice(samples, len(group.samples))))
             if ticket.stage is Stage.ready:
-                heappush(
-                    self._scored, _Scored(ticket.oldest, ticket.number, ticket, self._judges.correct(scored))
-                )
+                corrected = self._judges.correct(scored)
+                heappush(self._scored, _Scored(ticket.oldest, ticket.number, ticket, corrected))
         self._changed.set()
 
     def _may_roll(self) -> bool:

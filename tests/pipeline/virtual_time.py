@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+MOST_TURNS = 1_000_000
+"""Of one loop. What needs more does not come to an end."""
+
+
+def _nothing() -> None:
+    pass
+
 
 class HangError(Exception):
     """Every task waits, and nothing is left that could wake one."""
+
+
+class EndlessError(Exception):
+    """Tasks wake each other without end."""
 
 
 class _Clock(selectors.SelectSelector):
@@ -20,11 +32,18 @@ class _Clock(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.turns_left = MOST_TURNS
+        self.on_idle: Callable[[], None] = _nothing
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.turns_left -= 1
+        if self.turns_left < 0:
+            raise EndlessError
         if timeout is None:
             raise HangError
-        self.now += max(0.0, timeout)
+        if timeout > 0:
+            self.on_idle()
+            self.now += timeout
         return []
 
 
@@ -32,12 +51,27 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Runs timers in order without waiting; `HangError` instead of waiting for ever."""
 
     def __init__(self) -> None:
-        self._clock = _Clock()
-        super().__init__(self._clock)
+        self.clock = _Clock()
+        super().__init__(self.clock)
+        self.failures: list[BaseException] = []
+        """Of callbacks, which would only be logged."""
+        self.set_exception_handler(self._note)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
-        return self._clock.now
+        return self.clock.now
+
+    def end_tasks(self) -> None:
+        """Cancel what is left; what then still hangs is let go."""
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        self.clock.turns_left, self.clock.on_idle = MOST_TURNS, _nothing
+        with suppress(HangError, EndlessError):
+            self.run_until_complete(asyncio.wait(tasks))
+
+    def _note(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.failures.append(context.get("exception") or RuntimeError(context["message"]))
 
 
 def now() -> float:
@@ -45,15 +79,22 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def run_virtually(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` on a loop of its own; fails if it leaves a task behind."""
+def run_virtually(
+    work: Coroutine[Any, Any, T], most_turns: int = MOST_TURNS, on_idle: Callable[[], None] = _nothing
+) -> T:
+    """Run `work` on a loop of its own; fails if it leaves a task behind.
+
+    `on_idle` is called whenever all tasks wait and time moves on; what it raises ends the run.
+    """
     loop = VirtualLoop()
+    loop.clock.turns_left, loop.clock.on_idle = most_turns, on_idle
     try:
         result = loop.run_until_complete(work)
         assert not asyncio.all_tasks(loop), "tasks were left running"
+        for failure in loop.failures:
+            raise failure
         return result
     finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        if asyncio.all_tasks(loop):
+            loop.end_tasks()
         loop.close()

@@ -1,0 +1,97 @@
+"""The pipeline's properties over many seeds: whole runs with scripted workers under a virtual clock.
+
+    python -m bench.interleavings --seeds 100000        # some minutes on one core; the suite takes 10,000
+    python -m bench.interleavings --first 4711 --seeds 1   # one seed again
+
+What a seed decides, and what is held against its run, is told in docs/pipeline.md. Every seed that fails is
+shown with the property that it breaks; the exit status is 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tests.pipeline.simulation import Simulation, simulate
+from tests.pipeline.watched import Breach
+
+RESULT = Path("outputs/bench/interleavings.json")
+SHOWN = 20
+"""Failures that are listed."""
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="How many.", min=1)] = 100_000,
+    first: Annotated[int, typer.Option(help="The first one.", min=0)] = 0,
+) -> None:
+    """Run every seed, show what was seen, write it down."""
+    console = Console()
+    failures: dict[int, str] = {}
+    seen: Counter[str] = Counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("no failure", total=seeds)
+        for seed in range(first, first + seeds):
+            try:
+                seen += _seen(simulate(seed))
+            except Exception as error:  # noqa: BLE001, each is a finding, and the other seeds are still run
+                failures[seed] = str(error) if isinstance(error, Breach) else repr(error)
+                progress.update(task, description=f"[red]{len(failures)} failures")
+            progress.advance(task)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
+    console.print(_table(seeds, cpu_seconds, seen, failures))
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    result = {
+        "first": first,
+        "seeds": seeds,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "seeds_per_s": seeds / seconds,
+        "seeds_per_cpu_s": seeds / cpu_seconds,
+        "seen": dict(seen),
+        "failures": failures,
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    raise typer.Exit(bool(failures))
+
+
+def _seen(simulation: Simulation) -> Counter[str]:
+    """What the run met, to see that the seeds are about something."""
+    record = simulation.record
+    dropped = Counter(f"dropped: {reason}" for _, reason in record.dropped)
+    counts = {
+        f"runs that end by {simulation.script.ending}": 1,
+        "tickets": len(record.tickets),
+        "groups trained": len(record.trained),
+        "of them with tokens of several versions": record.mixed_groups,
+        "answers that came twice or too late": record.late_answers,
+        "policy updates": record.version,
+        **{f"tokens trained {lag} versions late": count for lag, count in record.lags.items() if lag},
+    }
+    return dropped + Counter(counts)
+
+
+def _table(seeds: int, cpu_seconds: float, seen: Counter[str], failures: dict[int, str]) -> Table:
+    rate = f"{seeds:,} seeds, {seeds / cpu_seconds:.0f} a second of one core"
+    table = Table(title=rate, title_justify="left", show_header=False)
+    table.add_column("what")
+    table.add_column("count", justify="right")
+    for name, count in sorted(seen.items()):
+        table.add_row(name, f"{count:,}")
+    table.add_row("[red]failures" if failures else "failures", str(len(failures)), style="bold")
+    for seed, failure in list(failures.items())[:SHOWN]:
+        table.add_row(f"  --first {seed} --seeds 1: {failure}", "")
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

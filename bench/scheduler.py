@@ -1,0 +1,221 @@
+"""What the scheduler itself costs: the real ledger, flow and learner's loop between workers that answer at once.
+
+    python -m bench.scheduler          # about two minutes on one core
+
+A run with a staleness of 1 keeps two steps' worth of trajectories in flight; it trains `STEPS` steps. Counted
+are seconds of the processor for each trajectory trained, the best of `REPEATS`, with Python's garbage collector
+and without: the collector walks over all that is alive, which is not the scheduler's doing. The baseline is the
+smallest run: a scheduler whose cost grows as n log n would cost log(100,000) / log(1,000) = 1.67 times as much a
+trajectory at the largest. `held` is the most memory that Python held, in a run of its own; the trajectories of a
+group are one, so that it is nearly the book-keeping alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import log
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from rlsys.agent.trajectory import Finish, Trajectory
+from rlsys.data.question import Question
+from rlsys.data.source import PromptSource
+from rlsys.pipeline.flow import Bites, Flow, Judges
+from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.learn import MiniBatches, learn
+from rlsys.pipeline.ledger import Ledger
+from rlsys.pipeline.workers import Floats, Say
+
+RESULT = Path("outputs/bench/scheduler.json")
+IN_FLIGHT, GROUP_SIZES = (1_000, 10_000, 100_000), (8, 1)
+STEPS, REPEATS, BITE = 4, 2, 64
+AIM_MS = 0.2
+"""Of processor time for a trajectory."""
+TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size."""
+
+    in_flight: int
+    """Trajectories."""
+    group_size: int
+    ms_per_trajectory: float
+    ms_without_collector: float
+    ratio: float
+    """Of the cost of a trajectory, without the collector, to that with the fewest in flight."""
+    held_mib: float
+
+
+class Instant:
+    """Rollout group, inference group, actor and devices in one. Groups are under way for one turn of the loop."""
+
+    def __init__(self, groups: int, group_size: int) -> None:
+        self.capacity = groups
+        self.running = self.most_running = 0
+        self.version = 0
+        self._size = group_size
+        self._logprobs = np.zeros(TOKENS, np.float32)
+
+    async def run_group(self, _: Question) -> list[Trajectory]:
+        """The same trajectories for every question."""
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        return [_trajectory(self.version)] * self._size
+
+    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
+        """Noughts."""
+        await asyncio.sleep(0)
+        return [(self._logprobs, None)] * len(samples)
+
+    def enough(self, samples: Sequence[Sample]) -> bool:
+        """Any."""
+        return bool(samples)
+
+    async def accumulate(self, _: Sequence[Sample]) -> None:
+        """Nothing."""
+        await asyncio.sleep(0)
+
+    async def apply(self) -> Mapping[str, float]:
+        """Nothing."""
+        return {}
+
+    async def need(self, *groups: str) -> None:
+        """Always there."""
+
+
+def main() -> None:
+    """Measure, show, write."""
+    rows: list[Row] = []
+    for size in GROUP_SIZES:
+        base = 0.0
+        for count in track(IN_FLIGHT, f"groups of {size}", transient=True):
+            per_step = count // size // 2
+            with_collector, without = _ms(per_step, size, collect=True), _ms(per_step, size, collect=False)
+            base = base or without
+            held = _held_mib(per_step, size)
+            rows.append(Row(2 * per_step * size, size, with_collector, without, without / base, held))
+    Console().print(_table(rows))
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    largest = max(row.ratio for row in rows)
+    result = {
+        "rows": [asdict(row) for row in rows],
+        "ratio_of_n_log_n": log(max(IN_FLIGHT)) / log(min(IN_FLIGHT)),
+        "largest_ratio": largest,
+        "aim_ms_per_trajectory": AIM_MS,
+        "steps": STEPS,
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _ms(per_step: int, group_size: int, *, collect: bool) -> float:
+    """Of a trajectory."""
+    if not collect:
+        gc.disable()
+    try:
+        return 1e3 * min(run(per_step, group_size) for _ in range(REPEATS)) / (STEPS * per_step * group_size)
+    finally:
+        gc.enable()
+
+
+def run(per_step: int, group_size: int) -> float:
+    """Train `STEPS` steps of `per_step` groups; processor seconds. Raises RuntimeError unless two were in flight."""
+    gc.collect()
+    started = time.process_time()
+    workers = asyncio.run(_train(per_step, group_size))
+    seconds = time.process_time() - started
+    if workers.most_running != 2 * per_step:
+        raise RuntimeError(f"{workers.most_running} groups were in flight, not {2 * per_step}.")
+    return seconds
+
+
+async def _train(per_step: int, group_size: int) -> Instant:
+    """The driver, with a new version at every engine as soon as a step is closed."""
+    workers = Instant(2 * per_step, group_size)
+    prompts = PromptSource([Question(f"q:{number}", "?", ("yes",)) for number in range(1000)], seed=0)
+    flow = Flow(
+        Ledger(per_step, max_staleness=1),
+        prompts,
+        workers,
+        workers,
+        Judges(_judge, lambda group: group),
+        Bites(1, BITE),
+        workers,
+        _say,
+    )
+    cut = MiniBatches(1, per_step, whole=False)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(flow.run())
+        for step in range(1, STEPS + 1):
+            await learn(flow, workers, workers, cut, _say("actor"))
+            workers.version = step
+            flow.publish(step)
+        flow.stop()
+    return workers
+
+
+def _held_mib(per_step: int, group_size: int) -> float:
+    gc.collect()
+    tracemalloc.start()
+    run(per_step, group_size)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak / 2**20
+
+
+def _judge(question: Question, trajectories: Sequence[Trajectory]) -> Group:
+    return Group(question, tuple(Sample(one, 0.0, 0.0) for one in trajectories))
+
+
+def _say(_: str) -> Say:
+    return lambda _: None
+
+
+def _trajectory(version: int) -> Trajectory:
+    mask = np.arange(TOKENS) > 0
+    return Trajectory(
+        question_uid="q",
+        sample=0,
+        tokens=np.zeros(TOKENS, np.int32),
+        prompt_length=1,
+        loss_mask=mask,
+        rollout_logprobs=np.zeros(TOKENS, np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+        tokens_differing=0,
+        response="",
+        turns=(),
+        finish=Finish.ANSWER,
+    )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(title=f"Cost of the scheduler; aim: {AIM_MS} ms a trajectory", title_justify="left")
+    for name in ("in flight", "group size", "ms/trajectory", "without collector", "ratio", "held, MiB"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.in_flight:,}",
+            str(row.group_size),
+            f"{row.ms_per_trajectory:.4f}",
+            f"{row.ms_without_collector:.4f}",
+            f"{row.ratio:.2f}",
+            f"{row.held_mib:.1f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

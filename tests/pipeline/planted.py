@@ -1,0 +1,192 @@
+"""Bugs planted on purpose, one for each property that a simulated run must have: the checks see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rlsys.data.question import Question
+from rlsys.pipeline.flow import Bites, Flow
+from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.ledger import Ledger, Reason, Stage, Ticket
+from rlsys.pipeline.workers import Floats
+from tests.pipeline.simulation import Parts
+from tests.pipeline.watched import Property
+
+
+class LosesGroup(Flow):
+    """A group is lost: the last of a bite of several is not scored."""
+
+    async def _score(self, bite: Sequence[tuple[Ticket, Group]]) -> None:
+        await super()._score(bite[:1])
+
+
+class OffByOne(Ledger):
+    """Staleness is off by one: a group counts as a version younger than it is."""
+
+    def finish_rolling(self, ticket: Ticket, oldest: int | None, has_spread: bool) -> Reason | None:
+        return super().finish_rolling(ticket, None if oldest is None else oldest + 1, has_spread)
+
+
+class TrainsTwice(Flow):
+    """A group is trained twice: the first of an earlier step in the place of another."""
+
+    kept: Group | None = None
+
+    async def take(self, most: int) -> list[Group]:
+        groups = await super().take(most)
+        if self.ledger.version:
+            assert self.kept is not None
+            return [self.kept, *groups[1:]]
+        self.kept = self.kept or groups[0]
+        return groups
+
+
+class TellsNobody(Flow):
+    """Who waits for a new version is not woken."""
+
+    def publish(self, version: int) -> None:
+        self.ledger.publish(version)
+
+
+class KeepsDoomed(Flow):
+    """Takes groups without a look at what has lost its place thereby."""
+
+    async def take(self, most: int) -> list[Group]:
+        self._sweep, sweep = self._changed.set, self._sweep
+        try:
+            return await super().take(most)
+        finally:
+            self._sweep = sweep
+
+
+class Churns(Ledger):
+    """Every group that becomes ready ends all that still roll, and room for them is made again."""
+
+    def doomed(self) -> list[tuple[Ticket, Reason]]:
+        rolling = [ticket for ticket in self.outstanding if ticket.stage is Stage.rolling]
+        return super().doomed() or [(ticket, Reason.surplus) for ticket in rolling[1:]]
+
+
+class KeepsPrompts(Flow):
+    """Prompts of groups that are too old are not given back."""
+
+    def _drop(self, ticket: Ticket, reason: Reason) -> None:
+        super()._drop(ticket, reason)
+        if reason is Reason.stale:
+            self._prompts._given_back.pop()
+
+
+class RollsTooEarly(Ledger):
+    """Admits for a version that no engine has yet, and believes that the group is of that version."""
+
+    def may_admit(self) -> bool:
+        published, self.published = self.published, self.version
+        try:
+            return super().may_admit()
+        finally:
+            self.published = published
+
+    def admit(self, question: Question) -> Ticket:
+        ticket = Ticket(self._admitted, question, self.version)
+        self._admitted += 1
+        self._rolling.add(ticket)
+        return ticket
+
+    def finish_rolling(self, ticket: Ticket, _: int | None, has_spread: bool) -> Reason | None:
+        return super().finish_rolling(ticket, None, has_spread)
+
+
+class TakesTooMany(Flow):
+    """A mini-batch takes a group of the next."""
+
+    async def take(self, most: int) -> list[Group]:
+        return await super().take(min(most + 1, self.ledger.lacking))
+
+
+class Boundless(Ledger):
+    """Admits a ticket more than it may."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.spare += 1
+
+
+class Undead(Ledger):
+    """A group that was dropped while it rolled is welcome when it comes in all the same."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.undead: set[Ticket] = set()
+
+    def drop(self, ticket: Ticket, reason: Reason) -> None:
+        rolled = ticket.stage is Stage.rolling
+        super().drop(ticket, reason)
+        if rolled and reason is Reason.surplus:
+            ticket.stage = Stage.rolling
+            self.undead.add(ticket)
+
+    def finish_rolling(self, ticket: Ticket, oldest: int | None, has_spread: bool) -> Reason | None:
+        if ticket in self.undead:
+            self._rolling.add(ticket)
+        return super().finish_rolling(ticket, oldest, has_spread)
+
+    def take(self, ticket: Ticket) -> None:
+        if ticket in self.undead:
+            self._ready.remove(ticket)
+            ticket.oldest = self.version
+            self._ready.add(ticket)
+        super().take(ticket)
+
+    def doomed(self) -> list[tuple[Ticket, Reason]]:
+        return [(ticket, reason) for ticket, reason in super().doomed() if ticket not in self.undead]
+
+
+class ForgetsAtUpdate(Ledger):
+    """A new version makes it forget a group that rolls."""
+
+    def publish(self, version: int) -> None:
+        super().publish(version)
+        for ticket in self._rolling.tickets()[:1]:
+            self._rolling.remove(ticket)
+
+
+class ScoresTooEarly(Flow):
+    """Scores what is there, also where stages must not overlap."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._bites = Bites(1, self._bites.most)
+
+
+class MixesUp(Flow):
+    """Log-probs come back in the wrong order."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        compute = self._scorer.compute
+
+        async def reversed_compute(samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
+            return (await compute(samples))[::-1]
+
+        self._scorer = SimpleNamespace(compute=reversed_compute)
+
+
+PLANTED: dict[Property, Parts] = {
+    Property.deadlock: Parts(flow=LosesGroup),
+    Property.livelock: Parts(ledger=Churns),
+    Property.waiting: Parts(flow=TellsNobody),
+    Property.doomed: Parts(flow=KeepsDoomed),
+    Property.once: Parts(flow=TrainsTwice),
+    Property.conserved: Parts(flow=KeepsPrompts),
+    Property.staleness: Parts(ledger=OffByOne),
+    Property.on_policy: Parts(ledger=RollsTooEarly),
+    Property.step: Parts(flow=TakesTooMany),
+    Property.outstanding: Parts(ledger=Boundless),
+    Property.dropped: Parts(ledger=Undead),
+    Property.update: Parts(ledger=ForgetsAtUpdate),
+    Property.sequence: Parts(flow=ScoresTooEarly),
+    Property.own: Parts(flow=MixesUp),
+}
+"""The property that each must be seen to break."""

@@ -1,0 +1,146 @@
+"""What a seed decides about a simulated run: its sizes, its rules, how long everything takes and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Ending(StrEnum):
+    """How a run ends."""
+
+    finish = "finish"
+    fail = "fail"
+    """A worker fails."""
+    stop = "stop"
+    """Somebody stops the flow in the middle."""
+    cancel = "cancel"
+    """The whole run is cancelled."""
+
+
+@dataclass
+class Script:
+    """A run: its sizes, its rules, and what happens to it."""
+
+    rng: random.Random
+    groups_per_step: int = 2
+    updates: int = 1
+    samples: int = 1
+    steps: int = 2
+    knows_end: bool = True
+    """The ledger is told how many steps there are."""
+    sequential: bool = False
+    max_staleness: int = 0
+    oversample: float = 1.0
+    max_replaced: int = 0
+    whole: bool = False
+    mixed: bool = False
+    """`on_update=continue`: episodes go on with new weights; else they finish on the old ones."""
+    least: float = 1
+    most: int = 2
+    """Groups in a bite of the scorer."""
+    enough: int = 1
+    """Samples worth a call of the learner."""
+    questions: int = 5
+    engines: int = 1
+    slots: int = 4
+    turns: int = 3
+    """Most turns of an episode; each has the version that its engine then has."""
+    flat: float = 0.0
+    """Share of groups without spread."""
+    scale_s: dict[str, float] = field(default_factory=dict)
+    """How long each stage takes, about."""
+    deaths: Sequence[tuple[float, int]] = ()
+    """When which engine dies."""
+    poisoned: frozenset[str] = frozenset()
+    """Questions whose groups are always lost."""
+    ending: Ending = Ending.finish
+    end_at: float = 0.0
+    """When it is stopped or cancelled."""
+    fails: tuple[str, int] = ("", 0)
+    """(worker, the number of the call that fails)"""
+
+    @property
+    def spare(self) -> int:
+        """Tickets beyond those that the steps need."""
+        return next(
+            n for n in range(100) if self.groups_per_step + n >= self.oversample * self.groups_per_step
+        )
+
+    @property
+    def most_outstanding(self) -> int:
+        """What the ledger promises."""
+        return (self.max_staleness + 1) * self.groups_per_step + self.spare
+
+    @classmethod
+    def seeded(cls, seed: int) -> Script:
+        """Any small run."""
+        rng = random.Random(seed)
+        pick, below = rng.choice, rng.random
+        updates, per_update = pick([1, 1, 2]), pick([1, 1, 2, 3])
+        schedule = pick(["sequential", "pipelined", "async", "async", "async"])
+        questions, engines, steps = rng.randint(1, 9), rng.randint(1, 3), rng.randint(1, 4)
+        odd = rng.random() < 0.25
+        script = cls(
+            rng=rng,
+            groups_per_step=updates * per_update,
+            updates=updates,
+            samples=pick([1, 1, 2, 3]),
+            steps=steps,
+            knows_end=below() < 0.8,
+            sequential=schedule == "sequential",
+            max_staleness=rng.randint(0, 3) if schedule == "async" else 0,
+            oversample=pick([1, 1, 1.25, 1.5, 2]),
+            max_replaced=pick([0, 0, 1, 3, 20]),
+            whole=below() < 0.3,
+            mixed=below() < 0.5,
+            least=math.inf if schedule == "sequential" else pick([1, 1, 2, 3]),
+            most=updates * per_update if schedule == "sequential" else rng.randint(1, 4),
+            enough=rng.randint(1, 6),
+            questions=questions,
+            engines=engines,
+            slots=rng.randint(1, 8),
+            turns=pick([1, 3, 6]),
+            flat=pick([0.0, 0.0, 0.3, 0.9]),
+            scale_s={
+                stage: pick([0.0, 0.1, 1.0, 1.0, 10.0])
+                for stage in ("roll", "abort", "score", "train", "apply", "update", "devices")
+            },
+            deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))]
+            if odd
+            else (),
+            poisoned=frozenset(f"q:{n}" for n in range(1, questions) if below() < 0.2)
+            if odd
+            else frozenset(),
+        )
+        if script.mixed:  # Long episodes, so that some see an update.
+            script.scale_s["roll"] *= 10
+        if below() < 0.15:
+            script.ending = pick([Ending.fail, Ending.stop, Ending.cancel])
+            script.end_at = pick([0.0, below(), 20 * below()])
+            if script.ending is Ending.fail:
+                workers = ["generate", "judge", "score", "correct", "train", "apply", "need"]
+                script.fails = (pick(workers), rng.randint(1, 6))
+        return script
+
+    def duration_s(self, stage: str, count: int = 1) -> float:  # noqa: ARG002
+        """How long it takes this time, for so many samples."""
+        scale, luck = self.scale_s[stage], self.rng.random()
+        if luck < 0.2:
+            return 0.0
+        if luck < 0.5:
+            return scale
+        return 30 * scale if luck > 0.97 else scale * self.rng.random()
+
+    async def pause(self, stage: str, count: int = 1) -> None:
+        """Take that long; nought may be some turns of the loop, or none."""
+        duration_s = self.duration_s(stage, count)
+        if duration_s:
+            await asyncio.sleep(duration_s)
+            return
+        for _ in range(self.rng.randrange(3)):
+            await asyncio.sleep(0)

@@ -1,0 +1,382 @@
+"""Workers that a seed scripts, for simulations of the pipeline: engines, scorer, learner, devices.
+
+They sleep for seeded times, many of them equal or nought, and some very long; answer twice, late or never;
+die, and take new weights in while they generate. What they see that must not be raises `Breach`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import numpy as np
+
+from rlsys.agent.trajectory import Finish, Trajectory
+from rlsys.data.question import Question
+from rlsys.groups.residence import Residence, Tenant
+from rlsys.observe.spans import Tracer
+from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.routing import EngineDied, GroupLost, Loss, Router
+from rlsys.pipeline.workers import Floats
+from tests.pipeline.script import Script
+from tests.pipeline.watched import GROUPS, Property, Record
+
+
+class Signal:
+    """Something changed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def set(self) -> None:
+        """Tell all who wait."""
+        self._event.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for it."""
+        while not holds():
+            self._event.clear()
+            await self._event.wait()
+
+
+@dataclass(eq=False)
+class _Engine:
+    number: int
+    version: int = 0
+    updating: bool = False
+    alive: bool = True
+    plays: set[_Play] = field(default_factory=set)
+    held_back: list[_Play] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Play:
+    """A group on an engine; `versions` are those of its turns."""
+
+    key: str
+    call: int
+    question: Question
+    engine: _Engine
+    turns: int
+    versions: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+
+class Engines:
+    """The rollout group: the real router over scripted engines."""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        self.script, self.record = script, record
+        self.router = Router(script.engines, script.slots)
+        self._engines = [_Engine(number) for number in range(script.engines)]
+        self._answers: dict[str, asyncio.Future[list[Trajectory]]] = {}
+        self._changed = Signal()
+
+    @property
+    def capacity(self) -> int:
+        """Groups that the living engines have room for."""
+        return max(1, self.script.slots // self.script.samples) * len(self.router.living)
+
+    async def run_group(self, question: Question) -> list[Trajectory]:
+        """All episodes of `question`. May wind down slowly if cancelled, or return its answer all the same."""
+        self.record.begin("rollout")
+        call = self.record.calls
+        play = None
+        try:
+            self.record.fail_if_due("generate")
+            while True:
+                play = _Play(
+                    str(call),
+                    call,
+                    question,
+                    await self._engine_of(str(call)),
+                    self.script.rng.randint(1, self.script.turns),
+                )
+                answer = self._answers[play.key] = asyncio.get_running_loop().create_future()
+                self._start(play)
+                try:
+                    return await answer
+                except EngineDied:
+                    continue
+        except asyncio.CancelledError:
+            if play is not None:
+                self._end(play)
+                if self.script.rng.random() < 0.5:
+                    await self.script.pause("abort")
+                if self.script.rng.random() < 0.2:
+                    return self._trajectories(play)
+            raise
+        finally:
+            self.record.end("rollout")
+            self._answers.pop(str(call), None)
+            self.router.release(str(call))
+            self._changed.set()
+
+    async def switch(self, version: int) -> None:
+        """Every engine takes `version`, each at its own time."""
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._engines:
+                tasks.create_task(self._switch(engine, version))
+
+    def kill(self, number: int) -> None:
+        """An engine dies, unless it is the last. Its groups may have gone on to an answer that comes late."""
+        if len(self.router.living) == 1 or number not in self.router.living:
+            return
+        engine = self._engines[number]
+        engine.alive = False
+        orphans = self.router.died(number)
+        for key in orphans.again:
+            self._fail(key, EngineDied(f"engine {number}"))
+        for key, reason in orphans.lost.items():
+            self._fail(key, GroupLost(key, Loss.engine_died, reason))
+        if self.script.rng.random() < 0.5:
+            for play in [*engine.plays]:
+                self._end(play)
+        engine.plays.clear()
+        self._changed.set()
+
+    async def _engine_of(self, key: str) -> _Engine:
+        assigned: list[int] = []
+
+        def has_turn() -> bool:
+            number = self.router.assign(key, self.script.samples)
+            assigned.extend([] if number is None else [number])
+            return bool(assigned)
+
+        await self._changed.until(has_turn)
+        return self._engines[assigned[0]]
+
+    def _start(self, play: _Play) -> None:
+        if play.engine.updating:
+            play.engine.held_back.append(play)
+            return
+        play.engine.plays.add(play)
+        self._play_turn(play)
+
+    def _play_turn(self, play: _Play) -> None:
+        if play.aborted:
+            return
+        if play.engine.updating and self.script.mixed:
+            play.engine.held_back.append(play)
+            return
+        play.versions.append(play.engine.version)
+        go_on = self._play_turn if len(play.versions) < play.turns else self._deliver
+        asyncio.get_running_loop().call_later(self.script.duration_s("roll"), go_on, play)
+
+    def _deliver(self, play: _Play) -> None:
+        """The answer of `play` to whoever waits for its key now: of two tries, the first to answer is heard."""
+        if play.aborted:
+            return
+        self._end(play)
+        answer = self._answers.get(play.key)
+        if answer is None or answer.done():
+            self.record.late_answers += 1
+        elif play.question.uid in self.script.poisoned:
+            self._fail(play.key, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
+        else:
+            answer.set_result(self._trajectories(play))
+
+    def _end(self, play: _Play) -> None:
+        play.aborted = True
+        play.engine.plays.discard(play)
+        self._changed.set()
+
+    def _fail(self, key: str, error: Exception) -> None:
+        if key in self._answers and not self._answers[key].done():
+            self._answers[key].set_exception(error)
+
+    async def _switch(self, engine: _Engine, version: int) -> None:
+        await self.script.pause("update")
+        if not engine.alive:
+            return
+        self.router.close(engine.number)
+        engine.updating = True
+        if not self.script.mixed:
+            await self._changed.until(lambda: not engine.plays)
+        await self.script.pause("update")
+        if not engine.alive:
+            return
+        engine.version, engine.updating = version, False
+        self.router.reopen(engine.number)
+        held_back, engine.held_back = engine.held_back, []
+        for play in held_back:
+            self._start(play)
+        self._changed.set()
+
+    def _trajectories(self, play: _Play) -> list[Trajectory]:
+        """Some episodes end early; one that is aborted at once has no token that was sampled."""
+        rng, turns = self.script.rng, len(play.versions)
+        lengths = [rng.choice([turns, rng.randint(0, turns)]) for _ in range(self.script.samples)]
+        return [
+            _trajectory(play.question.uid, play.call, sample, tuple(play.versions[:length]))
+            for sample, length in enumerate(lengths)
+        ]
+
+
+class Scorer:
+    """The inference group."""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        self.script, self.record = script, record
+
+    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
+        """Log-probs that belong to each sample alone."""
+        self.record.begin("inference")
+        if not samples:
+            raise self.record.breach(Property.doomed, "the scorer is called for nothing")
+        for sample in samples:
+            self.record.ask(call_of(sample), sample.trajectory.sample)
+        await self.script.pause("score", len(samples))
+        self.record.fail_if_due("score")
+        self.record.end("inference")
+        return [(mark(sample), None) for sample in samples]
+
+
+class Learner:
+    """The actor."""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        self.script, self.record = script, record
+
+    def enough(self, samples: Sequence[Sample]) -> bool:
+        """Some number of samples."""
+        return len(samples) >= self.script.enough
+
+    async def accumulate(self, samples: Sequence[Sample]) -> None:
+        """Check everything about samples that are trained."""
+        self.record.begin("actor")
+        for sample in samples:
+            own = sample.old_logprobs is not None and np.array_equal(sample.old_logprobs, mark(sample))
+            if not own or sample.weights is None:
+                raise self.record.breach(
+                    Property.own, f"call {call_of(sample)} has no log-probs or weights, or another's"
+                )
+            trajectory = sample.trajectory
+            versions = [int(version) for version in trajectory.versions[trajectory.loss_mask]]
+            if not self.script.mixed and len(set(versions)) > 1:
+                raise self.record.breach(
+                    Property.update, f"call {call_of(sample)} was not finished on its version"
+                )
+            self.record.train(call_of(sample), trajectory.sample, versions)
+        await self.script.pause("train", len(samples))
+        self.record.fail_if_due("train")
+        self.record.end("actor")
+
+    async def apply(self) -> Mapping[str, float]:
+        """One optimiser step."""
+        self.record.begin("actor")
+        await self.script.pause("apply")
+        self.record.fail_if_due("apply")
+        self.record.end("actor")
+        self.record.update()
+        return {}
+
+
+class Devices:
+    """Enough for all groups; it may take a while to see that."""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        self.script, self.record = script, record
+        self.pending: Counter[str] = Counter()
+        """Groups that are waited for."""
+
+    async def need(self, *groups: str) -> None:
+        """Bring `groups` in."""
+        self.record.fail_if_due("need")
+        self.pending.update(groups)
+        await self._bring_in(*groups)
+        self.pending.subtract(groups)
+
+    async def _bring_in(self, *_: str) -> None:
+        if self.script.rng.random() < 0.1:
+            await self.script.pause("devices")
+
+
+class SharedDevices(Devices):
+    """The real residence over devices that hold the groups in turn."""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        super().__init__(script, record)
+        members = {name: Tenant(partial(self._leave, name), partial(self._enter, name)) for name in GROUPS}
+        self._residence = Residence(members, Tracer("devices", clock=lambda: 0))
+        record.resident = lambda: self._residence.ready
+
+    async def _bring_in(self, *groups: str) -> None:
+        await self._residence.need(*groups)
+
+    async def _leave(self, name: str) -> None:
+        self.record.leave(name)
+        await self.script.pause("devices")
+
+    async def _enter(self, _: str) -> None:
+        await self.script.pause("devices")
+
+
+class Judging:
+    """What is done to groups between the stages."""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        self.script, self.record = script, record
+
+    def judge(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
+        """Rewards, which are all equal in some groups."""
+        self.record.fail_if_due("judge")
+        flat = self.script.rng.random() < self.script.flat
+        samples = [Sample(one, 0.0 if flat else float(one.sample), 0.0) for one in trajectories]
+        self.record.judge(call_of(samples[0]))
+        return Group(question, tuple(samples))
+
+    def correct(self, group: Group) -> Group:
+        """Weights of 1."""
+        self.record.fail_if_due("correct")
+        self.record.offer(call_of(group.samples[0]))
+        return replace(group, samples=tuple(replace(one, weights=_ones(one)) for one in group.samples))
+
+
+def call_of(sample: Sample) -> int:
+    """The call of `run_group` that the sample comes from."""
+    return int(sample.trajectory.response)
+
+
+def mark(sample: Sample) -> Floats:
+    """Log-probs that belong to this sample alone."""
+    return np.full(
+        len(sample.trajectory.tokens), -(10 * call_of(sample) + sample.trajectory.sample), np.float32
+    )
+
+
+def _ones(sample: Sample) -> Floats:
+    return np.ones(len(sample.trajectory.tokens), np.float32)
+
+
+def _trajectory(uid: str, call: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
+    tokens, mask, with_prompt, nothing = _arrays(versions)
+    return Trajectory(
+        question_uid=uid,
+        sample=sample,
+        tokens=tokens,
+        prompt_length=1,
+        loss_mask=mask,
+        rollout_logprobs=nothing,
+        versions=with_prompt,
+        tokens_differing=0,
+        response=str(call),
+        turns=(),
+        finish=Finish.ANSWER if versions else Finish.ABORTED,
+    )
+
+
+@cache
+def _arrays(versions: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, mask, versions and log-probs of one prompt token and a token for each of `versions`."""
+    length = len(versions) + 1
+    mask = np.arange(length) > 0
+    return (
+        np.ones(length, np.int32),
+        mask,
+        np.array([-1, *versions], np.int32),
+        np.full(length, np.nan, np.float32),
+    )

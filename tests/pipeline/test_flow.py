@@ -1,0 +1,299 @@
+"""The pipeline over seeded interleavings, proof that the checks would see a breach, and runs worked out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rlsys.agent.trajectory import Trajectory
+from rlsys.data.question import Question
+from rlsys.data.source import PromptSource
+from rlsys.errors import root_cause
+from rlsys.pipeline.flow import Bites, Flow, Judges
+from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.learn import MiniBatches, learn
+from rlsys.pipeline.ledger import Ledger, Reason
+from rlsys.pipeline.routing import NoEngineLeft
+from rlsys.pipeline.workers import Floats
+from tests.pipeline.build import question, trajectory
+from tests.pipeline.planted import PLANTED
+from tests.pipeline.script import Ending, Script
+from tests.pipeline.simulation import Parts, Simulation, run, simulate
+from tests.pipeline.virtual_time import HangError, now, run_virtually
+from tests.pipeline.watched import Breach, Failure, Property
+
+SEEDS, BLOCKS = 10_000, 10
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_every_property_holds_under_any_interleaving(block: int) -> None:
+    """On a failure, `simulate(seed)` is the run again. `python -m bench.interleavings` takes more seeds."""
+    for seed in range(block, SEEDS, BLOCKS):
+        try:
+            simulate(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.parametrize("broken", list(Property))
+def test_a_bug_planted_on_purpose_is_found_out(broken: Property) -> None:
+    """One for each property, which is seen to be broken within 1,000 seeds."""
+    assert broken in (_breach(seed, PLANTED[broken]) for seed in range(1000))
+
+
+def _breach(seed: int, parts: Parts) -> Property | None:
+    try:
+        simulate(seed, parts)
+    except Breach as breach:
+        return breach.broken
+    return None
+
+
+@pytest.mark.parametrize("worker", ["generate", "judge", "score", "correct", "train", "apply", "need"])
+def test_a_failing_worker_ends_the_run_with_its_own_error(worker: str) -> None:
+    """And prompts are accounted for all the same: `run` checks it."""
+    reported = []
+    for seed in range(150):
+        script = Script.seeded(seed)
+        script.ending, script.fails = Ending.fail, (worker, random.Random(f"{worker} {seed}").randint(1, 4))
+        reported.append(run(script).error)
+    failures = [error for error in reported if error is not None]
+    assert len(failures) > 75
+    assert {(type(error), str(error)) for error in failures} == {(Failure, worker)}
+
+
+@dataclass
+class Timed(Script):
+    """Durations worked out beforehand: of the first, second, ... call; the last is that of all later ones.
+
+    Scoring and training take theirs for each sample. Episodes have one turn.
+    """
+
+    turns: int = 1
+    mixed: bool = True
+    times: Mapping[str, list[float]] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def duration_s(self, stage: str, count: int = 1) -> float:
+        durations = self.times.get(stage, [0.0])
+        self.calls[stage] += 1
+        return count * durations[min(self.calls[stage], len(durations)) - 1]
+
+
+def timed(**settings: Any) -> tuple[Simulation, float]:
+    """A run, and when it ends."""
+    simulation = Simulation(Timed(random.Random(0), **settings), Parts())
+
+    async def until_the_end() -> float:
+        await simulation.drive()
+        return now()
+
+    end = run_virtually(until_the_end(), on_idle=simulation.check_idle)
+    simulation.check_end()
+    return simulation, end
+
+
+TIMES: dict[str, list[float]] = {"roll": [10], "score": [1], "train": [2]}
+
+
+def test_in_sequence_each_stage_waits_for_the_whole_step() -> None:
+    """Four groups of 10 s, one at a time; then scoring, 1 s each; then training, 2 s each."""
+    _, end = timed(
+        steps=1, groups_per_step=4, slots=1, most=4, least=float("inf"), sequential=True, times=TIMES
+    )
+    assert end == pytest.approx(40 + 4 + 8)
+
+
+def test_in_a_pipeline_groups_are_trained_while_others_are_generated() -> None:
+    _, end = timed(steps=1, groups_per_step=4, slots=1, most=4, times=TIMES)
+    assert end == pytest.approx(40 + 1 + 2)
+
+
+def test_where_advantages_need_the_whole_mini_batch_only_scoring_overlaps() -> None:
+    """The first mini-batch is trained at 21 s; the second waits for the group that is scored at 41 s."""
+    _, end = timed(steps=1, groups_per_step=4, updates=2, whole=True, slots=1, most=4, times=TIMES)
+    assert end == pytest.approx(40 + 1 + 4)
+
+
+@pytest.mark.parametrize(("max_staleness", "end_s"), [(0, 60), (1, 40)])
+def test_a_run_that_may_be_stale_rolls_the_next_step_while_it_trains(
+    max_staleness: int, end_s: float
+) -> None:
+    """Steps of two groups, 10 s to roll side by side, 10 s to train; three steps, of which two are hidden."""
+    _, end = timed(
+        steps=3, groups_per_step=2, slots=2, max_staleness=max_staleness, times={"roll": [10], "train": [5]}
+    )
+    assert end == pytest.approx(end_s)
+
+
+def test_rollouts_wait_for_a_slow_learner() -> None:
+    """Two steps' worth of groups is rolled at once; the next begins when version 1 is published, after 100 s."""
+    script = Timed(random.Random(0), steps=4, groups_per_step=2, max_staleness=1, times={"train": [50]})
+    simulation = Simulation(script, Parts())
+
+    async def admitted_at(*times: float) -> list[int]:
+        running, counts = asyncio.create_task(simulation.drive()), []
+        for time in times:
+            await asyncio.sleep(time - now())
+            counts.append(len(simulation.record.tickets))
+        await running
+        return counts
+
+    assert run_virtually(admitted_at(1, 99, 101, 199, 201)) == [4, 4, 6, 6, 8]
+
+
+def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> None:
+    simulation, end = timed(
+        steps=2, groups_per_step=2, oversample=1.5, slots=3, times={"roll": [1, 9, 2, 1, 1, 9]}
+    )
+    tickets, asked = simulation.record.tickets, list(simulation.record.tickets)
+    assert simulation.record.dropped[0] == (tickets[1].question, Reason.surplus)
+    assert tickets[3].question == tickets[1].question
+    assert (len(asked), end) == (6, pytest.approx(2 + 1))
+
+
+def test_with_staleness_a_slow_group_goes_on_into_the_next_step() -> None:
+    """It takes 15 s; the first step is trained on a fast one at 1 s, and published. The second takes the slow one."""
+    simulation, end = timed(steps=2, groups_per_step=1, max_staleness=1, slots=2, times={"roll": [15, 1, 99]})
+    slow, fast = simulation.record.tickets[0], simulation.record.tickets[1]
+    assert simulation.record.trained == [fast.question, slow.question]
+    assert end == pytest.approx(15)
+
+
+def test_groups_without_spread_are_replaced_up_to_a_limit() -> None:
+    simulation, _ = timed(steps=1, groups_per_step=2, flat=1.0, max_replaced=3)
+    assert simulation.ledger.dropped[Reason.no_spread] == 3
+    assert len(simulation.record.trained) == 2
+
+
+def test_a_question_whose_groups_are_lost_is_asked_thrice_and_then_once_an_epoch() -> None:
+    simulation, _ = timed(steps=5, questions=2, poisoned=frozenset({"q:1"}), knows_end=False)
+    fresh = PromptSource(simulation.questions, seed=0)
+    epochs = [fresh.next().uid for _ in range(simulation.prompts.position)].count("q:1")
+    waiting = [one.uid for one in simulation.prompts.given_back].count("q:1")
+    assert epochs > 2
+    assert simulation.ledger.dropped[Reason.lost] == 3 + (epochs - 1) - waiting
+
+
+def test_groups_are_scored_in_the_order_in_which_they_were_rolled() -> None:
+    simulation, end = timed(
+        steps=1, groups_per_step=3, slots=3, most=1, times={"roll": [3, 1, 2], "score": [10], "train": [0]}
+    )
+    tickets = simulation.record.tickets
+    assert simulation.record.trained == [tickets[number].question for number in (1, 2, 0)]
+    assert end == pytest.approx(31)
+
+
+def test_the_scorer_takes_a_rest_that_is_smaller_than_its_least_bite() -> None:
+    simulation, _ = timed(steps=2, groups_per_step=4, least=3, most=3)
+    assert simulation.record.version == 2
+
+
+class Bare:
+    """Workers that answer without ever giving way, as none does in a simulation."""
+
+    capacity = 2
+    blocked: asyncio.Event | None = None
+
+    version = 0
+
+    async def run_group(self, asked: Question) -> list[Trajectory]:
+        return [trajectory(uid=asked.uid, version=self.version)]
+
+    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
+        return [(sample.trajectory.rollout_logprobs, None) for sample in samples]
+
+    def enough(self, _: Sequence[Sample]) -> bool:
+        return True
+
+    async def accumulate(self, samples: Sequence[Sample]) -> None: ...
+
+    async def apply(self) -> Mapping[str, float]:
+        return {}
+
+    async def need(self, *groups: str) -> None:
+        if self.blocked is not None and "rollout" in groups:
+            await self.blocked.wait()
+
+    def flow(self, ledger: Ledger) -> tuple[Flow, PromptSource]:
+        prompts = PromptSource([question(number) for number in range(5)], seed=0)
+        judges = Judges(self.judge, lambda group: group)
+        return Flow(ledger, prompts, self, self, judges, Bites(1, 1), self, lambda _: lambda _: None), prompts
+
+    @staticmethod
+    def judge(asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+        return Group(asked, tuple(Sample(one, 0.0, 0.0) for one in trajectories))
+
+
+def test_an_episode_that_is_aborted_before_its_first_turn_frees_its_slot() -> None:
+    """The first of two is done before the second, which is to spare, has begun; ten times, with two slots."""
+    workers = Bare()
+    flow, _ = workers.flow(Ledger(groups_per_step=1, max_staleness=0, oversample=2))
+
+    async def ten_steps() -> int:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(flow.run())
+            for step in range(1, 11):
+                await learn(flow, workers, workers, MiniBatches(1, 1, whole=False), lambda _: None)
+                workers.version = step
+                flow.publish(step)
+            flow.stop()
+        return flow.ledger.dropped[Reason.surplus]
+
+    assert run_virtually(ten_steps()) >= 9
+
+
+def test_nothing_is_admitted_after_a_stop_that_came_while_devices_were_awaited() -> None:
+    workers = Bare()
+    flow, prompts = workers.flow(Ledger(groups_per_step=1, max_staleness=0))
+
+    async def stop_meanwhile() -> None:
+        workers.blocked = asyncio.Event()
+        running = asyncio.create_task(flow.run())
+        await asyncio.sleep(1)
+        flow.stop()
+        workers.blocked.set()
+        await running
+
+    run_virtually(stop_meanwhile())
+    assert (prompts.position, flow.ledger.outstanding) == (0, [])
+
+
+def test_a_learner_that_waits_when_the_flow_is_stopped_is_told() -> None:
+    flow, _ = Bare().flow(Ledger(groups_per_step=1, max_staleness=0))
+
+    async def wait_for_a_group() -> None:
+        waiting = asyncio.create_task(flow.take(1))
+        await asyncio.sleep(1)
+        flow.stop()
+        with pytest.raises(RuntimeError, match="stopped"):
+            await waiting
+        await flow.run()
+
+    run_virtually(wait_for_a_group())
+
+
+def test_the_death_of_the_last_engine_ends_the_run_also_while_nothing_is_rolled() -> None:
+    class Dead(Bare):
+        capacity = 0
+
+        async def run_group(self, asked: Question) -> list[Trajectory]:
+            raise NoEngineLeft(asked.uid)
+
+    flow, _ = Dead().flow(Ledger(groups_per_step=1, max_staleness=0))
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(flow.run())
+    assert isinstance(root_cause(caught.value), NoEngineLeft)
+
+
+def test_a_hang_is_found_out() -> None:
+    flow, _ = Bare().flow(Ledger(groups_per_step=1, max_staleness=0))
+    with pytest.raises(HangError):
+        run_virtually(flow.take(1))

@@ -1,0 +1,294 @@
+"""What is held against a simulated run, while it runs: the properties, and the record that they are read from.
+
+The record is kept apart from the ledger's own books: it sees tickets come and go, and what workers are given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from enum import StrEnum
+from functools import cache
+
+from rlsys.data.question import Question
+from rlsys.pipeline.group import Group
+from rlsys.pipeline.ledger import Ledger, Reason, Stage, Ticket
+from tests.pipeline.script import Script
+
+GROUPS = ("rollout", "inference", "actor")
+
+
+class Property(StrEnum):
+    """What must hold of every run."""
+
+    deadlock = "something is always under way"
+    livelock = "the run ends after boundedly many admissions"
+    waiting = "no stage waits while there is work for it"
+    doomed = "what can no longer be trained is dropped at once"
+    once = "every ticket is trained once or dropped once, and scored at most once"
+    conserved = "every prompt is trained, dropped for good or back in the source"
+    staleness = "no trained token is staler than allowed"
+    on_policy = "without staleness every token is sampled by the version that is trained"
+    step = "every step trains exactly its groups, every optimiser step its share"
+    outstanding = "never more tickets are outstanding than allowed"
+    dropped = "nothing of a dropped ticket is scored or trained"
+    update = "a policy update loses no ticket and, if episodes finish first, splits no group"
+    sequence = "in sequence, scoring waits for the last rollout of the step, training for the last score"
+    own = "every sample is trained with log-probs and weights of its own"
+
+
+class Breach(Exception):
+    """A property does not hold."""
+
+    def __init__(self, broken: Property, detail: str) -> None:
+        super().__init__(f"{broken.name}: not {broken}: {detail}")
+        self.broken = broken
+
+
+class Failure(Exception):
+    """A scripted worker's failure."""
+
+
+class Record:
+    """What happened so far."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.version = 0
+        self.calls = 0
+        """Of `run_group`; each is a ticket's."""
+        self.running = 0
+        """Calls of `run_group` that have not ended, those that wind down included."""
+        self.late_answers = self.mixed_groups = 0
+        self.lags: Counter[int] = Counter()
+        """Versions between a trained token and the one that samples it -> tokens."""
+        self.tickets: dict[int, Ticket] = {}
+        self.open: set[int] = set()
+        self.taken: list[int] = []
+        """By the step under way."""
+        self.trained: list[Question] = []
+        """In steps that were closed."""
+        self.dropped: list[tuple[Question, Reason]] = []
+        self.unscored: set[int] = set()
+        self.offered: set[int] = set()
+        """Scored, and not taken or dropped yet."""
+        self.states: dict[str, str] = {}
+        self.resident: Callable[[], Collection[str]] = lambda: GROUPS
+        """Groups that are on the devices."""
+        self.over = False
+        """The flow has ended; what goes on elsewhere no longer counts."""
+        self.broken: Breach | None = None
+        """The first."""
+        self._ticket_of: dict[int, int] = {}
+        self._ended: dict[int, str] = {}
+        self._judged = 0
+        self._scored: set[tuple[int, int]] = set()
+        self._accumulated: set[tuple[int, int]] = set()
+        self._in_update: set[int] = set()
+        self._working: set[str] = set()
+        self._worker_calls: Counter[str] = Counter()
+
+    def breach(self, broken: Property, detail: str) -> Breach:
+        """To be raised. What follows from the first is no breach of its own."""
+        self.over = True
+        self.broken = self.broken or Breach(broken, detail)
+        return self.broken
+
+    def say(self, group: str) -> Callable[[str], None]:
+        """Notes what a stage says of itself."""
+
+        def note(text: str) -> None:
+            self.states[group] = text
+
+        return note
+
+    def fail_if_due(self, worker: str) -> None:
+        """Raise the failure that the script has for this call."""
+        self._worker_calls[worker] += 1
+        if self.script.fails == (worker, self._worker_calls[worker]):
+            self.over = True
+            raise Failure(worker)
+
+    def begin(self, stage: str) -> None:
+        """A worker begins."""
+        if stage == "rollout":
+            self.calls += 1
+            self.running += 1
+        if self.script.sequential and not self.over:
+            self._check_sequence(stage)
+        if stage != "rollout":
+            self._working.add(stage)
+
+    def end(self, stage: str) -> None:
+        """A worker has ended."""
+        if stage == "rollout":
+            self.running -= 1
+        else:
+            self._working.remove(stage)
+
+    def admit(self, ticket: Ticket) -> None:
+        self.tickets[ticket.number] = ticket
+        self.open.add(ticket.number)
+        if len(self.open) > self.script.most_outstanding:
+            raise self.breach(Property.outstanding, f"{len(self.open)} of {self.script.most_outstanding}")
+        if len(self.tickets) > self.most_admitted():
+            raise self.breach(Property.livelock, f"{len(self.tickets)} tickets")
+
+    def judge(self, call: int) -> None:
+        """The group of this call is judged; if it becomes ready, that is next."""
+        self._judged = call
+
+    def ready(self, ticket: Ticket) -> None:
+        self._ticket_of[self._judged] = ticket.number
+        self.unscored.add(ticket.number)
+
+    def ask(self, call: int, sample: int) -> None:
+        """The scorer is given a sample."""
+        ticket = self._ticket_of[call]
+        if ticket in self._ended:
+            raise self.breach(Property.dropped, f"ticket {ticket} is scored")
+        if (call, sample) in self._scored:
+            raise self.breach(Property.once, f"sample {sample} of call {call} is scored again")
+        self._scored.add((call, sample))
+        self.unscored.discard(ticket)
+
+    def offer(self, call: int) -> None:
+        """A group is scored, and may be taken."""
+        self.offered.add(self._ticket_of[call])
+
+    def take(self, ticket: Ticket) -> None:
+        self.offered.discard(ticket.number)
+        self.taken.append(ticket.number)
+
+    def drop(self, ticket: Ticket, reason: Reason) -> None:
+        self._end(ticket, reason)
+        self.dropped.append((ticket.question, reason))
+        self.offered.discard(ticket.number)
+        self.unscored.discard(ticket.number)
+
+    def train(self, call: int, sample: int, versions: Sequence[int]) -> None:
+        """The learner is given a sample, with the versions of its trained tokens."""
+        if not self.over:
+            self._check_training(call, sample, [self.version - version for version in versions])
+        self.lags.update(self.version - version for version in versions)
+        self.mixed_groups += sample == 0 and len(set(versions)) > 1
+        self._accumulated.add((call, sample))
+        self._in_update.add(call)
+
+    def update(self) -> None:
+        """The optimiser steps."""
+        share = self.script.groups_per_step // self.script.updates
+        if not self.over and len(self._in_update) != share:
+            raise self.breach(Property.step, f"an optimiser step on {len(self._in_update)} groups of {share}")
+        self._in_update = set()
+
+    def close(self) -> None:
+        """The step under way is closed."""
+        trained = {self._ticket_of[call] for call, _ in self._accumulated}
+        complete = len(self.taken) == self.script.groups_per_step and trained >= {*self.taken}
+        if not self.over and not complete:
+            raise self.breach(Property.step, f"step {self.version} took {self.taken} and trained {trained}")
+        for number in self.taken:
+            self._end(self.tickets[number], "trained")
+            self.trained.append(self.tickets[number].question)
+        self.taken = []
+        self.version += 1
+
+    def returned(self, groups: Sequence[Group]) -> None:
+        """What a step returns is what it trained."""
+        uids = Counter(group.question.uid for group in groups)
+        trained = Counter(question.uid for question in self.trained[-self.script.groups_per_step :])
+        if uids != trained:
+            raise self.breach(Property.step, f"{uids} were returned, {trained} trained")
+
+    def most_admitted(self) -> int:
+        """Derived in docs/pipeline.md: what may be admitted between two publications, and what was replaced."""
+        replaced = sum(reason in (Reason.no_spread, Reason.lost) for _, reason in self.dropped)
+        most, spare = self.script.most_outstanding, self.script.spare
+        return (self.version + 1) * (most * (2 + spare) + spare) + replaced
+
+    def leave(self, stage: str) -> None:
+        """A group leaves the devices."""
+        if not self.over and (stage in self._working or (stage == "rollout" and self.running)):
+            raise self.breach(Property.sequence, f"{stage} leaves the devices while it works")
+
+    def _end(self, ticket: Ticket, how: str) -> None:
+        if ticket.number in self._ended:
+            raise self.breach(
+                Property.once, f"ticket {ticket.number} is {how} after {self._ended[ticket.number]}"
+            )
+        self._ended[ticket.number] = how
+        self.open.remove(ticket.number)
+
+    def _check_training(self, call: int, sample: int, lags: Sequence[int]) -> None:
+        ticket = self._ticket_of[call]
+        if self._ended.get(ticket, "trained") != "trained":
+            raise self.breach(
+                Property.dropped, f"ticket {ticket}, which was dropped as {self._ended[ticket]}"
+            )
+        if (call, sample) in self._accumulated or ticket not in self.taken:
+            raise self.breach(
+                Property.once, f"sample {sample} of ticket {ticket} is trained again or was not taken"
+            )
+        if lags and not 0 <= min(lags) <= max(lags) <= self.script.max_staleness:
+            broken = Property.staleness if self.script.max_staleness else Property.on_policy
+            raise self.breach(broken, f"tokens of ticket {ticket} are {lags} versions old")
+
+    def _check_sequence(self, stage: str) -> None:
+        if stage not in self.resident():
+            raise self.breach(Property.sequence, f"{stage} begins, but {self.resident()} are on the devices")
+        others = self._working - {stage}
+        if others:
+            raise self.breach(Property.sequence, f"{stage} begins while {others} work")
+        if stage == "rollout":
+            return
+        rolled = len(self.taken) + sum(
+            self.tickets[n].stage is Stage.ready for n in self.open if n not in self.taken
+        )
+        if self.running or rolled != self.script.groups_per_step:
+            raise self.breach(
+                Property.sequence, f"{stage} begins while {self.running} groups roll, {rolled} are ready"
+            )
+        if stage == "actor" and self.unscored:
+            raise self.breach(Property.sequence, f"training begins while {self.unscored} are not scored")
+
+
+class _Watched(Ledger):
+    """Writes down what is done."""
+
+    record: Record
+
+    def admit(self, question: Question) -> Ticket:
+        ticket = super().admit(question)
+        self.record.admit(ticket)
+        return ticket
+
+    def finish_rolling(self, ticket: Ticket, oldest: int | None, has_spread: bool) -> Reason | None:
+        reason = super().finish_rolling(ticket, oldest, has_spread)
+        if reason is None:
+            self.record.ready(ticket)
+        return reason
+
+    def take(self, ticket: Ticket) -> None:
+        super().take(ticket)
+        self.record.take(ticket)
+
+    def drop(self, ticket: Ticket, reason: Reason) -> None:
+        super().drop(ticket, reason)
+        self.record.drop(ticket, reason)
+
+    def close_step(self) -> None:
+        super().close_step()
+        self.record.close()
+
+    def publish(self, version: int) -> None:
+        before = self.outstanding
+        super().publish(version)
+        if self.outstanding != before:
+            raise self.record.breach(Property.update, f"{before} were outstanding, then {self.outstanding}")
+
+
+@cache
+def watched(ledger: type[Ledger]) -> type[_Watched]:
+    """`ledger`, its calls written down in its `record`."""
+    return type(f"Watched{ledger.__name__}", (_Watched, ledger), {})
