@@ -115,11 +115,7 @@ def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:
     hidden = [span for span in found if span.name in HIDDEN_SPANS.get(span.group, ())]
     rolled = [span for span in found if (span.group, span.name) == (ROLLOUT_GROUP, ROLLOUT_SPAN)]
     both = [*_clipped(hidden, window), *_clipped(rolled, window)]
-    return (
-        _covered_seconds(_clipped(hidden, window))
-        + _covered_seconds(_clipped(rolled, window))
-        - _covered_seconds(both)
-    )
+    return (_covered(_clipped(hidden, window)) + _covered(_clipped(rolled, window)) - _covered(both)) / 1e9
 
 
 def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict[str, float]:
@@ -178,8 +174,13 @@ def _clipped(spans: Iterable[Span], window: Interval) -> list[Interval]:
     return [(max(span.start_ns, window[0]), min(span.end_ns, window[1])) for span in spans]
 
 
+def _covered(intervals: Iterable[Interval]) -> int:
+    """Nanoseconds in the union of `intervals`."""
+    return sum(end - start for start, end in merge_intervals(intervals))
+
+
 def _covered_seconds(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in merge_intervals(intervals)) / 1e9
+    return _covered(intervals) / 1e9
 
 
 def _by(spans: Iterable[Span], key: Callable[[Span], str]) -> list[tuple[str, list[Span]]]:

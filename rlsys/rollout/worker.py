@@ -27,7 +27,7 @@ from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.engine import Engine
 from rlsys.rollout.gate import Gate
-from rlsys.search.tool import open_tool
+from rlsys.search.tool import open_tool, search_metrics
 from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
 
 
@@ -169,6 +169,7 @@ class RolloutWorker:
             "drain_s": self._drain_s,
             "asleep_frees_memory": float(self.engine.frees_memory),
             "version": self.engine.version,
+            **search_metrics(self._search),
         }
 
     async def stop(self) -> None:

@@ -77,7 +77,10 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
             ["trainer.schedule.on_update=continue"],
             ["trainer.schedule.on_update=continue", "trainer.schedule.kind=pipelined", "choose async"],
         ),
-        (["cluster.sync_bucket_bytes=1000"], ["cluster.sync_bucket_bytes=1000", "largest tensor", "raise it"]),
+        (
+            ["cluster.sync_bucket_bytes=1000"],
+            ["cluster.sync_bucket_bytes=1000", "largest tensor", "raise it"],
+        ),
         (["search.cassette.path=none.jsonl"], ["search.cassette.path=none.jsonl", "mode=record"]),
         (
             ["search.cassette.mode=record", "search.cassette.path=pyproject.toml"],

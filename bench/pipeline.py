@@ -1,0 +1,255 @@
+"""How much the schedules gain: sequential, pipelined and async runs of the demo, against each other and the ideal.
+
+    python -m bench.pipeline          # the speed of every schedule; under 20 minutes on two cores
+    python -m bench.pipeline --em     # adds held-out exact match at the end of whole runs, over seeds
+
+Every row is a run of its own by `rlsys train`, all with the same weights at the start, the same number of
+episodes and optimiser steps, and searches answered from one cassette after recorded times. Times are of the
+steps between the first and the last: in that window a run that rolls ahead has rolled as much as it has trained.
+
+    ideal = sum / max(R, I, T, cpu_seconds / cores)
+
+R, I, T are the seconds of rollout, log-probs and training in a step of the sequential run, `sum` adds them up:
+what a schedule would gain that keeps its longest stage, or all cores, busy without a break.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.record_searches import record_searches
+
+CONFIG = "searchr1_tiny_cpu"
+OUT = Path("outputs/bench")
+RESULT = OUT / "pipeline.json"
+SETTINGS = ("tracking.wandb=false", "tracking.tensorboard=false", "trainer.eval_interval=0")
+GROUPS = ("rollout", "inference", "actor")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule and where it runs."""
+
+    name: str
+    settings: tuple[str, ...]
+
+
+SEQUENTIAL = Schedule("sequential", ("trainer.schedule.kind=sequential",))
+COLLOCATED = Schedule(
+    "sequential, collocated",
+    ("trainer.schedule.kind=sequential", "cluster=one_slot", f"cluster.threads={os.cpu_count()}"),
+)
+PIPELINED = Schedule("pipelined", ("trainer.schedule.kind=pipelined",))
+ASYNC = tuple(
+    Schedule(f"async {k}", ("trainer.schedule.kind=async", f"trainer.schedule.max_staleness={k}"))
+    for k in (1, 2)
+)
+RECORDED = 1.0
+LATENCIES = {0.0: "none", RECORDED: "recorded", 4.0: "4 x recorded"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Means over the measured steps of a run."""
+
+    schedule: str
+    latency: float
+    steps: int
+    step_s: float
+    rollout_s: float
+    logprob_s: float
+    train_s: float
+    sync_s: float
+    cpu_s: float
+    idle: dict[str, float]
+    search_misses: float
+
+    @property
+    def ideal_step_s(self) -> float:
+        """The longest stage, or the processor time over all cores. Of a sequential run."""
+        return max(self.rollout_s, self.logprob_s, self.train_s, self.cpu_s / (os.cpu_count() or 1))
+
+    @property
+    def ideal(self) -> float:
+        """The speed-up that such a step would be. Of a sequential run."""
+        return (self.rollout_s + self.logprob_s + self.train_s) / self.ideal_step_s
+
+
+def main(
+    em: Annotated[bool, typer.Option(help="Compare held-out exact match instead; takes long.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps of a run whose speed is measured.", min=4)] = 6,
+    seeds: Annotated[int, typer.Option(help="Seeds of --em.", min=1)] = 3,
+) -> None:
+    """Measure the schedules on the demo's world."""
+    console = Console()
+    cassette = record_searches()
+    known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    found = _exact_match(console, cassette, seeds) if em else _speed(console, cassette, steps)
+    OUT.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(known | found, indent=2) + "\n")
+    console.print(f"Written to {RESULT}.", highlight=False)
+
+
+def _speed(console: Console, cassette: Path, steps: int) -> dict[str, Any]:
+    started = time.perf_counter()
+    rows: list[Measured] = []
+    for latency in sorted(LATENCIES, key=lambda scale: scale != RECORDED):
+        schedules = [SEQUENTIAL, PIPELINED, ASYNC[0]]
+        if latency == RECORDED:
+            schedules = [COLLOCATED, *schedules, ASYNC[1]]
+        for schedule in schedules:
+            console.print(f"{schedule.name}, search latency {LATENCIES[latency]} ...", highlight=False)
+            rows.append(_measure(schedule, latency, cassette, steps))
+    console.print(_table(rows))
+    figures = {**_key_figures(rows), "seconds": time.perf_counter() - started, "cores": os.cpu_count()}
+    for name, value in figures.items():
+        console.print(f"{name} {value:.3f}", highlight=False)
+    return {**figures, "rows": [_as_dict(row, rows) for row in rows]}
+
+
+def _measure(schedule: Schedule, latency: float, cassette: Path, steps: int) -> Measured:
+    settings = [
+        *schedule.settings,
+        f"trainer.steps={steps}",
+        "task.eval_limit=8",
+        f"search.cassette.latency_scale={latency}",
+    ]
+    run = _run(f"{schedule.name}-{latency:g}", settings, cassette)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:-1]
+
+    def mean(key: str) -> float:
+        return fmean(row.get(key, 0.0) for row in rows)
+
+    return Measured(
+        schedule=schedule.name,
+        latency=latency,
+        steps=len(rows),
+        step_s=mean("time/step_s"),
+        rollout_s=mean("time/rollout_s"),
+        logprob_s=mean("time/logprob_s"),
+        train_s=mean("time/train_s"),
+        sync_s=mean("time/sync_s"),
+        cpu_s=mean("time/cpu_s"),
+        idle={group: mean(f"idle/{group}") for group in GROUPS},
+        search_misses=rows[-1].get("engine/0/search_misses", 0.0),
+    )
+
+
+def _exact_match(console: Console, cassette: Path, seeds: int) -> dict[str, Any]:
+    """Held-out exact match after whole runs of the demo's length, on-policy and one version behind."""
+    found: dict[str, list[float]] = {}
+    for schedule in (PIPELINED, ASYNC[0]):
+        for seed in range(1, seeds + 1):
+            settings = [*schedule.settings, f"trainer.seed={seed}", "task.eval_limit=400"]
+            run = _run(f"em-{schedule.name}-{seed}", settings, cassette)
+            em = json.loads((run / "summary.json").read_text())["em_after"]
+            found.setdefault(schedule.name, []).append(em)
+            console.print(f"{schedule.name}, seed {seed}: EM {em:.3f}", highlight=False)
+    gap = abs(fmean(found[PIPELINED.name]) - fmean(found[ASYNC[0].name]))
+    console.print(f"em_gap_async1 {gap:.3f} over {seeds} seeds", highlight=False)
+    return {"em_gap_async1": gap, "em_seeds": seeds, "em_after": found}
+
+
+def _run(name: str, settings: Iterable[str], cassette: Path) -> Path:
+    """One training run in processes of its own; its folder.
+
+    It plays a copy of the cassette, so that what it asks beyond it changes no other run.
+    """
+    outputs = OUT / "pipeline" / name.replace(", ", "-").replace(" ", "-")
+    shutil.rmtree(outputs, ignore_errors=True)
+    outputs.mkdir(parents=True)
+    own = shutil.copy(cassette, outputs / "searches.jsonl")
+    played = ("search.cassette.mode=extend", f"search.cassette.path={own}")
+    command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-name", CONFIG]
+    done = subprocess.run(
+        [*command, f"output_dir={outputs}", *SETTINGS, *played, *settings],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    (run,) = outputs.glob(f"{CONFIG}-*")
+    return run
+
+
+def _sequential(rows: Sequence[Measured], latency: float) -> Measured:
+    return _row(rows, SEQUENTIAL.name, latency)
+
+
+def _row(rows: Sequence[Measured], schedule: str, latency: float = RECORDED) -> Measured:
+    return next(row for row in rows if (row.schedule, row.latency) == (schedule, latency))
+
+
+def _key_figures(rows: Sequence[Measured]) -> dict[str, float]:
+    """Of the rows at the recorded latency."""
+    baseline = _sequential(rows, RECORDED)
+    one, two = (_row(rows, schedule.name) for schedule in ASYNC)
+    collocated = _row(rows, COLLOCATED.name)
+    return {
+        "speedup_pipelined": baseline.step_s / _row(rows, PIPELINED.name).step_s,
+        "speedup_async1": baseline.step_s / one.step_s,
+        "speedup_async2": baseline.step_s / two.step_s,
+        "speedup_async1_vs_collocated": collocated.step_s / one.step_s,
+        "ideal": baseline.ideal,
+        "fraction_of_ideal_async1": baseline.step_s / one.step_s / baseline.ideal,
+    }
+
+
+def _as_dict(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
+    baseline = _sequential(rows, row.latency)
+    speedup = baseline.step_s / row.step_s
+    idle = {f"idle_{group}": share for group, share in row.idle.items()}
+    times = ("step_s", "rollout_s", "logprob_s", "train_s", "sync_s", "cpu_s", "search_misses", "steps")
+    return {
+        "schedule": row.schedule,
+        "latency_scale": row.latency,
+        **{name: getattr(row, name) for name in times},
+        **idle,
+        "speedup": speedup,
+        "ideal": baseline.ideal,
+        "fraction_of_ideal": speedup / baseline.ideal,
+    }
+
+
+def _table(rows: Sequence[Measured]) -> Table:
+    table = Table(title="Seconds a step, means", title_justify="left")
+    table.add_column("search latency")
+    table.add_column("schedule")
+    for name in ("step", "rollout", "log-probs", "training", "sync", "processor"):
+        table.add_column(name, justify="right")
+    for group in GROUPS:
+        table.add_column(f"idle {group}", justify="right")
+    for name in ("speed-up", "of ideal"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        shown = _as_dict(row, rows)
+        times = (row.step_s, row.rollout_s, row.logprob_s, row.train_s, row.sync_s, row.cpu_s)
+        table.add_row(
+            LATENCIES[row.latency],
+            row.schedule,
+            *(f"{value:.2f}" for value in times),
+            *(f"{row.idle[group]:.0%}" for group in GROUPS),
+            f"{shown['speedup']:.2f} x",
+            f"{shown['fraction_of_ideal']:.2f}",
+            end_section=row is rows[-1] or row.latency != rows[rows.index(row) + 1].latency,
+        )
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

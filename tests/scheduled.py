@@ -1,0 +1,294 @@
+"""A run of the real pipeline and real Megatron workers on recorded episodes, under a virtual clock.
+
+The session, the driver's step, flow, ledger, dealers, weight sync, actor and log-prob worker are the real
+ones. Episodes are played back after seeded waits, and seeded waits lie around every call for log-probs or
+training; so the seed decides which group arrives when, what shares a call or a micro-batch, and what runs at
+the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rlsys.agent.trajectory import Trajectory
+from rlsys.algorithms.losses import reduce_stats
+from rlsys.config.schema import Packing, RunConfig
+from rlsys.data.question import Question
+from rlsys.data.source import PromptSource
+from rlsys.groups.dealer import Dealer
+from rlsys.groups.megatron import InferenceGroup, launch_megatron
+from rlsys.groups.residence import Residence
+from rlsys.groups.weight_sync import WeightSync
+from rlsys.observe.spans import Tracer
+from rlsys.pipeline.flow import Flow, Judges
+from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.grouping import correct_group, judge
+from rlsys.pipeline.micro_batch import MicroBatch
+from rlsys.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
+from rlsys.pipeline.workers import Floats, Say
+from rlsys.session import Session
+from rlsys.train import one_step
+from rlsys.weights.buckets import unpack
+from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
+from tests.megatron.hosts import HostedGroup
+from tests.pipeline.recorded import Recording
+from tests.pipeline.virtual_time import run_virtually
+
+EPISODE_S, CALL_S = 10.0, 2.0
+"""Longest waits: for a group's episodes; before and after a call to a worker."""
+WAVE_S = 1000.0
+"""Longer than everything that is done with the groups of a mini-batch."""
+PAD_ID = 0
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """In which order a step's groups arrive."""
+
+    seed: int
+    waves: tuple[int, ...] | None = None
+    """For each mini-batch's share of the prompts, in their order, the wave that they arrive in: the order
+    within a wave is the seed's. None is one wave."""
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind: its record."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Every parameter after the last step, under its Hugging Face name."""
+    trained: list[list[str]] = field(default_factory=list)
+    """Questions of each step, in the order in which they were trained."""
+    updates: list[Mapping[str, float]] = field(default_factory=list)
+    """Statistics of every optimiser step."""
+    events: list[str] = field(default_factory=list)
+    """Of each step, in the order in which they happened: `r` a group's episodes have ended, `s` groups are
+    scored, `t` trained on, `u` the weights are updated."""
+
+    def happened(self, event: str) -> None:
+        """Note an event of the step under way."""
+        self.events[-1] += event
+
+    def begin_step(self) -> None:
+        """See `RunRecord`."""
+        self.events.append("")
+
+    def step(
+        self, _: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]], _figures: Any
+    ) -> None:
+        """See `RunRecord`."""
+        self.trained.append([group.question.uid for group in groups])
+        self.updates += updates
+
+    def say(self, _: str) -> Say:
+        """See `RunRecord`."""
+        return lambda _: None
+
+
+class Playback:
+    """The rollout group: an engine that holds real weights, and recorded episodes of every version of them."""
+
+    def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
+        self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
+        self.living = (0,)
+        self.step = 0
+        self.weights: dict[str, Tensor] = {}
+        self._version = -1
+        self._recording, self._seen = recording, seen
+        self._groups = config.trainer.prompts_per_step
+        self._waves = arrivals.waves or (0,)
+        self._random = random.Random(arrivals.seed)
+        self._begun = 0
+        # With fewer places than groups, those that wait for one could not keep to their wave.
+        self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
+
+    async def run_group(self, question: Question) -> list[Trajectory]:
+        """See `RolloutGroup`."""
+        version = self._version
+        place = self._begun % self._groups
+        self._begun += 1
+        wave = self._waves[place * len(self._waves) // self._groups]
+        await asyncio.sleep(wave * WAVE_S + self._random.random() * EPISODE_S)
+        self._seen.happened("r")
+        return self._recording[question.uid, version]
+
+    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+        """See `weight_sync.Receiver`."""
+        self._end: Receiver = open_receiver(specs[0])
+
+    async def begin_update(self, _: int) -> None:
+        """See `weight_sync.Receiver`."""
+        self.weights = {}
+
+    async def load_bucket(self, parcel: Parcel) -> None:
+        """See `weight_sync.Receiver`."""
+        self.weights |= {record.name: one.clone() for record, one in unpack(self._end.receive(parcel))}
+
+    async def finish_update(self, version: int, _: str) -> None:
+        """See `weight_sync.Receiver`."""
+        self._version = version
+
+    async def metrics(self) -> dict[str, float]:
+        """See `RolloutGroup`."""
+        return {}
+
+
+class Pauses:
+    """Seeded waits."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def __call__(self) -> None:
+        await asyncio.sleep(self._random.random() * CALL_S)
+
+
+class Scorer:
+    """The inference group's log-probs."""
+
+    def __init__(self, workers: HostedGroup, dealer: Dealer, pause: Pauses, seen: Outcome) -> None:
+        self._workers, self._dealer, self._pause, self._seen = workers, dealer, pause, seen
+
+    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
+        """See `InferenceGroup`."""
+        await self._pause()
+        self._seen.happened("s")
+        plan, dealt = self._dealer.deal(samples)
+        found: list[tuple[Floats, Floats | None]] = [(np.empty(0, np.float32), None)] * len(samples)
+        for dp_rank, results in await self._workers.call("compute", dealt):
+            for indices, batch, result in zip(plan[dp_rank], dealt[dp_rank], results, strict=True):
+                policy = batch.split(result.policy)
+                reference = None if result.reference is None else batch.split(result.reference)
+                for row, index in enumerate(indices):
+                    found[index] = (policy[row], None if reference is None else reference[row])
+        await self._pause()
+        return found
+
+
+class Learner:
+    """The actor."""
+
+    def __init__(self, workers: HostedGroup, dealer: Dealer, pause: Pauses, seen: Outcome) -> None:
+        self._workers, self._dealer, self._pause, self._seen = workers, dealer, pause, seen
+        self._stats: list[Mapping[str, float]] = []
+        self.step = 0
+
+    def enough(self, samples: Sequence[Sample]) -> bool:
+        """See `ActorGroup`."""
+        return self._dealer.enough(samples)
+
+    async def accumulate(self, samples: Sequence[Sample]) -> None:
+        """See `ActorGroup`."""
+        await self._pause()
+        self._seen.happened("t")
+        answers = await self._workers.call("accumulate", self.deal(samples))
+        self._stats += [answer.stats for answer in answers if answer.stats]
+        await self._pause()
+
+    async def apply(self) -> Mapping[str, float]:
+        """See `ActorGroup`."""
+        await self._pause()
+        self._seen.happened("u")
+        await self._workers.call("apply")
+        stats, self._stats = reduce_stats(self._stats), []
+        return stats
+
+    def deal(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+        """Micro-batches of each data-parallel rank."""
+        return self._dealer.deal(samples)[1]
+
+
+class NoSearch:
+    """The search server of recorded episodes."""
+
+    async def require(self) -> None:
+        """See `Serving`."""
+
+
+def run(
+    config: RunConfig,
+    recording: Recording,
+    questions: Sequence[Question],
+    arrivals: Arrivals,
+    inference: Sequence[Connection],
+    actor: Sequence[Connection],
+    learner: type[Learner] = Learner,
+) -> Outcome:
+    """Train as the driver does, from the weights at `config.model.path`, in the processes behind the pipes."""
+    groups = {"inference": HostedGroup("inference", inference), "actor": HostedGroup("actor", actor)}
+    seen = Outcome()
+
+    async def steps() -> None:
+        for name, group in groups.items():
+            await launch_megatron(group, name, config)  # type: ignore[arg-type]
+        session = _session(config, recording, questions, arrivals, groups, learner, seen)
+        await session.sync.open()
+        await session.send_weights(version=0)
+        async with asyncio.TaskGroup() as background:
+            background.create_task(session.flow.run())
+            for step in range(1, config.trainer.steps + 1):
+                _, switched = await one_step(session, step, background)
+            await switched
+            session.flow.stop()
+        seen.weights = session.rollout.weights
+
+    run_virtually(steps())
+    return seen
+
+
+def _session(
+    config: RunConfig,
+    recording: Recording,
+    questions: Sequence[Question],
+    arrivals: Arrivals,
+    groups: Mapping[str, Any],
+    learner: type[Learner],
+    seen: Outcome,
+) -> Any:
+    tracer, pauses = Tracer("test"), Pauses(arrivals.seed)
+    dealers = {name: _dealer(config, name, len(group.ranks)) for name, group in groups.items()}
+    prompts = PromptSource(questions, config.trainer.seed)
+    devices = Residence({}, tracer)
+    judges = Judges(
+        functools.partial(judge, scale=config.algorithm.advantage_scale),
+        functools.partial(correct_group, config=config.algorithm.correction),
+    )
+    rollout: Any = Playback(config, recording, arrivals, seen)
+    scorer = Scorer(groups["inference"], dealers["inference"], pauses, seen)
+    takes = InferenceGroup(groups["inference"], dealers["inference"], tracer)
+    stand_ins: dict[str, Any] = {
+        "record": seen,
+        "search": NoSearch(),
+        "rollout": rollout,
+        "scorer": scorer,
+        "actor": learner(groups["actor"], dealers["actor"], pauses, seen),
+    }
+    return Session(
+        config=config,
+        prompts=prompts,
+        heldout=[],
+        sync=WeightSync(groups["actor"], [rollout], config.cluster, Path(), tracer, [takes]),
+        devices=devices,
+        flow=Flow(make_ledger(config), prompts, rollout, scorer, judges, bites(config), devices, seen.say),
+        cut=mini_batches(config),
+        on_policy=is_on_policy(config),
+        **stand_ins,
+    )
+
+
+def _dealer(config: RunConfig, name: str, ranks: int) -> Dealer:
+    settings = config.actor if name == "actor" else config.inference
+    return Dealer(
+        settings.parallel, ranks, settings.micro_batch_tokens, PAD_ID, settings.packing is Packing.packed
+    )

@@ -1,0 +1,99 @@
+"""Schedules other than the demo's, on real parts: one run each by `rlsys train`, looked at through its folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from examples.searchr1.tiny.demo import prepare_world
+
+PROJECT = Path(__file__).resolve().parents[1]
+SETTINGS = ["trainer.eval_interval=0", "task.eval_limit=16", "trainer.prompts_per_step=16"]
+SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorboard=false"]
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+class Finished:
+    """The folder of a finished run."""
+
+    def __init__(self, outputs: Path, *settings: str) -> None:
+        prepare_world(Console(quiet=True))
+        command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
+        done = subprocess.run(
+            [*command, f"output_dir={outputs}", *SETTINGS, *settings],
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+            timeout=550,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        (folder,) = outputs.glob("searchr1_tiny_cpu-*")
+        self.rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        self.spans: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        self.folder = folder
+
+
+def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
+    run = Finished(
+        tmp_path,
+        "trainer.steps=4",
+        "trainer.schedule.kind=async",
+        "trainer.schedule.on_update=continue",
+        "algorithm.correction.kind=truncate",
+        "algorithm.curation.oversample=1.25",
+        "algorithm.curation.drop_no_spread=true",
+        "algorithm.curation.max_replaced=0.5",
+        "search.cassette.mode=record",
+        f"search.cassette.path={tmp_path / 'searches.jsonl'}",
+    )
+    assert max(row["staleness/max"] for row in run.rows) == 1, "rollouts ran ahead, and by one version alone"
+    assert sum(row.get("staleness/lag_1", 0.0) for row in run.rows) > 0.2
+    assert run.summary["weight_syncs"] == 5
+    assert run.rows[-1]["engine/0/version"] >= 3
+    late = [row for row in run.rows if row["staleness/max"]]
+    assert all(0 < row["correction/ess"] <= 1 for row in late)
+    assert any(row["correction/ess"] < 1 for row in late), "older tokens have weights that differ"
+    dropped = run.rows[-1]
+    assert dropped["pipeline/dropped_no_spread"] <= 4 * 8
+    assert dropped["pipeline/dropped_lost"] == 0
+    assert run.rows[-1]["engine/0/search_recorded"] > 0
+    assert len((tmp_path / "searches.jsonl").read_text().splitlines()) > 1
+
+
+@pytest.mark.slow
+def test_a_collocated_run_leaves_and_takes_the_devices_in_turn(tmp_path: Path) -> None:
+    run = Finished(tmp_path, "trainer.steps=2", "trainer.schedule.kind=sequential", "cluster=one_slot")
+    assert run.summary["overlap_s"] == 0
+    assert run.summary["first_ratio_max_dev"] < 1e-3
+    assert 0 < run.summary["logprob_max_diff"] < 1e-3
+    work = {"rollout": "rollout.group", "inference": "logprob.compute", "actor": "train.accumulate"}
+    for group, name in work.items():
+        stays = _stays(run.spans, group)
+        for span in run.spans:
+            if span["name"] == name:
+                begins, ends = span["ts"], span["ts"] + span["dur"]
+                assert any(came <= begins and ends <= left for came, left in stays), f"{group} was not there"
+    released = [span["args"] for span in run.spans if span["name"] == "switch.release"]
+    assert sum(args.get("bytes", 0) for args in released) > 0
+
+
+def _stays(spans: list[dict[str, Any]], group: str) -> list[tuple[float, float]]:
+    """When `group` was on the device: from the end of each acquisition to the next release."""
+    threads = {
+        (span["pid"], span["tid"])
+        for span in spans
+        if span["name"] == "thread_name" and span["args"]["name"] == group
+    }
+    own = [span for span in spans if (span["pid"], span["tid"]) in threads and "dur" in span]
+    came = [span["ts"] + span["dur"] for span in own if span["name"] == "switch.acquire"]
+    left = sorted(span["ts"] for span in own if span["name"] == "switch.release")
+    return [(start, min((end for end in left if end > start), default=float("inf"))) for start in came]
