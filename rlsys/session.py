@@ -104,8 +104,9 @@ class Session:
     async def save(self, step: int) -> Path:
         """Write a checkpoint of the actor after `step`; prompts under way are asked again on resume."""
         folder = self.record.run_dir / "checkpoints" / f"global_step_{step}" / "actor"
-        waiting = [ticket.question for ticket in self.flow.ledger.outstanding] + self.prompts.given_back
         await self.devices.need("actor")
+        # Position and waiting prompts are read together: in between more may be admitted.
+        waiting = [ticket.question for ticket in self.flow.ledger.outstanding] + self.prompts.given_back
         prompts = {"position": self.prompts.position, "given_back": [question.uid for question in waiting]}
         await self.actor.save(folder, {"step": step, "prompts": prompts})
         return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import floor
+from math import floor, inf
 
 from rlsys.config.schema import AdvantageScale, RunConfig, Schedule
 from rlsys.pipeline.flow import Bites
@@ -29,10 +29,13 @@ def make_ledger(config: RunConfig) -> Ledger:
 
 
 def bites(config: RunConfig) -> Bites:
-    """How the log-prob stage is fed: with what is there, up to a mini-batch; in sequence, with the whole step."""
+    """How the log-prob stage is fed: with what is there, up to a mini-batch.
+
+    In sequence it gets the whole step, once all rollouts have ended, aborted ones included.
+    """
     trainer = config.trainer
     if trainer.schedule.kind is Schedule.sequential:
-        return Bites(trainer.prompts_per_step, trainer.prompts_per_step)
+        return Bites(inf, trainer.prompts_per_step)
     return Bites(1, trainer.prompts_per_step // trainer.mini_batches)
 
 
