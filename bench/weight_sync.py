@@ -8,6 +8,10 @@ are those of a run. The baseline is a plain copy, by one thread, of one buffer o
 the sender's process, timed before each transfer; `fraction` is the transfer's speed over that copy's. Of both
 the fastest of `REPEATS` counts, so that what else the machine does matters little; a first transfer warms up.
 
+A plain copy of much memory goes past the cache: 2 bytes over the memory bus for each that is copied. Here it is 3
+and one for each receiver: the source is read, a bucket's memory is fetched and written, and read by the receiver. So
+where one core keeps the bus busy, `fraction` ends at 2 / (3 + receivers) at the most.
+
 Where the time goes, in seconds that overlap each other:
 - pack: gathering tensors, copying them to a bucket and hashing them;
 - move: sending a bucket, and receiving it (the slowest receiver);

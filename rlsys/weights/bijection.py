@@ -92,20 +92,23 @@ class WeightMap:
         return _piece(self._fuse(entry.rule.cut, parts, tp_size), entry.rule.cut, tp_rank, tp_size)
 
     def merge(self, entry: Entry, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """Names and whole Hugging Face tensors from the pieces of all TP ranks, in rank order."""
+        """Names and whole Hugging Face tensors from the pieces of all TP ranks, in rank order.
+
+        The results may share memory with a piece.
+        """
         cut = entry.rule.cut
         if cut is Cut.WHOLE:
             parts = [shards[0]]
         elif cut is Cut.COLUMNS:
-            parts = [torch.cat(list(shards), dim=1)]
+            parts = [_joined(shards, dim=1)]
         elif cut is Cut.GATE_UP:
             halves = [shard.chunk(2) for shard in shards]
-            parts = [torch.cat([half[which] for half in halves]) for which in (0, 1)]
+            parts = [_joined([half[which] for half in halves]) for which in (0, 1)]
         else:
-            rows = torch.cat(list(shards))
+            rows = _joined(shards)
             parts = self._unfuse_qkv(rows) if cut is Cut.QKV else [rows]
             parts = [rows[: self.architecture.vocab]] if cut is Cut.VOCAB else parts
-        return list(zip(entry.hf, (part.contiguous() for part in parts), strict=True))
+        return list(zip(entry.hf, parts, strict=True))
 
     def _fuse(self, cut: Cut, parts: Sequence[Tensor], tp_size: int) -> Tensor:
         if cut is Cut.QKV:
@@ -124,6 +127,11 @@ class WeightMap:
         sizes = [arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim, arch.head_dim]
         grouped = fused.reshape(arch.kv_heads, sum(sizes), *fused.shape[1:])
         return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """One tensor of all parts; one part alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
 def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
