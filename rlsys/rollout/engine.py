@@ -301,6 +301,8 @@ class Engine:
         backend = config.attention_backend
         if self._device is Device.cpu:
             arguments["device"] = "cpu"
+            # Its scheduler otherwise polls without a break, on a core that training could use.
+            arguments["sleep_on_idle"] = True
             backend = "torch_native" if backend == "auto" else backend
         if backend != "auto":
             arguments["attention_backend"] = backend
