@@ -20,7 +20,7 @@ def test_a_childs_work_is_counted_while_it_lives() -> None:
         assert child.stdout.readline() == "done\n"
         used = tree_cpu_seconds() - before
         child.communicate("\n")
-    assert used >= 0.29  # the kernel counts in hundredths
+    assert used > 0.25, "the kernel counts in hundredths"
 
 
 def test_waiting_is_not_counted() -> None:
