@@ -28,6 +28,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +51,7 @@ class Schedule:
 
 SEQUENTIAL = Schedule("sequential", ("trainer.schedule.kind=sequential",))
 COLLOCATED = Schedule(
-    "sequential, collocated",
+    "collocated",
     ("trainer.schedule.kind=sequential", "cluster=one_slot", f"cluster.threads={os.cpu_count()}"),
 )
 PIPELINED = Schedule("pipelined", ("trainer.schedule.kind=pipelined",))
@@ -59,7 +60,8 @@ ASYNC = tuple(
     for k in (1, 2)
 )
 RECORDED = 1.0
-LATENCIES = {0.0: "none", RECORDED: "recorded", 4.0: "4 x recorded"}
+LATENCIES = (0.0, RECORDED, 4.0)
+"""In units of the recorded times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,9 @@ def _speed(console: Console, cassette: Path, steps: int) -> dict[str, Any]:
         if latency == RECORDED:
             schedules = [COLLOCATED, *schedules, ASYNC[1]]
         for schedule in schedules:
-            console.print(f"{schedule.name}, search latency {LATENCIES[latency]} ...", highlight=False)
+            console.print(f"{schedule.name}, {latency:g} x the recorded search latency ...", highlight=False)
             rows.append(_measure(schedule, latency, cassette, steps))
-    console.print(_table(rows))
+    console.print(_times(rows), _idle(rows))
     figures = {**_key_figures(rows), "seconds": time.perf_counter() - started, "cores": os.cpu_count()}
     for name, value in figures.items():
         console.print(f"{name} {value:.3f}", highlight=False)
@@ -226,29 +228,36 @@ def _as_dict(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[Measured]) -> Table:
-    table = Table(title="Seconds a step, means", title_justify="left")
-    table.add_column("search latency")
-    table.add_column("schedule")
-    for name in ("step", "rollout", "log-probs", "training", "sync", "processor"):
-        table.add_column(name, justify="right")
-    for group in GROUPS:
-        table.add_column(f"idle {group}", justify="right")
-    for name in ("speed-up", "of ideal"):
-        table.add_column(name, justify="right")
+def _times(rows: Sequence[Measured]) -> Table:
+    names = ("step", "rollout", "scoring", "training", "cpu", "gain", "/ideal")
+    table = _table("Seconds a step", names)
     for row in rows:
         shown = _as_dict(row, rows)
-        times = (row.step_s, row.rollout_s, row.logprob_s, row.train_s, row.sync_s, row.cpu_s)
-        table.add_row(
-            LATENCIES[row.latency],
-            row.schedule,
-            *(f"{value:.2f}" for value in times),
-            *(f"{row.idle[group]:.0%}" for group in GROUPS),
-            f"{shown['speedup']:.2f} x",
-            f"{shown['fraction_of_ideal']:.2f}",
-            end_section=row is rows[-1] or row.latency != rows[rows.index(row) + 1].latency,
-        )
+        times = (row.step_s, row.rollout_s, row.logprob_s, row.train_s, row.cpu_s)
+        gains = (f"{shown['speedup']:.2f} x", f"{shown['fraction_of_ideal']:.2f}")
+        _add(table, row, [*(f"{value:.2f}" for value in times), *gains])
     return table
+
+
+def _idle(rows: Sequence[Measured]) -> Table:
+    columns = [f"{group} idle" for group in GROUPS]
+    table = _table("Share of a step without work, and seconds of weight sync", [*columns, "sync"])
+    for row in rows:
+        _add(table, row, [*(f"{row.idle[group]:.0%}" for group in GROUPS), f"{row.sync_s:.2f}"])
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("search")
+    table.add_column("schedule", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _add(table: Table, row: Measured, cells: Sequence[str]) -> None:
+    table.add_row(f"{row.latency:g} x", row.schedule, *cells)
 
 
 if __name__ == "__main__":
