@@ -93,7 +93,7 @@ class Measured:
 
 def main(
     em: Annotated[bool, typer.Option(help="Compare held-out exact match instead; takes long.")] = False,
-    steps: Annotated[int, typer.Option(help="Steps of a run whose speed is measured.", min=4)] = 6,
+    steps: Annotated[int, typer.Option(help="Steps of a run whose speed is measured.", min=4)] = 5,
     seeds: Annotated[int, typer.Option(help="Seeds of --em.", min=1)] = 3,
 ) -> None:
     """Measure the schedules on the demo's world."""

@@ -73,12 +73,6 @@ class Session:
         self.record.evaluation(evaluation)
         return evaluation
 
-    async def send_weights(self, version: int) -> None:
-        """Bring everybody to the actor's weights while nothing is generated."""
-        await self.transfer_weights(version)
-        await self.devices.need("rollout")
-        await self.sync.switch(version)
-
     async def transfer_weights(self, version: int) -> None:
         """Hand the actor's weights out as `version`; engines go on with what they have."""
         await self.devices.need("actor", "inference")
@@ -88,7 +82,8 @@ class Session:
         """Let every engine take `version`, and rollouts go as far ahead as that allows."""
         await self.devices.need("rollout")
         await self.sync.switch(version)
-        self.flow.publish(version)
+        if version > self.flow.ledger.published:  # Version 0 is published from the start.
+            self.flow.publish(version)
 
     async def figures(self) -> dict[str, float]:
         """What engines, weight sync and pipeline have counted so far."""

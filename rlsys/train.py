@@ -21,7 +21,8 @@ async def train(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """Train as `config` says; everything goes to `run_dir`. Returns what `summary.json` holds."""
     steps = config.trainer.steps
     async with open_session(config, run_dir) as run:
-        await run.send_weights(version=0)
+        await run.transfer_weights(version=0)
+        await run.switch_weights(version=0)
         await run.evaluate(step=0)
         async with asyncio.TaskGroup() as background:
             background.create_task(run.flow.run())

@@ -234,7 +234,8 @@ def run(
             await launch_megatron(group, name, config)  # type: ignore[arg-type]
         session = _session(config, recording, questions, arrivals, groups, learner, seen)
         await session.sync.open()
-        await session.send_weights(version=0)
+        await session.transfer_weights(version=0)
+        await session.switch_weights(version=0)
         async with asyncio.TaskGroup() as background:
             background.create_task(session.flow.run())
             for step in range(1, config.trainer.steps + 1):

@@ -9,8 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlsys.config.derived import max_staleness, needs_server, runs_ahead
 from rlsys.config.placement import parse_placement
-from rlsys.config.schema import AdvantageScale, Dtype, ParallelConfig, RunConfig, Schedule
+from rlsys.config.schema import (
+    AdvantageScale,
+    Device,
+    Dtype,
+    Mode,
+    ParallelConfig,
+    RunConfig,
+    Schedule,
+    SearchConfig,
+)
 from rlsys.config.validate import model_shape
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
@@ -67,11 +77,11 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
         },
         "schedule": {
             "kind": str(trainer.schedule.kind),
-            "max_staleness": trainer.schedule.max_staleness if _runs_ahead(config) else 0,
+            "max_staleness": max_staleness(config),
             "overlap": overlap(config),
         },
         "token_mode": str(config.task.token_mode),
-        "search": config.search.url or f"started by the run on {config.search.index}",
+        "search": _search(config.search),
     }
 
 
@@ -98,17 +108,26 @@ def render_plan(plan: dict[str, Any]) -> str:
 def overlap(config: RunConfig) -> str:
     """Which stages run at the same time."""
     kind, whole = config.trainer.schedule.kind, config.algorithm.advantage_scale is AdvantageScale.batch
+    if config.cluster.mode is Mode.collocated:
+        frees = (
+            ""
+            if config.cluster.device is Device.gpu
+            else "; an engine on a CPU frees nothing while it sleeps"
+        )
+        return f"stages take turns on the same devices{frees}"
     if kind is Schedule.sequential:
         return "no stages overlap"
-    within = "within a step" if not _runs_ahead(config) else "across steps"
+    within = "within a step" if not runs_ahead(config) else "across steps"
     if whole:
         waits = "; training waits for whole mini-batches, because algorithm.advantage_scale=batch"
         return f"rollout, log-probs and training overlap {within}{waits}"
     return f"rollout, log-probs and training overlap {within}"
 
 
-def _runs_ahead(config: RunConfig) -> bool:
-    return config.trainer.schedule.kind is Schedule("async")
+def _search(search: SearchConfig) -> str:
+    if not needs_server(search):
+        return f"played from {search.cassette.path}"
+    return search.url or f"started by the run on {search.index}"
 
 
 _SIZES = ("tp", "pp", "cp", "dp", "engines")

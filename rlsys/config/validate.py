@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlsys.config.derived import needs_server, runs_ahead
 from rlsys.config.placement import overlaps, parse_placement
 from rlsys.config.ranges import out_of_range
 from rlsys.config.schema import (
@@ -162,8 +163,7 @@ def _paths(config: RunConfig) -> Iterator[str]:
             f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
             "or use search.cassette.mode=extend."
         )
-    played = cassette.path is not None and cassette.mode is CassetteMode.replay
-    if config.search.url is None and not played:
+    if config.search.url is None and needs_server(config.search):
         if config.search.index is None:
             yield "search.url and search.index are both null: give a running server or an index folder."
         elif not (Path(config.search.index) / "manifest.json").is_file():
@@ -195,8 +195,8 @@ def _off_policy(config: RunConfig) -> Iterator[str]:
 
 def _sync(config: RunConfig) -> Iterator[str]:
     cluster, schedule = config.cluster, config.trainer.schedule
-    waits = schedule.kind is Schedule("async") and schedule.on_update is OnUpdate.finish
-    if schedule.kind is not Schedule("async") and schedule.on_update is OnUpdate["continue"]:
+    waits = runs_ahead(config) and schedule.on_update is OnUpdate.finish
+    if not runs_ahead(config) and schedule.on_update is OnUpdate["continue"]:
         yield (
             f"trainer.schedule.on_update=continue has no use with trainer.schedule.kind={schedule.kind}, where nothing "
             "is in flight when weights change: leave it at finish, or choose async."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import floor, inf
 
+from rlsys.config.derived import max_staleness
 from rlsys.config.schema import AdvantageScale, RunConfig, Schedule
 from rlsys.pipeline.flow import Bites
 from rlsys.pipeline.learn import MiniBatches
@@ -13,12 +14,6 @@ from rlsys.pipeline.ledger import Ledger
 def is_on_policy(config: RunConfig) -> bool:
     """Whether every token is sampled by the very policy that is trained on it."""
     return max_staleness(config) == 0
-
-
-def max_staleness(config: RunConfig) -> int:
-    """Most versions between the one that sampled a token and the one that is trained on it."""
-    schedule = config.trainer.schedule
-    return schedule.max_staleness if schedule.kind is Schedule("async") else 0
 
 
 def make_ledger(config: RunConfig) -> Ledger:

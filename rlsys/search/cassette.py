@@ -36,7 +36,7 @@ from typing import Any, Protocol, Self
 
 from rlsys.config.schema import CassetteMode
 from rlsys.errors import RunError, UserError
-from rlsys.search.client import Passage, SearchResult
+from rlsys.search.client import BLANK, Passage, SearchResult, as_sent
 
 FORMAT = 1
 SERVED = ("passages", "encoder", "dimension", "faiss_type")
@@ -307,9 +307,9 @@ class CassetteTool:
         Raises UserError if the server that is recorded serves something else than the cassette was made from,
         and RunError if a call cannot be written: neither is the policy's fault, as a search that fails may be.
         """
-        query = query.encode("utf-8", "replace").decode("utf-8").strip()  # as the client sends it
+        query = as_sent(query)
         if not query:
-            return SearchResult(error="the query is empty")
+            return BLANK
         asked = self._asked[query]
         self._asked[query] += 1
         played = self._played(query)

@@ -64,6 +64,15 @@ class _BusyError(Exception):
         self.retry_after_s = retry_after_s
 
 
+BLANK = SearchResult(error="the query is empty")
+"""What a query of white space alone finds; it is not sent."""
+
+
+def as_sent(query: str) -> str:
+    """`query` without white space around it, and without what UTF-8 cannot say."""
+    return query.encode("utf-8", "replace").decode("utf-8").strip()
+
+
 class SearchClient:
     """A client of one server, for one event loop.
 
@@ -105,9 +114,9 @@ class SearchClient:
 
     async def search(self, query: str) -> SearchResult:
         """Ask one query; a blank one is an error that is not sent."""
-        query = query.encode("utf-8", "replace").decode("utf-8").strip()
+        query = as_sent(query)
         if not query:
-            return SearchResult(error="the query is empty")
+            return BLANK
         try:
             (future,) = self._batcher.submit([query])
             return await future

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from rlsys.config.derived import needs_server
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError
 from rlsys.search.client import SearchClient
 from rlsys.search.launch import SearchServer
-from rlsys.search.tool import needs_server
 
 
 class Serving:

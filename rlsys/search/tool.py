@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlsys.config.schema import CassetteMode, SearchConfig
+from rlsys.config.derived import needs_server
+from rlsys.config.schema import SearchConfig
 from rlsys.errors import UserError
 from rlsys.search.cassette import CassetteTool
 from rlsys.search.client import SearchClient
-
-
-def needs_server(search: SearchConfig) -> bool:
-    """Whether searches go to a server: all but those that are only played from a cassette do."""
-    return search.cassette.path is None or search.cassette.mode is not CassetteMode.replay
 
 
 def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:

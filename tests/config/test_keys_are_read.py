@@ -14,8 +14,12 @@ CONFIG = PACKAGE / "config"
 
 
 def sources() -> list[str]:
-    """Everything but rlsys/config: a check or an estimate of a value is no use of it."""
-    return [file.read_text() for file in sorted(PACKAGE.rglob("*.py")) if CONFIG not in file.parents]
+    """Everything but rlsys/config: a check or an estimate of a value is no use of it.
+
+    What follows from a config is, because the running code asks there.
+    """
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if CONFIG not in file.parents]
+    return [file.read_text() for file in [*files, CONFIG / "derived.py"]]
 
 
 def leaves(schema: type) -> set[Read]:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlsys.config.derived import needs_server
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.errors import UserError
 from rlsys.search.cassette import Call, Cassette, Header, drawn_rank
@@ -19,7 +20,7 @@ from rlsys.search.client import Passage, SearchClient, SearchResult
 from rlsys.search.launch import SearchServer
 from rlsys.search.retriever import DenseRetriever
 from rlsys.search.server import create_app
-from rlsys.search.tool import needs_server, open_tool, search_metrics
+from rlsys.search.tool import open_tool, search_metrics
 from tests.pipeline.virtual_time import now, run_virtually
 
 from .conftest import free_port, serving
