@@ -28,7 +28,7 @@ from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.errors import RunError, UserError
 from rlsys.search.cassette import SERVED, Cassette, CassetteTool
-from rlsys.search.index import Manifest
+from rlsys.search.index.folder import Manifest
 from rlsys.search.launch import SearchServer
 from rlsys.search.tool import open_tool
 

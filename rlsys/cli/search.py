@@ -17,7 +17,7 @@ def index(
     encoder: Annotated[str, typer.Option(help="minilm, or a folder of a Hugging Face encoder.")] = "minilm",
 ) -> None:
     """Encode a corpus into a dense index."""
-    from rlsys.search.index import build_index
+    from rlsys.search.index.folder import build_index
 
     build_index(corpus, out, encoder)
 
@@ -32,7 +32,7 @@ def serve(
     topk: Annotated[int, typer.Option(help="Passages for a request that names no number.")] = 3,
 ) -> None:
     """Answer queries over HTTP until interrupted."""
-    from rlsys.search.server import serve as run
+    from rlsys.search.server.serve import serve as run
 
     run(folder, host=host, port=port, topk=topk)
 

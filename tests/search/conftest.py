@@ -17,10 +17,10 @@ import pytest
 import uvicorn
 
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders import Encoder
-from rlsys.search.index import Index, build
+from rlsys.search.encoders.encoder import Encoder
+from rlsys.search.index.dense import DenseRetriever
+from rlsys.search.index.folder import Index, build
 from rlsys.search.launch import SearchServer
-from rlsys.search.retriever import DenseRetriever
 
 
 @pytest.fixture(scope="session")

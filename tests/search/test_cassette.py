@@ -17,9 +17,9 @@ from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.errors import UserError
 from rlsys.search.cassette import Call, Cassette, Header, drawn_rank
 from rlsys.search.client import Passage, SearchClient, SearchResult
+from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer
-from rlsys.search.retriever import DenseRetriever
-from rlsys.search.server import create_app
+from rlsys.search.server.app import create_app
 from rlsys.search.tool import open_tool, search_metrics
 from tests.pipeline.virtual_time import now, run_virtually
 

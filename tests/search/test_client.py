@@ -12,9 +12,9 @@ import pytest
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.client import SearchClient, SearchResult
+from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer
-from rlsys.search.retriever import DenseRetriever
-from rlsys.search.server import create_app
+from rlsys.search.server.app import create_app
 
 from .conftest import free_port, serving
 

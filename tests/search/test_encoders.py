@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from rlsys.errors import UserError
-from rlsys.search.encoders import Encoder, length_buckets
+from rlsys.search.encoders.encoder import Encoder, length_buckets
 
 TEXTS = ["Paris", "", "The capital of Mali is Bamako, on the Niger.", "word " * 400, "Zürich — 東京 🗼"]
 TINY: dict[str, Any] = {

@@ -12,9 +12,9 @@ import pytest
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders import Encoder
-from rlsys.search.index import Index, build
-from rlsys.search.retriever import DenseRetriever
+from rlsys.search.encoders.encoder import Encoder
+from rlsys.search.index.dense import DenseRetriever
+from rlsys.search.index.folder import Index, build
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_scores_and_rows_equal_brute_force(
 
 
 def test_more_hits_than_passages_gives_all_of_them(retriever: DenseRetriever) -> None:
-    (hits,) = retriever.search(["Bamako"], topk=1000)
+    (hits,) = retriever.find(retriever.prepare(["Bamako"]), topk=1000)
     assert len({hit.document["id"] for hit in hits}) == 200
 
 
@@ -129,5 +129,6 @@ def test_other_weights_than_the_index_was_made_with_are_refused(copy: Path) -> N
     edit_manifest(encoder_sha256="0" * 64)(copy)
     with pytest.raises(UserError, match="weights of encoder 'minilm' have changed"):
         DenseRetriever.open(copy)
-    (hits,) = DenseRetriever.open(copy, encoder="minilm").search(["What is the capital of Mali?"], 1)
+    other = DenseRetriever.open(copy, encoder="minilm")
+    (hits,) = other.find(other.prepare(["What is the capital of Mali?"]), 1)
     assert "Bamako" in hits[0].document["contents"]

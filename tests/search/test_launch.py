@@ -17,7 +17,7 @@ import requests
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind
 from rlsys.search.launch import SearchServer
-from rlsys.search.server import main, serve
+from rlsys.search.server.serve import main, serve
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

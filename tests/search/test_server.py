@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import requests
 
+from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer
-from rlsys.search.retriever import DenseRetriever, Hit
-from rlsys.search.server import create_app
-from rlsys.search.service import ServerLimits
+from rlsys.search.retriever import Hit
+from rlsys.search.server.app import create_app
+from rlsys.search.server.service import ServerLimits
 
 
 def post(server: SearchServer, **body: Any) -> requests.Response:
@@ -137,12 +138,20 @@ class Gated:
         self.gate = threading.Event()
         self.seen: list[str] = []
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+    parallel = 1
+
+    def prepare(self, queries: Sequence[str]) -> Any:
         self.gate.wait(30)
         self.seen += queries
         if "poison" in queries:
             raise RuntimeError("broken")
-        return self._inner.search(queries, topk)
+        return self._inner.prepare(queries)
+
+    def find(self, prepared: Any, topk: int) -> list[list[Hit]]:
+        return self._inner.find(prepared, topk)
+
+    def close(self) -> None:
+        self._inner.close()
 
     def describe(self) -> Mapping[str, Any]:
         return self._inner.describe()

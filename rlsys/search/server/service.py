@@ -105,7 +105,7 @@ class SearchService:
 
     def _search(self, asks: list[Ask]) -> list[list[Hit]]:
         queries = list(dict.fromkeys(query for query, _ in asks))
-        hits = self._retriever.search(queries, max(topk for _, topk in asks))
+        hits = self._retriever.find(self._retriever.prepare(queries), max(topk for _, topk in asks))
         by_query = dict(zip(queries, hits, strict=True))
         return [by_query[query][:topk] for query, topk in asks]
 

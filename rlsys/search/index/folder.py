@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders import Encoder, Floats
+from rlsys.search.encoders.encoder import Encoder, Floats
 
 INDEX_FILE = "index.faiss"
 CORPUS_FILE = "corpus.jsonl"

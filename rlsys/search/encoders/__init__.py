@@ -1,0 +1,1 @@
+"""Text to vectors and to scores: the models of the search stack."""

@@ -1,0 +1,1 @@
+"""Indexes: built, opened and searched."""

@@ -1,0 +1,1 @@
+"""Own documents to passages."""

@@ -1,0 +1,1 @@
+"""The search server: HTTP in front of a retriever."""

@@ -1,0 +1,1 @@
+"""Search of the web: providers, and pages fetched with care."""
