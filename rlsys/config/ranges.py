@@ -67,6 +67,7 @@ BOUNDS: dict[str, Bound] = {
     "search.timeout_s": POSITIVE,
     "search.retries": NOT_NEGATIVE,
     "search.max_concurrent": COUNT,
+    "search.hedge_after_s": POSITIVE,
     "search.start_timeout_s": POSITIVE,
     "search.cassette.latency_scale": NOT_NEGATIVE,
     "algorithm.n_samples": COUNT,

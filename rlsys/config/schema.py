@@ -289,13 +289,19 @@ class SearchConfig:
 
     url: str | None = None
     """A running server, e.g. http://127.0.0.1:8000; null starts one for the run."""
+    replicas: list[str] = field(default_factory=list)
+    """Further servers of the same index beside `url`; each search goes to one that answers."""
+    token_env: str | None = None
+    """Environment variable with the servers' bearer token, on every host that has rollout workers."""
+    hedge_after_s: float | None = None
+    """Ask a second replica when the first has not answered by then; null never does."""
     index: str | None = None
     """Folder made by `rlsys search index`; needed when `url` is null."""
     topk: int = 3
     timeout_s: float = 30.0
     """Of one request."""
-    retries: int = 3
-    """Further tries after a failed request."""
+    retries: int = 8
+    """Further tries, after growing pauses (20 s in all), of a search that no replica answered."""
     max_concurrent: int = 64
     """Requests in flight from one engine's episodes."""
     start_timeout_s: float = 180.0

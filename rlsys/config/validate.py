@@ -6,6 +6,8 @@ Pure but for looking whether named files exist. Nothing here imports Ray, Megatr
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _off_policy(config)
     yield from _sync(config)
     yield from _paths(config)
+    yield from _search(config)
     try:
         ranks = parse_placement(config.cluster.placement)
     except UserError as problem:
@@ -163,14 +166,38 @@ def _paths(config: RunConfig) -> Iterator[str]:
             f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
             "or use search.cassette.mode=extend."
         )
-    if config.search.url is None and needs_server(config.search):
-        if config.search.index is None:
+
+
+def _search(config: RunConfig) -> Iterator[str]:
+    search = config.search
+    if search.url is None and needs_server(search):
+        if search.index is None:
             yield "search.url and search.index are both null: give a running server or an index folder."
-        elif not (Path(config.search.index) / "manifest.json").is_file():
+        elif not (Path(search.index) / "manifest.json").is_file():
             yield (
-                f"search.index={config.search.index} is not an index: make one with `rlsys search index`, or "
+                f"search.index={search.index} is not an index: make one with `rlsys search index`, or "
                 "give search.url of a running server."
             )
+    if search.replicas and search.url is None:
+        yield f"search.replicas={list(search.replicas)} go beside a first server: give its address as search.url."
+    if search.hedge_after_s is not None and not search.replicas:
+        yield (
+            f"search.hedge_after_s={search.hedge_after_s:g} asks a second server, and there is one: give "
+            "search.replicas, or set it to null."
+        )
+    elif search.hedge_after_s is not None and search.hedge_after_s >= search.timeout_s:
+        yield (
+            f"search.hedge_after_s={search.hedge_after_s:g} comes after search.timeout_s={search.timeout_s:g}: give "
+            "less than that, or null."
+        )
+    twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
+    if twice:
+        yield f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once."
+    if search.token_env is not None and not os.environ.get(search.token_env):
+        yield (
+            f"search.token_env={search.token_env} is not set in the environment: export the servers' token as "
+            f"{search.token_env}, or set search.token_env to null."
+        )
 
 
 def _off_policy(config: RunConfig) -> Iterator[str]:

@@ -147,6 +147,20 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
         (["task.eval_path=no.parquet"], ["task.eval_path=no.parquet does not exist"]),
         (["search.index=no"], ["search.index=no is not an index", "rlsys search index"]),
         (["search.index=null"], ["search.url and search.index are both null"]),
+        (["search.replicas=[http://b:8000]"], ["search.replicas=['http://b:8000']", "search.url"]),
+        (
+            ["search.url=http://a:8000", "search.hedge_after_s=0.5"],
+            ["search.hedge_after_s=0.5", "search.replicas"],
+        ),
+        (
+            ["search.url=http://a:8000", "search.replicas=[http://b:8000]", "search.hedge_after_s=30"],
+            ["search.hedge_after_s=30", "search.timeout_s=30"],
+        ),
+        (
+            ["search.url=http://a:8000", "search.replicas=[http://a:8000]"],
+            ["search.replicas=['http://a:8000']", "once"],
+        ),
+        (["search.token_env=NOT_EXPORTED"], ["search.token_env=NOT_EXPORTED", "export"]),
         (
             ["cluster.placement={actor: 0, inference: 1, rollout: 2-4}", "rollout.engine.tp=2"],
             ["cluster.placement.rollout has 3 ranks", "rollout.engine.tp=2"],

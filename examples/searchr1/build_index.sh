@@ -1,0 +1,59 @@
+#!/bin/sh
+# Build the index of a corpus; see the usage below.
+set -eu
+
+usage() {
+    cat <<'END'
+Build the search index of a corpus.
+
+    sh build_index.sh [FLAG ...]
+
+Settings come from the environment, flags (below) go before them:
+
+    DATA_DIR         folder of corpus and index            data/wiki18 of the repository
+    CORPUS_PATH      passages                              $DATA_DIR/wiki-18.jsonl
+    SAVE_DIR         folder for the index                  $DATA_DIR/$RETRIEVER_NAME-$FAISS_TYPE
+    RETRIEVER_NAME   e5, bge, ..., or bm25                 e5
+    RETRIEVER_MODEL  encoder                               intfloat/e5-base-v2
+    FAISS_TYPE       Flat, HNSW64, ...                     Flat
+    MAX_LENGTH       tokens of a passage                   256
+    DEVICE           cpu, cuda, cuda:N                     cpu
+    PYTHON           interpreter that has rlsys            python3
+
+END
+}
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+: "${PYTHON:=python3}"
+for argument in "$@"; do
+    case $argument in
+        -h | --help)
+            usage
+            exec "$PYTHON" "$here/index_builder.py" --help
+            ;;
+    esac
+done
+
+: "${DATA_DIR:=$here/../../data/wiki18}"
+: "${CORPUS_PATH:=$DATA_DIR/wiki-18.jsonl}"
+: "${RETRIEVER_NAME:=e5}"
+: "${RETRIEVER_MODEL:=intfloat/e5-base-v2}"
+: "${FAISS_TYPE:=Flat}"
+: "${MAX_LENGTH:=256}"
+: "${DEVICE:=cpu}"
+if [ "$RETRIEVER_NAME" = bm25 ]; then
+    : "${SAVE_DIR:=$DATA_DIR/bm25}"
+else
+    : "${SAVE_DIR:=$DATA_DIR/$RETRIEVER_NAME-$FAISS_TYPE}"
+fi
+
+exec "$PYTHON" "$here/index_builder.py" \
+    --retrieval_method "$RETRIEVER_NAME" \
+    --model_path "$RETRIEVER_MODEL" \
+    --corpus_path "$CORPUS_PATH" \
+    --save_dir "$SAVE_DIR" \
+    --faiss_type "$FAISS_TYPE" \
+    --max_length "$MAX_LENGTH" \
+    --device "$DEVICE" \
+    --save_embedding \
+    "$@"

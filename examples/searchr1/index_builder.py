@@ -1,0 +1,90 @@
+"""Build an index under the flags of Search-R1's index_builder.py.
+
+    python examples/searchr1/index_builder.py --retrieval_method e5 --model_path intfloat/e5-base-v2 \\
+        --corpus_path wiki-18.jsonl --save_dir wiki18-e5 --faiss_type HNSW64
+
+The folder that it makes holds corpus, vectors and what they were made with; a build that is interrupted goes
+on where it stopped. It is what `rlsys search index` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rlsys.cli.main import run_command
+from rlsys.errors import UserError
+from rlsys.search.corpus import Corpus
+from rlsys.search.index.progress import shown
+
+BM25 = "bm25"
+
+
+def build_index(given: argparse.Namespace, console: Console) -> bool:
+    """Make the index that the flags describe; False if it was there."""
+    if not given.corpus_path.is_file():
+        raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
+    with shown(console) as progress:
+        if given.retrieval_method == BM25:
+            from rlsys.search.index.lexical import build_lexical
+
+            return build_lexical(Corpus.open(given.corpus_path), given.save_dir, progress=progress)
+        from rlsys.search.encoders.parallel import EncoderSpec
+        from rlsys.search.index.build import BuildOptions, build
+
+        encoder = EncoderSpec(
+            given.model_path,
+            given.retrieval_method,
+            max_tokens=given.max_length,
+            device=given.device,
+            dtype="float16" if given.use_fp16 else None,
+            pooling=given.pooling_method,
+        )
+        options = BuildOptions(
+            faiss_type=given.faiss_type, keep_embeddings=given.save_embedding, workers=given.workers
+        )
+        return build(Corpus.open(given.corpus_path), encoder, given.save_dir, options, progress)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Search-R1's flags, as far as they still mean something."""
+    flags = argparse.ArgumentParser(description="Build a search index, as Search-R1's index_builder.py does.")
+    add = flags.add_argument
+    add(
+        "--retrieval_method", default="e5", help="family of the encoder (e5, bge, ...), or bm25 (default: e5)"
+    )
+    add(
+        "--model_path",
+        default="intfloat/e5-base-v2",
+        help="minilm, a folder, or a model in the Hugging Face cache (default: intfloat/e5-base-v2)",
+    )
+    add("--corpus_path", type=Path, required=True, help="jsonl of passages {id, contents}")
+    add("--save_dir", type=Path, required=True, help="folder for the index")
+    add("--max_length", type=int, default=256, help="tokens of a passage that are read (default: 256)")
+    add("--use_fp16", action="store_true", help="compute in float16 (a GPU does so anyhow)")
+    add("--pooling_method", help="mean, cls, pooler or last, where it is not the family's")
+    add("--faiss_type", default="Flat", help="Flat, HNSW64, IVF4096,Flat or another (default: Flat)")
+    add(
+        "--save_embedding",
+        action="store_true",
+        help="keep the vectors, to build another type without encoding",
+    )
+    add("--device", default="cpu", help="cpu, cuda for all GPUs, or cuda:N (default: cpu)")
+    add("--workers", type=int, default=1, help="processes that encode (default: 1)")
+    return flags
+
+
+def main() -> None:
+    """Parse the command line and build."""
+    given = parser().parse_args()
+    made = build_index(given, Console(stderr=True))
+    print(f"{given.save_dir} {'is complete' if made else 'was there already'}")
+
+
+if __name__ == "__main__":
+    run_command(main)

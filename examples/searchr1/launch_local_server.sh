@@ -1,0 +1,60 @@
+#!/bin/sh
+# Serve an index; see the usage below.
+set -eu
+
+usage() {
+    cat <<'END'
+Serve a search index over HTTP.
+
+    sh launch_local_server.sh [FLAG ...]
+
+Settings come from the environment, flags (below) go before them:
+
+    INDEX_PATH       FAISS file, or folder of build_index.sh
+    CORPUS_PATH      passages, for a FAISS file
+    DATA_DIR         without INDEX_PATH, e5_Flat.index and wiki-18.jsonl in this folder are
+                     served; data/wiki18 of the repository if it is not set either
+    PAGES_PATH       pages, for /access
+    RETRIEVER_NAME   family of the encoder: e5, bge, ...
+    RETRIEVER_MODEL  encoder
+    RERANKER_MODEL   cross-encoder, for /rerank
+    TOPK             passages of a query                   3
+    DEVICE           cpu, cuda, cuda:N                     cpu
+    HOST             address to listen on                  127.0.0.1
+    PORT             port to listen on                     8000
+    PYTHON           interpreter that has rlsys            python3
+
+END
+}
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+: "${PYTHON:=python3}"
+index_given=${INDEX_PATH:+yes}
+for argument in "$@"; do
+    case $argument in
+        -h | --help)
+            usage
+            exec "$PYTHON" "$here/local_retrieval_server.py" --help
+            ;;
+        --index_path | --index_path=*) index_given=yes ;;
+    esac
+done
+
+if [ -z "$index_given" ]; then
+    : "${DATA_DIR:=$here/../../data/wiki18}"
+    INDEX_PATH=$DATA_DIR/e5_Flat.index
+    : "${CORPUS_PATH:=$DATA_DIR/wiki-18.jsonl}"
+fi
+
+exec "$PYTHON" "$here/local_retrieval_server.py" \
+    ${INDEX_PATH:+--index_path "$INDEX_PATH"} \
+    ${CORPUS_PATH:+--corpus_path "$CORPUS_PATH"} \
+    ${PAGES_PATH:+--pages_path "$PAGES_PATH"} \
+    ${RETRIEVER_NAME:+--retriever_name "$RETRIEVER_NAME"} \
+    ${RETRIEVER_MODEL:+--retriever_model "$RETRIEVER_MODEL"} \
+    ${RERANKER_MODEL:+--reranker_model "$RERANKER_MODEL"} \
+    --topk "${TOPK:-3}" \
+    --device "${DEVICE:-cpu}" \
+    --host "${HOST:-127.0.0.1}" \
+    --port "${PORT:-8000}" \
+    "$@"

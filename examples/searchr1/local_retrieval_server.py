@@ -1,0 +1,150 @@
+"""Serve an index under the flags of Search-R1's and ASearcher's retrieval servers.
+
+    python examples/searchr1/local_retrieval_server.py --index_path e5_Flat.index --corpus_path wiki-18.jsonl
+
+`--index_path` is a FAISS file from elsewhere, which needs `--corpus_path` and the encoder that it was made
+with, or a folder made by `rlsys search index`, which knows both. The server is that of `rlsys search serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rlsys.cli.main import run_command
+from rlsys.errors import UserError
+from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK
+from rlsys.search.retriever import Retriever
+from rlsys.search.server.serve import TOKEN_VARIABLE, Parts, read_token, serve_parts
+
+BM25 = "bm25"
+UPSTREAM_NAME, UPSTREAM_MODEL = "e5", "intfloat/e5-base-v2"
+QUERY_TOKENS = 256
+"""Where Search-R1's servers cut queries."""
+
+
+def load(given: argparse.Namespace) -> Parts:
+    """What the flags name. Raises UserError for what does not exist or does not fit together."""
+    index: Path = given.index_path
+    if not index.exists():
+        raise UserError(f"--index_path {index} does not exist: give a FAISS file or an index folder")
+    if given.pages_path is not None and not given.pages_path.is_file():
+        raise UserError(f"--pages_path {given.pages_path} is not a file: give a jsonl file of pages")
+    retriever = open_folder(given) if index.is_dir() else open_file(given)
+
+    from rlsys.search.encoders.reranker import Reranker
+    from rlsys.search.pages import PageStore
+
+    reranker = given.reranker_model and Reranker.load(given.reranker_model, device=given.device)
+    return Parts(retriever, reranker, given.pages_path and PageStore.open(given.pages_path))
+
+
+def open_folder(given: argparse.Namespace) -> Retriever:
+    """The retriever of a folder made by rlsys; flags that say otherwise than the folder are refused."""
+    from rlsys.search.corpus import Corpus
+    from rlsys.search.index.manifest import read_manifest
+    from rlsys.search.index.open import open_retriever
+
+    folder: Path = given.index_path
+    if any(folder.glob("segments_*")):
+        raise UserError(
+            f"--index_path {folder} is a Lucene index, which needs pyserini: build one from the corpus with "
+            "`rlsys search index --kind bm25`"
+        )
+    manifest = read_manifest(folder)
+    made_for = manifest.get("family", manifest["kind"])
+    if given.retriever_name not in (None, made_for):
+        raise UserError(
+            f"--retriever_name {given.retriever_name}: {folder} was built for {made_for}; leave the flag out"
+        )
+    if given.corpus_path is not None and Corpus.open(given.corpus_path).checksum != manifest["corpus_sha256"]:
+        raise UserError(
+            f"--corpus_path {given.corpus_path} is not what {folder} was built from: leave the flag out, the "
+            "folder has its corpus"
+        )
+    has_vectors = manifest["kind"] in ("dense", "hybrid")
+    return open_retriever(
+        folder,
+        encoder=given.retriever_model,
+        device=given.device if has_vectors else None,
+        faiss_gpu=given.faiss_gpu or None,
+    )
+
+
+def open_file(given: argparse.Namespace) -> Retriever:
+    """The retriever of a FAISS file from elsewhere."""
+    if given.retriever_name == BM25:
+        raise UserError(
+            f"--retriever_name {BM25}: {given.index_path} is a file; build a folder from the corpus with "
+            "`rlsys search index --kind bm25`"
+        )
+    if given.corpus_path is None:
+        raise UserError(
+            f"--corpus_path is missing: {given.index_path} is a file of vectors, without passages"
+        )
+    if not given.corpus_path.is_file():
+        raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
+
+    from rlsys.search.encoders.parallel import EncoderSpec
+    from rlsys.search.index.folder import SearchOptions
+    from rlsys.search.index.prebuilt import open_prebuilt
+
+    encoder = EncoderSpec(
+        given.retriever_model or UPSTREAM_MODEL,
+        given.retriever_name or UPSTREAM_NAME,
+        max_tokens=QUERY_TOKENS,
+        device=given.device,
+    )
+    return open_prebuilt(
+        given.index_path, given.corpus_path, encoder, SearchOptions(faiss_gpu=given.faiss_gpu)
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of the scripts of that kind, and a few more."""
+    flags = argparse.ArgumentParser(
+        description="Serve an index over HTTP, as Search-R1's retrieval_server.py and ASearcher's do.",
+        epilog=f"The bearer token that clients must show is read from {TOKEN_VARIABLE}; without it all may ask.",
+    )
+    add = flags.add_argument
+    add("--index_path", type=Path, required=True, help="FAISS file, or folder made by `rlsys search index`")
+    add("--corpus_path", type=Path, help="jsonl of passages; for a FAISS file")
+    add("--pages_path", type=Path, help="jsonl of pages {url, contents}, for /access")
+    add("--topk", type=int, default=DEFAULT_TOPK, help=f"passages of a query (default: {DEFAULT_TOPK})")
+    add("--retriever_name", help=f"family of the encoder: e5, bge, ... (for a file: {UPSTREAM_NAME})")
+    add(
+        "--retriever_model",
+        help=f"minilm, a folder, or a model in the Hugging Face cache (for a file: {UPSTREAM_MODEL})",
+    )
+    add("--faiss_gpu", action="store_true", help="hold the vectors on all GPUs, as float16")
+    add("--device", default="cpu", help="where models compute: cpu, cuda or cuda:N (default: cpu)")
+    add("--reranker_model", help="cross-encoder for /rerank: a folder, or a model in the Hugging Face cache")
+    add(
+        "--host",
+        default=DEFAULT_HOST,
+        help=f"address to listen on (default: {DEFAULT_HOST}; 0.0.0.0 for all)",
+    )
+    add("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on (default: {DEFAULT_PORT})")
+    return flags
+
+
+def main() -> None:
+    """Parse the command line and serve until a signal."""
+    given = parser().parse_args()
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    serve_parts(
+        lambda: load(given),
+        name=str(given.index_path),
+        host=given.host,
+        port=given.port,
+        topk=given.topk,
+        token=read_token(None),
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,155 @@
+"""Where texts are cut: properties over random texts, and cuts worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.search.ingest.chunker import Chunk, Cut, Word, chunk_text, cut, find_cuts, find_words
+
+LETTERS = st.text(st.sampled_from("abC.,!?)\"'1-éß中。かダ#"), min_size=1, max_size=6)
+GAPS = st.sampled_from([" ", " ", "\n", "\n\n", " \n \n", "\t", "\u00a0"])
+TEXTS = st.lists(st.tuples(LETTERS, GAPS), max_size=60).map(lambda parts: "".join(a + b for a, b in parts))
+
+
+def sizes(data: st.DataObject) -> tuple[int, int]:
+    size = data.draw(st.integers(1, 12))
+    return size, data.draw(st.integers(0, size - 1))
+
+
+@given(TEXTS, st.data())
+def test_no_text_is_lost_or_invented(text: str, data: st.DataObject) -> None:
+    size, overlap = sizes(data)
+    words = find_words(text)
+    chunks = cut([1] * len(words), find_cuts(text, words), size=size, overlap=overlap)
+    fresh = [text[w.start : w.end] for chunk in chunks for w in words[chunk.fresh : chunk.end]]
+    assert "".join(fresh) == "".join(text.split()), "str.split knows nothing of the chunker"
+
+
+@given(TEXTS, st.data())
+def test_chunks_are_slices_of_bounded_size(text: str, data: st.DataObject) -> None:
+    size, overlap = sizes(data)
+    chunks = chunk_text(text, size=size, overlap=overlap)
+    position = 0
+    for chunk in chunks:
+        assert chunk.strip()
+        assert chunk == chunk.strip()
+        assert 1 <= len(find_words(chunk)) <= size
+        position = text.index(chunk, position)
+    assert chunks == chunk_text(text, size=size, overlap=overlap)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(Cut)), max_size=40), st.data())
+def test_costs_and_overlaps_are_bounded(places: list[tuple[int, Cut]], data: st.DataObject) -> None:
+    size, overlap = sizes(data)
+    costs, cuts = [cost for cost, _ in places], [place for _, place in places]
+    chunks = cut(costs, cuts, size=size, overlap=overlap)
+    assert [word for chunk in chunks for word in range(chunk.fresh, chunk.end)] == list(range(len(costs)))
+    for chunk in chunks:
+        assert sum(costs[chunk.first : chunk.end]) <= size or chunk.end - chunk.first == 1
+        assert sum(costs[chunk.first : chunk.fresh]) <= overlap
+    assert all(earlier.first < later.first for earlier, later in pairwise(chunks))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(0, 8))
+def test_a_sentence_that_fits_is_never_cut(lengths: list[int], overlap: int) -> None:
+    sentences = [" ".join(["Word"] * length) + "." for length in lengths]
+    for chunk in chunk_text(" ".join(sentences), size=9, overlap=overlap):
+        assert chunk.endswith(".")
+
+
+def test_paragraphs_before_sentences_before_words() -> None:
+    text = "One two three. Four five six.\n\nSeven eight. Nine ten eleven twelve thirteen fourteen fifteen."
+    assert chunk_text(text, size=8) == [
+        "One two three. Four five six.",
+        "Seven eight.",
+        "Nine ten eleven twelve thirteen fourteen fifteen.",
+    ]
+    assert chunk_text(text, size=4) == [
+        "One two three.",
+        "Four five six.",
+        "Seven eight.",
+        "Nine ten eleven twelve",
+        "thirteen fourteen fifteen.",
+    ]
+
+
+def test_a_paragraph_early_in_a_chunk_does_not_end_it() -> None:
+    text = "Title.\n\nOne two three. Four five six. Seven eight nine."
+    assert chunk_text(text, size=8) == ["Title.\n\nOne two three. Four five six.", "Seven eight nine."]
+
+
+def test_overlap_starts_at_a_sentence_where_one_is_in_reach() -> None:
+    text = "A b c d. E f. G h i j. K l."
+    assert chunk_text(text, size=6, overlap=3) == ["A b c d. E f.", "E f. G h i j.", "h i j. K l."]
+    assert chunk_text("a b c d e f g h i", size=4, overlap=2) == ["a b c d", "c d e f", "e f g h", "g h i"]
+
+
+def test_overlap_gives_way_to_a_sentence_that_needs_the_room() -> None:
+    assert chunk_text("A b c. D e f g h.", size=5, overlap=3) == ["A b c.", "D e f g h."]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "He met Dr. Who there.",
+        "In the U.S. Army now.",
+        "See e.g. This one.",
+        "It went ... on and on.",
+        "J. Doe ran.",
+    ],
+)
+def test_points_that_end_no_sentence(text: str) -> None:
+    assert find_cuts(text, find_words(text))[:-1] == [Cut.WORD] * (len(text.split()) - 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['He said "Go." Then left.', "Really?! Yes it is.", "(So it was.) Then not.", "Ends here… Then on."],
+)
+def test_closing_marks_belong_to_their_sentence(text: str) -> None:
+    assert find_cuts(text, find_words(text)).count(Cut.SENTENCE) == 1
+
+
+def test_chinese_and_japanese_count_characters() -> None:
+    assert chunk_text("我住在北京。你住在東京。", size=5) == ["我住在北京。", "你住在東京。"]
+    assert [len(find_words(text)) for text in ("北京 Beijing", "カタカナ", "한국어 단어")] == [3, 4, 2]
+
+
+def test_lists_are_cut_between_items() -> None:
+    text = "- one two\n- three four\n- five six"
+    assert chunk_text(text, size=7) == ["- one two\n- three four", "- five six"]
+
+
+def test_code_stays_whole_where_it_fits_and_is_cut_at_lines_where_not() -> None:
+    code = "a = 1\n\nb = 2"
+    text = f"Some words. More of them.\n\n{code}\n\nAnd then."
+    begin = text.index(code)
+    chunks = chunk_text(text, size=9, code=[(begin, begin + len(code))])
+    assert chunks == ["Some words. More of them.", f"{code}\n\nAnd then."]
+    assert chunk_text(code, size=4, code=[(0, len(code))]) == ["a = 1", "b = 2"]
+    assert chunk_text("a.b C. D\ne", size=3, code=[(0, 10)]) == ["a.b C. D", "e"], "no sentences in code"
+
+
+def test_two_blocks_of_code_are_two_paragraphs() -> None:
+    assert find_cuts("ab cd", [Word(0, 2), Word(3, 5)], [(0, 2), (3, 5)]) == [Cut.PARAGRAPH, Cut.PARAGRAPH]
+
+
+def test_costs_count_instead_of_words() -> None:
+    def letters(_: str, words: Sequence[Word]) -> list[int]:
+        return [word.end - word.start for word in words]
+
+    assert chunk_text("aaaa bb c dddddddd e", size=5, costs=letters) == ["aaaa", "bb c", "dddddddd", "e"]
+
+
+def test_a_first_word_beyond_the_size_is_alone() -> None:
+    assert cut([9, 1], [Cut.WORD, Cut.PARAGRAPH], size=5, overlap=2) == [Chunk(0, 0, 1), Chunk(1, 1, 2)]
+
+
+@pytest.mark.parametrize("text", ["", " \n\t "])
+def test_nothing_gives_nothing(text: str) -> None:
+    assert chunk_text(text, size=3) == []

