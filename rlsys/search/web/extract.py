@@ -1,0 +1,111 @@
+"""From the bytes of a page to its title and its text.
+
+The page is a stranger's: the text is only text, without control characters, and bounded. Reading hostile
+HTML may take any time (libxml2 looks through all attributes of an element for each new one, so a megabyte of
+them takes minutes, in C code that no exception reaches), so this runs in the process of `worker`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import unicodedata
+from contextlib import suppress
+from dataclasses import dataclass
+
+import trafilatura
+
+MAX_TEXT_CHARS = 200_000
+_MAX_TITLE_CHARS = 300
+_SNIFFED_BYTES = 2048
+_META_CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w:.-]{1,40})""", re.IGNORECASE)
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_DIRECTION_CONTROLS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a page says."""
+
+    title: str
+    """One line, maybe empty."""
+    text: str
+    """Paragraphs, one a line; at most MAX_TEXT_CHARS characters."""
+
+    @property
+    def contents(self) -> str:
+        """As a corpus has it: `"title"\\ntext`."""
+        return contents(self.title, self.text)
+
+
+def contents(title: str, text: str) -> str:
+    """Title and text by the convention of corpora."""
+    return f'"{title}"\n{text}'
+
+
+def extract(body: bytes, media_type: str, charset: str | None) -> Page | None:
+    """The page in `body`, or None where it has no text.
+
+    `charset` is what the server declared. Raises RecursionError or MemoryError for some hostile pages.
+    """
+    text = decode(body, charset)
+    if media_type == "text/plain":
+        return _page("", text)
+    # The precise extractor alone: its fallbacks are slower and mostly find what it left out on purpose.
+    document = trafilatura.bare_extraction(text, fast=True, include_comments=False, with_metadata=True)
+    if document is None or isinstance(document, dict):
+        return None
+    return _page(str(document.title or ""), str(document.text or ""))
+
+
+def decode(body: bytes, charset: str | None) -> str:
+    """`body` as text: by its byte order mark, the server's charset, its own declaration, UTF-8, Windows-1252.
+
+    That is the order of the HTML standard. An unknown charset is passed over; bytes that do not fit are
+    replaced.
+    """
+    for mark, name in _BYTE_ORDER_MARKS:
+        if body.startswith(mark):
+            return body.decode(name, "replace")
+    declared = _META_CHARSET.search(body[:_SNIFFED_BYTES])
+    for named in (charset, declared[1].decode("ascii", "ignore") if declared else None):
+        # Names of codecs that are not charsets (`hex`, `idna`) end in one of these errors, too.
+        with suppress(LookupError, ValueError):
+            return body.decode(_as_browsers(named or ""), "replace")
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError:
+        return body.decode("cp1252", "replace")
+
+
+def clean(text: str) -> str:
+    """`text` without control characters other than line breaks, without blanks at the ends of lines, and
+    without empty lines."""
+    kept = "".join(
+        character
+        for character in text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", " ")
+        if character == "\n"
+        or (unicodedata.category(character) not in ("Cc", "Cs") and character not in _DIRECTION_CONTROLS)
+    )
+    return "\n".join(filter(None, (line.strip() for line in kept.split("\n"))))
+
+
+def one_line(text: str) -> str:
+    """`text` as `clean` leaves it, with single blanks only."""
+    return " ".join(clean(text).split())
+
+
+def _page(title: str, text: str) -> Page | None:
+    text = clean(text[:MAX_TEXT_CHARS])
+    title = one_line(title)[:_MAX_TITLE_CHARS]
+    return Page(title, text) if text else None
+
+
+def _as_browsers(charset: str) -> str:
+    """Python's name of a charset; pages that say Latin-1 mean its superset. Raises LookupError or ValueError."""
+    name = codecs.lookup(charset).name
+    return "cp1252" if name in ("iso8859-1", "ascii") else name

@@ -1,0 +1,45 @@
+"""A fake web, and clocks that need no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.search.conftest import free_port, serving
+from tests.search.web.fake_web import FakeWeb
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[FakeWeb]:
+    fake = FakeWeb()
+    with serving(fake.app(), free_port()) as url:
+        fake.base = url
+        yield fake
+
+
+@pytest.fixture
+def web(served: FakeWeb) -> FakeWeb:
+    served.forget()
+    return served
+
+
+@dataclass
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    time_s: float = 1000.0
+    slept: list[float] = field(default_factory=list)
+
+    def now(self) -> float:
+        return self.time_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.time_s += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()

@@ -1,0 +1,198 @@
+"""Where pages may come from: tables of addresses, names that change, and names on certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import ssl
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.search.web.guard import GuardedTransport, Policy, Refused, Resolver
+from tests.search.web.fake_web import FakeWeb, redirect_to
+
+
+def answering(*answers: list[str]) -> Resolver:
+    """A resolver that gives `answers` one after another, the last one for ever."""
+    left = list(answers)
+
+    async def resolver(_host: str, _port: int) -> Sequence[str]:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return resolver
+
+
+PUBLIC = [
+    "8.8.8.8",
+    "1.1.1.1",
+    "100.63.255.255",
+    "100.128.0.1",
+    "172.15.0.1",
+    "172.32.0.1",
+    "223.255.255.255",
+]
+PUBLIC += [
+    "2606:4700:4700::1111",
+    "2001:4860:4860::8888",
+    "64:ff9b::808:808",
+    "2002:808:808::1",
+    "::ffff:8.8.8.8",
+]
+PRIVATE = ["127.0.0.1", "127.255.255.254", "0.0.0.0", "0.1.2.3", "10.0.0.1", "172.16.0.1", "172.31.255.255"]
+PRIVATE += ["192.168.1.1", "169.254.169.254", "100.64.0.1", "100.127.255.255", "192.0.0.8", "192.0.2.1"]
+PRIVATE += ["198.18.0.1", "198.51.100.1", "203.0.113.1", "224.0.0.1", "239.255.255.250", "240.0.0.1"]
+PRIVATE += [
+    "255.255.255.255",
+    "192.88.99.1",
+    "::",
+    "::1",
+    "fe80::1",
+    "fe80::1%1",
+    "2606:4700::1%1",
+    "fec0::1",
+]
+PRIVATE += ["fc00::1", "fd00:ec2::254", "ff02::1", "2001::1", "2001:db8::1", "3fff::1", "100::1", "5f00::1"]
+PRIVATE += ["::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe"]
+PRIVATE += ["64:ff9b:1::1", "2002:7f00:1::", "2002:c0a8:101::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2"]
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_public_addresses_are_permitted(address: str) -> None:
+    assert Policy().permits(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_other_addresses_are_not(address: str) -> None:
+    assert not Policy().permits(ipaddress.ip_address(address))
+
+
+@given(st.ip_addresses(v=4) | st.ip_addresses(v=6))
+def test_nothing_is_permitted_that_the_standard_library_calls_private(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> None:
+    if Policy().permits(address) and address not in ipaddress.ip_network("64:ff9b::/96"):
+        assert address.is_global
+        assert not address.is_multicast
+
+
+@given(st.ip_addresses(v=4))
+def test_an_address_within_an_address_is_judged_alike(inner: ipaddress.IPv4Address) -> None:
+    mapped = ipaddress.IPv6Address(f"::ffff:{inner}")
+    nat64 = ipaddress.IPv6Address(f"64:ff9b::{inner}")
+    six_to_four = ipaddress.IPv6Address((0x2002 << 112) | (int(inner) << 80) | 1)
+    expected = Policy().permits(inner)
+    assert [Policy().permits(outer) for outer in (mapped, nat64, six_to_four)] == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("ftp://example.com/", "scheme 'ftp'"),
+        ("file:///etc/passwd", "scheme 'file'"),
+        ("http://user@example.com/", "user name"),
+        ("http://user:secret@example.com/", "user name"),
+        ("http://example.com:22/", "port 22"),
+        ("http://example.com:0/", "port 0"),
+        ("http://2130706433/", "unusual form"),
+        ("http://0x7f000001/", "unusual form"),
+        ("http://0x7f.1/", "unusual form"),
+        ("http://127.1/", "unusual form"),
+        ("http://1.2.3.4.5/", "unusual form"),
+    ],
+)
+def test_urls_that_are_refused_before_anything_is_resolved(url: str, reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        Policy().check(httpx.URL(url))
+
+
+async def test_a_name_with_one_private_address_is_refused_without_a_connection(web: FakeWeb) -> None:
+    port = httpx.URL(web.base).port
+    assert port is not None
+    transport = GuardedTransport(
+        Policy(frozenset({port})), max_connections=1, resolver=answering(["93.184.216.34", "127.0.0.1"])
+    )
+    async with httpx.AsyncClient(transport=transport) as client:
+        with pytest.raises(Refused, match=r"name\.test is at 127\.0\.0\.1"):
+            await client.get(f"http://name.test:{port}/page/html")
+    assert web.fetched == []
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.0.0.1.", "127。0。0。1", "[::1]", "[::ffff:127.0.0.1]", "localhost", "LOCALHOST"],
+)
+async def test_this_machine_is_refused_under_all_its_names(web: FakeWeb, host: str) -> None:
+    port = httpx.URL(web.base).port
+    assert port is not None
+    transport = GuardedTransport(Policy(frozenset({port})), max_connections=1)
+    async with httpx.AsyncClient(transport=transport) as client:
+        with pytest.raises(Refused, match="not on the public internet"):
+            await client.get(f"http://{host}:{port}/page/html")
+    assert web.fetched == []
+
+
+async def test_a_name_that_changes_its_answer_is_connected_to_as_it_was_checked(web: FakeWeb) -> None:
+    """Nobody listens at 127.0.0.2, so a second look-up before the connection would show."""
+    port = httpx.URL(web.base).port
+    assert port is not None
+    only = Policy(frozenset({port}), frozenset({ipaddress.ip_network("127.0.0.1/32")}))
+    rebinding = answering(["127.0.0.1"], ["127.0.0.2"])
+    transport = GuardedTransport(only, max_connections=1, resolver=rebinding)
+    async with httpx.AsyncClient(transport=transport) as client:
+        assert (await client.get(f"http://rebinding.test:{port}/page/html")).status_code == 200
+        with pytest.raises(Refused, match=r"rebinding\.test is at 127\.0\.0\.2"):
+            await client.get(f"http://rebinding.test:{port}/page/html")
+
+
+async def test_the_server_sees_the_name_and_the_second_address_is_tried(web: FakeWeb) -> None:
+    port = httpx.URL(web.base).port
+    assert port is not None
+    loopback = Policy(frozenset({port}), frozenset({ipaddress.ip_network("127.0.0.0/8")}))
+    transport = GuardedTransport(loopback, max_connections=1, resolver=answering(["127.0.0.3", "127.0.0.1"]))
+    async with httpx.AsyncClient(transport=transport) as client:
+        assert (await client.get(f"http://name.test:{port}/page/html")).status_code == 200
+        response = await client.get(f"http://name.test:{port}{redirect_to('http://10.0.0.1/')}")
+        assert response.next_request is not None
+        with pytest.raises(Refused, match="port 80"):
+            await client.send(response.next_request)
+    assert web.hosts == [f"name.test:{port}"] * 2
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    key, chain = folder / "key.pem", folder / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=good.test"
+    command += f" -addext subjectAltName=DNS:good.test -keyout {key} -out {chain}"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return key, chain
+
+
+async def test_tls_is_verified_against_the_name_and_not_the_address(certificate: tuple[Path, Path]) -> None:
+    key, chain = certificate
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(chain, key)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=serving)
+    port = server.sockets[0].getsockname()[1]
+    policy = Policy(frozenset({port}), frozenset({ipaddress.ip_network("127.0.0.0/8")}))
+    trusting = ssl.create_default_context(cafile=str(chain))
+    transport = GuardedTransport(policy, max_connections=1, resolver=answering(["127.0.0.1"]), tls=trusting)
+    async with server, httpx.AsyncClient(transport=transport) as client:
+        assert (await client.get(f"https://good.test:{port}/")).text == "ok"
+        with pytest.raises(httpx.ConnectError, match=r"(?i)hostname mismatch"):
+            await client.get(f"https://evil.test:{port}/")
+        with pytest.raises(httpx.ConnectError, match=r"(?i)mismatch"):
+            await client.get(f"https://127.0.0.1:{port}/")
