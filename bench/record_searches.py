@@ -27,9 +27,11 @@ from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.errors import RunError, UserError
-from rlsys.search.cassette import SERVED, Cassette, CassetteTool
-from rlsys.search.index.folder import Manifest
+from rlsys.search.cassette import CassetteTool
+from rlsys.search.index.manifest import Manifest
 from rlsys.search.launch import SearchServer
+from rlsys.search.recording import Cassette
+from rlsys.search.replicas import differences
 from rlsys.search.tool import open_tool
 
 WORLD = Path("data/tiny_world")
@@ -69,8 +71,8 @@ async def is_recorded(path: Path, questions: Sequence[Question]) -> bool:
     except UserError:
         return False
     made = Manifest.read(INDEX)
-    here = dict(zip(SERVED, (made.rows, made.encoder, made.dimension, made.faiss_type), strict=True))
-    if header.server != here:
+    here = {"passages": made.rows, "corpus_sha256": made.corpus_sha256, "encoder": made.encoder}
+    if not header.server or differences(header.server, here | {"faiss_type": made.faiss_type}):
         return False
     assert isinstance(player, CassetteTool)
     await _walk(questions, player, in_flight=len(questions))

@@ -1,94 +1,116 @@
-"""The episodes' side of the search tool.
+"""The episodes' side of the search tool: one client of one search server, or of several that serve the same.
 
 Contract: `search` never raises for a search that failed, it returns a result with a reason, so that one bad
-request costs one observation and not a run. Searches that are asked within a few milliseconds travel as one
-request. Cancelling one caller does not disturb the others.
+request costs one observation and not a run. Every search gets exactly one result: retrieval changes nothing
+in the server, so a request may be sent again, elsewhere or twice at once, and the first answer is taken.
+Searches that are asked within a few milliseconds travel as one request. Cancelling one caller does not
+disturb the others.
+
+What is a server's fault (no answer in time, 408, 429, 5xx, nonsense) is tried again: at once at every healthy
+replica that the request has not failed at, then up to `retries` times, each after a pause that grows, is
+jittered and is no shorter than a Retry-After (of 30 s at most). A server that gave nonsense is not asked the
+same again, and what is the request's own fault (400, 401, 403, 413, 422) is not tried again at all. So one
+request is over after `(replicas + retries) * (timeout_s + hedge_after_s) + retries * 6` seconds at most, or
+`retries * 45` in place of the last term where the servers ask for time.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from random import Random
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-import httpx
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    wait_exponential_jitter,
+from rlsys.errors import UserError
+from rlsys.search.batcher import Batcher, BatcherClosed, QueueFull
+from rlsys.search.prober import Prober
+from rlsys.search.replicas import HedgeBudget, Replica, Replicas, Trail, Verdict
+from rlsys.search.result import BLANK, Failure, Passage, SearchResult, as_sent
+from rlsys.search.wire import (
+    Fault,
+    HttpWire,
+    NoReplyError,
+    Reply,
+    Wire,
+    lost,
+    passages_of,
+    request_body,
 )
 
-from rlsys.errors import RunError, UserError
-from rlsys.search.batcher import Batcher, BatcherClosed, QueueFull
-
-_BUSY = (429, 502, 503, 504)
-"""Answers of a server that may do better later."""
 _MAX_PENDING = 1 << 20
-_MAX_WAIT_S = 8.0
-"""Longest wait between two tries."""
+_FIRST_PAUSE_S = 0.25
+_LAST_PAUSE_S = 4.0
+_MOST_ASKED_S = 30.0
+"""Bounds of the pause between two tries, and of the Retry-After that it heeds; jitter adds up to a half."""
+_HEDGED_EVERY = 20
+"""Requests for each that may be sent twice: a cluster that is slow as a whole gets 5 % more of them."""
+_HEDGES_SAVED = 10
+_CLOSED = SearchResult(error="the search client is closed", failure=Failure.closed)
+
+Found = list[tuple[Passage, ...]]
+"""The passages of each query of a request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """One passage found."""
+@dataclass(slots=True)
+class ClientCounts:
+    """What a client has done since its start."""
 
-    id: str
-    contents: str
-    """`"title"\\ntext` by the corpus's convention."""
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """Passages, best first, or why there are none."""
-
-    passages: tuple[Passage, ...] = ()
-    error: str = ""
-    """One sentence; empty for a search that worked."""
-
-
-class _RejectedError(Exception):
-    """The server says that the request is wrong; asking again changes nothing."""
+    searches: int = 0
+    """Asked and over, not cancelled ones."""
+    requests: int = 0
+    """Sent, each with one search or more."""
+    retries: int = 0
+    """Tries after the first."""
+    failovers: int = 0
+    """Retries that went to another replica than the try before."""
+    hedges: int = 0
+    """Second requests that were sent because the first one took long."""
+    hedges_won: int = 0
+    """Those that answered first."""
+    failures: Counter[Failure] = field(default_factory=Counter)
+    """Searches that failed."""
 
 
-class _BusyError(Exception):
-    """The server says that it cannot answer now."""
+@dataclass(slots=True)
+class _Request:
+    """Searches that travel together, and what became of their tries."""
 
-    def __init__(self, reason: str, retry_after_s: float) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
-
-
-BLANK = SearchResult(error="the query is empty")
-"""What a query of white space alone finds; it is not sent."""
-
-
-def as_sent(query: str) -> str:
-    """`query` without white space around it, and without what UTF-8 cannot say."""
-    return query.encode("utf-8", "replace").decode("utf-8").strip()
+    body: bytes
+    queries: int
+    trail: Trail = field(default_factory=Trail)
+    fault: Fault | None = None
+    """Of the last try that failed."""
+    pauses: int = 0
 
 
 class SearchClient:
-    """A client of one server, for one event loop.
+    """A client for one event loop; `close` it at the end.
 
     Args:
-        url: of the server, e.g. http://127.0.0.1:8000. Proxies of the environment are not used.
+        urls: of the server, e.g. http://127.0.0.1:8000, or of several replicas, to be asked in turns. Before
+            its first search a client of several asks all for their health, see `health`.
         topk: passages a query.
-        timeout_s: of one request.
-        retries: further tries after a failed request, with growing, jittered waits.
-        max_concurrent: requests in flight.
+        timeout_s: of one try.
+        retries: further tries, after pauses, of a request that no healthy replica answered.
+        max_concurrent: requests in flight, second ones not counted.
         coalesce_ms: how long a search waits for others to share its request.
         max_coalesced: most searches of one request; 1 sends each on its own.
+        hedge_after_s: a request without an answer for so long is sent to another replica too, and the first
+            answer counts. At most every twentieth request is. None sends none twice.
+        token: bearer token of the servers.
+        wire: in place of HTTP.
+        lots: of jitter and ties.
+
+    Raises UserError for urls and settings that cannot be used.
     """
 
     def __init__(
         self,
-        url: str,
+        urls: str | Sequence[str],
         *,
         topk: int = 3,
         timeout_s: float = 30.0,
@@ -96,14 +118,31 @@ class SearchClient:
         max_concurrent: int = 64,
         coalesce_ms: float = 2.0,
         max_coalesced: int = 64,
+        hedge_after_s: float | None = None,
+        token: str | None = None,
+        wire: Wire | None = None,
+        lots: Random | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"search url {url!r} is not an address: write it like http://127.0.0.1:8000")
-        self.url = url.rstrip("/")
+        self.urls = _addresses([urls] if isinstance(urls, str) else urls)
+        if hedge_after_s is not None and not (len(self.urls) > 1 and 0 < hedge_after_s < timeout_s):
+            raise UserError(
+                f"hedge_after_s={hedge_after_s:g} is of no use with {len(self.urls)} search url(s) and "
+                f"timeout_s={timeout_s:g}: give two urls or more and a time below timeout_s, or leave it null"
+            )
+        if token is not None and not (
+            token.isascii() and token.isprintable() and token.strip() == token != ""
+        ):
+            raise UserError("the search token is empty or not plain ASCII text: give it as the server has it")
+        self.counts = ClientCounts()
         self._topk = topk
-        limits = httpx.Limits(max_connections=max_concurrent, max_keepalive_connections=max_concurrent)
-        self._http = httpx.AsyncClient(timeout=timeout_s, limits=limits, trust_env=False)
+        self._timeout_s = timeout_s
         self._retries = retries
+        self._hedge_after_s = hedge_after_s
+        self._hedges = HedgeBudget(_HEDGED_EVERY, _HEDGES_SAVED)
+        self._lots = lots or Random()
+        self._replicas = Replicas(self.urls, self._lots)
+        self._wire = wire or HttpWire(token)
+        self._prober = Prober(self._replicas, self._wire)
         self._batcher: Batcher[str, SearchResult] = Batcher(
             self._search_many,
             max_batch=max_coalesced,
@@ -115,32 +154,24 @@ class SearchClient:
     async def search(self, query: str) -> SearchResult:
         """Ask one query; a blank one is an error that is not sent."""
         query = as_sent(query)
-        if not query:
-            return BLANK
-        try:
-            (future,) = self._batcher.submit([query])
-            return await future
-        except BatcherClosed:
-            return SearchResult(error="the search client is closed")
-        except QueueFull:
-            return SearchResult(error=f"{_MAX_PENDING} searches wait already")
+        result = await self._submit(query) if query else BLANK
+        self.counts.searches += 1
+        if result.failure is not None:
+            self.counts.failures[result.failure] += 1
+        return result
 
     async def health(self) -> dict[str, Any]:
-        """What the server says of itself. Raises RunError when it does not answer or is not well."""
-        try:
-            response = await self._http.get(f"{self.url}/health")
-            response.raise_for_status()
-            described = response.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise RunError(f"the search server at {self.url} is not healthy: {_reason(error)}") from error
-        if not isinstance(described, dict):
-            raise RunError(f"the search server at {self.url} is not healthy: its answer is not an object")
-        return described
+        """What the first server that answers says of itself.
+
+        Raises RunError when none answers or is well, UserError when two serve different things.
+        """
+        return await self._prober.health(self._timeout_s)
 
     async def close(self) -> None:
-        """End what is in flight, as an error result, and the connections."""
+        """End what is in flight, as an error result, the probes and the connections. May be called again."""
         await self._batcher.close()
-        await self._http.aclose()
+        await self._prober.close()
+        await self._wire.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,81 +181,147 @@ class SearchClient:
     ) -> None:
         await self.close()
 
-    async def _search_many(self, queries: list[str]) -> list[SearchResult]:
-        """One result a query. Queries that were turned away together are asked one by one."""
+    async def _submit(self, query: str) -> SearchResult:
         try:
-            return [SearchResult(passages=found) for found in await self._post_with_retries(queries)]
-        except _RejectedError as error:
-            if len(queries) > 1:
-                alone = await asyncio.gather(*(self._search_many([query]) for query in queries))
-                return list(chain.from_iterable(alone))
-            reason = str(error)
-        except (httpx.HTTPError, _BusyError) as error:
-            reason = f"no answer from {self.url} after {self._retries + 1} tries: {_reason(error)}"
-        except _MalformedError as error:
-            reason = f"{self.url} does not speak the retrieval contract: {error}"
-        return [SearchResult(error=reason)] * len(queries)
+            (future,) = self._batcher.submit([query])
+            return await future
+        except BatcherClosed:
+            return _CLOSED
+        except QueueFull:
+            return SearchResult(error=f"{_MAX_PENDING} searches wait already", failure=Failure.unavailable)
 
-    async def _post_with_retries(self, queries: Sequence[str]) -> list[tuple[Passage, ...]]:
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self._retries + 1),
-            wait=_wait_s,
-            retry=retry_if_exception_type((httpx.TransportError, _BusyError)),
-            reraise=True,
+    async def _search_many(self, queries: list[str]) -> list[SearchResult]:
+        """One result a query. What may be one query's fault is found by halving, so the others get theirs."""
+        await self._prober.looked()
+        request = _Request(request_body(queries, self._topk), len(queries))
+        try:
+            return [SearchResult(passages=found) for found in await self._ask(request)]
+        except Fault as fault:
+            if fault.divisible and len(queries) > 1:
+                half = len(queries) // 2
+                return [*await self._search_many(queries[:half]), *await self._search_many(queries[half:])]
+            failed = SearchResult(error=self._sentence(request, fault), failure=fault.failure)
+            return [failed] * len(queries)
+
+    async def _ask(self, request: _Request) -> Found:
+        """What is found, in as many tries as it takes and is allowed. Raises Fault."""
+        while (replica := await self._next(request)) is not None:
+            try:
+                return await self._try(replica, request)
+            except Fault as fault:
+                if fault.final:
+                    raise
+                request.fault = fault
+        raise request.fault or Fault(
+            "each serves something else than at the start: start anew", Failure.unavailable, Verdict.abandoned
         )
-        return await retrying(self._post, queries)
 
-    async def _post(self, queries: Sequence[str]) -> list[tuple[Passage, ...]]:
-        body = {"queries": list(queries), "topk": self._topk, "return_scores": True}
-        response = await self._http.post(f"{self.url}/retrieve", json=body)
-        if response.status_code in _BUSY:
-            raise _BusyError(_detail(response), _retry_after_s(response))
-        if response.is_error:
-            raise _RejectedError(_detail(response))
-        return _parse(response, len(queries))
+    async def _next(self, request: _Request) -> Replica | None:
+        """Where the request goes next, maybe after a pause; None where it is given up."""
+        trail = request.trail
+        if request.fault is not None and self._replicas.fresh(trail) is None:
+            if request.pauses == self._retries or self._replicas.pick(trail) is None:
+                return None
+            growing_s = min(_FIRST_PAUSE_S * 2 ** min(request.pauses, 16), _LAST_PAUSE_S)
+            asked_s = min(request.fault.retry_after_s, _MOST_ASKED_S)
+            request.pauses += 1
+            await asyncio.sleep(max(growing_s, asked_s) * self._lots.uniform(1.0, 1.5))
+        replica = self._replicas.pick(trail)
+        if request.fault is not None and replica is not None:
+            self.counts.retries += 1
+            self.counts.failovers += replica is not trail.failed[-1]
+        return replica
+
+    async def _try(self, replica: Replica, request: _Request) -> Found:
+        """One exchange, or two where the first one takes long. Raises Fault."""
+        if self._hedge_after_s is None:
+            return await self._post(replica, request)
+        self._hedges.earn()
+        first = asyncio.create_task(self._post(replica, request))
+        tasks = [first]
+        try:
+            await asyncio.wait(tasks, timeout=self._hedge_after_s)
+            other = None if first.done() else self._replicas.fresh(request.trail, [replica])
+            if other is not None and self._hedges.take():
+                self.counts.hedges += 1
+                tasks.append(asyncio.create_task(self._post(other, request)))
+            winner = await _first_answered(tasks)
+            self.counts.hedges_won += winner is not first and winner.exception() is None
+            return winner.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _post(self, replica: Replica, request: _Request) -> Found:
+        """One exchange. Raises Fault, and notes it in the request's trail and of `replica`."""
+        self.counts.requests += 1
+        self._replicas.start(replica)
+        verdict = Verdict.abandoned
+        try:
+            found = passages_of(await self._exchange(replica.url, request.body), request.queries)
+            verdict = Verdict.answered
+        except Fault as fault:
+            verdict = fault.verdict
+            request.trail.failed.append(replica)
+            if fault.failure is Failure.broken:
+                request.trail.broken.append(replica)
+            raise
+        finally:
+            self._replicas.end(replica, verdict)
+            self._prober.watch(replica)
+        return found
+
+    async def _exchange(self, url: str, body: bytes) -> Reply:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._wire.post(f"{url}/retrieve", body)
+        except TimeoutError:
+            raise lost(f"no answer within {self._timeout_s:g} s") from None
+        except NoReplyError as error:
+            raise lost(str(error)) from error
+
+    def _sentence(self, request: _Request, fault: Fault) -> str:
+        """What the caller reads."""
+        match fault.failure:
+            case Failure.unavailable:
+                return (
+                    f"no answer from {', '.join(self.urls)} after {len(request.trail.failed)} tries: {fault}"
+                )
+            case Failure.rejected:
+                return str(fault)
+            case _:
+                return f"{request.trail.failed[-1].url}: {fault}"
 
 
-class _MalformedError(Exception):
-    """The answer is not of the contract's shape."""
+async def _first_answered(tasks: Sequence[asyncio.Task[Found]]) -> asyncio.Task[Found]:
+    """The first task with an answer, or with a fault that settles the matter; without one, the last to fail."""
+    pending = set(tasks)
+    while True:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in filter(done.__contains__, tasks):
+            error = task.exception()
+            if not isinstance(error, Fault) or error.final:
+                return task
+        if not pending:
+            return done.pop()
 
 
-def _parse(response: httpx.Response, queries: int) -> list[tuple[Passage, ...]]:
-    try:
-        lines = response.json()["result"]
-        found = [
-            tuple(
-                Passage(str(hit["document"]["id"]), str(hit["document"]["contents"]), float(hit["score"]))
-                for hit in line
-            )
-            for line in lines
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _MalformedError(f"{type(error).__name__}: {error}") from error
-    if len(found) != queries:
-        raise _MalformedError(f"{len(found)} results for {queries} queries")
-    return found
-
-
-def _wait_s(state: RetryCallState) -> float:
-    """The back-off before the next try, and no less than the server asked for."""
-    backoff_s = wait_exponential_jitter(multiplier=0.25, max=_MAX_WAIT_S, jitter=0.25)(state)
-    error = state.outcome.exception() if state.outcome else None
-    return max(backoff_s, error.retry_after_s) if isinstance(error, _BusyError) else backoff_s
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    value = response.headers.get("retry-after", "")
-    return min(float(value), _MAX_WAIT_S) if value.isdigit() else 0.0
-
-
-def _detail(response: httpx.Response) -> str:
-    """The server's own sentence, where it gives one."""
-    try:
-        detail = response.json()["detail"]
-    except (ValueError, KeyError, TypeError):
-        detail = response.text[:200]
-    return f"status {response.status_code}: {detail}"
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def _addresses(urls: Sequence[str]) -> tuple[str, ...]:
+    """`urls` as they are used. Raises UserError for what is no address, for none, and for one given twice."""
+    if not urls:
+        raise UserError("there is no search url: give one like http://127.0.0.1:8000")
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            usable = usable and not (parts.username or parts.query or parts.fragment)
+        except ValueError:
+            usable = False
+        if not usable:
+            raise UserError(f"search url {url!r} is not an address: write it like http://127.0.0.1:8000")
+    addresses = tuple(url.rstrip("/") for url in urls)
+    twice = [url for url, times in Counter(addresses).items() if times > 1]
+    if twice:
+        raise UserError(f"search url {twice[0]!r} is given twice: name every replica once")
+    return addresses

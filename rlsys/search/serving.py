@@ -10,8 +10,8 @@ from pathlib import Path
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError
-from rlsys.search.client import SearchClient
 from rlsys.search.launch import SearchServer
+from rlsys.search.tool import open_client
 
 
 class Serving:
@@ -27,20 +27,21 @@ class Serving:
             self._own.wait_healthy(self.search.start_timeout_s)
 
     async def require(self) -> None:
-        """Raise RunError unless the server answers a query, where one is needed.
+        """Raise RunError unless a server answers a query, where one is needed, UserError if two differ.
 
         Without this a run whose server has died would go on, and learn from failed searches.
         """
         search = self.search
         if not needs_server(search):
             return
-        assert search.url is not None
-        async with SearchClient(
-            search.url, topk=1, timeout_s=search.timeout_s, retries=search.retries
-        ) as client:
+        async with open_client(search, topk=1) as client:
             result = await client.search("Is anybody there?")
-        if result.error:
-            raise RunError(f"the search server at search.url={search.url} does not answer: {result.error}")
+            if result.error:
+                raise RunError(
+                    f"the search server at search.url={search.url} does not answer: {result.error}"
+                )
+            if search.replicas:
+                await client.health()
 
     @property
     def started(self) -> bool:

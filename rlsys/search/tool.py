@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 from rlsys.config.derived import needs_server
@@ -20,15 +22,15 @@ def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
     """
     cassette = search.cassette
     if cassette.path is None:
-        return _client(search)
-    client = _client(search) if needs_server(search) else None
+        return open_client(search, topk=search.topk)
+    client = open_client(search, topk=search.topk) if needs_server(search) else None
     return CassetteTool(Path(cassette.path), cassette.mode, cassette.latency_scale, search.topk, client)
 
 
 def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:
-    """What a cassette was good for since the start; nothing for a client alone."""
+    """What the client did, or what a cassette was good for, since the start."""
     if isinstance(tool, SearchClient):
-        return {}
+        return _client_metrics(tool)
     counts = tool.counts
     return {
         "search_hits": counts.hits,
@@ -37,13 +39,39 @@ def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:
     }
 
 
-def _client(search: SearchConfig) -> SearchClient:
+def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
+    """A client of the servers that the config names. Raises UserError where it names none."""
     if search.url is None:
         raise UserError("search.url is null, so a rollout worker has no server; start one and name it.")
     return SearchClient(
-        search.url,
-        topk=search.topk,
+        [search.url, *search.replicas],
+        topk=topk,
         timeout_s=search.timeout_s,
         retries=search.retries,
         max_concurrent=search.max_concurrent,
+        hedge_after_s=search.hedge_after_s,
+        token=_token(search),
     )
+
+
+def _token(search: SearchConfig) -> str | None:
+    if search.token_env is None:
+        return None
+    token = os.environ.get(search.token_env)
+    if not token:
+        raise UserError(
+            f"search.token_env={search.token_env} is not set on {socket.gethostname()}: export the servers' token there."
+        )
+    return token
+
+
+def _client_metrics(client: SearchClient) -> dict[str, float]:
+    counts = client.counts
+    return {
+        "search_requests": counts.requests,
+        "search_retries": counts.retries,
+        "search_failovers": counts.failovers,
+        "search_hedges": counts.hedges,
+        "search_hedges_won": counts.hedges_won,
+        **{f"search_failed_{kind.value}": number for kind, number in counts.failures.items()},
+    }

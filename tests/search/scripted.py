@@ -1,4 +1,4 @@
-"""A scripted server, and cassettes of it, for the tests of what records and plays."""
+"""Scripted servers, below a client or in its place, and cassettes of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typing import Any
 
 from rlsys.config.schema import CassetteMode
 from rlsys.errors import RunError
-from rlsys.search.cassette import Call, CassetteFile, CassetteTool, Header
-from rlsys.search.client import Passage, SearchResult
+from rlsys.search.cassette import CassetteTool
+from rlsys.search.recording import Call, CassetteFile, Header
+from rlsys.search.result import Passage, SearchResult
+from rlsys.search.wire import NoReplyError, Reply
+from tests.pipeline.virtual_time import now
 
 RECORD, REPLAY, EXTEND = CassetteMode.record, CassetteMode.replay, CassetteMode.extend
 
@@ -69,3 +72,70 @@ def written(path: Path, latencies_s: Iterable[float], query: str = "Mali") -> Pa
 
 def rows(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+SERVES = {"passages": 7, "encoder": "e"}
+
+
+@dataclass
+class Behind:
+    """What one url answers to the requests that reach it from now on, under a virtual clock."""
+
+    takes_s: float = 0.0
+    status: int = 200
+    retry_after_s: float = 0.0
+    down: bool = False
+    body: bytes | None = None
+    """In place of the passages."""
+    refuses: Mapping[str, int] = field(default_factory=dict)
+    """Statuses that queries get, whatever comes with them."""
+    serves: Mapping[str, Any] | None = field(default_factory=lambda: SERVES)
+    """None has no health."""
+    asked: list[float] = field(default_factory=list)
+    """Times of its searches."""
+    probed: list[float] = field(default_factory=list)
+    cancelled: int = 0
+
+
+class ScriptedWire:
+    """Servers by url in place of HTTP."""
+
+    def __init__(self, **behind: Behind) -> None:
+        self.behind = {f"http://{name}": one for name, one in behind.items()}
+        self.urls = list(self.behind)
+        self.closed = False
+
+    async def get(self, url: str) -> Reply:
+        server = self.behind[url.removesuffix("/health")]
+        server.probed.append(now())
+        if server.down:
+            raise NoReplyError("refused")
+        return Reply(404, b"") if server.serves is None else Reply(200, json.dumps(server.serves).encode())
+
+    async def post(self, url: str, body: bytes) -> Reply:
+        server = self.behind[url.removesuffix("/retrieve")]
+        server.asked.append(now())
+        if server.down:
+            raise NoReplyError("refused")
+        queries = json.loads(body)["queries"]
+        reply = Reply(server.status, server.body or answer(queries), server.retry_after_s)
+        for query in server.refuses.keys() & queries:
+            reply = Reply(server.refuses[query], b'{"detail": "a bad query"}')
+        try:
+            await asyncio.sleep(server.takes_s)
+        except asyncio.CancelledError:
+            server.cancelled += 1
+            raise
+        return reply
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def answer(queries: Iterable[str]) -> bytes:
+    """The body of POST /retrieve that says `found` of each query."""
+    lines = [
+        [{"document": {"id": p.id, "contents": p.contents}, "score": p.score} for p in found(query).passages]
+        for query in queries
+    ]
+    return json.dumps({"result": lines}).encode()

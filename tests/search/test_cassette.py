@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.errors import UserError
-from rlsys.search.cassette import Call, Cassette, Header, drawn_rank
-from rlsys.search.client import Passage, SearchClient, SearchResult
+from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer
+from rlsys.search.recording import Call, Cassette, Header, drawn_rank
+from rlsys.search.replicas import served
+from rlsys.search.result import Failure, Passage, SearchResult
 from rlsys.search.server.app import create_app
 from rlsys.search.tool import open_tool, search_metrics
 from tests.pipeline.virtual_time import now, run_virtually
@@ -46,8 +48,13 @@ async def test_searches_of_a_real_server_are_played_without_it(
         assert await asyncio.gather(*map(player.search, queries[:20] * 2)) == live
         assert search_metrics(player) == {"search_hits": 40, "search_misses": 0, "search_recorded": 0}
     header, *calls = rows(tmp_path / "new" / "tape.jsonl")
-    kept = {key: health[key] for key in ("passages", "encoder", "dimension", "faiss_type")}
-    assert header == {"rlsys_cassette": 1, "topk": 2, "server": kept}
+    assert header == {"rlsys_cassette": 1, "topk": 2, "server": served(health)}
+    assert (
+        {"kind", "passages", "corpus_sha256", "encoder", "faiss_type"}
+        <= header["server"].keys()
+        <= health.keys()
+    )
+    assert "queries" not in header["server"]
     assert len(calls) == 40
     assert sum("passages" in call for call in calls) == 20, "passages are stored once a query"
 
@@ -58,7 +65,8 @@ PASSAGES = st.lists(
     st.builds(Passage, TEXT, TEXT, st.floats(allow_nan=False, allow_infinity=False)), max_size=3
 )
 RESULTS = st.one_of(
-    st.builds(SearchResult, PASSAGES.map(tuple)), st.builds(SearchResult, error=st.just("no answer"))
+    st.builds(SearchResult, PASSAGES.map(tuple)),
+    st.builds(SearchResult, error=st.just("no answer"), failure=st.sampled_from([None, *Failure])),
 )
 
 
@@ -70,7 +78,7 @@ def test_any_recording_plays_as_a_dictionary_would(
     """The reference: the first result of a query that worked, else its first failure."""
     path = tmp_path / "tape.jsonl"
     path.unlink(missing_ok=True)
-    answers = {"": SearchResult(error="the query is empty")}
+    answers = {"": SearchResult((), "the query is empty", Failure.blank)}
 
     async def record() -> None:
         script = Script()
@@ -186,6 +194,7 @@ def test_a_query_that_is_not_on_the_cassette_is_a_failed_search(tmp_path: Path) 
         async with tool(written(tmp_path / "tape.jsonl", [1.0]), REPLAY) as player:
             result = await player.search("Chad </search>")
             assert result.passages == ()
+            assert result.failure is Failure.not_recorded
             assert "'Chad </search>'" in result.error
             assert "replay" in result.error
             assert len((await player.search("x" * 9000)).error) < 200
@@ -253,7 +262,8 @@ async def test_without_a_cassette_the_tool_is_the_client(server: SearchServer) -
     async with open_tool(SearchConfig(url=server.url, topk=2)) as client:
         assert isinstance(client, SearchClient)
         assert len((await client.search("Mali")).passages) == 2
-        assert search_metrics(client) == {}
+        metrics = search_metrics(client)
+        assert (metrics["search_requests"], metrics["search_failures"]) == (1, 0)
 
 
 # ---- what is refused
@@ -279,6 +289,12 @@ async def test_without_a_cassette_the_tool_is_the_client(server: SearchServer) -
             b'{"rlsys_cassette": 1, "topk": 3, "server": {}}\n{"query": "M", "latency_s": -1}\n',
             REPLAY,
             "line 2 of .*latency_s=-1",
+        ),
+        (
+            b'{"rlsys_cassette": 1, "topk": 3, "server": {}}\n'
+            b'{"query": "M", "latency_s": 1, "error": "no", "failure": "tired"}\n',
+            REPLAY,
+            "line 2 of .*tired",
         ),
     ],
 )
@@ -308,6 +324,38 @@ def test_a_server_of_something_else_does_not_continue_a_cassette(tmp_path: Path)
     run_virtually(extend(None))
     run_virtually(extend({"encoder": "e", "queries": 9}))
     assert len(rows(path)) == 3
+
+
+def test_an_older_cassette_that_says_less_of_its_server_is_continued(tmp_path: Path) -> None:
+    """Its header knows no corpus; what the server says beyond it is no difference, what both say may be."""
+    path = tmp_path / "tape.jsonl"
+    header = b'{"rlsys_cassette": 1, "topk": 3, "server": {"passages": 7, "encoder": "e", "dimension": 2}}\n'
+    path.write_bytes(header + b'{"query": "Mali", "latency_s": 0.5, "error": "no answer from there"}\n')
+
+    async def ask(mode: CassetteMode, server: Script | None) -> SearchResult:
+        async with tool(path, mode, server) as asked:
+            return await asked.search("Mali")
+
+    assert run_virtually(ask(REPLAY, None)) == SearchResult(error="no answer from there")
+    serves = {"kind": "dense", "passages": 7, "encoder": "e", "corpus_sha256": "c"}
+    with pytest.raises(UserError, match=r"of passages=7, search\.url serves passages=8: record"):
+        run_virtually(ask(EXTEND, Script(serves=serves | {"passages": 8})))
+    assert run_virtually(ask(EXTEND, Script(serves=serves))) == found("Mali")
+    assert run_virtually(ask(REPLAY, None)) == found("Mali")
+
+
+def test_servers_of_other_corpora_do_not_mix_on_a_cassette(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    serves = {"passages": 7, "corpus_sha256": "c"}
+
+    async def ask(query: str, **serves: object) -> None:
+        async with tool(path, EXTEND, Script(serves=serves)) as asked:
+            await asked.search(query)
+
+    run_virtually(ask("Mali", **serves))
+    with pytest.raises(UserError, match=r"of corpus_sha256=c, .* corpus_sha256=d"):
+        run_virtually(ask("Chad", **serves | {"corpus_sha256": "d"}))
+    assert rows(path)[0]["server"] == serves
 
 
 async def test_a_server_without_health_is_recorded(retriever: DenseRetriever, tmp_path: Path) -> None:

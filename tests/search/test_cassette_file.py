@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlsys.errors import RunError
-from rlsys.search.cassette import Call, Cassette, CassetteFile, Header
-from rlsys.search.client import SearchResult
+from rlsys.search.recording import Call, Cassette, CassetteFile, Header
+from rlsys.search.result import SearchResult
 from tests.pipeline.virtual_time import run_virtually
 
 from .scripted import EXTEND, RECORD, Script, found, rows, tool, written

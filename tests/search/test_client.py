@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.client import SearchClient, SearchResult
+from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer
+from rlsys.search.result import Failure, SearchResult
 from rlsys.search.server.app import create_app
 
 from .conftest import free_port, serving
@@ -73,7 +75,8 @@ async def test_a_blank_query_is_an_error_that_is_not_sent(retriever: DenseRetrie
     front = Front(create_app(retriever))
     with serving(front, free_port()) as url:
         async with SearchClient(url) as client:
-            assert await client.search(" \n") == SearchResult(error="the query is empty")
+            assert (await client.search("")).failure is Failure.blank
+            assert await client.search(" \n") == SearchResult((), "the query is empty", Failure.blank)
     assert front.posts == 0
 
 
@@ -84,6 +87,9 @@ async def test_a_refused_query_does_not_cost_the_others_theirs(server: SearchSer
         )
     assert [len(result.passages) for result in (good, long, broken)] == [3, 0, 3]
     assert "status 422: queries.0: 9000 characters are too many" in long.error
+    assert long.failure is Failure.rejected
+    assert client.counts.failures == {Failure.rejected: 1}
+    assert client.counts.searches == 3
 
 
 async def test_busy_answers_are_retried(retriever: DenseRetriever) -> None:
@@ -96,27 +102,61 @@ async def test_busy_answers_are_retried(retriever: DenseRetriever) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "reason", "posts"),
+    ("reply", "failure", "reason", "posts"),
     [
-        ((503, b'{"detail": "full"}'), "after 2 tries: status 503: full", 2),
-        ((500, b"oops"), "status 500: oops", 1),
-        ((404, b'{"detail": "Not Found"}'), "status 404: Not Found", 1),
-        ((200, b"<html>"), "does not speak the retrieval contract", 1),
-        ((200, b'{"results": []}'), "does not speak the retrieval contract: KeyError", 1),
-        ((200, b'{"result": []}'), "0 results for 1 queries", 1),
-        ((200, b'{"result": [[{"id": "1", "contents": "no score"}]]}'), "does not speak", 1),
+        ((503, b'{"detail": "full"}'), "unavailable", "after 2 tries: status 503: full", 2),
+        ((500, b"oops"), "broken", "status 500: oops", 1),
+        ((404, b'{"detail": "Not Found"}'), "broken", "status 404: Not Found", 1),
+        ((307, b""), "broken", "status 307: ", 1),
+        ((401, b'{"detail": "no token"}'), "denied", "another bearer token (status 401: no token)", 1),
+        ((400, b'{"detail": ["no JSON"]}'), "rejected", "status 400: ['no JSON']", 1),
+        ((500, b"<html>\n<p>two lines"), "broken", "status 500: <html> <p>two lines", 1),
+        ((200, b'{"result": [{}]}'), "broken", "a result is dict, not list", 1),
+        ((200, b"<html>"), "broken", "does not speak the retrieval contract", 1),
+        ((200, b'{"results": []}'), "broken", "does not speak the retrieval contract: KeyError", 1),
+        ((200, b'{"result": []}'), "broken", "0 results for 1 queries", 1),
+        ((200, b'{"result": [[{"id": "1", "contents": "no score"}]]}'), "broken", "does not speak", 1),
+        (
+            (200, b'{"result": [[{"document": {"id": 1, "contents": null}, "score": 1}]]}'),
+            "broken",
+            "contents are NoneType, not text",
+            1,
+        ),
     ],
 )
 async def test_a_server_that_misbehaves_gives_a_typed_error(
-    retriever: DenseRetriever, reply: tuple[int, bytes], reason: str, posts: int
+    retriever: DenseRetriever, reply: tuple[int, bytes], failure: str, reason: str, posts: int
 ) -> None:
     front = Front(create_app(retriever), [reply] * 5)
     with serving(front, free_port()) as url:
         async with SearchClient(url, retries=1) as client:
             result = await client.search("Mali")
     assert result.passages == ()
+    assert result.failure == failure
     assert reason in result.error
     assert front.posts == posts
+    assert client.counts.failures == {result.failure: 1}
+
+
+async def test_the_token_is_sent_with_searches_and_probes() -> None:
+    seen: list[tuple[str, bytes | None]] = []
+
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            seen.append((scope["path"], dict(scope["headers"]).get(b"authorization")))
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"result": [[]]}'})
+
+    with serving(app, free_port()) as url:
+        async with SearchClient(url, token="a b&c") as client:
+            assert (await client.search("Mali")).error == ""
+            await client.health()
+        async with SearchClient(url) as client:
+            await client.search("Mali")
+    assert seen == [("/retrieve", b"Bearer a b&c"), ("/health", b"Bearer a b&c"), ("/retrieve", None)]
+    for bad in ("", " token", "new\nline", "tökén"):
+        with pytest.raises(UserError, match="the search token is empty or not plain ASCII"):
+            SearchClient("http://127.0.0.1:8000", token=bad)
 
 
 async def test_a_server_that_starts_late_dies_and_comes_back(retriever: DenseRetriever) -> None:
@@ -146,7 +186,8 @@ async def test_a_silent_server_costs_the_time_out_and_no_more() -> None:
     ):
         start = time.monotonic()
         result = await client.search("Mali")
-        assert "ReadTimeout" in result.error
+        assert result.error.endswith("after 1 tries: no answer within 0.2 s")
+        assert result.failure is Failure.unavailable
         assert time.monotonic() - start < 2
 
 
@@ -167,13 +208,37 @@ async def test_close_ends_searches_in_flight_with_an_error() -> None:
         flying = asyncio.create_task(client.search("Mali"))
         await asyncio.sleep(0.05)
         await client.close()
-        closed = SearchResult(error="the search client is closed")
+        closed = SearchResult((), "the search client is closed", Failure.closed)
         assert await asyncio.wait_for(flying, 1) == closed
         assert await client.search("Mali") == closed
 
 
-async def test_health_and_a_wrong_url(server: SearchServer) -> None:
+async def test_the_health_is_what_the_server_says(server: SearchServer) -> None:
     async with SearchClient(server.url + "/") as client:
         assert json.loads(json.dumps(await client.health()))["passages"] == 200
-    with pytest.raises(UserError, match="'localhost:8000' is not an address"):
-        SearchClient("localhost:8000")
+
+
+@pytest.mark.parametrize(
+    ("urls", "sentence"),
+    [
+        ("localhost:8000", "'localhost:8000' is not an address"),
+        (["http://a:1", "ftp://b"], "'ftp://b' is not an address"),
+        ("http://", "'http://' is not an address"),
+        ("http://a:99999", "'http://a:99999' is not an address"),
+        ("http://name:word@a", "is not an address"),
+        ("http://[::1", "is not an address"),
+        ([], "there is no search url"),
+        (["http://a:1", "http://a:1/"], "'http://a:1' is given twice"),
+    ],
+)
+def test_a_wrong_url_is_one_sentence(urls: str | list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        SearchClient(urls)
+
+
+@pytest.mark.parametrize(("urls", "after_s"), [(["http://a"], 1.0), (["http://a", "http://b"], 30.0)])
+def test_hedging_that_cannot_be_is_refused(urls: list[str], after_s: float) -> None:
+    with pytest.raises(
+        UserError, match=f"hedge_after_s={after_s:g} is of no use with {len(urls)} search url"
+    ):
+        SearchClient(urls, hedge_after_s=after_s, timeout_s=30.0)

@@ -1,0 +1,190 @@
+"""The choice of a replica, held against a plain reference over random histories."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlsys.search.replicas import HedgeBudget, Replica, Replicas, State, Trail, Verdict, differences, served
+
+URLS = ("http://a", "http://b", "http://c")
+ROWS = st.integers(0, len(URLS) - 1)
+
+
+class Histories(RuleBasedStateMachine):
+    """Requests and probes in any order; the reference is kept in lists and plain rules."""
+
+    @initialize(seed=st.integers(0, 2**32))
+    def begin(self, seed: int) -> None:
+        self.replicas = Replicas(URLS, Random(seed))
+        self.under_way: list[tuple[Replica, Trail]] = []
+        self.trails: list[Trail] = [Trail()]
+        self.state = [State.healthy] * 3
+        self.busy = [0] * 3
+        self.suspicions = [0] * 3
+        self.reference: str | None = None
+
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        trail = data.draw(st.sampled_from(self.trails))
+        chosen = self.replicas.pick(trail)
+        rows = [row for row in range(3) if self.state[row] is not State.foreign]
+        fresh = [
+            row for row in rows if self.state[row] is State.healthy and not self.failed(row, trail.failed)
+        ]
+        if not fresh:
+            fresh = [row for row in rows if not self.failed(row, trail.broken)]
+        if not fresh:
+            assert chosen is None
+            return
+        assert chosen is not None
+        row = URLS.index(chosen.url)
+        assert row in fresh
+        last = trail.failed[-1] if trail.failed else None
+        healthy = [row for row in fresh if self.state[row] is State.healthy]
+        if healthy:
+            assert row in healthy
+        if len(healthy or fresh) > 1:
+            assert chosen is not last, "there is another one"
+        if not trail.failed:
+            flying = [self.in_flight(other) for other in healthy or fresh]
+            assert self.in_flight(row) == min(flying)
+        self.replicas.start(chosen)
+        self.under_way.append((chosen, trail))
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), verdict=st.sampled_from(Verdict), broken=st.booleans())
+    def end(self, data: st.DataObject, verdict: Verdict, broken: bool) -> None:
+        replica, trail = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
+        row = URLS.index(replica.url)
+        if verdict in (Verdict.lost, Verdict.busy):
+            trail.failed.append(replica)
+        if verdict is Verdict.lost and broken:
+            trail.broken.append(replica)
+        self.replicas.end(replica, verdict)
+        if verdict is Verdict.answered:
+            self.busy[row] = self.suspicions[row] = 0
+            if self.state[row] is State.suspect:
+                self.state[row] = State.healthy
+        self.busy[row] += verdict is Verdict.busy
+        gone = verdict is Verdict.lost or (verdict is Verdict.busy and self.busy[row] >= 3)
+        if gone and self.state[row] is State.healthy:
+            self.state[row] = State.suspect
+            self.suspicions[row] += 1
+
+    @rule(row=ROWS, corpus=st.sampled_from([None, "", "x", "y"]))
+    def probe(self, row: int, corpus: str | None) -> None:
+        """None: no answer. The empty one: no word of the corpus."""
+        replica = self.replicas.all[row]
+        self.replicas.probed(replica, None if corpus is None else {"corpus_sha256": corpus} if corpus else {})
+        if corpus is None:
+            self.suspicions[row] += 1
+            if self.state[row] is State.healthy:
+                self.state[row] = State.suspect
+            return
+        self.reference = self.reference or corpus or None
+        if corpus and corpus != self.reference:
+            self.state[row] = State.foreign
+        elif self.state[row] is not State.healthy:
+            self.state[row], self.busy[row] = State.healthy, 2
+
+    @rule()
+    def another_request(self) -> None:
+        self.trails = [*self.trails[-4:], Trail()]
+
+    @invariant()
+    def states_are_those_of_the_reference(self) -> None:
+        if hasattr(self, "replicas"):
+            assert [replica.state for replica in self.replicas.all] == self.state
+            for row, replica in enumerate(self.replicas.all):
+                assert replica.in_flight == self.in_flight(row)
+                wait_s = min(0.1 * 2 ** max(0, self.suspicions[row] - 1), 10.0)
+                if self.state[row] is State.foreign:
+                    wait_s = 10.0
+                assert wait_s <= self.replicas.probe_after_s(replica) <= 1.5 * wait_s
+
+    def in_flight(self, row: int) -> int:
+        return sum(replica.url == URLS[row] for replica, _ in self.under_way)
+
+    @staticmethod
+    def failed(row: int, where: list[Replica]) -> bool:
+        return any(replica.url == URLS[row] for replica in where)
+
+
+TestHistories = Histories.TestCase
+
+
+def test_equals_are_chosen_by_lot() -> None:
+    """3000 choices of three: a fair share is 1000 with a standard deviation of 26."""
+    replicas = Replicas(URLS, Random(3))
+    chosen = Counter(replica.url for _ in range(3000) if (replica := replicas.pick(Trail())))
+    assert set(chosen) == set(URLS)
+    assert all(abs(count - 1000) < 5 * 26 for count in chosen.values())
+
+
+def test_of_suspects_the_one_that_failed_the_longest_ago_is_asked() -> None:
+    replicas = Replicas(URLS, Random(0))
+    trail = Trail()
+    order = []
+    for _ in range(9):
+        replica = replicas.pick(trail)
+        assert replica is not None
+        replicas.start(replica)
+        replicas.end(replica, Verdict.lost)
+        trail.failed.append(replica)
+        order.append(replica.url)
+    assert set(order[:3]) == set(URLS)
+    assert order == order[:3] * 3
+
+
+@given(spends=st.lists(st.booleans(), max_size=300), every=st.integers(1, 30), most=st.integers(1, 10))
+def test_hedges_keep_their_share_at_any_moment(spends: list[bool], every: int, most: int) -> None:
+    """Of any stretch of requests, no more are hedged than were saved up before it, and its own share."""
+    budget = HedgeBudget(every, most)
+    taken = [0]
+    for spend in spends:
+        budget.earn()
+        taken.append(taken[-1] + (spend and budget.take()))
+    for start in range(len(taken)):
+        saved = min(most, 1 + start / every)
+        assert all(
+            taken[end] - taken[start] <= saved + (end - start) / every for end in range(start, len(taken))
+        )
+
+
+def test_hedges_are_saved_up_to_the_most() -> None:
+    budget = HedgeBudget(20, 3)
+    assert [budget.take(), budget.take()] == [True, False]
+    for _ in range(20):
+        assert not budget.take()
+        budget.earn()
+    assert [budget.take(), budget.take()] == [True, False]
+    for _ in range(500):
+        budget.earn()
+    assert [budget.take() for _ in range(5)] == [True] * 3 + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "keys"),
+    [
+        ({}, {"encoder": "e"}, []),
+        ({"encoder": "e", "passages": 7}, {"encoder": "e", "kind": "dense"}, []),
+        ({"encoder": "e", "passages": 7}, {"passages": 8, "encoder": "f"}, ["encoder", "passages"]),
+        ({"corpus_sha256": "1"}, {"corpus_sha256": "2"}, ["corpus_sha256"]),
+    ],
+)
+def test_only_what_both_say_can_differ(
+    one: dict[str, object], other: dict[str, object], keys: list[str]
+) -> None:
+    assert differences(one, other) == keys
+    assert sorted(differences(other, one)) == keys
+
+
+def test_of_a_health_what_counts_searches_is_no_identity() -> None:
+    health = {"status": "ok", "kind": "dense", "passages": 7, "faiss_type": "Flat", "queries": 9, "cached": 1}
+    assert served(health) == {"kind": "dense", "passages": 7, "faiss_type": "Flat"}
