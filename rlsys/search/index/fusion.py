@@ -1,0 +1,181 @@
+"""Hybrid retrieval: two rankings of one corpus, fused by their ranks.
+
+    dense/, bm25/   an index of either kind, over the same corpus
+    manifest.json   which corpus that is
+
+Reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009): a passage gets the sum over the rankings
+that hold it of weight / (k + rank), where the best rank is 1. Ranks need no common scale, so inner products
+and BM25 scores fuse as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlsys.errors import UserError
+from rlsys.search.corpus import Corpus
+from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.index.assemble import link, refuse_foreign
+from rlsys.search.index.build import BuildOptions, build
+from rlsys.search.index.dense import DenseRetriever
+from rlsys.search.index.draft import Draft, claim_draft
+from rlsys.search.index.folder import CORPUS_FILE
+from rlsys.search.index.lexical import KIND as BM25
+from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, build_lexical
+from rlsys.search.index.manifest import DENSE, read_manifest, write_manifest
+from rlsys.search.index.progress import OnProgress
+from rlsys.search.retriever import Hit, Retriever
+
+KIND = "hybrid"
+
+RANK_CONSTANT = 60
+"""The k of the article."""
+CANDIDATES = 100
+"""Hits that each side gives to the fusion."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def fuse(
+    rankings: Sequence[Sequence[Key]],
+    topk: int,
+    *,
+    k: float = RANK_CONSTANT,
+    weights: Sequence[float] | None = None,
+) -> list[tuple[Key, float]]:
+    """The best `topk` keys of all rankings with their scores, best first.
+
+    Of equal scores the one that stands higher in the first ranking comes first, then in the second. A key
+    that a ranking repeats counts where it stands first. `weights` has one number a ranking, 1 without it.
+    """
+    places = [{key: place for place, key in reversed(list(enumerate(ranking, 1)))} for ranking in rankings]
+    factors = [1.0] * len(places) if weights is None else weights
+    keys = dict.fromkeys(key for place in places for key in place)
+    ranks = {key: tuple(place.get(key, math.inf) for place in places) for key in keys}
+    scores = {
+        key: math.fsum(factor / (k + rank) for factor, rank in zip(factors, ranks[key], strict=True))
+        for key in keys
+    }
+    best = sorted(keys, key=lambda key: (-scores[key], ranks[key]))[:topk]
+    return [(key, scores[key]) for key in best]
+
+
+def build_hybrid(
+    corpus: Corpus,
+    encoder: EncoderSpec,
+    out: str | Path,
+    dense: BuildOptions | None = None,
+    lexical: LexicalOptions | None = None,
+    progress: OnProgress | None = None,
+) -> bool:
+    """Make the index folder `out` with both parts; False if it is there already with these inputs.
+
+    A part that is there with its inputs is not built again, whether in `out` or in what a killed build left,
+    and the encoding of the dense part continues where it was ended. The parts share one corpus file.
+    """
+    out = Path(out).absolute()
+    refuse_foreign(out)
+    with claim_draft(out) as draft:
+        if not any(draft.folder.iterdir()):
+            _take_over(out, draft)
+        build(corpus, encoder, draft.folder / DENSE, dense, progress)
+        build_lexical(Corpus.open(draft.folder / DENSE / CORPUS_FILE), draft.folder / BM25, lexical, progress)
+        if all(_manifest_at(out / part) == _manifest_at(draft.folder / part) for part in (DENSE, BM25)):
+            draft.clear()
+            return False
+        write_manifest(draft.folder, KIND, {"corpus_sha256": corpus.checksum, "rows": len(corpus)})
+        draft.publish()
+    return True
+
+
+def _take_over(out: Path, draft: Draft) -> None:
+    """Put the parts of the hybrid at `out` into the draft as well, each whole or not at all."""
+    for part in (DENSE, BM25):
+        if _manifest_at(out) is not None and _manifest_at(out / part) is not None:
+            seed = draft.home / "seed"
+            shutil.rmtree(seed, ignore_errors=True)
+            shutil.copytree(out / part, seed, copy_function=lambda name, to: link(Path(name), Path(to)))
+            seed.rename(draft.folder / part)
+
+
+def _manifest_at(folder: Path) -> dict[str, Any] | None:
+    try:
+        return read_manifest(folder)
+    except UserError:
+        return None
+
+
+class HybridRetriever:
+    """Asks two retrievers of one corpus and fuses what they find; a hit's score is that of the fusion.
+
+    Passages are told apart by their `id`. Each side gives `candidates` hits, more only where more are asked
+    for, so the hits of a query depend on `topk` only beyond that.
+    """
+
+    def __init__(self, dense: Retriever, lexical: Retriever, *, candidates: int = CANDIDATES) -> None:
+        self._sides = {DENSE: dense, BM25: lexical}
+        self._candidates = candidates
+        self._described = {name: side.describe() for name, side in self._sides.items()}
+        first, second = (described.get("corpus_sha256") for described in self._described.values())
+        if first is None or first != second:
+            raise UserError(
+                f"a hybrid needs two indexes of one corpus, these have the checksums {first} and {second}: "
+                "build both from the same file"
+            )
+
+    @classmethod
+    def open(cls, folder: str | Path, **dense: Any) -> HybridRetriever:
+        """Open what `build_hybrid` made; `dense` are options of `DenseRetriever.open`.
+
+        Raises UserError when the folder is no hybrid or its parts do not fit together.
+        """
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if manifest["kind"] != KIND:
+            raise UserError(f"{folder} is an index of kind {manifest['kind']!r}, not {KIND!r}: give a hybrid")
+        opened = cls(DenseRetriever.open(folder / DENSE, **dense), LexicalRetriever.open(folder / BM25))
+        if opened.describe()["corpus_sha256"] != manifest.get("corpus_sha256"):
+            raise UserError(f"the parts of {folder} are not of the manifest's corpus: build the index again")
+        return opened
+
+    @property
+    def parallel(self) -> int:
+        """As many as both sides allow."""
+        return min(side.parallel for side in self._sides.values())
+
+    def prepare(self, queries: Sequence[str]) -> list[Any]:
+        """What either side prepares."""
+        return [side.prepare(queries) for side in self._sides.values()]
+
+    def find(self, prepared: list[Any], topk: int) -> list[list[Hit]]:
+        """At most `topk` hits of each query, best first."""
+        asked = max(topk, self._candidates)
+        found = [side.find(ready, asked) for side, ready in zip(self._sides.values(), prepared, strict=True)]
+        return [_fuse_hits(sides, topk) for sides in zip(*found, strict=True)]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Passages, corpus, how it fuses, and what either side says of itself."""
+        dense = self._described[DENSE]
+        return {
+            "kind": KIND,
+            "passages": dense["passages"],
+            "corpus_sha256": dense["corpus_sha256"],
+            "candidates": self._candidates,
+            "rank_constant": RANK_CONSTANT,
+            **self._described,
+        }
+
+    def close(self) -> None:
+        """Close both."""
+        for side in self._sides.values():
+            side.close()
+
+
+def _fuse_hits(sides: Sequence[Sequence[Hit]], topk: int) -> list[Hit]:
+    documents = {hit.document["id"]: hit.document for hits in sides for hit in hits}
+    fused = fuse([[hit.document["id"] for hit in hits] for hits in sides], topk)
+    return [Hit(score, documents[key]) for key, score in fused]
