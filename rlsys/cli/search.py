@@ -1,40 +1,178 @@
-"""`rlsys search`: build an index, serve it, look at a cassette."""
+"""`rlsys search`: make passages, build an index, serve it, look at a cassette."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Build and serve the search index; look at recorded searches.", no_args_is_help=True)
+app = typer.Typer(
+    help="Make passages, build and serve the search index; look at recorded searches.", no_args_is_help=True
+)
+
+ENCODER = "Encoder"
+FAISS = "FAISS"
+BM25 = "BM25"
+SERVER = "Elasticsearch, OpenSearch"
+_PLAIN = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+"""A command whose flags are read by the process that it becomes."""
+
+
+Corpus = Annotated[Path, typer.Argument(help="Passages: jsonl of {id, contents}.")]
+Out = Annotated[Path, typer.Argument(help="Folder to write the index to.")]
+Kind = Annotated[str, typer.Option(help="dense, bm25, hybrid, elasticsearch or opensearch.")]
+Encoder = Annotated[
+    str | None, typer.Option(help="minilm (the default), or a Hugging Face encoder.", rich_help_panel=ENCODER)
+]
+Family = Annotated[
+    str | None,
+    typer.Option(help="Where the name does not tell it: e5, bge, dpr, ...", rich_help_panel=ENCODER),
+]
+Pooling = Annotated[
+    str | None,
+    typer.Option(help="In place of the family's: mean, cls, pooler or last.", rich_help_panel=ENCODER),
+]
+QueryPrefix = Annotated[str | None, typer.Option(help="In place of the family's.", rich_help_panel=ENCODER)]
+PassagePrefix = Annotated[str | None, typer.Option(help="In place of the family's.", rich_help_panel=ENCODER)]
+Normalize = Annotated[
+    bool | None,
+    typer.Option("--normalize/--no-normalize", help="In place of the family's.", rich_help_panel=ENCODER),
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Cut passages and queries there (256).", rich_help_panel=ENCODER)
+]
+Device = Annotated[str | None, typer.Option(help="cpu (the default), cuda, cuda:1.", rich_help_panel=ENCODER)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, float16 or bfloat16, which is faster on a CPU with AMX.", rich_help_panel=ENCODER
+    ),
+]
+Workers = Annotated[int | None, typer.Option(help="Processes that encode (1).", rich_help_panel=ENCODER)]
+FaissType = Annotated[
+    str | None,
+    typer.Option(help="Flat (exact, the default), HNSW64, IVF4096,PQ64, ...", rich_help_panel=FAISS),
+]
+Nprobe = Annotated[
+    int | None, typer.Option(help="Lists of an IVF index that a query visits.", rich_help_panel=FAISS)
+]
+EfSearch = Annotated[
+    int | None, typer.Option(help="Breadth of a search in HNSW (128).", rich_help_panel=FAISS)
+]
+MaxTrainRows = Annotated[
+    int | None, typer.Option(help="Most vectors that FAISS learns from.", rich_help_panel=FAISS)
+]
+EmbeddingsDtype = Annotated[
+    str | None, typer.Option(help="float32, or float16 for half the disk.", rich_help_panel=FAISS)
+]
+KeepEmbeddings = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-embeddings/--drop-embeddings",
+        help="Kept, another FAISS type needs no encoding.",
+        rich_help_panel=FAISS,
+    ),
+]
+K1 = Annotated[
+    float | None,
+    typer.Option(help="How slowly a repeated word stops to count more (0.9).", rich_help_panel=BM25),
+]
+B = Annotated[
+    float | None, typer.Option(help="How much a long passage loses, 0 to 1 (0.4).", rich_help_panel=BM25)
+]
+Stopwords = Annotated[str | None, typer.Option(help="Words left out: en or none.", rich_help_panel=BM25)]
+Url = Annotated[str | None, typer.Option(help="Address, without credentials.", rich_help_panel=SERVER)]
+IndexName = Annotated[str | None, typer.Option(help="Name of the index there.", rich_help_panel=SERVER)]
 
 
 @app.command()
 def index(
-    corpus: Annotated[Path, typer.Argument(help="Passages: jsonl of {id, contents}.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write the index to.")],
-    encoder: Annotated[str, typer.Option(help="minilm, or a folder of a Hugging Face encoder.")] = "minilm",
+    corpus: Corpus,
+    out: Out,
+    kind: Kind = "dense",
+    encoder: Encoder = None,
+    family: Family = None,
+    pooling: Pooling = None,
+    query_prefix: QueryPrefix = None,
+    passage_prefix: PassagePrefix = None,
+    normalize: Normalize = None,
+    max_tokens: MaxTokens = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    workers: Workers = None,
+    faiss_type: FaissType = None,
+    nprobe: Nprobe = None,
+    ef_search: EfSearch = None,
+    max_train_rows: MaxTrainRows = None,
+    embeddings_dtype: EmbeddingsDtype = None,
+    keep_embeddings: KeepEmbeddings = None,
+    k1: K1 = None,
+    b: B = None,
+    stopwords: Stopwords = None,
+    url: Url = None,
+    index_name: IndexName = None,
 ) -> None:
-    """Encode a corpus into a dense index."""
-    from rlsys.search.index.folder import build_index
+    """Build an index of a corpus. A build that was ended continues; one that is there is left."""
+    settings = {name: value for name, value in locals().items() if value is not None}
+    for argument in ("corpus", "out", "kind"):
+        del settings[argument]
+    _index(corpus, out, kind, settings)
 
-    build_index(corpus, out, encoder)
+
+def _index(corpus: Path, out: Path, kind: str, settings: dict[str, Any]) -> None:
+    from rlsys.search.index.make import make_index, recipe
+
+    made = recipe(kind, settings)
+    typer.echo(f"{out}: {'built' if make_index(kind, corpus, out, made) else 'is there already'}")
 
 
 @app.command()
-def serve(
-    folder: Annotated[Path, typer.Argument(help="Folder made by `rlsys search index`.")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; the machine's own only by default.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    topk: Annotated[int, typer.Option(help="Passages for a request that names no number.")] = 3,
+def ingest(
+    sources: Annotated[list[Path], typer.Argument(help="Files or folders: text, markdown, jsonl, parquet.")],
+    out: Annotated[Path, typer.Option(help="Corpus to write: jsonl of {id, contents}.")],
+    size: Annotated[int, typer.Option(help="Most words of a passage (tokens with --tokenizer).")] = 100,
+    overlap: Annotated[int, typer.Option(help="Words repeated of the passage before.")] = 0,
+    tokenizer: Annotated[str, typer.Option(help="Encoder whose tokens are counted in place of words.")] = "",
+    text_field: Annotated[str, typer.Option(help="Of rows; by default the first usual name.")] = "",
+    title_field: Annotated[str, typer.Option(help="Of rows; by default the first usual name.")] = "",
+    id_field: Annotated[str, typer.Option(help="Of rows; by default the first usual name.")] = "",
+    drop_duplicates: Annotated[
+        bool, typer.Option("--drop-duplicates", help="Leave out what an earlier passage says.")
+    ] = False,
 ) -> None:
-    """Answer queries over HTTP until interrupted."""
-    from rlsys.search.server.serve import serve as run
+    """Cut own documents into passages."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    run(folder, host=host, port=port, topk=topk)
+    from rlsys.search.ingest.ingest import Chunking, ingest
+    from rlsys.search.ingest.sources import Fields
+
+    fields = Fields(text_field, title_field, id_field)
+    summary = ingest(
+        sources, out, Chunking(size, overlap, tokenizer), fields, drop_duplicates=drop_duplicates
+    )
+    table = Table(show_header=False)
+    for name, value in summary.rows():
+        table.add_row(name, Text(value))
+    Console().print(table)
+
+
+@app.command(context_settings=_PLAIN)
+def serve(context: typer.Context) -> None:
+    """Answer queries over HTTP until interrupted. `rlsys search serve --help` lists the flags."""
+    from rlsys.search.server.serve import main
+
+    raise typer.Exit(main(context.args, program="rlsys search serve"))
+
+
+@app.command(context_settings=_PLAIN)
+def web(context: typer.Context) -> None:
+    """The same server over a provider of web search. `rlsys search web --help` lists the flags."""
+    from rlsys.search.web.serve import main
+
+    raise typer.Exit(main(context.args, program="rlsys search web"))
 
 
 @app.command()
@@ -44,7 +182,7 @@ def cassette(path: Annotated[Path, typer.Argument(help="Made by search.cassette.
     from rich.table import Table
     from rich.text import Text
 
-    from rlsys.search.cassette import Cassette
+    from rlsys.search.recording import Cassette
 
     recorded = Cassette.read(path)
     table = Table(show_header=False)

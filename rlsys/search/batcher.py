@@ -1,7 +1,8 @@
 """Many small calls become few large ones: the batching that server and client share.
 
 Invariants: items start in the order of their submission; every future that `submit` returns is resolved,
-by a result, by the batch's error or by `BatcherClosed`; a cancelled item that has not started never runs.
+by a result, by the batch's error or by `BatcherClosed`; a cancelled item that has not started never runs and
+takes no place in the queue. A batch is put together only when it starts, so it is as full as it can be.
 All methods belong to the event loop's thread.
 """
 
@@ -32,7 +33,8 @@ class Batcher(Generic[Item, Result]):
         max_batch: most items of one call.
         max_wait_s: how long the first item of a batch waits for others. While `max_running` batches run,
             items wait longer, and the next batch starts as soon as one ends.
-        max_running: batches that may run at once.
+        max_running: batches that hold a place at once. A batch of several stages may give its place to the next
+            batch before it ends: see `pass_on`.
         max_pending: items that may wait.
     """
 
@@ -52,6 +54,8 @@ class Batcher(Generic[Item, Result]):
         self._max_pending = max_pending
         self._pending: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running: dict[asyncio.Task[Sequence[Result]], list[asyncio.Future[Result]]] = {}
+        self._places: set[asyncio.Task[Sequence[Result]]] = set()
+        """The running batches that have not passed their place on."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self.batches = 0
@@ -67,12 +71,25 @@ class Batcher(Generic[Item, Result]):
         if self._closed:
             raise BatcherClosed
         if len(self._pending) + len(items) > self._max_pending:
-            raise QueueFull
+            self._forget_cancelled()
+            if len(self._pending) + len(items) > self._max_pending:
+                raise QueueFull
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Result]] = [loop.create_future() for _ in items]
         self._pending.extend(zip(items, futures, strict=True))
         self._pump(partial_too=False)
         return futures
+
+    def pass_on(self) -> None:
+        """Let the next batch start; called within `run`, by a batch that is done with what only one may use.
+
+        Such a batch goes on beyond `max_running`: `run` itself has to bound what comes after.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._places.discard(task)
+        if not self._closed:
+            self._pump(partial_too=True)
 
     async def close(self) -> None:
         """End what runs and fail what waits with BatcherClosed. May be called again."""
@@ -96,7 +113,10 @@ class Batcher(Generic[Item, Result]):
             self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._on_timer)
 
     def _has_slot(self) -> bool:
-        return len(self._running) < self._max_running
+        return len(self._places) < self._max_running
+
+    def _forget_cancelled(self) -> None:
+        self._pending = deque(entry for entry in self._pending if not entry[1].done())
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -114,10 +134,13 @@ class Batcher(Generic[Item, Result]):
         items, futures = map(list, zip(*batch, strict=True))
         task = asyncio.create_task(self._run(items))
         self._running[task] = futures
+        self._places.add(task)
         task.add_done_callback(self._finish)
 
     def _finish(self, task: asyncio.Task[Sequence[Result]]) -> None:
         futures = self._running.pop(task)
+        held_place = task in self._places
+        self._places.discard(task)
         error = BatcherClosed() if task.cancelled() else task.exception()
         results = () if error else task.result()
         if error is None and len(results) != len(futures):
@@ -129,5 +152,5 @@ class Batcher(Generic[Item, Result]):
                 future.set_exception(error)
             else:
                 future.set_result(results[row])
-        if not self._closed:
+        if held_place and not self._closed:
             self._pump(partial_too=True)

@@ -1,91 +1,74 @@
 """A corpus: one passage a line, read in place.
 
-Contract: a UTF-8 jsonl file; each line is an object with an `id` (string or integer) and a string
-`contents`, any other field is handed on; row r of an index is line r + 1. The file is memory-mapped, so
-a corpus larger than memory opens with one sequential read, which finds the lines and the checksum.
+Contract: a jsonl file (`rlsys.search.jsonl`); each line is an object with an `id` (string or integer) and a
+string `contents`, any other field is handed on; row r of an index is line r + 1. A corpus larger than memory
+opens in no time but for the first, and gives passages in batches.
 """
 
 from __future__ import annotations
 
-import hashlib
-import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import orjson
-from numpy.typing import NDArray
-
 from rlsys.errors import UserError
-
-_SCAN_BYTES = 1 << 24
-_NEWLINE = ord("\n")
+from rlsys.search.jsonl import JsonLines, OnBytes
 
 
 class Corpus:
     """An open corpus of `len(corpus)` passages; safe to read from several threads."""
 
-    def __init__(self, path: Path, data: mmap.mmap, starts: NDArray[np.int64], checksum: str) -> None:
-        self.path = path
-        self.checksum = checksum
-        """SHA-256 of the whole file, in hex."""
-        self._data = data
-        self._starts = starts
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
 
     @classmethod
-    def open(cls, path: str | Path) -> Corpus:
+    def open(cls, path: str | Path, progress: OnBytes | None = None) -> Corpus:
         """Map `path` and find its lines; rows are parsed, and refused, only when they are fetched.
 
-        Raises UserError for a file that is missing or empty.
+        A file that was not open before is read through once, while `progress` is called with (bytes read,
+        bytes in all). Raises UserError for a file that is missing, empty, compressed or of another format.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise UserError(f"corpus {path} is not a file: give a jsonl file of passages")
-        if path.stat().st_size == 0:
-            raise UserError(f"corpus {path} is empty: it needs one passage a line")
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        starts, checksum = _scan(data)
-        return cls(path, data, starts, checksum)
+        return cls(JsonLines.open(Path(path), "corpus", progress))
+
+    @property
+    def path(self) -> Path:
+        """The file, as it was given."""
+        return self._lines.path
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the whole file, in hex, from when it was last read through; see `verify`."""
+        return self._lines.checksum
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._lines)
 
     def fetch(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The passages of `rows`, in that order. Raises UserError with the line number of a bad row."""
-        return [self._parse(int(row)) for row in rows]
+        """The passages of `rows`, in that order, read together: ask for all that are needed in one call.
+
+        Each is a dict of its own, which the caller may change; what is nested in a row that was asked for
+        twice is shared between its two dicts.
+
+        Raises UserError with the line number of a bad row, IndexError for a row that is not there, RunError
+        if the file shrank while it was open.
+        """
+        passages = self._lines.fetch(rows)
+        for row, passage in zip(rows, passages, strict=True):
+            if not isinstance(passage.get("contents"), str):
+                raise UserError(f"{self._lines.where(row)} has no text in `contents`: it must be a string")
+            if not isinstance(passage.get("id"), str | int):
+                raise UserError(f"{self._lines.where(row)} has no `id`: it must be a string or an integer")
+        return passages
 
     def chunks(self, rows: int) -> Iterator[list[dict[str, Any]]]:
         """All passages in file order, `rows` at a time."""
         for first in range(0, len(self), rows):
             yield self.fetch(range(first, min(first + rows, len(self))))
 
-    def _parse(self, row: int) -> dict[str, Any]:
-        where = f"corpus {self.path} line {row + 1}"
-        try:
-            passage = orjson.loads(self._data[self._starts[row] : self._starts[row + 1]])
-        except orjson.JSONDecodeError as error:
-            raise UserError(f"{where} is not JSON ({error}): write one passage a line") from None
-        if not isinstance(passage, dict):
-            raise UserError(f"{where} is not an object: write {{'id': ..., 'contents': ...}}")
-        if not isinstance(passage.get("contents"), str):
-            raise UserError(f"{where} has no text in `contents`: it must be a string")
-        if not isinstance(passage.get("id"), str | int):
-            raise UserError(f"{where} has no `id`: it must be a string or an integer")
-        return passage
+    def verify(self) -> None:
+        """Read all of the file, a second a GB. Raises UserError if it is not the one that `checksum` belongs
+        to.
 
-
-def _scan(data: mmap.mmap) -> tuple[NDArray[np.int64], str]:
-    """Where each line starts, with the end of the last one appended ([rows + 1]), and the checksum."""
-    digest = hashlib.sha256()
-    ends: list[NDArray[np.int64]] = []
-    for offset in range(0, len(data), _SCAN_BYTES):
-        block = data[offset : offset + _SCAN_BYTES]
-        digest.update(block)
-        newlines = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == _NEWLINE)
-        ends.append(newlines.astype(np.int64) + offset + 1)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), *ends])
-    if starts[-1] != len(data):
-        starts = np.append(starts, len(data))
-    return starts, digest.hexdigest()
+        `open` knows a file by its size, time and some blocks; this is for those who need to be certain.
+        """
+        self._lines.verify()

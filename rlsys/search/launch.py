@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -36,6 +37,8 @@ class SearchServer:
         port: 0 takes a free one.
         threads: of the encoder and the index; null leaves the libraries' default.
         encoder: of the queries where it is not that of the passages.
+        device: where models compute.
+        options: further arguments of the command, e.g. ("--pages", "pages.jsonl").
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class SearchServer:
         port: int = 0,
         threads: int | None = None,
         encoder: str | None = None,
-        device: str = "cpu",
+        device: str | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         self.log = Path(log)
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +60,9 @@ class SearchServer:
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
             command = [sys.executable, "-m", "rlsys.search.server", str(index), "--topk", str(topk)]
             command += ["--listener-fd", str(sock.fileno()), "--parent-pid", str(os.getpid())]
-            command += ["--device", device] + (["--encoder", encoder] if encoder else [])
+            command += ["--device", device] if device else []
+            command += ["--encoder", encoder] if encoder else []
+            command += options
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -18,8 +18,9 @@ import uvicorn
 
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
+from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.index.build import build
 from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.index.folder import Index, build
 from rlsys.search.launch import SearchServer
 
 
@@ -50,15 +51,15 @@ def encoder() -> Encoder:
 
 
 @pytest.fixture(scope="session")
-def index_dir(corpus_path: Path, encoder: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index_dir(corpus_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("index") / "countries"
-    assert build(Corpus.open(corpus_path), encoder, out)
+    assert build(Corpus.open(corpus_path), EncoderSpec("minilm"), out)
     return out
 
 
 @pytest.fixture(scope="session")
-def retriever(index_dir: Path, encoder: Encoder) -> DenseRetriever:
-    return DenseRetriever(Index.open(index_dir), encoder)
+def retriever(index_dir: Path) -> DenseRetriever:
+    return DenseRetriever.open(index_dir)
 
 
 @pytest.fixture(scope="session")

@@ -107,3 +107,39 @@ async def test_close_resolves_what_runs_and_what_waits() -> None:
     assert [type(result) for result in results] == [BatcherClosed, BatcherClosed]
     with pytest.raises(BatcherClosed):
         batching.submit([3])
+
+
+async def test_a_batch_that_passes_its_place_on_lets_the_next_one_start() -> None:
+    begun: list[list[int]] = []
+    may_pass, may_end = asyncio.Event(), asyncio.Event()
+
+    async def run(items: list[int]) -> list[int]:
+        begun.append(items)
+        await may_pass.wait()
+        batching.pass_on()
+        await may_end.wait()
+        return items
+
+    batching: Batcher[int, int] = Batcher(run, max_batch=1, max_wait_s=0, max_running=1, max_pending=9)
+    futures = batching.submit([1, 2, 3])
+    await asyncio.sleep(0.01)
+    assert begun == [[1]]
+    may_pass.set()
+    await asyncio.sleep(0.01)
+    assert begun == [[1], [2], [3]]
+    assert not any(future.done() for future in futures)
+    may_end.set()
+    assert await asyncio.gather(*futures) == [1, 2, 3]
+
+
+async def test_cancelled_items_take_no_place_in_a_full_queue() -> None:
+    run = Doubler()
+    batching = batcher(run, max_batch=1, max_pending=2)
+    running = batching.submit([0])
+    await asyncio.sleep(0.01)
+    gone, stays = batching.submit([1, 2])
+    gone.cancel()
+    (new,) = batching.submit([3])
+    run.gate.set()
+    assert await asyncio.gather(*running, stays, new) == [0, 4, 6]
+    assert run.batches == [[0], [2], [3]]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,9 @@ import requests
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind
 from rlsys.search.launch import SearchServer
-from rlsys.search.server.serve import main, serve
+from rlsys.search.server.serve import TOKEN_VARIABLE, main, read_token, serve
+
+from .conftest import free_port
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -92,3 +95,103 @@ def test_a_taken_port_and_a_bad_topk_are_refused(index_dir: Path, capsys: pytest
     assert capsys.readouterr().err.startswith("cannot serve at")
     with pytest.raises(UserError, match="topk 0 is out of range"):
         serve(index_dir, topk=0)
+
+
+def test_options_reach_the_server(index_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text('{"url": "https://a.example/", "contents": "a page"}\n')
+    monkeypatch.setenv("RLSYS_SEARCH_TOKEN", "s3cret")
+    options = ["--pages", str(pages), "--max-topk", "2", "--cache-entries", "0"]
+    with SearchServer(index_dir, tmp_path / "server.log", topk=1, threads=1, options=options) as server:
+        server.wait_healthy(90)
+        assert requests.get(f"{server.url}/health", timeout=30).json() == {"status": "ok"}
+        assert requests.post(f"{server.url}/retrieve", json={"queries": ["a"]}, timeout=30).status_code == 401
+        session = requests.Session()
+        session.headers["Authorization"] = "Bearer s3cret"
+        answer = session.post(f"{server.url}/access", json={"urls": ["https://a.example/"]}, timeout=30)
+        assert answer.json() == {"result": [{"url": "https://a.example/", "contents": "a page"}]}
+        refused = session.post(f"{server.url}/retrieve", json={"queries": ["a"], "topk": 3}, timeout=30)
+        assert refused.json()["detail"] == "topk: 3 is out of range; send 1 to 2"
+        assert session.get(f"{server.url}/health", timeout=30).json()["pages"] is True
+
+
+def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("of-the-file\n")
+    assert read_token(file, {TOKEN_VARIABLE: "of-the-environment"}) == "of-the-file"
+    assert read_token(None, {TOKEN_VARIABLE: "of-the-environment"}) == "of-the-environment"
+    assert read_token(None, {}) is None
+    for text in ("", " \n", "two words", "naïve"):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"token file .* holds no token"):
+            read_token(file, {})
+        with pytest.raises(UserError, match=f"{TOKEN_VARIABLE} holds no token"):
+            read_token(None, {TOKEN_VARIABLE: text})
+    with pytest.raises(UserError, match="cannot be read"):
+        read_token(tmp_path / "missing", {})
+
+
+SLOW = """
+import sys, time
+from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.serve import Parts, serve_parts
+
+class Slow:
+    parallel = 1
+    def prepare(self, queries): return list(queries)
+    def find(self, queries, topk):
+        print("finding", flush=True)
+        time.sleep(float(queries[0]))
+        return [[] for _ in queries]
+    def describe(self): return {}
+    def close(self): print("closed", flush=True)
+
+serve_parts(lambda: Parts(Slow()), name="slow", host=sys.argv[1], port=int(sys.argv[2]), limits=ServerLimits(max_batch=1))
+"""
+
+
+def start_slow(host: str, port: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SLOW, host, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}/health"
+    assert wait_until(lambda: answers(url), 60)
+    return process
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=5).ok
+    except requests.ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_end_turns_waiting_ones_away_and_closes_the_retriever(number: int) -> None:
+    port = free_port()
+    process = start_slow("127.0.0.1", port)
+    assert process.stdout is not None
+    url = f"http://127.0.0.1:{port}/retrieve"
+    with ThreadPoolExecutor(2) as pool:
+        in_time = pool.submit(requests.post, url, json={"queries": ["1"]}, timeout=30)
+        assert process.stdout.readline() == "finding\n"
+        # Found after the time that a shutdown gives it.
+        too_late = pool.submit(requests.post, url, json={"queries": ["6"]}, timeout=30)
+        time.sleep(0.2)
+        process.send_signal(number)
+        began = time.monotonic()
+        assert (in_time.result().status_code, in_time.result().json()) == (200, {"result": [[]]})
+        assert too_late.result().status_code == 503
+        assert time.monotonic() - began < 6
+        assert too_late.result().json()["detail"] == "the server is shutting down"
+    output, log = process.communicate(timeout=30)
+    assert output.endswith("closed\n")
+    assert process.returncode == 0
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_an_open_address_without_a_token_is_warned_of(host: str, warned: bool) -> None:
+    process = start_slow(host, free_port())
+    process.terminate()
+    log = process.communicate(timeout=30)[1]
+    assert ("can be reached from other machines" in log) == warned

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import requests
 
-from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer
-from rlsys.search.retriever import Hit
-from rlsys.search.server.app import create_app
-from rlsys.search.server.service import ServerLimits
 
 
 def post(server: SearchServer, **body: Any) -> requests.Response:
@@ -113,116 +104,63 @@ def test_strange_but_valid_queries_are_answered(server: SearchServer) -> None:
             "return_scores: Input should be a valid boolean",
         ),
         (b'{"queries": ["a"], "top_k": 3}', 422, "top_k: Extra inputs are not permitted"),
+        (b'{"queries": ["a"], "topk": NaN}', 422, "topk"),
+        (b'{"queries": ["a"], "topk": 9' + b"9" * 400 + b"}", 422, "topk"),
+        (b'{"queries": ["a"], "rerank": true}', 422, "rerank: this server has no reranker"),
         (json.dumps({"queries": ["a", "b" * 8193]}).encode(), 422, "queries.1: 8193 characters are too many"),
+        (json.dumps({"queries": ["a" * (1 << 20)]}).encode(), 422, "queries.0: 1048576 characters are too"),
+        (
+            b'{"queries": [' + b'"a",' * 1500 + b'"a"], "topk": 100}',
+            422,
+            "1501 with topk 100 are too many pass",
+        ),
         (json.dumps({"queries": ["a"] * 4097}).encode(), 422, "queries: 4097 are too many"),
     ],
 )
 def test_bad_input_gets_a_clear_4xx(server: SearchServer, body: bytes, status: int, reason: str) -> None:
-    response = requests.post(f"{server.url}/retrieve", data=body, timeout=30)
-    assert response.status_code == status
+    for headers in ({}, {"Content-Type": "application/json; charset=utf-8"}):
+        response = requests.post(f"{server.url}/retrieve", data=body, headers=headers, timeout=30)
+        assert response.status_code == status
     detail = response.json()["detail"]
     assert isinstance(detail, str)
     assert reason in detail
 
 
-def test_other_paths_and_methods_are_4xx(server: SearchServer) -> None:
-    assert requests.get(f"{server.url}/retrieve", timeout=30).status_code == 405
-    assert requests.get(f"{server.url}/nothing", timeout=30).status_code == 404
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/retrieve", 405),
+        ("HEAD", "/retrieve", 405),
+        ("OPTIONS", "/retrieve", 405),
+        ("PUT", "/access", 405),
+        ("POST", "/health", 405),
+        ("GET", "/nothing", 404),
+        ("GET", "/%00", 404),
+    ],
+)
+def test_other_paths_and_methods_are_4xx(server: SearchServer, method: str, path: str, status: int) -> None:
+    answer = requests.request(method, server.url + path, timeout=30, allow_redirects=False)
+    assert answer.status_code == status
 
 
-class Gated:
-    """A real retriever that waits for a gate before each search."""
-
-    def __init__(self, inner: DenseRetriever) -> None:
-        self._inner = inner
-        self.gate = threading.Event()
-        self.seen: list[str] = []
-
-    parallel = 1
-
-    def prepare(self, queries: Sequence[str]) -> Any:
-        self.gate.wait(30)
-        self.seen += queries
-        if "poison" in queries:
-            raise RuntimeError("broken")
-        return self._inner.prepare(queries)
-
-    def find(self, prepared: Any, topk: int) -> list[list[Hit]]:
-        return self._inner.find(prepared, topk)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def describe(self) -> Mapping[str, Any]:
-        return self._inner.describe()
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({"Content-Type": "text/plain"}, "Content-Type 'text/plain' is not JSON; send application/json"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, "is not JSON"),
+        ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, "'gzip' is not supported"),
+    ],
+)
+def test_a_body_of_another_kind_is_415(server: SearchServer, headers: dict[str, str], reason: str) -> None:
+    body = json.dumps({"queries": ["a"]}).encode()
+    answer = requests.post(f"{server.url}/retrieve", data=body, headers=headers, timeout=30)
+    assert answer.status_code == 415
+    assert reason in answer.json()["detail"]
 
 
-@asynccontextmanager
-async def in_process(retriever: Gated, limits: ServerLimits) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(retriever, 3, limits)
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
-    ):
-        yield client
-
-
-async def test_requests_that_come_during_a_search_share_the_next_one(retriever: DenseRetriever) -> None:
-    gated = Gated(retriever)
-    async with in_process(gated, ServerLimits()) as client:
-        first = asyncio.create_task(client.post("/retrieve", json={"queries": ["first"]}))
-        await asyncio.sleep(0.1)
-        bodies = [{"queries": [f"q{row % 20}"], "topk": 1 + row % 4} for row in range(40)]
-        asked = [asyncio.create_task(client.post("/retrieve", json=body)) for body in bodies]
-        await asyncio.sleep(0.1)
-        gated.gate.set()
-        assert (await first).status_code == 200
-        lengths = [len((await task).json()["result"][0]) for task in asked]
-        assert (await client.get("/health")).json()["batches"] == 2
-    assert lengths == [body["topk"] for body in bodies]
-    assert gated.seen == ["first", *(f"q{row}" for row in range(20))]
-
-
-async def test_a_full_queue_turns_away_and_recovers(retriever: DenseRetriever) -> None:
-    gated = Gated(retriever)
-    async with in_process(gated, ServerLimits(max_pending=2, max_batch=1)) as client:
-        asked = [
-            asyncio.create_task(client.post("/retrieve", json={"queries": [f"q{row}"]})) for row in range(3)
-        ]
-        await asyncio.sleep(0.05)
-        refused = await client.post("/retrieve", json={"queries": ["one more"]})
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"] == "1"
-        assert "2 queries wait already" in refused.json()["detail"]
-        assert (await client.get("/health")).json()["pending"] == 2
-        gated.gate.set()
-        assert [(await task).status_code for task in asked] == [200] * 3
-        assert (await client.post("/retrieve", json={"queries": ["one more"]})).status_code == 200
-
-
-async def test_a_request_that_takes_too_long_is_given_up_and_not_searched(retriever: DenseRetriever) -> None:
-    gated = Gated(retriever)
-    async with in_process(gated, ServerLimits(request_timeout_s=0.1, max_batch=1)) as client:
-        late = await asyncio.gather(
-            *(client.post("/retrieve", json={"queries": [query]}) for query in ("running", "waiting"))
-        )
-        assert [response.status_code for response in late] == [503, 503]
-        assert "no answer within 0.1 s" in late[0].json()["detail"]
-        gated.gate.set()
-    assert gated.seen == ["running"]
-
-
-async def test_a_fault_of_the_retriever_is_503_and_the_next_request_works(retriever: DenseRetriever) -> None:
-    gated = Gated(retriever)
-    gated.gate.set()
-    async with in_process(gated, ServerLimits()) as client:
-        failed = await client.post("/retrieve", json={"queries": ["poison"]})
-        assert failed.status_code == 503
-        assert "the search failed (RuntimeError)" in failed.json()["detail"]
-        assert (await client.post("/retrieve", json={"queries": ["fine"]})).status_code == 200
-
-
-async def test_a_body_beyond_the_limit_is_refused(retriever: DenseRetriever) -> None:
-    async with in_process(Gated(retriever), ServerLimits(max_body_bytes=1000)) as client:
-        assert (await client.post("/retrieve", content=b" " * 1001)).status_code == 413
+def test_what_is_not_loaded_says_how_to_load_it(server: SearchServer) -> None:
+    answer = requests.post(f"{server.url}/access", json={"urls": ["https://a.example/"]}, timeout=30)
+    assert (answer.status_code, "--pages" in answer.json()["detail"]) == (404, True)
+    body = {"queries": ["a"], "documents": [["b"]]}
+    answer = requests.post(f"{server.url}/rerank", json=body, timeout=30)
+    assert (answer.status_code, "--reranker" in answer.json()["detail"]) == (404, True)

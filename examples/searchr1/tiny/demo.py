@@ -33,7 +33,7 @@ from rlsys.observe.summary import write_summary
 from rlsys.observe.table import render_summary
 from rlsys.record import new_run_dir
 from rlsys.search.client import SearchClient
-from rlsys.search.index.folder import build_index
+from rlsys.search.index.build import build_index
 from rlsys.search.serving import serving
 from rlsys.train import train
 

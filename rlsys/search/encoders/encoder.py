@@ -15,11 +15,10 @@ import transformers
 from numpy.typing import NDArray
 
 from rlsys.errors import UserError
-from rlsys.search.encoders.batching import budget_tokens, clean, length_buckets, mask_of, pad
+from rlsys.search.encoders.batching import clean, pass_cost
 from rlsys.search.encoders.families import Family, Overrides, Pooling, resolve_family
 from rlsys.search.encoders.loading import Loaded, first_line, load, resolve_folder
-
-__all__ = ["Encoder", "Floats", "length_buckets"]
+from rlsys.search.encoders.packing import Batch, Lines, plan, shares_lines
 
 Floats = NDArray[np.float32]
 
@@ -94,34 +93,29 @@ class Encoder:
         tokens = self._tokenizer(clean(texts), truncation=True, max_length=self.max_tokens)["input_ids"]
         # A model needs a token, and some tokenizers make none of an empty text.
         tokens = [ids or [self._tokenizer.pad_token_id] for ids in tokens]
-        for rows in length_buckets([len(ids) for ids in tokens], budget_tokens(self._model.device)):
-            vectors[rows] = self._forward([tokens[row] for row in rows])
+        share = self.family.pooling is not Pooling.POOLER and shares_lines(self._model)
+        for lines in plan(list(map(len, tokens)), pass_cost(self._model.device), share=share):
+            vectors[[row for line in lines for row in line]] = self._forward(tokens, lines)
         return vectors
 
     @torch.inference_mode()
-    def _forward(self, tokens: list[list[int]]) -> Floats:
-        device = self._model.device
-        # Padding comes after the text whatever the tokenizer's side: a causal model then never sees it.
-        ids = pad(tokens, self._tokenizer.pad_token_id or 0).to(device)
-        mask = mask_of([len(sequence) for sequence in tokens]).to(device)
-        output = self._model(input_ids=ids, attention_mask=mask)
-        pooled = _pool(output, mask, self.family.pooling)
+    def _forward(self, tokens: Sequence[Sequence[int]], lines: Lines) -> Floats:
+        """[rows, dimension], the vectors of the rows of `lines` in their order."""
+        batch = Batch.of([[tokens[row] for row in line] for line in lines], self._tokenizer.pad_token_id or 0)
+        pooled = _pool(self._model(**batch.inputs(self._model.device)), batch, self.family.pooling)
         if self.family.normalize:
             pooled = torch.nn.functional.normalize(pooled, dim=-1)
         return pooled.cpu().numpy()
 
 
-def _pool(output: Any, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """[batch, seq, dim] states -> [batch, dim] float32; `mask` [batch, seq] is 1 where there is a token."""
+def _pool(output: Any, batch: Batch, pooling: Pooling) -> torch.Tensor:
+    """[texts, dim] float32 of the states of `batch`."""
     if pooling is Pooling.POOLER:
         return output.pooler_output.float()
     states = output.last_hidden_state.float()
     if pooling is Pooling.CLS:
-        return states[:, 0]
-    lengths = mask.sum(dim=1)
-    if pooling is Pooling.LAST:
-        return states[torch.arange(len(states), device=states.device), lengths - 1]
-    return (states * mask.unsqueeze(-1)).sum(dim=1) / lengths.unsqueeze(-1)
+        return batch.first(states)
+    return batch.last(states) if pooling is Pooling.LAST else batch.mean(states)
 
 
 def _architecture(name: str, folder: Path) -> Any:

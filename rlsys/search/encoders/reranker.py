@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from rlsys.errors import UserError
-from rlsys.search.encoders.batching import budget_tokens, clean, length_buckets, mask_of, pad
+from rlsys.search.encoders.batching import clean, length_buckets, mask_of, pad, pass_cost
 from rlsys.search.encoders.loading import Loaded, load, read_json
 
 
@@ -60,7 +60,7 @@ class Reranker:
         )
         scores = np.empty(len(pairs))
         lengths = [len(ids) for ids in columns["input_ids"]]
-        for rows in length_buckets(lengths, budget_tokens(self._model.device)):
+        for rows in length_buckets(lengths, pass_cost(self._model.device)):
             scores[rows] = self._forward(
                 {name: [column[row] for row in rows] for name, column in columns.items()}
             )

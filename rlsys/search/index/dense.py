@@ -1,45 +1,69 @@
-"""Retrieval by vectors: queries are encoded, the nearest passages are found."""
+"""Retrieval by vectors: queries are encoded, the nearest passages are found.
+
+Invariant: queries are encoded as the passages were: same weights, pooling, prefixes, normalisation and cut.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlsys.errors import UserError
+from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder, Floats
-from rlsys.search.index.folder import Index
+from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.index.folder import Index, SearchOptions
+from rlsys.search.index.vectors import Vectors
 from rlsys.search.retriever import Hit
+
+_TWO_ENCODERS = ("dpr",)
+"""Families with a model of its own for queries."""
+_log = logging.getLogger(__name__)
 
 
 class DenseRetriever:
     """Encodes queries and looks for the nearest passages."""
 
-    def __init__(self, index: Index, encoder: Encoder) -> None:
-        self._index = index
+    def __init__(self, vectors: Vectors, corpus: Corpus, encoder: Encoder, faiss_type: str) -> None:
+        self._vectors = vectors
+        self._corpus = corpus
         self._encoder = encoder
+        self._faiss_type = faiss_type
 
     @classmethod
-    def open(cls, folder: str | Path, encoder: str | None = None, *, device: str = "cpu") -> DenseRetriever:
-        """Open an index and the encoder that made it.
+    def open(
+        cls,
+        folder: str | Path,
+        encoder: str | EncoderSpec | None = None,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        options: SearchOptions | None = None,
+    ) -> DenseRetriever:
+        """Open an index and the encoder that made it, on `device` in `dtype` (see `Encoder.load`).
 
-        `encoder` names another one for queries where a model has a separate one (DPR); without it, weights
-        that are not those of the index are refused with UserError.
+        `encoder` says where its weights lie now, or is a spec, whose device and dtype then count. Raises
+        UserError for other weights than the passages were encoded with (DPR alone has separate ones for
+        queries), for a spec that contradicts the index, and for a folder that does not fit together.
         """
-        index = Index.open(folder)
+        index = Index.open(folder, options)
         made = index.manifest
-        loaded = Encoder.load(encoder or made.encoder, made.family, max_tokens=made.max_tokens, device=device)
-        if encoder is None and loaded.checksum != made.encoder_sha256:
-            raise UserError(
-                f"the weights of encoder {made.encoder!r} have changed since {folder} was built: "
-                "build the index again"
-            )
+        loaded = made.query_spec(encoder, device=device, dtype=dtype).load()
         if loaded.dimension != made.dimension:
             raise UserError(
                 f"encoder {loaded.name!r} gives vectors of {loaded.dimension}, {folder} holds vectors of "
-                f"{made.dimension}: give the query encoder that belongs to the index"
+                f"{made.dimension}: give the encoder that belongs to the index"
             )
-        return cls(index, loaded)
+        if loaded.checksum != made.encoder_sha256:
+            if encoder is None or made.family not in _TWO_ENCODERS:
+                raise UserError(
+                    f"the weights of encoder {loaded.name!r} are not those that {folder} was built with: give the "
+                    f"encoder that belongs to it, or build the index again"
+                )
+            _log.info("queries are encoded by %s, passages were by %s", loaded.name, made.encoder)
+        return cls(index.vectors, index.corpus, loaded, made.faiss_type)
 
     @property
     def parallel(self) -> int:
@@ -52,22 +76,30 @@ class DenseRetriever:
 
     def find(self, prepared: Floats, topk: int) -> list[list[Hit]]:
         """At most `topk` hits of each vector, best first."""
-        scores, rows = self._index.search(prepared, topk)
+        scores, rows = self._vectors.search(prepared, topk)
+        # Fetched together, so that reads from a disk overlap; a row of -1 stands for nothing found.
+        passages = iter(self._corpus.fetch(rows[rows >= 0].tolist()))
         return [
-            list(map(Hit, line, self._index.corpus.fetch(found)))
-            for line, found in zip(scores.tolist(), rows.tolist(), strict=True)
+            [
+                Hit(score, next(passages))
+                for score, row in zip(line_scores, line_rows, strict=True)
+                if row >= 0
+            ]
+            for line_scores, line_rows in zip(scores.tolist(), rows.tolist(), strict=True)
         ]
 
     def close(self) -> None:
-        """Nothing to give back: the mapped corpus goes with the last reference to it."""
+        """Nothing to give back: what is mapped goes with the last reference to it."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Passages, corpus, encoder, dimension and FAISS type."""
-        made = self._index.manifest
+        """Passages, corpus, encoder, dimension, FAISS type, and nprobe and ef_search where it has them."""
+        settings = {"nprobe": self._vectors.settings.nprobe, "ef_search": self._vectors.settings.ef_search}
         return {
-            "passages": made.rows,
-            "corpus_sha256": made.corpus_sha256,
+            "kind": "dense",
+            "passages": len(self._corpus),
+            "corpus_sha256": self._corpus.checksum,
             "encoder": self._encoder.name,
-            "dimension": made.dimension,
-            "faiss_type": made.faiss_type,
+            "dimension": self._vectors.dimension,
+            "faiss_type": self._faiss_type,
+            **{key: value for key, value in settings.items() if value is not None},
         }

@@ -1,131 +1,266 @@
-"""The retrieval server: Search-R1's HTTP contract over any `Retriever`.
+"""The search server as an ASGI application: Search-R1's contract (`contract`) over any retriever.
 
-    POST /retrieve  {"queries": [str], "topk": int | null, "return_scores": bool = false}
-      with scores     {"result": [[{"document": {"id", "contents", ...}, "score": float}]]}
-      without         {"result": [[{"id", "contents", ...}]]}
-    GET  /health    {"status": "ok", "passages": int, ...}
+    POST /retrieve, /rerank, /access      GET /health, /metrics (Prometheus), /openapi.json, /docs
 
-A request that is wrong gets 4xx and {"detail": one sentence}; a server that cannot answer now gives 503 with
-Retry-After. The port answers only once everything is loaded.
+A request that is wrong gets 4xx, a queue that is full 429, a server that cannot answer now 503, each with
+`{"detail": one sentence}`; 429 and 503 come with Retry-After. A client that hangs up is not searched for any more.
+With a token, all but /health, /openapi.json and /docs want it, and /health says only that it is well without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
-from fastapi import FastAPI, HTTPException, Request, Response
-from pydantic import BaseModel, ConfigDict, ValidationError
+from fastapi import FastAPI, Request, Response, Security
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from fastapi.telemetry import TelemetryConfig
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from rlsys.search.address import DEFAULT_TOPK
-from rlsys.search.retriever import Hit, Retriever
-from rlsys.search.server.service import Overloaded, SearchService, ServerLimits
+from rlsys.search.pages import PageSource
+from rlsys.search.retriever import Retriever
+from rlsys.search.server.contract import (
+    AccessAnswer,
+    AccessRequest,
+    Body,
+    Contract,
+    Failure,
+    Health,
+    RankedAnswer,
+    Refused,
+    RerankRequest,
+    RetrieveRequest,
+)
+from rlsys.search.server.gate import Gate, failure
+from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.metrics import Metrics
+from rlsys.search.server.reranking import Scorer
+from rlsys.search.server.service import Busy, SearchService, Unavailable
 
-_RETRY_AFTER_S = 1
-_SHUTDOWN_S = 5
-_PARENT_POLL_S = 0.5
+PATHS = ("/retrieve", "/rerank", "/access", "/health", "/metrics")
+_REASONS = {
+    400: "The body is not JSON, or not whole.",
+    401: "The bearer token is missing or wrong.",
+    404: "The server has no reranker, or no pages.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not said to be plain JSON.",
+    422: "The body is JSON, but no such request, or beyond a limit.",
+    429: "Too much waits already.",
+    503: "No answer now: a time-out, a fault, or a server that shuts down.",
+}
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+"""OpenTelemetry, which reads the environment in each request to see whether it is on."""
 _log = logging.getLogger("uvicorn.error")
+Result = TypeVar("Result")
 
 
-class RetrieveRequest(BaseModel):
-    """Body of POST /retrieve."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    queries: list[str]
-    topk: int | None = None
-    return_scores: bool = False
-
-
-def create_app(retriever: Retriever, topk: int = DEFAULT_TOPK, limits: ServerLimits | None = None) -> FastAPI:
-    """The application; `topk` serves requests that leave it out."""
+def create_app(
+    retriever: Retriever,
+    topk: int = DEFAULT_TOPK,
+    limits: ServerLimits | None = None,
+    *,
+    reranker: Scorer | None = None,
+    pages: PageSource | None = None,
+    token: str | None = None,
+) -> FastAPI:
+    """The application; `topk` serves requests that leave it out. What it is given stays the caller's to close."""
     limits = limits or ServerLimits()
+    metrics = Metrics()
     service: SearchService
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         nonlocal service
-        service = SearchService(retriever, limits)
+        service = SearchService(retriever, topk, limits, metrics, reranker=reranker, pages=pages)
         yield
         await service.close()
 
-    app = FastAPI(title="rlsys retrieval", lifespan=lifespan, openapi_url=None)
+    async def health(request: Request) -> Response:
+        return _written(service.health() if request.state.trusted else {"status": "ok"})
 
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return service.health()
+    async def show_metrics(_: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.post("/retrieve")
-    async def retrieve(request: Request) -> Response:
-        asked = parse_request(await _read_body(request, limits), limits)
-        try:
-            hits = await service.retrieve(asked.queries, topk if asked.topk is None else asked.topk)
-        except Overloaded as error:
-            raise _unavailable(str(error)) from None
-        except Exception as error:  # noqa: BLE001  a fault of the retriever must not end as a bare 500
-            _log.exception("a search failed")
-            raise _unavailable(f"the search failed ({type(error).__name__}): see the server's log") from None
-        body = {"result": [_shape(line, with_scores=asked.return_scores) for line in hits]}
-        return Response(orjson.dumps(body), media_type="application/json")
-
+    app = FastAPI(
+        title="rlsys search server", version="1", redoc_url=None, lifespan=lifespan, telemetry=_NO_TELEMETRY
+    )
+    app.add_middleware(Gate, metrics=metrics, paths=PATHS, max_requests=limits.max_requests, token=token)
+    table = _Routes(app, limits, secured=token is not None)
+    table.post("/retrieve", RetrieveRequest, RankedAnswer, lambda asked: service.retrieve(asked))
+    table.post("/rerank", RerankRequest, RankedAnswer, lambda asked: service.rerank(asked), 404)
+    table.post("/access", AccessRequest, AccessAnswer, lambda asked: service.access(asked), 404)
+    table.get("/health", health, {200: {"model": Health}}, secured=False)
+    table.get("/metrics", show_metrics, {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     return app
 
 
-def parse_request(body: bytes, limits: ServerLimits) -> RetrieveRequest:
-    """Check a body. Raises HTTPException, 400 for what is not JSON and 422 for what is not a request."""
-    try:
-        request = RetrieveRequest.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        if first["type"] == "json_invalid":
-            raise HTTPException(400, f"the body is not JSON: {first['msg']}") from None
-        where = ".".join(map(str, first["loc"])) or "the body"
-        shape = '{"queries": [str], "topk": int or null, "return_scores": bool}'
-        raise HTTPException(422, f"{where}: {first['msg']}; send {shape}") from None
-    if not request.queries:
-        raise HTTPException(422, "queries: the list is empty; send at least one query")
-    if len(request.queries) > limits.max_queries:
-        raise HTTPException(
-            422, f"queries: {len(request.queries)} are too many; send at most {limits.max_queries}"
+class _DocumentedRoute(APIRoute):
+    """A route that FastAPI describes and leaves alone: its endpoint takes the request and gives the response.
+
+    FastAPI's own reading, checking and writing of bodies has no limits, and takes half of a short request's time.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint
+
+
+class _Routes:
+    """Adds routes to an application, each with its description."""
+
+    def __init__(self, app: FastAPI, limits: ServerLimits, *, secured: bool) -> None:
+        self._app = app
+        self._limits = limits
+        self._contract = Contract(limits)
+        self._secured = secured
+
+    def post(
+        self,
+        path: str,
+        asks: type[Body],
+        gives: type[BaseModel],
+        answer: Callable[[Body], Coroutine[Any, Any, Any]],
+        *refusals: int,
+    ) -> None:
+        """A body `asks` is answered by `{"result": await answer(body)}`; `refusals` beside the usual ones."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                asked = self._contract.parse(asks, await _read_body(request, self._limits))
+                return _written({"result": await _unless_gone(request, answer(asked))})
+            except Refused as error:
+                return failure(
+                    error.status, str(error), {"Connection": "close"} if error.status in (408, 413) else {}
+                )
+            except Busy as error:
+                return failure(429, str(error))
+            except Unavailable as error:
+                return failure(503, str(error))
+
+        endpoint.__doc__ = asks.__doc__
+        responses = {200: {"model": gives}} | _failures((400, 408, 413, 415, 422, 429, 503, *refusals))
+        content = {"application/json": {"schema": self._contract.schema(asks)}}
+        self._add("POST", path, endpoint, responses, body={"required": True, "content": content})
+
+    def get(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Coroutine[Any, Any, Response]],
+        responses: dict[int | str, dict[str, Any]],
+        *,
+        secured: bool = True,
+    ) -> None:
+        """A route without a body; `secured` where it wants the token."""
+        self._add("GET", path, endpoint, responses, secured=secured)
+
+    def _add(
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[[Request], Coroutine[Any, Any, Response]],
+        responses: dict[int | str, dict[str, Any]],
+        *,
+        body: dict[str, Any] | None = None,
+        secured: bool = True,
+    ) -> None:
+        secured = secured and self._secured
+        self._app.router.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            name=path.strip("/"),
+            response_model=None,
+            responses=responses | (_failures((401,)) if secured else {}),
+            # The gate checks the token; this only describes that.
+            dependencies=[Security(HTTPBearer(scheme_name="token", auto_error=False))] if secured else None,
+            openapi_extra=None if body is None else {"requestBody": body},
+            route_class_override=_DocumentedRoute,
         )
-    longest = max(range(len(request.queries)), key=lambda row: len(request.queries[row]))
-    if len(request.queries[longest]) > limits.max_query_chars:
-        length = len(request.queries[longest])
-        raise HTTPException(
-            422, f"queries.{longest}: {length} characters are too many; send at most {limits.max_query_chars}"
-        )
-    if request.topk is not None and not 1 <= request.topk <= limits.max_topk:
-        raise HTTPException(422, f"topk: {request.topk} is out of range; send 1 to {limits.max_topk}")
-    return request
+
+
+def _failures(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
+    described: dict[int | str, dict[str, Any]] = {}
+    for status in statuses:
+        described[status] = {"model": Failure, "description": _REASONS[status]}
+        if status in (429, 503):
+            described[status]["headers"] = {
+                "Retry-After": {"description": "Seconds.", "required": True, "schema": {"type": "integer"}}
+            }
+    return described
 
 
 async def _read_body(request: Request, limits: ServerLimits) -> bytes:
-    body = bytearray()
+    """The body of a request. Raises Refused.
+
+    What is too large is read to its end, and forgotten, as far as twice the limit: a client that is still sending
+    when the connection is closed does not see the answer.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise Refused(415, f"Content-Type {kind!r} is not JSON; send application/json")
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise Refused(415, f"Content-Encoding {coding!r} is not supported; send the body as it is")
+    body, size = bytearray(), 0
     try:
-        async with asyncio.timeout(limits.request_timeout_s):
+        async with asyncio.timeout(limits.body_timeout_s):
             async for block in request.stream():
-                body += block
-                if len(body) > limits.max_body_bytes:
-                    raise HTTPException(
-                        413, f"the body is too large; send at most {limits.max_body_bytes} bytes"
-                    )
+                size += len(block)
+                if size <= limits.max_body_bytes:
+                    body += block
+                elif size > 2 * limits.max_body_bytes:
+                    break
     except TimeoutError:
-        raise HTTPException(408, "the body did not arrive in time") from None
+        raise Refused(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
     except ClientDisconnect:
-        raise HTTPException(400, "the body is incomplete") from None
+        raise Refused(400, "the body is incomplete") from None
+    if size > limits.max_body_bytes:
+        raise Refused(413, f"the body is too large; send at most {limits.max_body_bytes} bytes")
     return bytes(body)
 
 
-def _shape(hits: Sequence[Hit], *, with_scores: bool) -> list[Any]:
-    if with_scores:
-        return [{"document": hit.document, "score": hit.score} for hit in hits]
-    return [hit.document for hit in hits]
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client hangs up or the server shuts down."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        task.uncancel()
+        if watching.done():
+            raise Refused(499, "the client hung up") from None
+        raise Unavailable("the server is shutting down") from None
+    finally:
+        watching.cancel()
 
 
-def _unavailable(reason: str) -> HTTPException:
-    return HTTPException(503, reason, headers={"Retry-After": str(_RETRY_AFTER_S)})
+def _written(body: dict[str, Any]) -> Response:
+    try:
+        text = _dumped(body)
+    except (TypeError, ValueError) as error:
+        _log.exception("an answer is not JSON")
+        raise Unavailable(f"a document cannot be written as JSON ({error})") from None
+    return Response(text, media_type="application/json")
+
+
+def _dumped(body: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError:
+        # It knows no integer beyond 64 bits and no half of a surrogate pair; documents may hold both.
+        return json.dumps(body, allow_nan=False).encode()

@@ -1,0 +1,122 @@
+"""Several short texts in one line of a forward pass, each blind to the others: no padding, and fewer passes.
+
+Search queries are a few tokens long, and of unequal length. Padded to the longest of a batch, half of the work is
+padding; cut into batches of one length, each batch costs a pass. Here they share lines: a token attends to the tokens
+of its own text, and its position counts from that text's beginning, so the states are those of a text alone. It
+needs a model that takes positions and such a mask as they are given (`shares_lines`).
+
+Invariant: a row's tokens stand side by side, in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from rlsys.search.encoders.batching import PassCost, length_buckets
+
+Lines = list[list[int]]
+"""The rows of each line of a pass."""
+_LEAST_WIDTH = 32
+"""Of a line that is shared: narrower lines are many, wider ones spend more on attention."""
+
+
+def shares_lines(model: Any) -> bool:
+    """Whether `model` gives each text the same states when it shares its line; tried with BERT on a CPU."""
+    return type(model) is transformers.BertModel and model.device.type == "cpu"
+
+
+def plan(lengths: Sequence[int], cost: PassCost, *, share: bool) -> list[Lines]:
+    """The passes that cost least: each row has a line, or with `share` perhaps a part of one."""
+    alone = length_buckets(lengths, cost)
+    if not share or len(lengths) < 2:
+        return [[[row] for row in rows.tolist()] for rows in alone]
+    width = max(_LEAST_WIDTH, *lengths)
+    lines = first_fit(lengths, width)
+    per_pass = max(1, cost.most_tokens // width)
+    packed = [lines[first : first + per_pass] for first in range(0, len(lines), per_pass)]
+    padded_tokens = sum(len(rows) * lengths[rows[-1]] for rows in alone)
+    if len(lines) * width + cost.fixed_tokens * len(packed) < padded_tokens + cost.fixed_tokens * len(alone):
+        return packed
+    return [[[row] for row in rows.tolist()] for rows in alone]
+
+
+def first_fit(lengths: Sequence[int], width: int) -> Lines:
+    """Rows to lines of `width` tokens, the longest rows first, each into the first line that has room for it."""
+    lines: Lines = []
+    room: list[int] = []
+    for row in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        line = next((number for number, free in enumerate(room) if free >= lengths[row]), len(lines))
+        if line == len(lines):
+            lines.append([])
+            room.append(width)
+        lines[line].append(row)
+        room[line] -= lengths[row]
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts in lines, ready for a pass. Texts are numbered in the order of their lines."""
+
+    ids: NDArray[np.int64]
+    """[lines, width] token ids."""
+    positions: NDArray[np.int64]
+    """[lines, width] of each token in its text."""
+    owners: NDArray[np.int64]
+    """[lines, width] number of each token's text; -1 for padding."""
+    starts: NDArray[np.int64]
+    """[texts] of each text in the flattened lines."""
+    lengths: NDArray[np.int64]
+    """[texts] in tokens."""
+
+    @classmethod
+    def of(cls, lines: Sequence[Sequence[Sequence[int]]], filler: int) -> Batch:
+        """The texts (token ids) of each line, from the left, `filler` after the last of a line."""
+        width = max(sum(map(len, line)) for line in lines)
+        shape = (len(lines), width)
+        ids, positions = np.full(shape, filler, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        owners = np.full(shape, -1, dtype=np.int64)
+        starts, lengths = [], []
+        for number, line in enumerate(lines):
+            at = 0
+            for text in line:
+                span = slice(at, at + len(text))
+                ids[number, span], positions[number, span] = text, np.arange(len(text))
+                owners[number, span] = len(starts)
+                starts.append(number * width + at)
+                lengths.append(len(text))
+                at += len(text)
+        return cls(ids, positions, owners, np.array(starts), np.array(lengths))
+
+    def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """What the model takes."""
+        owners = torch.from_numpy(self.owners).to(device)
+        inputs = {"input_ids": torch.from_numpy(self.ids).to(device)}
+        if len(self.starts) == len(self.ids):
+            # Padding comes after the text whatever the tokenizer's side: a causal model then never sees it.
+            return inputs | {"attention_mask": (owners >= 0).long()}
+        mask = owners[:, None, :, None] == owners[:, None, None, :]
+        return inputs | {"position_ids": torch.from_numpy(self.positions).to(device), "attention_mask": mask}
+
+    def first(self, states: torch.Tensor) -> torch.Tensor:
+        """[texts, dim], the state of each text's first token, of [lines, width, dim]."""
+        return states.flatten(0, 1)[torch.from_numpy(self.starts).to(states.device)]
+
+    def last(self, states: torch.Tensor) -> torch.Tensor:
+        """[texts, dim], the state of each text's last token, of [lines, width, dim]."""
+        return states.flatten(0, 1)[torch.from_numpy(self.starts + self.lengths - 1).to(states.device)]
+
+    def mean(self, states: torch.Tensor) -> torch.Tensor:
+        """[texts, dim], the mean over each text's tokens, of [lines, width, dim]."""
+        owners = torch.from_numpy(self.owners).to(states.device).flatten()
+        taken = owners >= 0
+        sums = states.new_zeros(len(self.starts), states.shape[-1])
+        sums.index_add_(0, owners[taken], states.flatten(0, 1)[taken])
+        return sums / torch.from_numpy(self.lengths).to(states.device).unsqueeze(-1)

@@ -1,0 +1,241 @@
+"""The HTTP contract: what a request may hold, what an answer holds, and how both are described in OpenAPI.
+
+    POST /retrieve  {"queries": [str], "topk": int | null, "return_scores": bool, "rerank": bool}
+      with scores     {"result": [[{"document": {"id", "contents", ...}, "score": float}]]}
+      without         {"result": [[{"id", "contents", ...}]]}
+    POST /rerank    {"queries": [str], "documents": [[document]], "rerank_topk": int | null, "return_scores": bool}
+      with scores     {"result": [[{"document": document, "score": float}]]}
+      without         {"result": [[document]]}
+    POST /access    {"urls": [str]} -> {"result": [{"url", "contents", ...} | null]}
+    any error       {"detail": one sentence}
+
+Types are strict: `3` is an integer, and in JSON `3.0` is the same one, but `"3"` is none; an unknown field is an
+error, not a slip that nobody sees. Each limit is one object that both checks values and describes itself, so that
+the description stays true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from rlsys.search.server.limits import ServerLimits
+
+Document = str | dict[str, Any]
+"""Text, `{"contents": text, ...}`, or a hit, `{"document": {"contents": text, ...}, ...}`."""
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_whole)]
+"""A JSON integer, which may be written with a fraction of zero."""
+
+
+class RetrieveRequest(BaseModel):
+    """Queries, and how their passages are wanted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    shape: ClassVar[str] = '{"queries": [str], "topk": int or null, "return_scores": bool, "rerank": bool}'
+
+    queries: list[str]
+    topk: Count | None = Field(None, description="Passages of each query; null takes the server's default.")
+    return_scores: bool = False
+    rerank: bool = Field(False, description="Put the passages in the reranker's order; scores are its own.")
+
+
+class RerankRequest(BaseModel):
+    """Queries, each with documents of its own to be put in order."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    shape: ClassVar[str] = (
+        '{"queries": [str], "documents": [[str or {"contents": str}]], "rerank_topk": int or null, '
+        '"return_scores": bool}'
+    )
+
+    queries: list[str]
+    documents: list[list[Document]] = Field(description="As many lists as queries.")
+    rerank_topk: Count | None = Field(
+        None, description="Best documents of each query; null takes the server's default."
+    )
+    return_scores: bool = False
+
+
+class AccessRequest(BaseModel):
+    """URLs whose pages are wanted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    shape: ClassVar[str] = '{"urls": [str]}'
+
+    urls: list[str]
+
+
+class Scored(BaseModel):
+    """A passage or document and its score."""
+
+    document: dict[str, Any] | str
+    score: float
+
+
+class RankedAnswer(BaseModel):
+    """A list for each query, best first: with scores if the request asks for them."""
+
+    result: list[list[Scored | dict[str, Any] | str]]
+
+
+class AccessAnswer(BaseModel):
+    """A page for each URL; null where there is none."""
+
+    result: list[dict[str, Any] | None]
+
+
+class Health(BaseModel):
+    """What is served; only `status` to those without the token of a server that has one."""
+
+    model_config = ConfigDict(extra="allow")
+    status: str
+
+
+class Failure(BaseModel):
+    """Why there is no answer, in one sentence."""
+
+    detail: str
+
+
+class Refused(Exception):
+    """The request is wrong: an HTTP status of 4xx and one sentence."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+Body = TypeVar("Body", RetrieveRequest, RerankRequest, AccessRequest)
+
+
+class Contract:
+    """The request models under a server's limits."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        # One that can never fit into the queue must not be told to try again.
+        texts = _Texts(min(limits.max_queries, limits.max_pending), limits.max_query_chars)
+        count = _Count(limits.max_topk)
+        self._bounds: dict[str, _Texts | _Documents | _Count] = {
+            "queries": texts,
+            "urls": texts,
+            "documents": _Documents(texts.most, limits.max_document_chars),
+            "topk": count,
+            "rerank_topk": count,
+        }
+
+    def parse(self, model: type[Body], body: bytes) -> Body:
+        """The request in a body. Raises Refused: 400 for what is not JSON, 422 for what is not such a request."""
+        try:
+            asked = model.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            if first["type"] == "json_invalid":
+                raise Refused(400, f"the body is not JSON: {first['msg']}") from None
+            where = ".".join(map(str, first["loc"])) or "the body"
+            raise Refused(422, f"{where}: {first['msg']}; send {model.shape}") from None
+        for field, bound in self._bounds.items():
+            value = getattr(asked, field, None)
+            if value is not None and (problem := bound.problem(value)):
+                raise Refused(422, f"{field}{problem}")
+        return asked
+
+    def schema(self, model: type[BaseModel]) -> dict[str, Any]:
+        """JSON schema of a request's body."""
+        described = model.model_json_schema()
+        for field, bound in self._bounds.items():
+            if field in described["properties"]:
+                kept = {
+                    key: value
+                    for key, value in described["properties"][field].items()
+                    if key in ("title", "description", "default")
+                }
+                described["properties"][field] = kept | bound.schema()
+        return described
+
+
+def text_of(document: Document) -> str | None:
+    """The text to rerank by; None for an object that has none."""
+    if isinstance(document, str):
+        return document
+    contents = bare(document).get("contents")
+    return contents if isinstance(contents, str) else None
+
+
+def bare(document: dict[str, Any]) -> dict[str, Any]:
+    """The document itself, of a hit too."""
+    inner = document.get("document")
+    return inner if isinstance(inner, dict) else document
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """A list of texts that is not empty."""
+
+    most: int
+    chars: int
+
+    def problem(self, texts: Sequence[str]) -> str:
+        if not texts:
+            return ": the list is empty; send at least one"
+        if len(texts) > self.most:
+            return f": {len(texts)} are too many; send at most {self.most}"
+        if max(map(len, texts)) > self.chars:
+            row = next(row for row, text in enumerate(texts) if len(text) > self.chars)
+            return f".{row}: {len(texts[row])} characters are too many; send at most {self.chars}"
+        return ""
+
+    def schema(self) -> dict[str, Any]:
+        item = {"type": "string", "maxLength": self.chars}
+        return {"type": "array", "items": item, "minItems": 1, "maxItems": self.most}
+
+
+@dataclass(frozen=True, slots=True)
+class _Documents:
+    """A list of documents for each query."""
+
+    most: int
+    chars: int
+
+    def problem(self, lists: Sequence[Sequence[Document]]) -> str:
+        for row, documents in enumerate(lists):
+            for column, document in enumerate(documents):
+                text = text_of(document)
+                if text is None:
+                    return f".{row}.{column}: an object needs `contents`, a string"
+                if len(text) > self.chars:
+                    return f".{row}.{column}: {len(text)} characters are too many; send at most {self.chars}"
+        return ""
+
+    def schema(self) -> dict[str, Any]:
+        text = {"type": "string", "maxLength": self.chars}
+        plain = {
+            "type": "object",
+            "properties": {"contents": text, "document": {"not": {"type": "object"}}},
+            "required": ["contents"],
+        }
+        document = {"type": "object", "properties": {"contents": text}, "required": ["contents"]}
+        hit = {"type": "object", "properties": {"document": document}, "required": ["document"]}
+        line = {"type": "array", "items": {"anyOf": [text, plain, hit]}}
+        return {"type": "array", "items": line, "minItems": 1, "maxItems": self.most}
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """A number of passages, or null."""
+
+    most: int
+
+    def problem(self, number: int) -> str:
+        return "" if 1 <= number <= self.most else f": {number} is out of range; send 1 to {self.most}"
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [{"type": "integer", "minimum": 1, "maximum": self.most}, {"type": "null"}]}

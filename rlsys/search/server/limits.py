@@ -1,0 +1,41 @@
+"""What a search server takes on before it says no."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds of requests (beyond them 413 or 422), of the queue (429) and of time (408, 503)."""
+
+    max_topk: int = 100
+    max_queries: int = 4096
+    """Queries, or URLs, of one request: a whole training batch of an upstream client fits."""
+    max_query_chars: int = 8192
+    """Of a query, or of a URL."""
+    max_document_chars: int = 65_536
+    """Of a document to rerank."""
+    max_passages: int = 131_072
+    """Passages of one answer, queries times `topk`: what is held in memory and written at once."""
+    max_body_bytes: int = 64 * 1024 * 1024
+    max_requests: int = 2048
+    """Requests in work at once."""
+    max_pending: int = 16_384
+    """Queries of all clients that may wait."""
+    max_batch: int = 128
+    """Queries encoded and searched together."""
+    max_wait_ms: float = 2.0
+    """How long a query waits for others while nothing is being encoded."""
+    body_timeout_s: float = 30.0
+    """Until a body has arrived."""
+    request_timeout_s: float = 120.0
+    """From the arrived body to the answer."""
+    cache_entries: int = 16_384
+    """Answers to queries that are kept, of at most eight times as many passages; 0 keeps none."""
+    rerank_candidates: int = 50
+    """Passages that are retrieved, and then reranked, for a query that asks for it; `topk` if that is more."""
+    max_pending_pairs: int = 65_536
+    """Pairs of a query and a document that may wait to be scored; one request may hold no more."""
+    max_pair_batch: int = 64
+    """Pairs scored together."""

@@ -1,0 +1,112 @@
+"""Retrievers whose stages wait for the test, and an application around them, for the tests of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from rlsys.search.retriever import Hit
+from rlsys.search.server.app import create_app
+from rlsys.search.server.limits import ServerLimits
+
+
+class Gated:
+    """Finds `query/rank` for a query; each stage says that it has begun and waits until it may go on.
+
+    Closed gates stay so until the test opens them; `seen` and `found` hold what came into the stages.
+    """
+
+    def __init__(self, parallel: int = 1, *, prepare_open: bool = True, find_open: bool = True) -> None:
+        self.parallel = parallel
+        self.may_prepare, self.may_find = threading.Event(), threading.Event()
+        if prepare_open:
+            self.may_prepare.set()
+        if find_open:
+            self.may_find.set()
+        self.seen: list[list[str]] = []
+        self.found: list[tuple[list[str], int]] = []
+        self.threads: set[str] = set()
+        self.finding = 0
+        self.most_finding = 0
+        self.closed = False
+        self._lock = threading.Lock()
+
+    def prepare(self, queries: Sequence[str]) -> Any:
+        self.seen.append(list(queries))
+        self.threads.add(threading.current_thread().name)
+        assert self.may_prepare.wait(30)
+        if "poison" in queries:
+            raise RuntimeError("broken")
+        return list(queries)
+
+    def find(self, prepared: Any, topk: int) -> list[list[Hit]]:
+        with self._lock:
+            self.found.append((prepared, topk))
+            self.threads.add(threading.current_thread().name)
+            self.finding += 1
+            self.most_finding = max(self.most_finding, self.finding)
+        assert self.may_find.wait(30)
+        with self._lock:
+            self.finding -= 1
+        return [
+            [Hit(1.0 - rank / topk, {"id": f"{query}/{rank}", "contents": query}) for rank in range(topk)]
+            for query in prepared
+        ]
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"kind": "gated", "passages": 7}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Lengths:
+    """A reranker whose score is the length of the text, and -1 for a text of another query's."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[str, str]] = []
+
+    def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        self.pairs += pairs
+        return [float(len(text)) for _, text in pairs]
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"model": "lengths"}
+
+
+class Pages:
+    """Two pages."""
+
+    known: Mapping[str, Mapping[str, Any]] = {
+        url: {"url": url, "contents": f"page of {url}"}
+        for url in ("https://a.example/", "https://b.example/")
+    }
+
+    def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+        return [self.known.get(url) for url in urls]
+
+
+@asynccontextmanager
+async def in_process(
+    retriever: Any, limits: ServerLimits | None = None, **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application of this process and event loop."""
+    app = create_app(retriever, 3, limits, **options)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        yield client
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Give the loop and the threads their turns until `condition` holds."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)

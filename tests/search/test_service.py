@@ -1,0 +1,312 @@
+"""What the server does with many requests at once: stages, batches, limits, faults; in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rlsys.search.index.dense import DenseRetriever
+from rlsys.search.retriever import Hit
+from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.retrieval import HitCache
+
+from .gated import Gated, Lengths, Pages, in_process, until
+
+ONE_BY_ONE = ServerLimits(max_batch=1, cache_entries=0)
+
+
+def ask(client: httpx.AsyncClient, *queries: str, **body: Any) -> asyncio.Task[httpx.Response]:
+    return asyncio.create_task(client.post("/retrieve", json={"queries": list(queries), **body}))
+
+
+def ids(answer: httpx.Response) -> list[list[str]]:
+    assert answer.status_code == 200, answer.text
+    return [[hit["id"] for hit in line] for line in answer.json()["result"]]
+
+
+async def pending(client: httpx.AsyncClient, queries: int) -> None:
+    async with asyncio.timeout(20):
+        while (await client.get("/health")).json()["pending"] < queries:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_batch_is_prepared_while_another_is_found() -> None:
+    gated = Gated(find_open=False)
+    async with in_process(gated, ONE_BY_ONE) as client:
+        first = ask(client, "a")
+        await until(lambda: gated.finding == 1)
+        second = ask(client, "b")
+        await until(lambda: gated.seen == [["a"], ["b"]])
+        assert gated.found == [(["a"], 3)]
+        gated.may_find.set()
+        assert ids(await first) == [["a/0", "a/1", "a/2"]]
+        assert ids(await second) == [["b/0", "b/1", "b/2"]]
+    assert gated.threads == {"prepare_0", "find_0"}
+
+
+async def test_prepared_batches_do_not_pile_up_before_a_slow_search() -> None:
+    gated = Gated(find_open=False)
+    async with in_process(gated, ServerLimits(max_batch=4, cache_entries=0)) as client:
+        tasks = [ask(client, "a")]
+        await until(lambda: gated.finding == 1)
+        tasks.append(ask(client, "b"))
+        await until(lambda: len(gated.seen) == 2)
+        tasks += [ask(client, query) for query in "cdef"]
+        await pending(client, 4)
+        assert gated.seen == [["a"], ["b"]], (
+            "one is found, one is prepared and waits, the rest is no batch yet"
+        )
+        gated.may_find.set()
+        await asyncio.gather(*tasks)
+    assert gated.seen == [["a"], ["b"], ["c", "d", "e", "f"]]
+
+
+async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
+    gated = Gated(parallel=3, find_open=False)
+    async with in_process(gated, ONE_BY_ONE) as client:
+        tasks = [ask(client, query) for query in "abcdef"]
+        await until(lambda: gated.finding == 3 and len(gated.seen) == 4)
+        gated.may_find.set()
+        assert [ids(answer)[0][0] for answer in await asyncio.gather(*tasks)] == [f"{q}/0" for q in "abcdef"]
+    assert gated.most_finding == 3
+
+
+async def test_requests_that_come_during_a_search_share_the_next_one() -> None:
+    gated = Gated(prepare_open=False)
+    async with in_process(gated, ServerLimits()) as client:
+        first = ask(client, "first")
+        await until(lambda: gated.seen == [["first"]])
+        wanted = [(f"q{row % 20}", 1 + row % 4) for row in range(40)]
+        asked = [ask(client, query, topk=topk) for query, topk in wanted]
+        await pending(client, 40)
+        gated.may_prepare.set()
+        assert ids(await first) == [["first/0", "first/1", "first/2"]]
+        for (query, topk), answer in zip(wanted, await asyncio.gather(*asked), strict=True):
+            assert ids(answer) == [[f"{query}/{rank}" for rank in range(topk)]]
+        health = (await client.get("/health")).json()
+    assert (health["batches"], health["queries"], health["cached"]) == (2, 41, 0)
+    # Each topk on its own, each query of it once.
+    assert gated.found[1:] == [
+        ([f"q{row}" for row in range(20) if row % 4 == topk - 1], topk) for topk in (1, 2, 3, 4)
+    ]
+
+
+async def test_an_answer_does_not_depend_on_its_batch(
+    retriever: DenseRetriever, queries: list[str], brute_force: tuple[Any, Any]
+) -> None:
+    order = brute_force[1]
+    async with in_process(retriever, ServerLimits(cache_entries=0, max_batch=64)) as client:
+        asked = [
+            ask(client, query, topk=1 + row % 5, return_scores=True) for row, query in enumerate(queries)
+        ]
+        together = [answer.json()["result"][0] for answer in await asyncio.gather(*asked)]
+        alone = (await ask(client, queries[7], topk=3, return_scores=True)).json()["result"][0]
+    for row, line in enumerate(together):
+        assert [hit["document"]["id"] for hit in line] == [f"c{place}" for place in order[row, : 1 + row % 5]]
+    assert [hit["document"] for hit in alone] == [hit["document"] for hit in together[7]]
+    np.testing.assert_allclose(
+        [hit["score"] for hit in alone], [hit["score"] for hit in together[7]], atol=1e-6
+    )
+
+
+async def test_a_full_queue_turns_away_and_recovers() -> None:
+    gated = Gated(prepare_open=False)
+    async with in_process(gated, ServerLimits(max_pending=2, max_batch=1)) as client:
+        tasks = [ask(client, "a")]
+        await until(lambda: len(gated.seen) == 1)
+        tasks += [ask(client, "b"), ask(client, "c")]
+        await pending(client, 2)
+        refused = await ask(client, "d")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "pending: 2" in refused.json()["detail"]
+        never = await ask(client, "e", "f", "g")
+        assert (never.status_code, never.json()["detail"]) == (422, "queries: 3 are too many; send at most 2")
+        gated.may_prepare.set()
+        assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 3
+        assert (await ask(client, "d")).status_code == 200
+
+
+async def test_too_many_requests_at_once_are_turned_away_before_they_are_read() -> None:
+    gated = Gated(prepare_open=False)
+    async with in_process(gated, ServerLimits(max_requests=1)) as client:
+        first = ask(client, "a")
+        await until(lambda: len(gated.seen) == 1)
+        refused = await client.post("/retrieve", content=b"never parsed")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert (await client.get("/health")).json()["status"] == "ok"
+        gated.may_prepare.set()
+        assert (await first).status_code == 200
+
+
+async def test_a_request_that_takes_too_long_is_given_up_and_not_searched() -> None:
+    gated = Gated(prepare_open=False)
+    async with in_process(gated, ServerLimits(request_timeout_s=0.05, max_batch=1)) as client:
+        late = await asyncio.gather(ask(client, "running"), ask(client, "waiting"))
+        assert [answer.status_code for answer in late] == [503, 503]
+        assert late[0].headers["retry-after"] == "1"
+        assert "no answer within 0.05 s" in late[0].json()["detail"]
+        gated.may_prepare.set()
+    assert gated.seen == [["running"]]
+
+
+async def test_a_fault_of_the_retriever_is_503_and_the_next_request_works() -> None:
+    gated = Gated()
+    async with in_process(gated, ServerLimits()) as client:
+        failed = await ask(client, "poison")
+        assert (failed.status_code, failed.headers["retry-after"]) == (503, "1")
+        assert "the search failed (RuntimeError)" in failed.json()["detail"]
+        assert ids(await ask(client, "fine")) == [["fine/0", "fine/1", "fine/2"]]
+
+
+async def test_a_retriever_that_loses_a_line_is_a_fault_not_a_mix_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = Gated()
+    monkeypatch.setattr(gated, "find", lambda prepared, _: [[]] * (len(prepared) - 1))
+    async with in_process(gated, ServerLimits()) as client:
+        assert (await ask(client, "a", "b")).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)],
+)
+async def test_what_json_can_say_is_answered(
+    monkeypatch: pytest.MonkeyPatch, value: Any, status: int
+) -> None:
+    gated = Gated()
+    monkeypatch.setattr(gated, "find", lambda prepared, _: [[Hit(1.0, {"contents": value})]] * len(prepared))
+    async with in_process(gated, ServerLimits()) as client:
+        answer = await ask(client, "a")
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.json()["result"] == [[{"contents": value}]]
+    else:
+        assert "cannot be written as JSON" in answer.json()["detail"]
+
+
+async def test_closing_answers_those_who_wait() -> None:
+    gated = Gated(prepare_open=False)
+    async with in_process(gated, ONE_BY_ONE) as client:
+        running, waiting = ask(client, "a"), ask(client, "b")
+        await until(lambda: len(gated.seen) == 1)
+        asyncio.get_running_loop().call_later(0.05, gated.may_prepare.set)
+    for answer in await asyncio.gather(running, waiting):
+        assert (answer.status_code, answer.json()["detail"]) == (503, "the server is shutting down")
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_the_cache_is_by_query_and_topk_and_can_be_off() -> None:
+    for entries, searched in ((16, 2), (0, 3)):
+        gated = Gated()
+        async with in_process(gated, ServerLimits(cache_entries=entries)) as client:
+            for topk in (1, 2, 1):
+                assert ids(await ask(client, "a", topk=topk)) == [[f"a/{rank}" for rank in range(topk)]]
+        assert len(gated.found) == searched
+
+
+def test_the_cache_forgets_what_was_not_asked_for_longest_and_bounds_passages() -> None:
+    cache = HitCache(2)
+    hit = Hit(1.0, {})
+    for query in "ab":
+        cache.put((query, 1), [hit])
+    assert cache.get(("a", 1)) == [hit]
+    cache.put(("c", 1), [hit])
+    assert (cache.get(("b", 1)), cache.get(("a", 1))) == (None, [hit])
+    cache.put(("d", 16), [hit] * 16)
+    assert (cache.get(("a", 1)), cache.get(("d", 16))) == (None, [hit] * 16)
+    cache.put(("e", 17), [hit] * 17)
+    assert (cache.get(("d", 16)), cache.get(("e", 17))) == (None, None)
+
+
+async def test_rerank_gives_each_query_its_own_documents_in_order() -> None:
+    reranker = Lengths()
+    documents = [
+        ["bb", {"contents": "a", "id": 1}, {"document": {"contents": "cccc", "id": 2}, "score": 0.1}],
+        [],
+        ["xx", "yy", "z"],
+    ]
+    body = {"queries": ["q", "r", "s"], "documents": documents, "return_scores": True}
+    async with in_process(Gated(), ServerLimits(), reranker=reranker) as client:
+        result = (await client.post("/rerank", json=body)).json()["result"]
+        plain = (await client.post("/rerank", json=body | {"return_scores": False, "rerank_topk": 1})).json()
+        wrong = await client.post("/rerank", json=body | {"queries": ["q"]})
+        textless = await client.post("/rerank", json={"queries": ["q"], "documents": [[{"id": 1}]]})
+    assert result == [
+        [
+            {"document": {"contents": "cccc", "id": 2}, "score": 4.0},
+            {"document": "bb", "score": 2.0},
+            {"document": {"contents": "a", "id": 1}, "score": 1.0},
+        ],
+        [],
+        [{"document": "xx", "score": 2.0}, {"document": "yy", "score": 2.0}, {"document": "z", "score": 1.0}],
+    ]
+    assert plain["result"] == [[{"contents": "cccc", "id": 2}], [], ["xx"]]
+    own = [("q", "bb"), ("q", "a"), ("q", "cccc"), ("s", "xx"), ("s", "yy"), ("s", "z")]
+    assert reranker.pairs == own * 2
+    assert (wrong.status_code, "3 lists for 1 queries" in wrong.json()["detail"]) == (422, True)
+    assert textless.json()["detail"] == "documents.0.0: an object needs `contents`, a string"
+
+
+async def test_retrieve_with_rerank_orders_the_candidates() -> None:
+    class Backwards(Lengths):
+        def scores(self, pairs: Any) -> list[float]:
+            self.pairs += pairs
+            return [float(row) for row, _ in enumerate(pairs)]
+
+    gated, reranker = Gated(), Backwards()
+    limits = ServerLimits(rerank_candidates=10, max_pending_pairs=40)
+    async with in_process(gated, limits, reranker=reranker) as client:
+        answer = await ask(client, "a", topk=2, rerank=True, return_scores=True)
+        more = await ask(client, "b", topk=12, rerank=True)
+        beyond = await ask(client, *"abcde", rerank=True)
+    hits = answer.json()["result"][0]
+    assert [(hit["document"]["id"], hit["score"]) for hit in hits] == [("a/9", 9.0), ("a/8", 8.0)]
+    assert ids(more) == [[f"b/{rank}" for rank in reversed(range(12))]]
+    assert [topk for _, topk in gated.found] == [10, 12]
+    assert (beyond.status_code, "50 pairs to rerank are too many" in beyond.json()["detail"]) == (422, True)
+
+
+async def test_access_gives_pages_in_order_and_null() -> None:
+    urls = ["https://b.example/", "https://nowhere.example/", "https://a.example/"]
+    async with in_process(Gated(), ServerLimits(), pages=Pages()) as client:
+        answer = await client.post("/access", json={"urls": urls})
+    assert answer.json() == {"result": [Pages.known[urls[0]], None, Pages.known[urls[2]]]}
+
+
+async def test_health_says_what_is_loaded() -> None:
+    async with in_process(Gated(), ServerLimits(), reranker=Lengths(), pages=Pages()) as client:
+        health = (await client.get("/health")).json()
+    assert (
+        health.items()
+        >= {"kind": "gated", "passages": 7, "reranker": {"model": "lengths"}, "pages": True}.items()
+    )
+    assert health["uptime_s"] >= 0
+
+
+TOKEN = "s3cret"
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer wrong", "Basic s3cret", "s3cret", "Bearer s3cret2"]
+)
+async def test_without_the_token_only_health_answers_and_says_little(header: str | None) -> None:
+    gated = Gated()
+    headers = {} if header is None else {"Authorization": header}
+    async with in_process(gated, ServerLimits(), token=TOKEN, pages=Pages()) as client:
+        client.headers.update(headers)
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        for answer in (await ask(client, "a"), await client.get("/metrics"), await client.get("/nothing")):
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert "bearer token" in answer.json()["detail"]
+    assert gated.seen == []
+
+
+async def test_with_the_token_everything_answers() -> None:
+    async with in_process(Gated(), ServerLimits(), token=TOKEN) as client:
+        client.headers["Authorization"] = f"bearer {TOKEN}"
+        assert (await ask(client, "a")).status_code == 200
+        assert (await client.get("/health")).json()["passages"] == 7
+        assert (await client.get("/metrics")).status_code == 200
