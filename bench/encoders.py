@@ -36,8 +36,9 @@ from rich.console import Console
 from rich.table import Table
 from sentence_transformers import SentenceTransformer
 
-from rlsys.search.encoders.encoder import Encoder, Floats
-from rlsys.search.encoders.loading import BUNDLED, resolve_folder
+from rlsys.search.encoders.encoder import Encoder
+from rlsys.search.encoders.files import BUNDLED, resolve_folder
+from rlsys.search.encoders.spec import Floats
 
 RESULT = Path("outputs/bench/encoders.json")
 BASELINE = "sentence-transformers"

@@ -34,7 +34,7 @@ def build_index(given: argparse.Namespace, console: Console) -> bool:
             from rlsys.search.index.lexical import build_lexical
 
             return build_lexical(Corpus.open(given.corpus_path), given.save_dir, progress=progress)
-        from rlsys.search.encoders.parallel import EncoderSpec
+        from rlsys.search.encoders.spec import EncoderSpec
         from rlsys.search.index.build import BuildOptions, build
 
         encoder = EncoderSpec(

@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rlsys.cli.main import run_command
 from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK
+from rlsys.search.pages import PageStore
 from rlsys.search.retriever import Retriever
+from rlsys.search.server.command import load_reranker
 from rlsys.search.server.serve import TOKEN_VARIABLE, Parts, read_token, serve_parts
 
 BM25 = "bm25"
@@ -36,11 +38,8 @@ def load(given: argparse.Namespace) -> Parts:
         raise UserError(f"--pages_path {given.pages_path} is not a file: give a jsonl file of pages")
     retriever = open_folder(given) if index.is_dir() else open_file(given)
 
-    from rlsys.search.encoders.reranker import Reranker
-    from rlsys.search.pages import PageStore
-
-    reranker = given.reranker_model and Reranker.load(given.reranker_model, device=given.device)
-    return Parts(retriever, reranker, given.pages_path and PageStore.open(given.pages_path))
+    pages = given.pages_path and PageStore.open(given.pages_path)
+    return Parts(retriever, given.reranker_model and load_reranker(given.reranker_model, given.device), pages)
 
 
 def open_folder(given: argparse.Namespace) -> Retriever:
@@ -72,6 +71,7 @@ def open_folder(given: argparse.Namespace) -> Retriever:
         encoder=given.retriever_model,
         device=given.device if has_vectors else None,
         faiss_gpu=given.faiss_gpu or None,
+        own_process=True,
     )
 
 
@@ -89,7 +89,7 @@ def open_file(given: argparse.Namespace) -> Retriever:
     if not given.corpus_path.is_file():
         raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
 
-    from rlsys.search.encoders.parallel import EncoderSpec
+    from rlsys.search.encoders.spec import EncoderSpec
     from rlsys.search.index.folder import SearchOptions
     from rlsys.search.index.prebuilt import open_prebuilt
 
@@ -99,9 +99,8 @@ def open_file(given: argparse.Namespace) -> Retriever:
         max_tokens=QUERY_TOKENS,
         device=given.device,
     )
-    return open_prebuilt(
-        given.index_path, given.corpus_path, encoder, SearchOptions(faiss_gpu=given.faiss_gpu)
-    )
+    options = SearchOptions(faiss_gpu=given.faiss_gpu)
+    return open_prebuilt(given.index_path, given.corpus_path, encoder, options, own_process=True)
 
 
 def parser() -> argparse.ArgumentParser:

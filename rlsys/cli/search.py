@@ -162,17 +162,17 @@ def ingest(
 @app.command(context_settings=_PLAIN)
 def serve(context: typer.Context) -> None:
     """Answer queries over HTTP until interrupted. `rlsys search serve --help` lists the flags."""
-    from rlsys.search.server.serve import main
+    from rlsys.search.server.command import serve_index
 
-    raise typer.Exit(main(context.args, program="rlsys search serve"))
+    raise typer.Exit(serve_index(context.args, program="rlsys search serve"))
 
 
 @app.command(context_settings=_PLAIN)
 def web(context: typer.Context) -> None:
     """The same server over a provider of web search. `rlsys search web --help` lists the flags."""
-    from rlsys.search.web.serve import main
+    from rlsys.search.server.command import serve_web
 
-    raise typer.Exit(main(context.args, program="rlsys search web"))
+    raise typer.Exit(serve_web(context.args, program="rlsys search web"))
 
 
 @app.command()

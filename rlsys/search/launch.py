@@ -68,7 +68,7 @@ class SearchServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(threads),
+                env=child_environment(threads),
                 pass_fds=[sock.fileno()],
                 process_group=0,
             )
@@ -126,8 +126,8 @@ class SearchServer:
         )
 
 
-def _environment(threads: int | None) -> dict[str, str]:
-    """The child's environment: it must find this very rlsys, installed or not."""
+def child_environment(threads: int | None = None) -> dict[str, str]:
+    """What a child process needs to find this very rlsys, installed or not."""
     root = str(Path(rlsys.__path__[0]).parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}

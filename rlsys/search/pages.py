@@ -36,6 +36,9 @@ class PageSource(Protocol):
         """The page of each URL, in order: `url`, `contents` and whatever else is known; None where there is
         none."""
 
+    def close(self) -> None:
+        """Give back what it holds; nothing is called after."""
+
 
 def page_key(url: str) -> str:
     """What two URLs of the same page have in common.
@@ -99,6 +102,9 @@ class PageStore:
             _choose(url, key, [next(pages) for _ in rows])
             for url, key, rows in zip(urls, keys, nominees, strict=True)
         ]
+
+    def close(self) -> None:
+        """Nothing to give back: the mapped files go with the last reference to them."""
 
 
 def _choose(url: str, key: str, pages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -18,7 +18,7 @@ import uvicorn
 
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import build
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer

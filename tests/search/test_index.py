@@ -16,7 +16,7 @@ import pytest
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import BuildOptions, build
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.index.folder import Index, SearchOptions
@@ -59,7 +59,7 @@ def test_the_manifest_says_how_the_vectors_were_made(index_dir: Path, encoder: E
             "embeddings_dtype": "float32",
             "nprobe": None,
             "ef_search": None,
-            "encoder_sha256": encoder.checksum,
+            "encoder_sha256": encoder.facts.checksum,
         }.items()
     )
     assert read_kind(index_dir) == "dense"

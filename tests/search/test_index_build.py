@@ -20,7 +20,7 @@ from rich.console import Console
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import BuildOptions, build, build_index
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.index.draft import claim_draft

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import requests
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind
 from rlsys.search.launch import SearchServer
-from rlsys.search.server.serve import TOKEN_VARIABLE, main, read_token, serve
+from rlsys.search.server.command import serve_index
+from rlsys.search.server.serve import TOKEN_VARIABLE, read_token
 
 from .conftest import free_port
 
@@ -89,12 +91,37 @@ def test_a_taken_port_and_a_bad_topk_are_refused(index_dir: Path, capsys: pytest
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"cannot serve at 127.0.0.1:{port} .*choose another"):
-            serve(index_dir, port=port)
-        assert main([str(index_dir), "--port", str(port)]) == 2
-    assert capsys.readouterr().err.startswith("cannot serve at")
-    with pytest.raises(UserError, match="topk 0 is out of range"):
-        serve(index_dir, topk=0)
+        assert serve_index([str(index_dir), "--port", str(port)]) == 2
+    assert re.match(rf"cannot serve at 127.0.0.1:{port} .*choose another", capsys.readouterr().err)
+    assert serve_index([str(index_dir), "--topk", "0"]) == 2
+    assert "topk 0 is out of range" in capsys.readouterr().err
+
+
+def test_a_faiss_file_from_elsewhere_needs_its_corpus_and_encoder_and_a_folder_takes_neither(
+    index_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vectors, corpus = index_dir / "index.faiss", index_dir / "corpus.jsonl"
+    for flags, said in (
+        ([str(vectors)], "give --corpus"),
+        ([str(vectors), "--corpus", str(corpus)], "--encoder"),
+        ([str(index_dir), "--corpus", str(corpus)], "--corpus is for a FAISS file"),
+        ([str(index_dir), "--query-prefix", "query: "], "--query-prefix is for a FAISS file"),
+    ):
+        assert serve_index([*flags, "--port", "0"]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_faiss_file_from_elsewhere_is_served_with_flags(index_dir: Path, tmp_path: Path) -> None:
+    vectors, corpus = index_dir / "index.faiss", index_dir / "corpus.jsonl"
+    flags = ("--corpus", str(corpus), "--encoder", "minilm")
+    with SearchServer(vectors, tmp_path / "log", options=flags) as server:
+        server.wait_healthy(90)
+        asked = {"queries": ["What is the capital of Mali?"], "topk": 1}
+        found = requests.post(f"{server.url}/retrieve", json=asked, timeout=30).json()
+    assert "Bamako" in found["result"][0][0]["contents"]
+    assert "does not say what it was encoded with" in (tmp_path / "log").read_text()
 
 
 def test_options_reach_the_server(index_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

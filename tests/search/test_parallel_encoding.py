@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ import torch
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.parallel import EncoderPool, EncoderSpec
+from rlsys.search.encoders.parallel import EncoderPool
+from rlsys.search.encoders.spec import EncoderSpec
 
 CHUNKS = [(number, [f"passage {number}.{row} " * (1 + row) for row in range(8)]) for number in range(12)]
 
@@ -34,7 +34,7 @@ def pool() -> Iterator[EncoderPool]:
 
 
 def worker_pids() -> set[int]:
-    return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
+    return {process.pid for process in psutil.Process().children()}
 
 
 def test_two_processes_give_what_one_gives_bit_by_bit(pool: EncoderPool) -> None:

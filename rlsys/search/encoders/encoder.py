@@ -12,29 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 
 from rlsys.errors import UserError
 from rlsys.search.encoders.batching import clean, pass_cost
 from rlsys.search.encoders.families import Family, Overrides, Pooling, resolve_family
-from rlsys.search.encoders.loading import Loaded, first_line, load, resolve_folder
+from rlsys.search.encoders.files import resolve_folder
+from rlsys.search.encoders.loading import Loaded, first_line, load
 from rlsys.search.encoders.packing import Batch, Lines, plan, shares_lines
-
-Floats = NDArray[np.float32]
+from rlsys.search.encoders.spec import EncoderFacts, Floats
 
 
 class Encoder:
     """A loaded encoder. Not safe to call from two threads at once."""
 
     def __init__(self, name: str, family_name: str, family: Family, loaded: Loaded, max_tokens: int) -> None:
-        self.name = name
-        self.family_name = family_name
-        self.family = family
-        self.max_tokens = max_tokens
-        self.checksum = loaded.checksum
-        """SHA-256 of the weight files, in hex: two encoders of one name may still differ."""
         self._tokenizer = loaded.tokenizer
         self._model = loaded.model
+        dimension = _dimension(self._model, family.pooling)
+        self.facts = EncoderFacts(name, family_name, family, max_tokens, dimension, loaded.checksum)
 
     @classmethod
     def load(
@@ -71,29 +66,25 @@ class Encoder:
         )
         return cls(name, family_name, resolved, loaded, max_tokens)
 
-    @property
-    def dimension(self) -> int:
-        """Length of a vector."""
-        config = self._model.config
-        projection = getattr(config, "projection_dim", 0) if self.family.pooling is Pooling.POOLER else 0
-        return int(projection or config.hidden_size)
-
     def encode_queries(self, texts: Sequence[str]) -> Floats:
         """[n, dimension], row i for `texts[i]`, the query prefix put before each."""
-        return self._encode([self.family.query_prefix + text for text in texts])
+        return self._encode([self.facts.family.query_prefix + text for text in texts])
 
     def encode_passages(self, texts: Sequence[str]) -> Floats:
         """[n, dimension], row i for `texts[i]`, the passage prefix put before each."""
-        return self._encode([self.family.passage_prefix + text for text in texts])
+        return self._encode([self.facts.family.passage_prefix + text for text in texts])
+
+    def close(self) -> None:
+        """Nothing to give back: the weights go with the last reference to them."""
 
     def _encode(self, texts: list[str]) -> Floats:
-        vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
+        vectors = np.empty((len(texts), self.facts.dimension), dtype=np.float32)
         if not texts:
             return vectors
-        tokens = self._tokenizer(clean(texts), truncation=True, max_length=self.max_tokens)["input_ids"]
+        tokens = self._tokenizer(clean(texts), truncation=True, max_length=self.facts.max_tokens)["input_ids"]
         # A model needs a token, and some tokenizers make none of an empty text.
         tokens = [ids or [self._tokenizer.pad_token_id] for ids in tokens]
-        share = self.family.pooling is not Pooling.POOLER and shares_lines(self._model)
+        share = self.facts.family.pooling is not Pooling.POOLER and shares_lines(self._model)
         for lines in plan(list(map(len, tokens)), pass_cost(self._model.device), share=share):
             vectors[[row for line in lines for row in line]] = self._forward(tokens, lines)
         return vectors
@@ -102,10 +93,15 @@ class Encoder:
     def _forward(self, tokens: Sequence[Sequence[int]], lines: Lines) -> Floats:
         """[rows, dimension], the vectors of the rows of `lines` in their order."""
         batch = Batch.of([[tokens[row] for row in line] for line in lines], self._tokenizer.pad_token_id or 0)
-        pooled = _pool(self._model(**batch.inputs(self._model.device)), batch, self.family.pooling)
-        if self.family.normalize:
+        pooled = _pool(self._model(**batch.inputs(self._model.device)), batch, self.facts.family.pooling)
+        if self.facts.family.normalize:
             pooled = torch.nn.functional.normalize(pooled, dim=-1)
         return pooled.cpu().numpy()
+
+
+def _dimension(model: Any, pooling: Pooling) -> int:
+    projection = getattr(model.config, "projection_dim", 0) if pooling is Pooling.POOLER else 0
+    return int(projection or model.config.hidden_size)
 
 
 def _pool(output: Any, batch: Batch, pooling: Pooling) -> torch.Tensor:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlsys.errors import UserError
-from rlsys.search.encoders.loading import read_json
+from rlsys.search.encoders.files import read_json
 
 
 class Pooling(StrEnum):

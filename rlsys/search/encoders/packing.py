@@ -83,7 +83,8 @@ class Batch:
         shape = (len(lines), width)
         ids, positions = np.full(shape, filler, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         owners = np.full(shape, -1, dtype=np.int64)
-        starts, lengths = [], []
+        starts: list[int] = []
+        lengths: list[int] = []
         for number, line in enumerate(lines):
             at = 0
             for text in line:

@@ -18,7 +18,8 @@ import transformers
 
 from rlsys.errors import UserError
 from rlsys.search.encoders.batching import clean, length_buckets, mask_of, pad, pass_cost
-from rlsys.search.encoders.loading import Loaded, load, read_json
+from rlsys.search.encoders.files import read_json
+from rlsys.search.encoders.loading import Loaded, load
 
 
 class Reranker:

@@ -21,7 +21,8 @@ import faiss
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders.parallel import EncoderPool, EncoderSpec
+from rlsys.search.encoders.parallel import EncoderPool
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.assemble import refuse_foreign
 from rlsys.search.index.draft import Draft, claim_draft
 from rlsys.search.index.embeddings import CHUNK_ROWS, DTYPES, ChunkWriter, Embeddings
@@ -125,8 +126,8 @@ def build_index(
 
 def _plan(corpus: Corpus, spec: EncoderSpec, options: BuildOptions) -> Manifest:
     """The manifest of what is to be built. Raises UserError where it cannot be."""
-    encoder = spec.load()
-    index = new_index(options.faiss_type, encoder.dimension)
+    facts = spec.load().facts
+    index = new_index(options.faiss_type, facts.dimension)
     least, most = least_train_rows(index), min(len(corpus), options.max_train_rows)
     if most < least:
         raise UserError(
@@ -136,7 +137,7 @@ def _plan(corpus: Corpus, spec: EncoderSpec, options: BuildOptions) -> Manifest:
     settings = settle(index, Settings(options.nprobe, options.ef_search), faiss_type=options.faiss_type)
     return Manifest.of(
         corpus,
-        encoder,
+        facts,
         embeddings_dtype=options.embeddings_dtype,
         faiss_type=options.faiss_type,
         nprobe=settings.nprobe,

@@ -12,9 +12,9 @@ from typing import Any
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders.encoder import Encoder, Floats
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats, QueryEncoder
 from rlsys.search.index.folder import Index, SearchOptions
+from rlsys.search.index.manifest import Manifest
 from rlsys.search.index.vectors import Vectors
 from rlsys.search.retriever import Hit
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class DenseRetriever:
     """Encodes queries and looks for the nearest passages."""
 
-    def __init__(self, vectors: Vectors, corpus: Corpus, encoder: Encoder, faiss_type: str) -> None:
+    def __init__(self, vectors: Vectors, corpus: Corpus, encoder: QueryEncoder, faiss_type: str) -> None:
         self._vectors = vectors
         self._corpus = corpus
         self._encoder = encoder
@@ -41,28 +41,24 @@ class DenseRetriever:
         device: str = "cpu",
         dtype: str | None = None,
         options: SearchOptions | None = None,
+        own_process: bool = False,
     ) -> DenseRetriever:
         """Open an index and the encoder that made it, on `device` in `dtype` (see `Encoder.load`).
 
-        `encoder` says where its weights lie now, or is a spec, whose device and dtype then count. Raises
+        `encoder` says where its weights lie now, or is a spec, whose device and dtype then count. With
+        `own_process` queries are encoded in another process, which ends with `close`. Raises
         UserError for other weights than the passages were encoded with (DPR alone has separate ones for
         queries), for a spec that contradicts the index, and for a folder that does not fit together.
         """
         index = Index.open(folder, options)
         made = index.manifest
-        loaded = made.query_spec(encoder, device=device, dtype=dtype).load()
-        if loaded.dimension != made.dimension:
-            raise UserError(
-                f"encoder {loaded.name!r} gives vectors of {loaded.dimension}, {folder} holds vectors of "
-                f"{made.dimension}: give the encoder that belongs to the index"
-            )
-        if loaded.checksum != made.encoder_sha256:
-            if encoder is None or made.family not in _TWO_ENCODERS:
-                raise UserError(
-                    f"the weights of encoder {loaded.name!r} are not those that {folder} was built with: give the "
-                    f"encoder that belongs to it, or build the index again"
-                )
-            _log.info("queries are encoded by %s, passages were by %s", loaded.name, made.encoder)
+        spec = made.query_spec(encoder, device=device, dtype=dtype)
+        loaded = spec.start() if own_process else spec.load()
+        try:
+            _require_fit(loaded.facts, made, folder, named=encoder is not None)
+        except UserError:
+            loaded.close()
+            raise
         return cls(index.vectors, index.corpus, loaded, made.faiss_type)
 
     @property
@@ -89,7 +85,8 @@ class DenseRetriever:
         ]
 
     def close(self) -> None:
-        """Nothing to give back: what is mapped goes with the last reference to it."""
+        """End the encoder's process, if it has one; what is mapped goes with the last reference to it."""
+        self._encoder.close()
 
     def describe(self) -> Mapping[str, Any]:
         """Passages, corpus, encoder, dimension, FAISS type, and nprobe and ef_search where it has them."""
@@ -98,8 +95,24 @@ class DenseRetriever:
             "kind": "dense",
             "passages": len(self._corpus),
             "corpus_sha256": self._corpus.checksum,
-            "encoder": self._encoder.name,
+            "encoder": self._encoder.facts.name,
             "dimension": self._vectors.dimension,
             "faiss_type": self._faiss_type,
             **{key: value for key, value in settings.items() if value is not None},
         }
+
+
+def _require_fit(facts: EncoderFacts, made: Manifest, folder: str | Path, *, named: bool) -> None:
+    """Raise UserError unless the encoder is the index's own, or one for queries that the user has `named`."""
+    if facts.dimension != made.dimension:
+        raise UserError(
+            f"encoder {facts.name!r} gives vectors of {facts.dimension}, {folder} holds vectors of "
+            f"{made.dimension}: give the encoder that belongs to the index"
+        )
+    if facts.checksum != made.encoder_sha256:
+        if not named or made.family not in _TWO_ENCODERS:
+            raise UserError(
+                f"the weights of encoder {facts.name!r} are not those that {folder} was built with: give the "
+                f"encoder that belongs to it, or build the index again"
+            )
+        _log.info("queries are encoded by %s, passages were by %s", facts.name, made.encoder)

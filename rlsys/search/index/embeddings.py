@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.encoders.encoder import Floats
+from rlsys.search.encoders.spec import Floats
 
 DTYPES = ("float32", "float16")
 CHUNK_ROWS = 1024

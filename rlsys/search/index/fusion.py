@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.assemble import link, refuse_foreign
 from rlsys.search.index.build import BuildOptions, build
 from rlsys.search.index.dense import DenseRetriever

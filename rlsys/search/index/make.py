@@ -9,7 +9,7 @@ from typing import Any
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import BuildOptions, build
 from rlsys.search.index.fusion import build_hybrid
 from rlsys.search.index.lexical import LexicalOptions, build_lexical

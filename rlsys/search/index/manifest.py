@@ -15,8 +15,7 @@ from typing import Any
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
@@ -88,26 +87,26 @@ class Manifest:
     def of(
         cls,
         corpus: Corpus,
-        encoder: Encoder,
+        facts: EncoderFacts,
         *,
         embeddings_dtype: str = "float32",
         faiss_type: str = "Flat",
         nprobe: int | None = None,
         ef_search: int | None = None,
     ) -> Manifest:
-        """The manifest of an index of `corpus` made with `encoder`."""
+        """The manifest of an index of `corpus` made with the encoder of `facts`."""
         return cls(
             corpus_sha256=corpus.checksum,
             rows=len(corpus),
-            encoder=encoder.name,
-            encoder_sha256=encoder.checksum,
-            family=encoder.family_name,
-            query_prefix=encoder.family.query_prefix,
-            passage_prefix=encoder.family.passage_prefix,
-            pooling=encoder.family.pooling.value,
-            normalize=encoder.family.normalize,
-            max_tokens=encoder.max_tokens,
-            dimension=encoder.dimension,
+            encoder=facts.name,
+            encoder_sha256=facts.checksum,
+            family=facts.family_name,
+            query_prefix=facts.family.query_prefix,
+            passage_prefix=facts.family.passage_prefix,
+            pooling=facts.family.pooling.value,
+            normalize=facts.family.normalize,
+            max_tokens=facts.max_tokens,
+            dimension=facts.dimension,
             embeddings_dtype=embeddings_dtype,
             faiss_type=faiss_type,
             nprobe=nprobe,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import UserError
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.folder import SearchOptions
 from rlsys.search.index.manifest import DENSE, read_kind
 from rlsys.search.retriever import Retriever
@@ -23,11 +23,12 @@ def open_retriever(
     mmap: bool | None = None,
     faiss_gpu: bool | None = None,
     depth: int | None = None,
+    own_process: bool = False,
 ) -> Retriever:
     """Open the index in `folder`, whatever its kind.
 
     The options are those of `DenseRetriever.open` and `folder.SearchOptions`, for kinds that have vectors; None
-    leaves each as it is there. Raises UserError for one that the kind does not have, and for an unknown kind.
+    leaves each as it is there. With `own_process` an encoder, if there is one, gets a process. Raises UserError for one that the kind does not have, and for an unknown kind.
     """
     kind = read_kind(folder)
     loading = _given(encoder=encoder, device=device, dtype=dtype)
@@ -36,11 +37,11 @@ def open_retriever(
     if kind == DENSE:
         from rlsys.search.index.dense import DenseRetriever
 
-        return DenseRetriever.open(folder, **dense)
+        return DenseRetriever.open(folder, own_process=own_process, **dense)
     if kind == "hybrid":
         from rlsys.search.index.fusion import HybridRetriever
 
-        return HybridRetriever.open(folder, **dense)
+        return HybridRetriever.open(folder, own_process=own_process, **dense)
     if dense:
         raise UserError(
             f"{folder} is an index of kind {kind!r}, which has no {', '.join(loading | searching)}: leave it out"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.encoders.parallel import EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.index.folder import SearchOptions
 
@@ -15,7 +15,12 @@ _log = logging.getLogger(__name__)
 
 
 def open_prebuilt(
-    index_file: str | Path, corpus: str | Path, encoder: EncoderSpec, options: SearchOptions | None = None
+    index_file: str | Path,
+    corpus: str | Path,
+    encoder: EncoderSpec,
+    options: SearchOptions | None = None,
+    *,
+    own_process: bool = False,
 ) -> DenseRetriever:
     """Search the FAISS file `index_file`, whose row r is line r + 1 of `corpus`, with queries from `encoder`.
 
@@ -32,21 +37,23 @@ def open_prebuilt(
             f"{index_file} holds {vectors.rows} vectors, {corpus} has {len(passages)} passages: give the corpus that "
             "the index was built from, unchanged"
         )
-    loaded = encoder.load()
-    if loaded.dimension != vectors.dimension:
+    loaded = encoder.start() if own_process else encoder.load()
+    facts = loaded.facts
+    if facts.dimension != vectors.dimension:
+        loaded.close()
         raise UserError(
-            f"encoder {loaded.name!r} gives vectors of {loaded.dimension}, {index_file} holds vectors of "
+            f"encoder {facts.name!r} gives vectors of {facts.dimension}, {index_file} holds vectors of "
             f"{vectors.dimension}: give the encoder that the index was built with"
         )
-    family = loaded.family
+    family = facts.family
     _log.warning(
         "%s does not say what it was encoded with: queries are encoded by %s (%s pooling, %s, query prefix %r, at most "
         "%d tokens); if the passages were encoded otherwise, what is found is wrong without a sign of it",
         index_file,
-        loaded.name,
+        facts.name,
         family.pooling,
         "normalised" if family.normalize else "not normalised",
         family.query_prefix,
-        loaded.max_tokens,
+        facts.max_tokens,
     )
     return DenseRetriever(vectors, passages, loaded, vectors.faiss_type)

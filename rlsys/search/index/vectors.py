@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.errors import UserError
-from rlsys.search.encoders.encoder import Floats
+from rlsys.search.encoders.spec import Floats
 
 FLAT = "Flat"
 DEPTH = 128

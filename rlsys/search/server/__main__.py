@@ -2,7 +2,7 @@
 
 import sys
 
-from rlsys.search.server.serve import main
+from rlsys.search.server.command import serve_index
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_index())

@@ -6,20 +6,17 @@ with 503; then the threads end and the retriever is closed.
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -39,61 +36,17 @@ _log = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a server is made of. It closes the retriever at its end."""
+    """What a server is made of. It closes all of it at its end."""
 
     retriever: Retriever
     reranker: Scorer | None = None
     pages: PageSource | None = None
 
-
-def load_parts(
-    index: str | Path,
-    *,
-    reranker: str | None = None,
-    pages: str | Path | None = None,
-    device: str | None = None,
-    **options: Any,
-) -> Parts:
-    """Open an index folder, and a reranker and a pages file where they are named.
-
-    `device` is where models compute; `options` go to `open_retriever`. Raises UserError.
-    """
-    from rlsys.search.encoders.reranker import Reranker
-    from rlsys.search.index.open import open_retriever
-    from rlsys.search.pages import PageStore
-
-    return Parts(
-        open_retriever(index, device=device, **options),
-        None if reranker is None else Reranker.load(reranker, device=device or "cpu"),
-        None if pages is None else PageStore.open(pages),
-    )
-
-
-def serve(
-    index: str | Path,
-    *,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
-    topk: int = DEFAULT_TOPK,
-    limits: ServerLimits | None = None,
-    token: str | None = None,
-    listener: socket.socket | None = None,
-    **options: Any,
-) -> None:
-    """`rlsys search serve`: serve an index folder until SIGINT or SIGTERM. `options` are those of `load_parts`.
-
-    Raises what `load_parts` and `serve_parts` raise.
-    """
-    serve_parts(
-        lambda: load_parts(index, **options),
-        name=str(index),
-        host=host,
-        port=port,
-        topk=topk,
-        limits=limits,
-        token=token,
-        listener=listener,
-    )
+    def close(self) -> None:
+        """Give back what they hold; the reranker holds nothing."""
+        self.retriever.close()
+        if self.pages is not None:
+            self.pages.close()
 
 
 def serve_parts(
@@ -145,7 +98,7 @@ def serve_parts(
         try:
             uvicorn.Server(config).run(sockets=[sock])
         finally:
-            parts.retriever.close()
+            parts.close()
 
 
 def read_token(file: str | Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -186,58 +139,3 @@ def end_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The process that `launch.SearchServer` starts; returns the exit status."""
-    given = _parser().parse_args(arguments)
-    if given.parent_pid is not None:
-        end_with_parent(given.parent_pid)
-    if given.threads is not None:
-        limit_threads(given.threads)
-    listener = None if given.listener_fd is None else socket.socket(fileno=given.listener_fd)
-    try:
-        serve(
-            given.index,
-            host=given.host,
-            port=given.port,
-            topk=given.topk,
-            limits=ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)}),
-            token=read_token(given.token_file),
-            listener=listener,
-            reranker=given.reranker,
-            pages=given.pages,
-            encoder=given.encoder,
-            device=given.device,
-            nprobe=given.nprobe,
-            ef_search=given.ef_search,
-            faiss_gpu=given.faiss_gpu,
-        )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rlsys.search.server", description="Serve an index.")
-    parser.add_argument("index", type=Path)
-    parser.add_argument("--host", default=DEFAULT_HOST)
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--topk", type=int, default=DEFAULT_TOPK)
-    parser.add_argument("--encoder", help="encoder of the queries where it is not that of the passages")
-    parser.add_argument("--device", help="where models compute, e.g. cpu or cuda")
-    parser.add_argument("--nprobe", type=int, help="cells that an IVF index looks into")
-    parser.add_argument("--ef-search", type=int, help="candidates that an HNSW index keeps")
-    parser.add_argument("--faiss-gpu", action="store_const", const=True, help="put the index on the GPUs")
-    parser.add_argument("--reranker", help="cross-encoder for /rerank: a Hugging Face folder or cached model")
-    parser.add_argument("--pages", type=Path, help="jsonl of {url, contents} for /access")
-    parser.add_argument("--token-file", type=Path, help=f"file of the bearer token, else {TOKEN_VARIABLE}")
-    parser.add_argument("--threads", type=int, help="of the models and the index")
-    parser.add_argument("--listener-fd", type=int, help="inherited bound socket, in place of host and port")
-    parser.add_argument("--parent-pid", type=int, help="end when this process, the parent, is gone")
-    limits = parser.add_argument_group("limits", "see rlsys.search.server.limits")
-    for field in fields(ServerLimits):
-        flag = f"--{field.name.replace('_', '-')}"
-        limits.add_argument(flag, type=type(field.default), default=field.default, metavar="N")
-    return parser

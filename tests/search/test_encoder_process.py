@@ -1,0 +1,67 @@
+"""An encoder in a process of its own gives what one here gives, and its death costs one batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from subprocess import run
+
+import numpy as np
+import psutil
+import pytest
+
+from rlsys.errors import RunError, UserError
+from rlsys.search.encoders.encoder import Encoder
+from rlsys.search.encoders.process import EncoderProcess
+from rlsys.search.encoders.spec import EncoderSpec
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EncoderProcess]:
+    started = EncoderSpec("minilm", query_prefix="ask: ").start()
+    yield started
+    started.close()
+
+
+def worker() -> psutil.Process:
+    (found,) = psutil.Process().children()
+    return found
+
+
+def test_it_is_the_encoder_of_its_spec(process: EncoderProcess) -> None:
+    here = Encoder.load("minilm", query_prefix="ask: ")
+    assert process.facts == here.facts
+    queries = [f"population of {name}" for name in ("Mali", "Chad and Togo", "Peru")]
+    np.testing.assert_allclose(process.encode_queries(queries), here.encode_queries(queries), atol=1e-5)
+    assert process.encode_queries([]).shape == (0, 384)
+
+
+def test_a_death_costs_one_batch(process: EncoderProcess) -> None:
+    before = process.encode_queries(["Mali"])
+    dead = worker()
+    dead.send_signal(signal.SIGKILL)
+    with pytest.raises(RunError, match=rf"worker {dead.pid} died \(exit code -9\)"):
+        process.encode_queries(["Mali"])
+    np.testing.assert_allclose(process.encode_queries(["Mali"]), before, atol=1e-6)
+    assert worker().pid != dead.pid
+
+
+def test_what_cannot_be_loaded_is_refused_as_here_and_leaves_nothing() -> None:
+    others = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(UserError, match="run `hf download intfloat/e5-none`"):
+        EncoderSpec("intfloat/e5-none").start()
+    assert {child.pid for child in psutil.Process().children()} == others
+
+
+def test_a_process_that_only_asks_loads_no_library_of_models() -> None:
+    code = (
+        "import sys; from rlsys.search.encoders.spec import EncoderSpec; import rlsys.search.server.command; "
+        "e = EncoderSpec('minilm').start(); e.encode_queries(['Mali']); e.close(); "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ.copy()
+    )
+    assert done.stdout == "[]\n", done.stderr
