@@ -23,16 +23,24 @@ Settings come from the environment, flags (below) go before them:
 END
 }
 
+require_packages() {
+    "$PYTHON" -c 'import faiss, rich' 2>/dev/null && return
+    echo "PYTHON=$PYTHON lacks what rlsys needs: activate its environment, or set PYTHON to its interpreter" >&2
+    exit 2
+}
+
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 : "${PYTHON:=python3}"
 for argument in "$@"; do
     case $argument in
         -h | --help)
             usage
+            require_packages
             exec "$PYTHON" "$here/index_builder.py" --help
             ;;
     esac
 done
+require_packages
 
 : "${DATA_DIR:=$here/../../data/wiki18}"
 : "${CORPUS_PATH:=$DATA_DIR/wiki-18.jsonl}"

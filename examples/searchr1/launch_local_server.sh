@@ -27,6 +27,12 @@ Settings come from the environment, flags (below) go before them:
 END
 }
 
+require_packages() {
+    "$PYTHON" -c 'import faiss, rich' 2>/dev/null && return
+    echo "PYTHON=$PYTHON lacks what rlsys needs: activate its environment, or set PYTHON to its interpreter" >&2
+    exit 2
+}
+
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 : "${PYTHON:=python3}"
 index_given=${INDEX_PATH:+yes}
@@ -34,11 +40,13 @@ for argument in "$@"; do
     case $argument in
         -h | --help)
             usage
+            require_packages
             exec "$PYTHON" "$here/local_retrieval_server.py" --help
             ;;
         --index_path | --index_path=*) index_given=yes ;;
     esac
 done
+require_packages
 
 if [ -z "$index_given" ]; then
     : "${DATA_DIR:=$here/../../data/wiki18}"

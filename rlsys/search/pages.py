@@ -51,7 +51,7 @@ def page_key(url: str) -> str:
     text = url.strip()
     try:
         parsed = URL(text.replace("index.php/", "index.php?title="))
-    except ValueError:
+    except (ValueError, IndexError):  # the latter for some hosts in brackets
         return text
     if parsed.scheme not in ("http", "https") or not parsed.host_port_subcomponent:
         return text

@@ -231,6 +231,19 @@ def test_mistakes_are_told_in_one_sentence(
     assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.parametrize("script", ["build_index.sh", "launch_local_server.sh"])
+def test_an_interpreter_without_the_packages_is_named(script: str, tmp_path: Path) -> None:
+    bare = tmp_path / "bare python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    for python in (bare, tmp_path / "none"):
+        failed = run(script, cwd=tmp_path, PYTHON=python)
+        assert failed.returncode == 2
+        (line,) = failed.stderr.splitlines()
+        assert line.startswith(f"PYTHON={python} lacks what rlsys needs: ")
+    assert "RETRIEVER_MODEL" in run(script, "--help", cwd=tmp_path, PYTHON=tmp_path / "none").stdout
+
+
 def test_flags_that_contradict_the_folder_are_refused(data: Path, dense: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"id": 1, "contents": "x"}\n')

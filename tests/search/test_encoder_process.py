@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import struct
 import sys
 from collections.abc import Iterator
 from subprocess import run
@@ -16,6 +18,8 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.process import EncoderProcess
 from rlsys.search.encoders.spec import EncoderSpec
+from rlsys.search.encoders.worker import EncoderWorker, Task
+from tests.search.conftest import encoder_workers
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +30,8 @@ def process() -> Iterator[EncoderProcess]:
 
 
 def worker() -> psutil.Process:
-    (found,) = psutil.Process().children()
-    return found
+    """The one that was started last."""
+    return max(encoder_workers(), key=lambda child: (child.create_time(), child.pid))
 
 
 def test_it_is_the_encoder_of_its_spec(process: EncoderProcess) -> None:
@@ -48,11 +52,32 @@ def test_a_death_costs_one_batch(process: EncoderProcess) -> None:
     assert worker().pid != dead.pid
 
 
+def test_a_death_in_the_midst_of_an_answer_is_one_too() -> None:
+    started = EncoderWorker(EncoderSpec("minilm"), one_thread=True)
+    started.pipe.close()
+    started.pipe, there = multiprocessing.Pipe()
+    os.write(there.fileno(), struct.pack("!i", 100) + b"a tenth of it")
+    there.close()
+    with pytest.raises(RunError, match="died"):
+        started.take()
+
+
+def test_ctrl_c_in_a_terminal_leaves_a_worker_to_its_owner() -> None:
+    started = EncoderWorker(EncoderSpec("minilm"), one_thread=True)
+    worker().send_signal(signal.SIGINT)  # while it still imports
+    assert started.take().name == "minilm"
+    worker().send_signal(signal.SIGINT)
+    started.give(Task(0, ["Mali"], queries=True))
+    assert started.take()[1].shape == (1, 384)
+    started.close()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_what_cannot_be_loaded_is_refused_as_here_and_leaves_nothing() -> None:
-    others = {child.pid for child in psutil.Process().children()}
+    others = encoder_workers()
     with pytest.raises(UserError, match="run `hf download intfloat/e5-none`"):
         EncoderSpec("intfloat/e5-none").start()
-    assert {child.pid for child in psutil.Process().children()} == others
+    assert encoder_workers() == others
 
 
 def test_a_process_that_only_asks_loads_no_library_of_models() -> None:

@@ -170,9 +170,9 @@ def test_what_sentence_transformers_files_say_is_not_passed_over(tmp_path: Path)
     pooling.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}))
     with pytest.raises(UserError, match=r"e5 \(mean pooling, normalised\) by its name and cls pooling"):
         Encoder.load(str(folder))
-    assert Encoder.load(str(folder), "e5").family.pooling == "mean"
-    assert Encoder.load(str(folder), "sentence-transformers").family.pooling == "cls"
-    assert Encoder.load(str(folder), pooling="cls").family.query_prefix == "query: "
+    assert Encoder.load(str(folder), "e5").facts.family.pooling == "mean"
+    assert Encoder.load(str(folder), "sentence-transformers").facts.family.pooling == "cls"
+    assert Encoder.load(str(folder), pooling="cls").facts.family.query_prefix == "query: "
     pooling.write_text(json.dumps({"pooling_mode": ["mean", "max"]}))
     with pytest.raises(UserError, match="pools by mean and max"):
         Encoder.load(str(folder))

@@ -17,6 +17,7 @@ from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
 from rlsys.search.index.open import open_retriever
 from rlsys.search.retriever import Hit
+from tests.search.conftest import encoder_workers
 
 rankings = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=8), min_size=1, max_size=4)
 
@@ -185,6 +186,24 @@ def test_a_build_that_fails_in_the_second_part_keeps_the_first(tmp_path: Path) -
             )
     assert stages.count("add") == 2  # start and end of the one time that the dense part was built
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_build_of_another_kind_left_is_not_published(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "0", "contents": "a word"}\n')
+    left = tmp_path / ".out.building" / "index"
+    left.mkdir(parents=True)
+    (left / "embeddings.npy").write_text("of a dense index")
+    assert build_hybrid(Corpus.open(corpus), EncoderSpec("minilm"), tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"dense", "bm25", "manifest.json"}
+
+
+def test_an_index_that_cannot_be_opened_leaves_no_process(copy: Path) -> None:
+    before = encoder_workers()
+    shutil.rmtree(copy / "bm25")
+    with pytest.raises(UserError, match="is not an index") as kept:
+        HybridRetriever.open(copy, own_process=True)
+    assert encoder_workers() == before, kept
 
 
 def test_parts_that_do_not_fit_together_are_refused(copy: Path, corpus_path: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -214,6 +215,39 @@ def test_a_signal_lets_requests_end_turns_waiting_ones_away_and_closes_the_retri
     assert output.endswith("closed\n")
     assert process.returncode == 0
     assert "Traceback" not in log
+
+
+def test_a_search_that_hangs_does_not_keep_the_server_alive() -> None:
+    port = free_port()
+    process = start_slow("127.0.0.1", port)
+    assert process.stdout is not None
+    with ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{port}/retrieve"
+        hung = pool.submit(requests.post, url, json={"queries": ["1000"]}, timeout=30)
+        assert process.stdout.readline() == "finding\n"
+        process.terminate()
+        output, log = process.communicate(timeout=30)
+        assert hung.result().status_code == 503
+    assert (process.returncode, output) == (1, "closed\n")
+    assert "ended by force" in log
+
+
+def test_a_body_that_is_still_on_its_way_when_the_server_ends_is_turned_away() -> None:
+    port = free_port()
+    process = start_slow("127.0.0.1", port)
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sender:
+        sender.sendall(b"POST /retrieve HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{")
+        assert wait_until(lambda: requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok, 20)
+        process.terminate()
+        assert b" 503 " in sender.recv(1000).partition(b"\r\n")[0]
+    assert "Traceback" not in process.communicate(timeout=30)[1]
+
+
+@pytest.mark.parametrize("limit", ["--max-batch=0", "--max-pending=-1", "--request-timeout-s=nan"])
+def test_a_limit_that_bounds_nothing_is_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve_index(["somewhere", limit]) == 2
+    name = limit.split("=")[0].removeprefix("--").replace("-", "_")
+    assert capsys.readouterr().err.startswith(f"{name} ")
 
 
 @pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])

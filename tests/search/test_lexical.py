@@ -215,6 +215,20 @@ def test_what_a_killed_build_left_is_not_used(corpus_path: Path, tmp_path: Path)
     assert not left.parent.exists()
 
 
+def test_a_corpus_that_changes_meanwhile_replaces_no_index(copy: Path, tmp_path: Path) -> None:
+    growing = tmp_path / "growing.jsonl"
+    growing.write_text('{"id": "0", "contents": "a word"}\n')
+
+    def grow(*_: object) -> None:
+        with growing.open("a") as file:
+            file.write('{"id": "1", "contents": "another"}\n')
+
+    before = (copy / "manifest.json").read_text()
+    with pytest.raises(UserError, match="has changed while its index was built"):
+        build_lexical(Corpus.open(growing), copy, None, grow)
+    assert (copy / "manifest.json").read_text() == before
+
+
 def test_what_cannot_be_built_is_refused(tmp_path: Path, corpus_path: Path) -> None:
     corpus = Corpus.open(corpus_path)
     for options, reason in [

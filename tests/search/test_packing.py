@@ -94,6 +94,10 @@ def test_a_bert_gives_a_text_in_a_shared_line_the_states_that_it_has_alone() -> 
     model = transformers.BertModel(transformers.BertConfig(vocab_size=99, **shape)).eval()
     assert shares_lines(model)
     assert not shares_lines(transformers.RobertaModel(transformers.RobertaConfig(vocab_size=99, **shape)))
+    for other in ({"attn_implementation": "eager"}, {"is_decoder": True}):
+        assert not shares_lines(
+            transformers.BertModel(transformers.BertConfig(vocab_size=99, **shape, **other))
+        )
     texts = [torch.randint(1, 99, (length,)).tolist() for length in (3, 8, 1, 5, 2)]
     lines: Lines = [[1, 0], [3, 2, 4]]
     batch = Batch.of([[texts[row] for row in line] for line in lines], filler=0)

@@ -82,6 +82,7 @@ def test_spellings_of_one_page_find_it(tmp_path: Path, url: str) -> None:
         "ftp://en.wikipedia.org/wiki/Paris",
         "http://[broken",
         "http://host:port/",
+        "http://a][@/",
         "https://",
         "",
         "\ud800",

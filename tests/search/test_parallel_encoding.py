@@ -15,6 +15,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.parallel import EncoderPool
 from rlsys.search.encoders.spec import EncoderSpec
+from tests.search.conftest import encoder_workers
 
 CHUNKS = [(number, [f"passage {number}.{row} " * (1 + row) for row in range(8)]) for number in range(12)]
 
@@ -34,7 +35,7 @@ def pool() -> Iterator[EncoderPool]:
 
 
 def worker_pids() -> set[int]:
-    return {process.pid for process in psutil.Process().children()}
+    return {child.pid for child in encoder_workers()}
 
 
 def test_two_processes_give_what_one_gives_bit_by_bit(pool: EncoderPool) -> None:

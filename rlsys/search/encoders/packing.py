@@ -28,8 +28,16 @@ _LEAST_WIDTH = 32
 
 
 def shares_lines(model: Any) -> bool:
-    """Whether `model` gives each text the same states when it shares its line; tried with BERT on a CPU."""
-    return type(model) is transformers.BertModel and model.device.type == "cpu"
+    """Whether `model` gives each text the same states when it shares its line; tried with BERT on a CPU.
+
+    Attention other than torch's own takes the mask for numbers to add, and a decoder's is not the one given here.
+    """
+    return (
+        type(model) is transformers.BertModel
+        and model.device.type == "cpu"
+        and model.config._attn_implementation == "sdpa"
+        and not model.config.is_decoder
+    )
 
 
 def plan(lengths: Sequence[int], cost: PassCost, *, share: bool) -> list[Lines]:

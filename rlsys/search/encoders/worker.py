@@ -10,7 +10,8 @@ import multiprocessing
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -40,9 +41,10 @@ class EncoderWorker:
         self.pipe, there = multiprocessing.Pipe()
         command = [sys.executable, "-m", "rlsys.search.encoders.worker", str(there.fileno())]
         # No process of multiprocessing: such a one imports the main module of whoever uses an encoder.
-        self._process = subprocess.Popen(
-            command, pass_fds=[there.fileno()], env=child_environment(), stdin=subprocess.DEVNULL
-        )
+        with _interrupts_blocked():
+            self._process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], env=child_environment(), stdin=subprocess.DEVNULL
+            )
         there.close()
         self.pipe.send((spec, one_thread))
 
@@ -50,14 +52,14 @@ class EncoderWorker:
         """Send a task. Raises RunError if the worker has died."""
         try:
             self.pipe.send(task)
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:
             raise self._died() from None
 
     def take(self) -> Any:
         """Wait for the next answer. Raises UserError or RunError that the worker met, RunError if it has died."""
         try:
             answer = self.pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the latter in the midst of an answer
             raise self._died() from None
         if isinstance(answer, Exception):
             raise answer
@@ -84,8 +86,21 @@ class EncoderWorker:
     def _died(self) -> RunError:
         return RunError(
             f"encoding worker {self._process.pid} died (exit code {self._ended()}): "
-            "if memory was short, take fewer workers"
+            "if memory was short, take fewer workers or a smaller model"
         )
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A process that is started meanwhile never sees SIGINT.
+
+    Ctrl-C reaches the whole process group; the parent decides what becomes of its workers.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def work(pipe: Connection) -> None:
@@ -93,25 +108,24 @@ def work(pipe: Connection) -> None:
     import torch
     import transformers
 
-    # Ctrl-C reaches the whole process group; the parent decides what becomes of its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    spec, one_thread = pipe.recv()
-    if one_thread and spec.device == "cpu":
-        torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        encoder = spec.load()
-        pipe.send(encoder.facts)
-        while True:
-            number, texts, queries = pipe.recv()
-            encode = encoder.encode_queries if queries else encoder.encode_passages
-            pipe.send((number, encode(texts)))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-    except UserError as error:
-        pipe.send(error)
-    except (RuntimeError, ValueError, OSError, MemoryError) as error:
-        pipe.send(RunError(f"an encoding worker on {spec.device} failed: {type(error).__name__}: {error}"))
+    with suppress(EOFError, OSError):  # the owner is gone
+        spec, one_thread = pipe.recv()
+        if one_thread and spec.device == "cpu":
+            torch.set_num_threads(1)
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            encoder = spec.load()
+            pipe.send(encoder.facts)
+            while True:
+                number, texts, queries = pipe.recv()
+                encode = encoder.encode_queries if queries else encoder.encode_passages
+                pipe.send((number, encode(texts)))
+        except UserError as error:
+            pipe.send(error)
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
+            pipe.send(
+                RunError(f"an encoding worker on {spec.device} failed: {type(error).__name__}: {error}")
+            )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import UserError
+from rlsys.search.corpus import Corpus
 from rlsys.search.index.draft import Draft, claim_draft
 from rlsys.search.index.manifest import FORMAT, MANIFEST_FILE, write_manifest
 
@@ -29,8 +30,7 @@ def assemble(
 
     `fill` puts files into the draft's `folder`, and into `home` what is not to stay. With `resume` it finds
     there what an earlier call with the same manifest left, otherwise nothing; with `again` it is called even if
-    the manifest is there. Raises UserError for a folder
-    that is no index, and while another process builds there.
+    the manifest is there. Raises UserError for a folder that is no index, and while another process builds there.
     """
     refuse_foreign(out)
     inputs = json.loads(json.dumps({"format": FORMAT, "kind": kind} | dict(values)))
@@ -58,11 +58,23 @@ def refuse_foreign(out: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """One file under two names, or a copy where that cannot be; for files that are never written again."""
+    """One file under two names, or a copy where that cannot be.
+
+    A link is safe: FAISS files and embeddings are never written again once they are complete, and a corpus that
+    is changed in its place no longer has the checksum of the manifest and is refused, as a changed copy is.
+    """
+    target.unlink(missing_ok=True)
     try:
         os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def add_corpus(corpus: Corpus, target: Path) -> None:
+    """Put the corpus into an index, and read it there: it may have changed since it was opened."""
+    link(corpus.path, target)
+    if Corpus.open(target).checksum != corpus.checksum:
+        raise UserError(f"{corpus.path} has changed while its index was built: build it again")
 
 
 def _read(path: Path) -> Any:

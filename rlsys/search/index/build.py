@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.parallel import EncoderPool
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.assemble import refuse_foreign
+from rlsys.search.index.assemble import add_corpus, link, refuse_foreign
 from rlsys.search.index.draft import Draft, claim_draft
 from rlsys.search.index.embeddings import CHUNK_ROWS, DTYPES, ChunkWriter, Embeddings
 from rlsys.search.index.folder import CORPUS_FILE, EMBEDDINGS_FILE, INDEX_FILE
@@ -102,7 +100,7 @@ def build(
             embeddings = _open_embeddings(draft.folder / EMBEDDINGS_FILE, planned)
             index = _filled(planned, embeddings, options, progress)
             faiss.write_index(index, str(draft.folder / INDEX_FILE))
-        _add_corpus(corpus, draft.folder)
+        add_corpus(corpus, draft.folder / CORPUS_FILE)
         planned.write(draft.folder)
         draft.publish()
     if not options.keep_embeddings:
@@ -158,7 +156,7 @@ def _carry_over(out: Path, draft: Draft, index_file: str | None) -> None:
     draft.clear()
     for name in (EMBEDDINGS_FILE, index_file):
         if name is not None and (out / name).is_file():
-            _link(out / name, draft.folder / name)
+            link(out / name, draft.folder / name)
     _log.info("%s: the passages are encoded already", out)
 
 
@@ -197,13 +195,6 @@ def _encode(
                 progress("encode", done, planned.rows)
 
 
-def _add_corpus(corpus: Corpus, folder: Path) -> None:
-    """Put the corpus into the folder, and read it there: it may have changed since it was opened."""
-    _link(corpus.path, folder / CORPUS_FILE)
-    if Corpus.open(folder / CORPUS_FILE).checksum != corpus.checksum:
-        raise UserError(f"{corpus.path} has changed while its index was built: build it again")
-
-
 def _texts(corpus: Corpus, writer: ChunkWriter, chunks: list[int]) -> Iterator[tuple[int, list[str]]]:
     for chunk in chunks:
         yield chunk, [passage["contents"] for passage in corpus.fetch(writer.rows_of(chunk))]
@@ -235,19 +226,6 @@ def _filled(
 
 def _open_embeddings(path: Path, planned: Manifest) -> Embeddings:
     return Embeddings.open(path, planned.rows, planned.dimension, planned.embeddings_dtype)
-
-
-def _link(source: Path, target: Path) -> None:
-    """One file under two names, or a copy where that cannot be.
-
-    A link is safe: FAISS files and embeddings are never written again once they are complete, and a corpus that
-    is changed in its place no longer has the checksum of the manifest and is refused, as a changed copy is.
-    """
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _silent(stage: str, done: int, total: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +81,11 @@ def build_hybrid(
     out = Path(out).absolute()
     refuse_foreign(out)
     with claim_draft(out) as draft:
-        if not any(draft.folder.iterdir()):
+        names = {path.name for path in draft.folder.iterdir()}
+        if names - {DENSE, BM25, *(f".{part}.building" for part in (DENSE, BM25))}:
+            draft.clear()  # of another kind
+            names.clear()
+        if not names:
             _take_over(out, draft)
         build(corpus, encoder, draft.folder / DENSE, dense, progress)
         build_lexical(Corpus.open(draft.folder / DENSE / CORPUS_FILE), draft.folder / BM25, lexical, progress)
@@ -137,9 +142,17 @@ class HybridRetriever:
         manifest = read_manifest(folder)
         if manifest["kind"] != KIND:
             raise UserError(f"{folder} is an index of kind {manifest['kind']!r}, not {KIND!r}: give a hybrid")
-        opened = cls(DenseRetriever.open(folder / DENSE, **dense), LexicalRetriever.open(folder / BM25))
-        if opened.describe()["corpus_sha256"] != manifest.get("corpus_sha256"):
-            raise UserError(f"the parts of {folder} are not of the manifest's corpus: build the index again")
+        with ExitStack() as on_failure:
+            vectors = DenseRetriever.open(folder / DENSE, **dense)
+            on_failure.callback(vectors.close)
+            words = LexicalRetriever.open(folder / BM25)
+            on_failure.callback(words.close)
+            opened = cls(vectors, words)
+            if opened.describe()["corpus_sha256"] != manifest.get("corpus_sha256"):
+                raise UserError(
+                    f"the parts of {folder} are not of the manifest's corpus: build the index again"
+                )
+            on_failure.pop_all()
         return opened
 
     @property

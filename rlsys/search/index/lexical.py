@@ -10,8 +10,8 @@ English words to their Porter stems, here words are matched as they are.
 
 Building streams the corpus (see `postings`); bm25s itself would hold 4 KB a passage of 100 words in memory.
 The scorer is one of its own too: it leaves the passages without a word of the query untouched, orders equal
-scores by row and lets other threads run. A build that is killed
-starts anew and leaves nothing under the final name.
+scores by row and lets other threads run. A build that is killed starts anew and leaves nothing under the final
+name.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from bm25s.stopwords import STOPWORDS_EN
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.assemble import assemble, link
+from rlsys.search.index.assemble import add_corpus, assemble
 from rlsys.search.index.draft import Draft
+from rlsys.search.index.folder import CORPUS_FILE
 from rlsys.search.index.manifest import read_manifest
 from rlsys.search.index.postings import Floats, Postings, PostingsBuilder, Rows, Scorer
 from rlsys.search.index.progress import OnProgress
 from rlsys.search.retriever import Hit
 
 KIND = "bm25"
-CORPUS_FILE = "corpus.jsonl"
 _POSTINGS_FOLDER = "postings"
 _STOP_WORDS: Mapping[str, Sequence[str]] = {"en": STOPWORDS_EN, "none": ()}
 _WORDS = r"\b(?!(?<=['’])s\b)\w+"
@@ -133,7 +133,7 @@ def build_lexical(
         if not vocabulary:
             raise UserError(f"corpus {corpus.path} holds no words: BM25 has nothing to find in it")
         _save(builder.finish(options.k1, options.b), vocabulary, manifest, draft.folder / _POSTINGS_FOLDER)
-        link(corpus.path, draft.folder / CORPUS_FILE)
+        add_corpus(corpus, draft.folder / CORPUS_FILE)
 
     return assemble(Path(out).absolute(), KIND, asdict(manifest), fill)
 

@@ -28,7 +28,8 @@ def open_retriever(
     """Open the index in `folder`, whatever its kind.
 
     The options are those of `DenseRetriever.open` and `folder.SearchOptions`, for kinds that have vectors; None
-    leaves each as it is there. With `own_process` an encoder, if there is one, gets a process. Raises UserError for one that the kind does not have, and for an unknown kind.
+    leaves each as it is there. With `own_process` an encoder, if there is one, gets a process. Raises UserError for
+    one that the kind does not have, and for an unknown kind.
     """
     kind = read_kind(folder)
     loading = _given(encoder=encoder, device=device, dtype=dtype)

@@ -222,6 +222,9 @@ async def _read_body(request: Request, limits: ServerLimits) -> bytes:
         raise Refused(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
     except ClientDisconnect:
         raise Refused(400, "the body is incomplete") from None
+    except asyncio.CancelledError:
+        # Only a server that shuts down cancels a request, and it waits for no more than the answer.
+        raise Unavailable("the server is shutting down") from None
     if size > limits.max_body_bytes:
         raise Refused(413, f"the body is too large; send at most {limits.max_body_bytes} bytes")
     return bytes(body)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+
+from rlsys.errors import UserError
+
+_MAY_BE_ZERO = ("max_wait_ms", "cache_entries")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds of requests (beyond them 413 or 422), of the queue (429) and of time (408, 503)."""
+    """Bounds of requests (beyond them 413 or 422), of the queue (429) and of time (408, 503).
+
+    Raises UserError for a number that bounds nothing.
+    """
 
     max_topk: int = 100
     max_queries: int = 4096
@@ -39,3 +47,12 @@ class ServerLimits:
     """Pairs of a query and a document that may wait to be scored; one request may hold no more."""
     max_pair_batch: int = 64
     """Pairs scored together."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            zero = field.name in _MAY_BE_ZERO
+            if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+                raise UserError(
+                    f"{field.name} {value} is out of range: give {'0 or more' if zero else 'more than 0'}"
+                )

@@ -1,7 +1,8 @@
 """A server process: everything loaded, then the port answers, until a signal or the parent's end.
 
 On SIGINT or SIGTERM no new connection is taken; requests in work are answered, or after `_SHUTDOWN_S` turned away
-with 503; then the threads end and the retriever is closed.
+with 503; then the threads end and the retriever is closed. A thread that does not end, because a model or another
+server hangs, ends with the process after `_FORCE_S`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rlsys.search.server.reranking import Scorer
 
 TOKEN_VARIABLE = "RLSYS_SEARCH_TOKEN"
 _SHUTDOWN_S = 4
+_FORCE_S = 8.0
 _PARENT_POLL_S = 0.5
 _log = logging.getLogger("uvicorn.error")
 
@@ -95,10 +97,34 @@ def serve_parts(
                 DEFAULT_HOST,
             )
         _log.info("serving %s at http://%s:%d", name, address, number)
+        by_force = threading.Timer(_FORCE_S, _end_by_force, [parts])
+        by_force.daemon = True
         try:
-            uvicorn.Server(config).run(sockets=[sock])
+            _Server(config, by_force).run(sockets=[sock])
         finally:
             parts.close()
+            by_force.cancel()
+
+
+class _Server(uvicorn.Server):
+    """A server that starts a clock when it begins to shut down."""
+
+    def __init__(self, config: uvicorn.Config, clock: threading.Timer) -> None:
+        super().__init__(config)
+        self._clock = clock
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does it, while the clock runs."""
+        self._clock.start()
+        await super().shutdown(sockets)
+
+
+def _end_by_force(parts: Parts) -> None:
+    _log.error("a search has not ended within %g s of the signal: the server is ended by force", _FORCE_S)
+    try:
+        parts.close()
+    finally:
+        os._exit(1)
 
 
 def read_token(file: str | Path | None, environment: Mapping[str, str] = os.environ) -> str | None:

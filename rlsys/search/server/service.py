@@ -31,8 +31,6 @@ from rlsys.search.server.metrics import Metrics
 from rlsys.search.server.reranking import Reranking, Scorer
 from rlsys.search.server.retrieval import Retrieval
 
-__all__ = ["Busy", "SearchService", "ServerLimits", "Unavailable"]
-
 _PAGE_THREADS = 4
 _log = logging.getLogger("uvicorn.error")
 Answer = TypeVar("Answer")

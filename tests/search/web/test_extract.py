@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import unicodedata
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from rlsys.search.web.extract import MAX_TEXT_CHARS, clean, decode, extract
 from rlsys.search.web.fetch import Fetched
 from rlsys.search.web.passage import best_passage, passages
 from rlsys.search.web.reader import Workers
+from tests.search.conftest import children_of
 from tests.search.web.fake_web import HTML
 
 ENDLESS = "<html><body><p " + " ".join(f"a{row}=1" for row in range(100_000)) + ">text</p></body></html>"
@@ -134,9 +134,7 @@ async def test_workers_do_not_see_the_keys(monkeypatch: pytest.MonkeyPatch) -> N
     workers = Workers(1, 5.0, {"SERPER_API_KEY"})
     try:
         await workers.read(Fetched(b"text", "text/plain", None))
-        (worker,) = [
-            child for child in psutil.Process().children() if "rlsys.search.web.worker" in child.cmdline()
-        ]
+        (worker,) = children_of("rlsys.search.web.worker")
         assert "PATH" in worker.environ()
         assert "SERPER_API_KEY" not in worker.environ()
     finally:
