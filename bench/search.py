@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.load import Load, run_load
-from rlsys.search.index.build import build_index
+from rlsys.search.index.make import make_index
 from rlsys.search.launch import SearchServer
 
 RESULT = Path("outputs/bench/search.json")
@@ -104,7 +104,7 @@ def ensure_index() -> Path:
             "".join(json.dumps(passage(city)) + "\n" for city in cities()[:CITIES]), encoding="utf-8"
         )
         draft.rename(corpus)
-    build_index(corpus, WORLD / "index", "minilm")
+    make_index("dense", corpus, WORLD / "index")
     return WORLD / "index"
 
 

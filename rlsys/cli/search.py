@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rlsys.errors import Interrupted
+
 app = typer.Typer(
     help="Make passages, build and serve the search index; look at recorded searches.", no_args_is_help=True
 )
@@ -21,6 +23,7 @@ _PLAIN = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option
 
 Corpus = Annotated[Path, typer.Argument(help="Passages: jsonl of {id, contents}.")]
 Out = Annotated[Path, typer.Argument(help="Folder to write the index to.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Lose an index of other inputs that is there.")]
 Kind = Annotated[str, typer.Option(help="dense, bm25, hybrid, elasticsearch or opensearch.")]
 Encoder = Annotated[
     str | None, typer.Option(help="minilm (the default), or a Hugging Face encoder.", rich_help_panel=ENCODER)
@@ -91,6 +94,7 @@ def index(
     corpus: Corpus,
     out: Out,
     kind: Kind = "dense",
+    replace: Replace = False,
     encoder: Encoder = None,
     family: Family = None,
     pooling: Pooling = None,
@@ -113,18 +117,21 @@ def index(
     url: Url = None,
     index_name: IndexName = None,
 ) -> None:
-    """Build an index of a corpus. A build that was ended continues; one that is there is left."""
+    """Build an index of a corpus. A build that was ended continues; a complete one is left as it is."""
     settings = {name: value for name, value in locals().items() if value is not None}
-    for argument in ("corpus", "out", "kind"):
+    for argument in ("corpus", "out", "kind", "replace"):
         del settings[argument]
-    _index(corpus, out, kind, settings)
+    _index(corpus, out, kind, settings, replace)
 
 
-def _index(corpus: Path, out: Path, kind: str, settings: dict[str, Any]) -> None:
+def _index(corpus: Path, out: Path, kind: str, settings: dict[str, Any], replace: bool) -> None:
     from rlsys.search.index.make import make_index, recipe
 
-    made = recipe(kind, settings)
-    typer.echo(f"{out}: {'built' if make_index(kind, corpus, out, made) else 'is there already'}")
+    try:
+        built = make_index(kind, corpus, out, recipe(kind, settings), replace=replace)
+    except KeyboardInterrupt:
+        raise Interrupted("Interrupted; the same command continues.") from None
+    typer.echo(f"{out}: {'built' if built else 'is there already'}")
 
 
 @app.command()

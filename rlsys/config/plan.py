@@ -127,7 +127,9 @@ def overlap(config: RunConfig) -> str:
 def _search(search: SearchConfig) -> str:
     if not needs_server(search):
         return f"played from {search.cassette.path}"
-    return search.url or f"started by the run on {search.index}"
+    if search.url is None:
+        return f"started by the run on {search.index}"
+    return ", ".join([search.url, *search.replicas])
 
 
 _SIZES = ("tp", "pp", "cp", "dp", "engines")

@@ -28,6 +28,7 @@ from rlsys.config.schema import (
     TokenMode,
 )
 from rlsys.errors import UserError
+from rlsys.search.address import is_url
 from rlsys.weights.sizes import largest_tensor_bytes
 
 Ranks = dict[str, tuple[int, ...]]
@@ -190,6 +191,9 @@ def _search(config: RunConfig) -> Iterator[str]:
             f"search.hedge_after_s={search.hedge_after_s:g} comes after search.timeout_s={search.timeout_s:g}: give "
             "less than that, or null."
         )
+    for key, url in (("search.url", search.url), *(("search.replicas", url) for url in search.replicas)):
+        if url is not None and not is_url(url):
+            yield f"{key}={url} is not an address: write it like http://127.0.0.1:8000."
     twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
     if twice:
         yield f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once."

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import socket
+from urllib.parse import urlsplit
 
 from rlsys.errors import UserError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_TOPK = 3
+
+
+def is_url(text: str) -> bool:
+    """Whether `text` can be the address of a server: http or https, a host, nothing secret, no query."""
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return usable and not (parts.username or parts.query or parts.fragment)
 
 
 def bind(host: str, port: int) -> socket.socket:

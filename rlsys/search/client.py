@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from random import Random
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from rlsys.errors import UserError
+from rlsys.search.address import is_url
 from rlsys.search.batcher import Batcher, BatcherClosed, QueueFull
 from rlsys.search.prober import Prober
 from rlsys.search.replicas import HedgeBudget, Replica, Replicas, Trail, Verdict
@@ -312,13 +312,7 @@ def _addresses(urls: Sequence[str]) -> tuple[str, ...]:
     if not urls:
         raise UserError("there is no search url: give one like http://127.0.0.1:8000")
     for url in urls:
-        try:
-            parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-            usable = usable and not (parts.username or parts.query or parts.fragment)
-        except ValueError:
-            usable = False
-        if not usable:
+        if not is_url(url):
             raise UserError(f"search url {url!r} is not an address: write it like http://127.0.0.1:8000")
     addresses = tuple(url.rstrip("/") for url in urls)
     twice = [url for url, times in Counter(addresses).items() if times > 1]

@@ -160,6 +160,8 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
             ["search.url=http://a:8000", "search.replicas=[http://a:8000]"],
             ["search.replicas=['http://a:8000']", "once"],
         ),
+        (["search.url=localhost:8000"], ["search.url=localhost:8000", "http://127.0.0.1:8000"]),
+        (["search.url=http://a:8000", "search.replicas=[ftp://b]"], ["search.replicas=ftp://b", "http://"]),
         (["search.token_env=NOT_EXPORTED"], ["search.token_env=NOT_EXPORTED", "export"]),
         (
             ["cluster.placement={actor: 0, inference: 1, rollout: 2-4}", "rollout.engine.tp=2"],

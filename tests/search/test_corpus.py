@@ -223,6 +223,7 @@ def test_without_any_folder_it_is_kept_in_memory_and_said_once(
     path.with_name("corpus.jsonl.offsets").mkdir()
     (tmp_path / "cache").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.WARNING)
     assert scans(path)
     (record,) = [item for item in caplog.records if item.levelno >= logging.WARNING]
     assert "make one of these folders writable" in record.getMessage()

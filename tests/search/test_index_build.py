@@ -21,11 +21,12 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.build import BuildOptions, build, build_index
+from rlsys.search.index.build import BuildOptions, build
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.index.draft import claim_draft
 from rlsys.search.index.embeddings import ChunkWriter, Embeddings
 from rlsys.search.index.folder import Index
+from rlsys.search.index.make import make_index, recipe
 from rlsys.search.index.progress import Lines, shown
 
 MINILM = EncoderSpec("minilm")
@@ -210,7 +211,6 @@ def test_what_cannot_be_built_is_refused_before_anything_is_encoded(
         (corpus_path, BuildOptions("IVF64,Flat", max_train_rows=63), "64 vectors at least, here are 63"),
         (corpus_path, BuildOptions("Flatty"), "'Flatty' is not one for inner products"),
         (corpus_path, BuildOptions("Flat", ef_search=9), "has none"),
-        (corpus_path, BuildOptions(embeddings_dtype="int8"), "dtype 'int8' is unknown"),
     ):
         for out in (copy, tmp_path / "new"):
             stages = Stages()
@@ -340,7 +340,41 @@ def test_progress_on_a_terminal_is_a_bar_with_rate_and_remaining_time() -> None:
     assert "7000/10000" in file.getvalue().replace(" ", "")
 
 
-def test_build_index_takes_paths_and_a_name(corpus_path: Path, tmp_path: Path, capfd: Any) -> None:
-    assert build_index(corpus_path, tmp_path / "index")
+def test_make_index_says_how_far_it_is_and_replaces_only_when_told(
+    corpus_path: Path, tmp_path: Path, capfd: Any
+) -> None:
+    out = tmp_path / "index"
+    assert make_index("dense", corpus_path, out, replace=False)
     assert "encode: 200 of 200 passages" in capfd.readouterr().err
-    assert not build_index(corpus_path, tmp_path / "index", MINILM)
+    assert not make_index("dense", corpus_path, out, replace=False)
+    assert make_index("dense", corpus_path, out, recipe("dense", {"faiss_type": "SQ8"}), replace=False)
+    other = tmp_path / "other.jsonl"
+    other.write_text(corpus_path.read_text() + '{"id": "x", "contents": "one more"}\n')
+    for kind, corpus, settings, named in (
+        ("bm25", corpus_path, {}, "whose kind is dense, not bm25"),
+        ("dense", other, {}, "whose corpus_sha256 is"),
+        ("dense", corpus_path, {"max_tokens": 64}, "whose max_tokens is 256, not 64"),
+    ):
+        with pytest.raises(UserError, match=f"{named}.*--replace to lose it"):
+            make_index(kind, corpus, out, recipe(kind, settings), replace=False)
+    assert make_index("bm25", corpus_path, out, replace=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"),
+    [
+        ("bm52", {}, "index kind 'bm52' is unknown: choose one of dense, bm25, hybrid"),
+        ("bm25", {"encoder": "minilm"}, "an index of kind bm25 has no encoder"),
+        ("dense", {"k1": 1.2}, "an index of kind dense has no k1"),
+        ("dense", {"workers": 0}, "workers 0 is out of range"),
+        ("dense", {"embeddings_dtype": "int8"}, "dtype 'int8' is unknown"),
+    ],
+)
+def test_a_recipe_of_what_a_kind_has_not_is_refused(kind: str, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        recipe(kind, settings)
+
+
+def test_a_server_elsewhere_needs_an_address(corpus_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give its url and an index_name"):
+        make_index("opensearch", corpus_path, tmp_path / "index")

@@ -180,7 +180,7 @@ def test_building_twice_builds_once_and_other_inputs_replace(copy: Path, corpus_
     assert (copy / "postings" / "data.csc.index.npy").stat().st_mtime_ns == before
     seen: list[tuple[str, int, int]] = []
     assert build_lexical(corpus, copy, LexicalOptions(k1=1.2), lambda *step: seen.append(step))
-    assert seen == [("tokenise", 200, 200)]
+    assert seen == [("tokenise", 0, 200), ("tokenise", 200, 200)]
     assert LexicalRetriever.open(copy).describe()["k1"] == 1.2
     assert [path.name for path in copy.parent.iterdir()] == ["copy"]
 

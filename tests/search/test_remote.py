@@ -62,7 +62,7 @@ def test_hits_are_the_passages_that_bm25_ranks_first(
 ) -> None:
     steps: list[tuple[str, int, int]] = []
     assert load(corpus, tmp_path / "out", fake, progress=lambda *step: steps.append(step))
-    assert steps == [("load", 1000, ROWS), ("load", 2000, ROWS), ("load", ROWS, ROWS)]
+    assert steps == [("load", 0, ROWS), ("load", 1000, ROWS), ("load", 2000, ROWS), ("load", ROWS, ROWS)]
     retriever = open_retriever(tmp_path / "out")
     queries = ["passage 17", "cat", "zebra", "dog 2299 cat"]
     found = retriever.find(retriever.prepare(queries), 4)

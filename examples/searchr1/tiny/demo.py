@@ -33,7 +33,7 @@ from rlsys.observe.summary import write_summary
 from rlsys.observe.table import render_summary
 from rlsys.record import new_run_dir
 from rlsys.search.client import SearchClient
-from rlsys.search.index.build import build_index
+from rlsys.search.index.make import make_index
 from rlsys.search.serving import serving
 from rlsys.train import train
 
@@ -73,7 +73,7 @@ def prepare_world(console: Console) -> None:
     spec = WorldSpec()
     write_world(build_world(spec), spec, WORLD)
     console.print("[bold]Index[/]: encoding the passages, unless that is done", highlight=False)
-    build_index(WORLD / "corpus.jsonl", WORLD / "index")
+    make_index("dense", WORLD / "corpus.jsonl", WORLD / "index")
 
 
 async def find_ceiling(config: RunConfig) -> Ceiling:

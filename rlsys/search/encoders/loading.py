@@ -73,6 +73,7 @@ def load(
     place = resolve_device(device)
     precision = resolve_dtype(dtype, place)
     folder = resolve_folder(name)
+    transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model, info = architecture.from_pretrained(

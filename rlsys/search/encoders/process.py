@@ -1,7 +1,7 @@
 """An encoder for queries in a process of its own, so that a server's event loop takes no time from it.
 
 In one process the two would share the interpreter's lock, which a model's forward pass takes and gives some
-hundred times. A worker that dies costs the batch it was at; the next call starts another one.
+hundred times. A worker that dies, or gives no answer, is replaced once by another, which gets the same texts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from rlsys.errors import RunError
 from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats
 from rlsys.search.encoders.worker import EncoderWorker, Task
 
+_ANSWER_S = 300.0
+"""The longest that a batch may take: of long queries, with a large model on few cores."""
 _WARM_UP = (1, 16, 64)
 """Texts of the first batches: libraries prepare themselves for a size when they first meet it."""
 _log = logging.getLogger("uvicorn.error")
@@ -27,9 +29,11 @@ class EncoderProcess:
         self.facts: EncoderFacts = self._start()
 
     def encode_queries(self, texts: Sequence[str]) -> Floats:
-        """[n, dimension], row i for `texts[i]`. Raises RunError if the process dies meanwhile."""
-        if self._worker is None:
-            self._start()
+        """[n, dimension], row i for `texts[i]`. Raises RunError if two processes die of it."""
+        try:
+            return self._encode(texts)
+        except RunError as error:
+            _log.warning("%s; it is started again", error)
         return self._encode(texts)
 
     def close(self) -> None:
@@ -50,12 +54,13 @@ class EncoderProcess:
         return facts
 
     def _encode(self, texts: Sequence[str]) -> Floats:
+        if self._worker is None:
+            self._start()
         assert self._worker is not None
         try:
             self._worker.give(Task(0, list(texts), queries=True))
-            _, vectors = self._worker.take()
-        except RunError as error:
-            _log.error("%s; it is started again", error)
+            _, vectors = self._worker.take(_ANSWER_S)
+        except RunError:
             self.close()
             raise
         encoded: Floats = vectors

@@ -55,9 +55,14 @@ class EncoderWorker:
         except OSError:
             raise self._died() from None
 
-    def take(self) -> Any:
-        """Wait for the next answer. Raises UserError or RunError that the worker met, RunError if it has died."""
+    def take(self, timeout_s: float | None = None) -> Any:
+        """Wait for the next answer. Raises UserError or RunError that the worker met, RunError if it has died.
+
+        With `timeout_s` a worker that gives no answer for so long is ended, and counts as dead.
+        """
         try:
+            if timeout_s is not None and not self.pipe.poll(timeout_s):
+                self._process.kill()
             answer = self.pipe.recv()
         except (EOFError, OSError):  # the latter in the midst of an answer
             raise self._died() from None

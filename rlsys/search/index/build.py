@@ -26,7 +26,7 @@ from rlsys.search.index.draft import Draft, claim_draft
 from rlsys.search.index.embeddings import CHUNK_ROWS, DTYPES, ChunkWriter, Embeddings
 from rlsys.search.index.folder import CORPUS_FILE, EMBEDDINGS_FILE, INDEX_FILE
 from rlsys.search.index.manifest import Manifest
-from rlsys.search.index.progress import OnProgress, shown
+from rlsys.search.index.progress import OnProgress
 from rlsys.search.index.vectors import (
     FLAT,
     Settings,
@@ -61,6 +61,14 @@ class BuildOptions:
     workers: int = 1
     """Processes that encode."""
 
+    def __post_init__(self) -> None:
+        if self.embeddings_dtype not in DTYPES:
+            raise UserError(
+                f"embeddings dtype {self.embeddings_dtype!r} is unknown: choose one of {', '.join(DTYPES)}"
+            )
+        if self.workers < 1:
+            raise UserError(f"workers {self.workers} is out of range: give 1 or more")
+
 
 def build(
     corpus: Corpus,
@@ -79,10 +87,6 @@ def build(
     options = options or BuildOptions()
     progress = progress or _silent
     refuse_foreign(out)
-    if options.embeddings_dtype not in DTYPES:
-        raise UserError(
-            f"embeddings dtype {options.embeddings_dtype!r} is unknown: choose one of {', '.join(DTYPES)}"
-        )
     planned = _plan(corpus, encoder, options)
     if _manifest_at(out) == planned:
         return False
@@ -106,20 +110,6 @@ def build(
     if not options.keep_embeddings:
         (out / EMBEDDINGS_FILE).unlink(missing_ok=True)
     return True
-
-
-def build_index(
-    corpus: str | Path,
-    out: str | Path,
-    encoder: str | EncoderSpec = "minilm",
-    options: BuildOptions | None = None,
-) -> bool:
-    """`rlsys search index`: build `out` from the corpus file and show how far it is; False if it was there."""
-    from rich.console import Console
-
-    spec = EncoderSpec(encoder) if isinstance(encoder, str) else encoder
-    with shown(Console(stderr=True)) as progress:
-        return build(Corpus.open(corpus), spec, out, options, progress)
 
 
 def _plan(corpus: Corpus, spec: EncoderSpec, options: BuildOptions) -> Manifest:
@@ -170,7 +160,7 @@ def _encode(
 ) -> None:
     """Complete the embeddings in the draft, whatever of them was there before."""
     path = draft.folder / EMBEDDINGS_FILE
-    recipe = json.dumps(planned.embeddings() | {"chunk_rows": CHUNK_ROWS}, indent=2)
+    recipe = json.dumps(planned.embeddings() | {"chunk_rows": CHUNK_ROWS, "dtype": spec.dtype}, indent=2)
     noted = draft.home / _RECIPE
     if not (noted.is_file() and noted.read_text(encoding="utf-8") == recipe):
         if noted.is_file():

@@ -148,6 +148,8 @@ def _add_all(
     vocabulary: defaultdict[str, int] = defaultdict()
     vocabulary.default_factory = vocabulary.__len__
     done = 0
+    if progress is not None:
+        progress("tokenise", 0, len(corpus))
     for passages in corpus.chunks(_CHUNK_ROWS):
         for passage in passages:
             builder.add(map(vocabulary.__getitem__, words(passage["contents"])))

@@ -13,6 +13,7 @@ from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import BuildOptions, build
 from rlsys.search.index.fusion import build_hybrid
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
+from rlsys.search.index.manifest import DENSE, MANIFEST_FILE, read_manifest
 from rlsys.search.index.progress import OnProgress, shown
 from rlsys.search.index.remote import build_remote
 
@@ -68,13 +69,35 @@ def recipe(kind: str, settings: Mapping[str, Any]) -> Recipe:
     )
 
 
-def make_index(kind: str, corpus: str | Path, out: str | Path, made: Recipe) -> bool:
-    """Build the index folder `out` and show how far it is; False if it was there already, with these inputs."""
+def make_index(
+    kind: str, corpus: str | Path, out: str | Path, made: Recipe | None = None, *, replace: bool = True
+) -> bool:
+    """Build the index folder `out` and show how far it is; False if it was there already, with these inputs.
+
+    Without `replace` an index of another kind, corpus or encoder that is there is refused with UserError.
+    """
     from rich.console import Console
 
-    passages = Corpus.open(corpus)
+    passages, made = Corpus.open(corpus), made or Recipe()
+    if not replace:
+        _refuse_other(Path(out), kind, passages, made)
     with shown(Console(stderr=True)) as progress:
         return _BUILDERS[kind](passages, out, made, progress)
+
+
+def _refuse_other(out: Path, kind: str, corpus: Corpus, made: Recipe) -> None:
+    if not (out / MANIFEST_FILE).is_file():
+        return
+    there = read_manifest(out)
+    asked: dict[str, Any] = {"kind": kind, "corpus_sha256": corpus.checksum}
+    if kind == DENSE:
+        asked |= {"encoder": made.encoder.name, "max_tokens": made.encoder.max_tokens}
+    for key, value in asked.items():
+        if there.get(key) != value:
+            raise UserError(
+                f"{out} holds an index whose {key} is {there.get(key)}, not {value}: give another folder, or "
+                "--replace to lose it"
+            )
 
 
 def _dense(corpus: Corpus, out: str | Path, made: Recipe, progress: OnProgress) -> bool:

@@ -133,6 +133,8 @@ def _load(
     if server.meta(manifest.index) is None:
         server.create(manifest.index, manifest.body())
         done = 0
+    if progress is not None:
+        progress("load", done, manifest.rows)
     while done < manifest.rows:
         rows = range(done, min(done + _BLOCK_ROWS, manifest.rows))
         passages = zip(rows, corpus.fetch(rows), strict=True)

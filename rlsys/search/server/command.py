@@ -100,9 +100,9 @@ def _run(
     given = parser.parse_args(arguments)
     if given.parent_pid is not None:
         end_with_parent(given.parent_pid)
-    if given.threads is not None:
-        limit_threads(given.threads)
     try:
+        if given.threads is not None:
+            limit_threads(given.threads)
         serve_parts(
             lambda: load(given),
             name=name(given),

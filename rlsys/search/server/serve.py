@@ -147,6 +147,8 @@ def read_token(file: str | Path | None, environment: Mapping[str, str] = os.envi
 
 def limit_threads(threads: int) -> None:
     """Bound the threads of torch, FAISS and tokenizers; to be called before they are imported."""
+    if threads < 1:
+        raise UserError(f"threads {threads} is out of range: give 1 or more")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["RAYON_NUM_THREADS"] = str(threads)
 

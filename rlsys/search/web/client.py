@@ -60,11 +60,10 @@ class ProviderLimits:
     """Of one request with all its tries and waits, without the wait for its turn."""
 
     def __post_init__(self) -> None:
-        rate = self.requests_per_second
-        if self.max_concurrent < 1 or self.tries < 1:
-            raise UserError(f"{self} cannot work: max_concurrent and tries must be at least 1")
-        if self.try_timeout_s <= 0 or self.timeout_s <= 0 or (rate is not None and rate <= 0):
-            raise UserError(f"{self} cannot work: times and rates must be more than 0")
+        for name in ("max_concurrent", "tries", "try_timeout_s", "timeout_s", "requests_per_second"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name} {value:g} is out of range: give more than 0")
 
 
 @dataclass(frozen=True, slots=True)

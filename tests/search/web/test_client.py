@@ -261,5 +261,5 @@ async def test_requests_keep_to_the_rate(web: FakeWeb, clock: Clock) -> None:
     "limits", [{"max_concurrent": 0}, {"tries": 0}, {"timeout_s": 0}, {"requests_per_second": 0}]
 )
 def test_limits_that_cannot_work_are_refused(limits: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="cannot work"):
+    with pytest.raises(UserError, match="is out of range: give more than 0"):
         ProviderLimits(**limits)
