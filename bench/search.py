@@ -190,7 +190,7 @@ def measure_round(index: Path, folder: Path, queries: Iterator[str], seconds: fl
                 )
                 for load, (clients, batch) in LOADS.items()
             }
-            found[name] = {"loads": loads, "memory_mb": psutil.Process(pid).memory_info().rss / 1e6}
+            found[name] = {"loads": loads, "memory_mb": memory_of(pid)}
     return found
 
 
@@ -255,6 +255,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(f"written to {RESULT}")
+
+
+def memory_of(pid: int) -> float:
+    """Resident memory of a server and of the processes it has started."""
+    server = psutil.Process(pid)
+    return sum(process.memory_info().rss for process in (server, *server.children(recursive=True))) / 1e6
 
 
 def _wait(url: str, process: subprocess.Popen[bytes]) -> None:

@@ -23,11 +23,10 @@ from tempfile import TemporaryDirectory
 
 import httpx
 import numpy as np
-import psutil
 from rich.console import Console
 
 from bench.load import run_load
-from bench.search import START_TIMEOUT_S, ensure_index, unique_queries
+from bench.search import START_TIMEOUT_S, ensure_index, memory_of, unique_queries
 from rlsys.search.launch import SearchServer
 
 RESULT = Path("outputs/bench/search_soak.json")
@@ -55,7 +54,7 @@ class Bystander:
         """(seconds, MB)."""
         self.statuses: Counter[int] = Counter()
         """Of the answers to bad requests."""
-        self._url, self._process, self._began = url, psutil.Process(pid), time.monotonic()
+        self._url, self._pid, self._began = url, pid, time.monotonic()
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=work) for work in (self._watch, self._send_bad, self._hang_up)
@@ -71,7 +70,7 @@ class Bystander:
 
     def _watch(self) -> None:
         while not self._stop.wait(SAMPLE_S):
-            memory_mb = self._process.memory_info().rss / 1e6
+            memory_mb = memory_of(self._pid)
             self.memory.append((time.monotonic() - self._began, memory_mb))
 
     def _send_bad(self) -> None:
