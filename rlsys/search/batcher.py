@@ -31,7 +31,7 @@ class Batcher(Generic[Item, Result]):
     Args:
         run: takes a batch and returns one result an item, in the same order.
         max_batch: most items of one call.
-        max_wait_s: how long the first item of a batch waits for others, unless the batch before had found none: a
+        max_wait_s: how long the first item of a batch waits for others, unless the last two batches had found none: a
             lone caller need not wait. While `max_running` batches run, items wait longer, and the next batch
             starts as soon as one ends.
         max_running: batches that hold a place at once. A batch of several stages may give its place to the next
@@ -59,8 +59,8 @@ class Batcher(Generic[Item, Result]):
         """The running batches that have not passed their place on."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._alone = False
-        """Whether the last batch had one item."""
+        self._singles = 0
+        """Batches of one item in a row; under load there are some, but seldom two."""
         self.batches = 0
         """Batches started so far."""
 
@@ -113,7 +113,7 @@ class Batcher(Generic[Item, Result]):
         while self._has_slot() and (len(self._pending) >= self._max_batch or partial_too) and self._pending:
             self._start()
         if self._pending and self._timer is None and self._has_slot():
-            wait_s = 0.0 if self._alone else self._max_wait_s
+            wait_s = 0.0 if self._singles >= 2 else self._max_wait_s
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_timer)
 
     def _has_slot(self) -> bool:
@@ -135,7 +135,7 @@ class Batcher(Generic[Item, Result]):
         if not batch:
             return
         self.batches += 1
-        self._alone = len(batch) == 1
+        self._singles = self._singles + 1 if len(batch) == 1 else 0
         items, futures = map(list, zip(*batch, strict=True))
         task = asyncio.create_task(self._run(items))
         self._running[task] = futures

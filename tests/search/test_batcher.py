@@ -145,20 +145,15 @@ async def test_cancelled_items_take_no_place_in_a_full_queue() -> None:
     assert run.batches == [[0], [2], [3]]
 
 
-async def test_who_was_alone_does_not_wait_for_company_next_time() -> None:
-    sizes: list[int] = []
+async def test_who_was_alone_twice_does_not_wait_for_company() -> None:
+    loop, waits = asyncio.get_running_loop(), []
 
     async def run(items: list[int]) -> list[int]:
-        sizes.append(len(items))
         return items
 
-    batcher: Batcher[int, int] = Batcher(run, max_batch=2, max_wait_s=3600, max_running=1, max_pending=9)
-    assert await asyncio.gather(*batcher.submit([0, 1, 2])) == [0, 1, 2]
-    assert await asyncio.wait_for(batcher.submit([3])[0], 30) == 3
-    assert sizes == [2, 1, 1]
-    assert await asyncio.gather(*batcher.submit([4, 5])) == [4, 5]
-    (lonely,) = batcher.submit([6])
-    await asyncio.sleep(0.01)
-    assert not lonely.done()
-    await batcher.close()
-    lonely.exception()
+    batcher: Batcher[int, int] = Batcher(run, max_batch=2, max_wait_s=0.3, max_running=1, max_pending=9)
+    for items in ([1], [2], [3], [4, 5], [6]):
+        began = loop.time()
+        assert await asyncio.gather(*batcher.submit(items)) == items
+        waits.append(loop.time() - began >= 0.3)
+    assert waits == [True, True, False, False, True]
