@@ -13,42 +13,34 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.cli.main import run_command
 from rlsys.errors import UserError
-from rlsys.search.corpus import Corpus
-from rlsys.search.index.progress import shown
 
 BM25 = "bm25"
 
 
-def build_index(given: argparse.Namespace, console: Console) -> bool:
+def build(given: argparse.Namespace) -> bool:
     """Make the index that the flags describe; False if it was there."""
     if not given.corpus_path.is_file():
         raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
-    with shown(console) as progress:
-        if given.retrieval_method == BM25:
-            from rlsys.search.index.lexical import build_lexical
+    from rlsys.search.index.make import make_index, recipe
 
-            return build_lexical(Corpus.open(given.corpus_path), given.save_dir, progress=progress)
-        from rlsys.search.encoders.spec import EncoderSpec
-        from rlsys.search.index.build import BuildOptions, build
-
-        encoder = EncoderSpec(
-            given.model_path,
-            given.retrieval_method,
-            max_tokens=given.max_length,
-            device=given.device,
-            dtype="float16" if given.use_fp16 else None,
-            pooling=given.pooling_method,
-        )
-        options = BuildOptions(
-            faiss_type=given.faiss_type, keep_embeddings=given.save_embedding, workers=given.workers
-        )
-        return build(Corpus.open(given.corpus_path), encoder, given.save_dir, options, progress)
+    if given.retrieval_method == BM25:
+        return make_index(BM25, given.corpus_path, given.save_dir)
+    settings = {
+        "encoder": given.model_path,
+        "family": given.retrieval_method,
+        "max_tokens": given.max_length,
+        "device": given.device,
+        "dtype": "float16" if given.use_fp16 else None,
+        "pooling": given.pooling_method,
+        "faiss_type": given.faiss_type,
+        "keep_embeddings": given.save_embedding,
+        "workers": given.workers,
+    }
+    return make_index("dense", given.corpus_path, given.save_dir, recipe("dense", settings))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Parse the command line and build."""
     given = parser().parse_args()
-    made = build_index(given, Console(stderr=True))
+    made = build(given)
     print(f"{given.save_dir} {'is complete' if made else 'was there already'}")
 
 

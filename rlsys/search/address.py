@@ -10,6 +10,8 @@ from rlsys.errors import UserError
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_TOPK = 3
+TOKEN_VARIABLE = "RLSYS_SEARCH_TOKEN"
+"""Environment variable with the bearer token that a server asks for."""
 
 
 def is_url(text: str) -> bool:

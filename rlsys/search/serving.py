@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError
+from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.launch import SearchServer
 from rlsys.search.tool import open_client
 
@@ -19,7 +21,11 @@ class Serving:
 
     def __init__(self, search: SearchConfig, server: SearchServer | None) -> None:
         self._own = server
-        self.search = search if server is None else replace(search, url=server.url)
+        self.search = search
+        if server is not None:
+            # A server takes its token from the environment that it shares with this process, if there is one.
+            token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
+            self.search = replace(search, url=server.url, token_env=token_env)
 
     def wait_healthy(self) -> None:
         """Wait until a server that was started here answers. Raises RunError if it does not in time."""

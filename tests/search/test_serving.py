@@ -26,3 +26,12 @@ async def test_a_played_cassette_needs_no_server(tmp_path: Path) -> None:
         search.wait_healthy()
         await search.require()
         assert search.search == config
+
+
+async def test_a_run_shows_its_own_server_the_token_that_both_inherit(
+    index_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLSYS_SEARCH_TOKEN", "inherited")
+    with serving(SearchConfig(index=str(index_dir)), 1, tmp_path) as search:
+        search.wait_healthy()
+        await search.require()

@@ -22,14 +22,13 @@ from pathlib import Path
 import uvicorn
 
 from rlsys.errors import UserError
-from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK, bind
+from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK, TOKEN_VARIABLE, bind
 from rlsys.search.pages import PageSource
 from rlsys.search.retriever import Retriever
 from rlsys.search.server.app import create_app
 from rlsys.search.server.limits import ServerLimits
 from rlsys.search.server.reranking import Scorer
 
-TOKEN_VARIABLE = "RLSYS_SEARCH_TOKEN"
 _SHUTDOWN_S = 4
 _FORCE_S = 8.0
 _PARENT_POLL_S = 0.5
