@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -48,7 +48,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            tree = compose(config_name=name, overrides=list(overrides))
+            tree = compose(config_name=name, overrides=[_opened(override) for override in overrides])
         _check_keys(tree, folder / f"{name}.yaml")
         config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as problem:
@@ -76,6 +76,32 @@ def schema_keys(schema: type = RunConfig, prefix: str = "") -> list[str]:
         else:
             keys.append(prefix + item.name)
     return keys
+
+
+def free_maps(schema: type = RunConfig, prefix: str = "") -> list[str]:
+    """Dotted keys of the schema that are maps with names of the user's own."""
+    found = []
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        hint = hints[item.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            found += free_maps(hint, f"{prefix}{item.name}.")
+        elif get_origin(hint) is dict:
+            found.append(prefix + item.name)
+    return found
+
+
+def _opened(override: str) -> str:
+    """`override` as Hydra takes it where a map may get new names, in which dots are no levels."""
+    key, _, value = override.partition("=")
+    for name in free_maps():
+        if key == name:
+            return f"++{override}"
+        if key.startswith(f"{name}."):
+            inner = key.removeprefix(f"{name}.")
+            return f"++{name}={{{inner}: {value}}}" if "." in inner else f"++{override}"
+    return override
 
 
 def _check_keys(tree: DictConfig, file: Path) -> None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from rlsys.config.schema import CassetteMode, RunConfig, Schedule, SearchConfig
+from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline, KlEstimator
+from rlsys.config.schema import (
+    ActorConfig,
+    CassetteMode,
+    CriticConfig,
+    InferenceConfig,
+    RunConfig,
+    SamplingConfig,
+    Schedule,
+    SearchConfig,
+)
 
 
 def max_staleness(config: RunConfig) -> int:
@@ -18,3 +28,50 @@ def runs_ahead(config: RunConfig) -> bool:
 def needs_server(search: SearchConfig) -> bool:
     """Whether searches go to a server: all but those that are only played from a cassette do."""
     return search.cassette.path is None or search.cassette.mode is not CassetteMode.replay
+
+
+def megatron_groups(config: RunConfig) -> dict[str, ActorConfig | InferenceConfig | CriticConfig]:
+    """Settings of the groups whose processes hold a Megatron model."""
+    groups: dict[str, ActorConfig | InferenceConfig | CriticConfig] = {
+        "actor": config.actor,
+        "inference": config.inference,
+    }
+    return groups | ({"critic": config.critic} if has_critic(config.algorithm) else {})
+
+
+def has_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether values are learned."""
+    return algorithm.baseline is Baseline.critic
+
+
+def has_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether a reference policy is kept."""
+    return algorithm.kl_coef > 0 or algorithm.eval_ref_policy
+
+
+def moves_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether the reference policy is another one later in the run."""
+    return algorithm.ref_policy_ema_tau < 1 or algorithm.ref_policy_reset_period is not None
+
+
+def sums_over_vocabulary(algorithm: AlgorithmConfig) -> bool:
+    """Whether the KL term compares distributions, not the sampled token's log-probs alone."""
+    full = (KlEstimator.full_reverse, KlEstimator.full_forward)
+    return algorithm.kl_coef > 0 and algorithm.kl_estimator in full
+
+
+def truncates_sampling(sampling: SamplingConfig) -> bool:
+    """Whether rollouts are drawn from less than the whole distribution, and nobody has said that this is meant."""
+    return (sampling.top_p != 1.0 or sampling.top_k != -1) and not sampling.accept_truncation
+
+
+def needs_whole_mini_batch(algorithm: AlgorithmConfig) -> bool:
+    """Whether an advantage depends on the other groups of its mini-batch, so that training waits for them."""
+    over_batch = (AdvantageScale.batch, AdvantageScale.whiten)
+    return algorithm.baseline is Baseline.batch or algorithm.advantage_scale in over_batch
+
+
+def loss_length(config: RunConfig) -> int:
+    """Tokens that the aggregation `fixed-length` divides by."""
+    given = config.algorithm.loss_length
+    return given if given is not None else config.task.max_total_tokens - config.task.max_prompt_tokens

@@ -2,21 +2,31 @@
 
 The memory of a Megatron process counts weights, gradients (4 bytes a parameter), the optimiser
 (float32 master where weights are not, and two moments) cut by what shards it, and the logits of one
-micro-batch; activations beyond those are not counted.
+micro-batch (of a critic, none); a reference that moves has a float32 master too; activations beyond those are not
+counted.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from rlsys.config.derived import max_staleness, needs_server, runs_ahead
+from rlsys.config.algorithm import Baseline
+from rlsys.config.derived import (
+    has_critic,
+    has_reference,
+    max_staleness,
+    megatron_groups,
+    moves_reference,
+    needs_server,
+    needs_whole_mini_batch,
+    runs_ahead,
+    sums_over_vocabulary,
+)
 from rlsys.config.placement import parse_placement
 from rlsys.config.schema import (
-    AdvantageScale,
     Device,
     Dtype,
     Mode,
-    ParallelConfig,
     RunConfig,
     Schedule,
     SearchConfig,
@@ -42,17 +52,15 @@ def parameter_count(shape: dict[str, Any]) -> int:
 
 def make_plan(config: RunConfig) -> dict[str, Any]:
     """Everything that the config settles, as plain data."""
-    ranks = parse_placement(config.cluster.placement)
+    ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     shape = model_shape(config.model.path)
     parameters = parameter_count(shape)
     trainer, algorithm = config.trainer, config.algorithm
     episodes = trainer.prompts_per_step * algorithm.n_samples
     groups: dict[str, Any] = {}
-    for name, parallel, trains in (
-        ("actor", config.actor.parallel, True),
-        ("inference", config.inference.parallel, False),
-    ):
-        groups[name] = _megatron_group(config, shape, parameters, ranks[name], parallel, trains)
+    for name in ("actor", "inference", "critic"):
+        if name in ranks:
+            groups[name] = _megatron_group(config, shape, parameters, ranks[name], name)
     engines = len(ranks["rollout"]) // config.rollout.engine.tp
     groups["rollout"] = {
         "ranks": list(ranks["rollout"]),
@@ -107,7 +115,7 @@ def render_plan(plan: dict[str, Any]) -> str:
 
 def overlap(config: RunConfig) -> str:
     """Which stages run at the same time."""
-    kind, whole = config.trainer.schedule.kind, config.algorithm.advantage_scale is AdvantageScale.batch
+    kind, algorithm = config.trainer.schedule.kind, config.algorithm
     if config.cluster.mode is Mode.collocated:
         frees = (
             ""
@@ -118,8 +126,13 @@ def overlap(config: RunConfig) -> str:
     if kind is Schedule.sequential:
         return "no stages overlap"
     within = "within a step" if not runs_ahead(config) else "across steps"
-    if whole:
-        waits = "; training waits for whole mini-batches, because algorithm.advantage_scale=batch"
+    if needs_whole_mini_batch(algorithm):
+        because = (
+            "algorithm.baseline=batch"
+            if algorithm.baseline is Baseline.batch
+            else f"algorithm.advantage_scale={algorithm.advantage_scale}"
+        )
+        waits = f"; training waits for whole mini-batches, because {because}"
         return f"rollout, log-probs and training overlap {within}{waits}"
     return f"rollout, log-probs and training overlap {within}"
 
@@ -136,25 +149,14 @@ _SIZES = ("tp", "pp", "cp", "dp", "engines")
 
 
 def _megatron_group(
-    config: RunConfig,
-    shape: dict[str, Any],
-    parameters: int,
-    ranks: tuple[int, ...],
-    parallel: ParallelConfig,
-    trains: bool,
+    config: RunConfig, shape: dict[str, Any], parameters: int, ranks: tuple[int, ...], name: str
 ) -> dict[str, Any]:
+    settings = megatron_groups(config)[name]
+    parallel = settings.parallel
     dp = len(ranks) // (parallel.tp * parallel.pp * parallel.cp)
     own = parameters / (parallel.tp * parallel.pp)
-    weight = BYTES[config.model.dtype]
-    if trains:
-        budget = config.actor.micro_batch_tokens
-        state = 8 if config.model.dtype is Dtype.float32 else 12
-        shards = dp if config.actor.optimizer.distributed else 1
-        memory = own * (weight + 4 + state / shards)
-    else:
-        budget = config.inference.micro_batch_tokens
-        memory = own * weight * (2 if config.algorithm.kl_coef > 0 else 1)
-    memory += budget * int(shape["vocab_size"]) / parallel.tp * 4
+    columns = 1 if name == "critic" else int(shape["vocab_size"]) / parallel.tp
+    memory = own * _bytes_a_parameter(config, name, dp) + settings.micro_batch_tokens * columns * 4
     return {
         "ranks": list(ranks),
         "tp": parallel.tp,
@@ -163,6 +165,19 @@ def _megatron_group(
         "dp": dp,
         "memory_gib_per_rank": _gib(memory),
     }
+
+
+def _bytes_a_parameter(config: RunConfig, name: str, dp: int) -> float:
+    """Of all copies that a Megatron group keeps of its parameters, and of what it keeps beside them."""
+    algorithm, weight = config.algorithm, BYTES[config.model.dtype]
+    master = 0 if config.model.dtype is Dtype.float32 else 4
+    reference = weight + (master if moves_reference(algorithm) else 0)
+    if name == "inference":
+        return weight + (reference if has_reference(algorithm) else 0)
+    optimizer = config.critic.optimizer if name == "critic" else config.actor.optimizer
+    trained = weight + 4 + (8 + master) / (dp if optimizer.distributed else 1)
+    holds_reference = name == "actor" and sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
+    return trained + (reference if holds_reference else 0)
 
 
 def _kv_bytes(config: RunConfig, shape: dict[str, Any]) -> float:

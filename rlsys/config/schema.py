@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rlsys.config.algorithm import AlgorithmConfig, GuardsConfig
+from rlsys.config.reward import RewardConfig
+
 REQUIRED = "???"
 """Marks a key without a default: leaving it out stops the run with a sentence."""
 
@@ -76,35 +79,6 @@ class Packing(StrEnum):
     """One after the other, without padding."""
     padded = "padded"
     """Those of like length padded to one rectangle."""
-
-
-class AdvantageScale(StrEnum):
-    """What a group's centred rewards are divided by."""
-
-    group = "group"
-    """The group's standard deviation (GRPO)."""
-    batch = "batch"
-    """The standard deviation of the mini-batch's centred rewards; training then waits for the mini-batch."""
-    none = "none"
-    """Nothing (Dr. GRPO)."""
-
-
-class CorrectionKind(StrEnum):
-    """What is done about tokens whose sampling policy is not the one that is updated."""
-
-    none = "none"
-    truncate = "truncate"
-    """Weight by the ratio of the two, capped at `high` (truncated importance sampling)."""
-    mask = "mask"
-    """Weight by the ratio where it lies within [`low`, `high`], and by 0 elsewhere (IcePop)."""
-
-
-class CorrectionLevel(StrEnum):
-    """What the ratio is taken of."""
-
-    token = "token"
-    sequence = "sequence"
-    """The product over a sequence's trained tokens."""
 
 
 class CassetteMode(StrEnum):
@@ -193,6 +167,21 @@ class InferenceConfig:
 
 
 @dataclass
+class CriticConfig:
+    """The group that learns values; there is one where `algorithm.baseline` is critic."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    micro_batch_tokens: int = 16384
+    """Most tokens, padding included, of one forward and backward pass of one rank."""
+    packing: Packing = Packing.packed
+    value_clip: float | None = 0.5
+    """How far a value may move from what it was before the update and still gain by it; null does not clip."""
+    warmup_steps: int = 0
+    """Steps at the beginning of a run in which the critic alone learns."""
+
+
+@dataclass
 class EngineConfig:
     """One SGLang engine."""
 
@@ -211,13 +200,15 @@ class EngineConfig:
 
 @dataclass
 class SamplingConfig:
-    """How rollouts are drawn. Evaluation is greedy whatever stands here."""
+    """How rollouts are drawn. Evaluation is greedy whatever stands here, unless `compat.sampled_validation`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop: list[str] = field(default_factory=lambda: ["</search>", "</answer>"])
     """Strings at which the engine ends a turn; they stay in the text."""
+    accept_truncation: bool = False
+    """Allow top_p and top_k although the loss scores the whole vocabulary, which biases its ratios."""
 
 
 @dataclass
@@ -309,48 +300,6 @@ class SearchConfig:
 
 
 @dataclass
-class CorrectionConfig:
-    """Weights of off-policy tokens, from recomputed and sampled log-probs (decoupled PPO)."""
-
-    kind: CorrectionKind = CorrectionKind.none
-    level: CorrectionLevel = CorrectionLevel.token
-    low: float = 0.5
-    """Least ratio that `mask` keeps."""
-    high: float = 2.0
-    """Largest ratio: `truncate` cuts to it, `mask` drops what is above."""
-
-
-@dataclass
-class CurationConfig:
-    """Which groups are trained."""
-
-    oversample: float = 1.0
-    """Groups started for each one that a step needs; the slowest are aborted and their prompts asked again."""
-    drop_no_spread: bool = False
-    """Replace groups whose rewards are all equal, which teach nothing (dynamic sampling, DAPO)."""
-    max_replaced: float = 3.0
-    """Most groups replaced in a step, in units of `trainer.prompts_per_step`; further ones are trained as they are."""
-
-
-@dataclass
-class AlgorithmConfig:
-    """The policy gradient."""
-
-    n_samples: int = 5
-    """Episodes of each question: one group."""
-    advantage_scale: AdvantageScale = AdvantageScale.group
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.001
-    """Weight of the KL term to the reference policy in the loss (k3); 0 leaves the reference out."""
-    entropy_coef: float = 0.0
-    recompute_logprobs: bool = True
-    """Take old log-probs from the inference group, not from the engine."""
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    curation: CurationConfig = field(default_factory=CurationConfig)
-
-
-@dataclass
 class ClusterConfig:
     """Machines and who is placed where."""
 
@@ -359,7 +308,8 @@ class ClusterConfig:
     placement: dict[str, str] = field(
         default_factory=lambda: {"actor": "0-3", "inference": "4", "rollout": "5-7"}
     )
-    """Device ranks of each group: "0-3", "4", "0-1,4-5". CPU slots in the cpu profile."""
+    """Device ranks of each group: "0-3", "4", "0-1,4-5". CPU slots in the cpu profile. `critic`, where there is one,
+    shares the actor's unless it is placed."""
     address: str | None = None
     """A running Ray cluster; null starts a local one for the run and ends it with the run."""
     threads: int | None = None
@@ -414,6 +364,20 @@ class TrainerConfig:
 
 
 @dataclass
+class CompatConfig:
+    """Quirks of Search-R1's code, to reproduce its published numbers. See docs/algorithms.md."""
+
+    answer_over_prompt: bool = False
+    """Read the answer from prompt and response together, so that the prompt's example may count."""
+    sampled_validation: bool = False
+    """Draw the answers of evaluations as rollouts are drawn, not greedily."""
+    validation_batch: int | None = None
+    """Leave out the held-out questions after the last whole batch of so many; null asks all."""
+    observations_in_values: bool = False
+    """Let observation tokens take part in the critic's loss, in advantage estimation and in whitening."""
+
+
+@dataclass
 class RunConfig:
     """Everything that a run is."""
 
@@ -423,9 +387,13 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    compat: CompatConfig = field(default_factory=CompatConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

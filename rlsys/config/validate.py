@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.derived import needs_server, runs_ahead
+from rlsys.config.algorithm_checks import algorithm_problems
+from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead
 from rlsys.config.placement import overlaps, parse_placement
 from rlsys.config.ranges import out_of_range
 from rlsys.config.schema import (
     CassetteMode,
-    CorrectionKind,
     Device,
     Mode,
     OnUpdate,
@@ -28,6 +28,7 @@ from rlsys.config.schema import (
     TokenMode,
 )
 from rlsys.errors import UserError
+from rlsys.reward.check import check_terms
 from rlsys.search.address import is_url
 from rlsys.weights.sizes import largest_tensor_bytes
 
@@ -65,12 +66,14 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from out_of_range(config)
     yield from _batches(config)
     yield from _contradictions(config)
-    yield from _off_policy(config)
+    yield from algorithm_problems(config)
+    yield from check_terms(config.reward, config.task)
+    yield from _sharing(config)
     yield from _sync(config)
     yield from _paths(config)
     yield from _search(config)
     try:
-        ranks = parse_placement(config.cluster.placement)
+        ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError as problem:
         yield str(problem)
         return
@@ -80,9 +83,15 @@ def _problems(config: RunConfig) -> Iterator[str]:
     except UserError as problem:
         yield str(problem)
         return
-    for group, parallel in (("actor", config.actor.parallel), ("inference", config.inference.parallel)):
-        yield from _parallel(group, parallel, len(ranks[group]), shape)
+    for group, settings in megatron_groups(config).items():
+        yield from _parallel(group, settings.parallel, len(ranks[group]), shape)
     yield from _engine(config, len(ranks["rollout"]), shape)
+    picks, vocabulary = config.algorithm.kl_topk_tokens, int(shape["vocab_size"])
+    if picks is not None and picks > vocabulary:
+        yield (
+            f"algorithm.kl_topk_tokens={picks} is above the model's {vocabulary} tokens: lower it, or set it to null for "
+            "the whole vocabulary."
+        )
     largest = largest_tensor_bytes(config.model.path, config.model.dtype)
     if config.cluster.sync_bucket_bytes < largest:
         yield (
@@ -98,20 +107,13 @@ def _batches(config: RunConfig) -> Iterator[str]:
             f"trainer.prompts_per_step={trainer.prompts_per_step} does not divide into "
             f"trainer.mini_batches={trainer.mini_batches} equal mini-batches: change one of them."
         )
-    if config.algorithm.n_samples == 1:
-        yield (
-            "algorithm.n_samples=1 leaves every group without a spread, so every advantage is zero: "
-            "sample at least 2."
-        )
     if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
         yield (
             f"task.max_total_tokens={task.max_total_tokens} has no room for task.max_prompt_tokens="
             f"{task.max_prompt_tokens} and one turn of task.max_turn_tokens={task.max_turn_tokens}: raise it."
         )
-    for group, budget in (
-        ("actor", config.actor.micro_batch_tokens),
-        ("inference", config.inference.micro_batch_tokens),
-    ):
+    for group, settings in megatron_groups(config).items():
+        budget = settings.micro_batch_tokens
         if budget < task.max_total_tokens:
             yield (
                 f"{group}.micro_batch_tokens={budget} cannot hold one episode of task.max_total_tokens="
@@ -120,7 +122,7 @@ def _batches(config: RunConfig) -> Iterator[str]:
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
-    sampling, algorithm = config.rollout.sampling, config.algorithm
+    algorithm = config.algorithm
     if config.task.token_mode is TokenMode.retokenize and not algorithm.recompute_logprobs:
         yield (
             "algorithm.recompute_logprobs=false contradicts task.token_mode=retokenize: re-tokenised text has "
@@ -131,24 +133,14 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             "algorithm.recompute_logprobs=false contradicts task.train_eos=true: the end-of-sequence token is "
             "appended, not sampled, and has no log-prob; set one of them the other way."
         )
-    if algorithm.kl_coef > 0 and not algorithm.recompute_logprobs:
-        yield (
-            f"algorithm.kl_coef={algorithm.kl_coef} needs the inference group's reference log-probs: set "
-            "algorithm.recompute_logprobs=true, or kl_coef=0."
-        )
     optimizer, tags = config.actor.optimizer, config.task.tags
     if optimizer.min_lr > optimizer.lr:
         yield f"actor.optimizer.min_lr={optimizer.min_lr} is above actor.optimizer.lr={optimizer.lr}: lower it."
     words = (tags.search, tags.answer, tags.information)
-    if not all(words) or len(set(words)) < len(words):
+    if not all(words) or len({*words, "think"}) <= len(words):
         yield (
             f"task.tags search={tags.search}, answer={tags.answer}, information={tags.information} must be three "
-            "different words: rename one."
-        )
-    if (sampling.top_p != 1.0 or sampling.top_k != -1) and algorithm.recompute_logprobs:
-        yield (
-            f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated "
-            "distribution, while the loss scores the whole vocabulary: set top_p=1 and top_k=-1."
+            "different words, none of them think: rename one."
         )
 
 
@@ -204,19 +196,8 @@ def _search(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _off_policy(config: RunConfig) -> Iterator[str]:
-    correction, schedule = config.algorithm.correction, config.trainer.schedule
-    if correction.kind is not CorrectionKind.none and not config.algorithm.recompute_logprobs:
-        yield (
-            f"algorithm.correction.kind={correction.kind} compares recomputed with sampled log-probs: set "
-            "algorithm.recompute_logprobs=true, or correction.kind=none."
-        )
-    low = correction.low if correction.kind is CorrectionKind.mask else 0.0
-    if correction.kind is not CorrectionKind.none and not low <= 1 <= correction.high:
-        yield (
-            f"algorithm.correction.low={correction.low} and high={correction.high} must lie on either side of 1, or "
-            "tokens of equal policies would be cut: set low at most 1 and high at least 1."
-        )
+def _sharing(config: RunConfig) -> Iterator[str]:
+    schedule = config.trainer.schedule
     if config.cluster.mode is Mode.collocated and schedule.kind is not Schedule.sequential:
         yield (
             f"trainer.schedule.kind={schedule.kind} lets stages overlap, but with cluster.mode=collocated they take "
@@ -253,16 +234,17 @@ def _placement(config: RunConfig, ranks: Ranks) -> Iterator[str]:
     shared = overlaps(ranks)
     if config.cluster.mode is Mode.collocated:
         if len({frozenset(held) for held in ranks.values()}) > 1:
-            places = ", ".join(f'{group}="{config.cluster.placement[group]}"' for group in ranks)
+            listed = ", ".join(f'{group}="{place}"' for group, place in config.cluster.placement.items())
             yield (
-                f"cluster.mode=collocated needs all groups on the same ranks, but cluster.placement is {places}: "
+                f"cluster.mode=collocated needs all groups on the same ranks, but cluster.placement is {listed}: "
                 "place them alike, or set cluster.mode=disaggregated."
             )
         return
+    places = {"critic": config.cluster.placement["actor"], **config.cluster.placement}
     for a, b, both in shared:
         yield (
-            f'cluster.placement.{a}="{config.cluster.placement[a]}" and cluster.placement.{b}='
-            f'"{config.cluster.placement[b]}" share rank {both[0]}: give each group ranks of its own, or set '
+            f'cluster.placement.{a}="{places[a]}" and cluster.placement.{b}='
+            f'"{places[b]}" share rank {both[0]}: give each group ranks of its own, or set '
             "cluster.mode=collocated and trainer.schedule.kind=sequential."
         )
 

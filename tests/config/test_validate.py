@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
         (["cluster.placement.actor=gpu0"], ['cluster.placement.actor="gpu0"', "not a list of ranks"]),
         (["cluster.placement.actor=''"], ['cluster.placement.actor=""', "not a list of ranks"]),
         (["cluster.placement.actor=-1"], ['cluster.placement.actor="-1"', "not a list of ranks"]),
-        (["+cluster.placement.critic=3"], ["cluster.placement.critic", "actor, inference, rollout"]),
+        (["cluster.placement.judge=3"], ["cluster.placement.judge", "actor, inference, rollout, critic"]),
         (["cluster.mode=collocated"], ["cluster.mode=collocated", "same ranks", 'actor="0"']),
         (
             ["cluster.mode=collocated"],
@@ -223,8 +223,9 @@ def numeric_keys() -> dict[str, bool]:
         *path, leaf = key.split(".")
         for name in path:
             owner = get_type_hints(owner)[name]
-        kinds = set(get_args(get_type_hints(owner)[leaf]) or [get_type_hints(owner)[leaf]])
-        if kinds & {int, float}:
+        hint = get_type_hints(owner)[leaf]
+        kinds = set(get_args(hint) or [hint])
+        if kinds & {int, float} and get_origin(hint) is not dict:
             found[key] = int in kinds
     return found
 

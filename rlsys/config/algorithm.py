@@ -1,0 +1,224 @@
+"""The part of the schema that says how the policy learns. Pure data, no behaviour.
+
+The defaults are GRPO (arXiv 2402.03300); the files in `configs/algorithm/` name the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Baseline(StrEnum):
+    """What a return is compared with."""
+
+    none = "none"
+    batch = "batch"
+    """The mean of the mini-batch's episodes; training then waits for the mini-batch."""
+    group = "group"
+    """The mean of the question's episodes (GRPO)."""
+    leave_one_out = "leave_one_out"
+    """The mean of the question's other episodes (RLOO)."""
+    critic = "critic"
+    """A learned value, by generalised advantage estimation (PPO); the run then has a critic group."""
+
+
+class AdvantageScale(StrEnum):
+    """What advantages are divided by."""
+
+    group = "group"
+    """The standard deviation of the group's returns (GRPO)."""
+    batch = "batch"
+    """The standard deviation of the mini-batch's centred returns; training then waits for the mini-batch."""
+    whiten = "whiten"
+    """Centred and divided over all trained tokens of the mini-batch; training then waits for it."""
+    none = "none"
+    """Nothing (Dr. GRPO)."""
+
+
+class Credit(StrEnum):
+    """Which part of an episode's rewards a token answers for."""
+
+    trajectory = "trajectory"
+    """All of them."""
+    turn = "turn"
+    """Those of its turn and later ones."""
+    token = "token"
+    """Those at its place and later ones."""
+
+
+class PolicyLoss(StrEnum):
+    """How advantages become a loss."""
+
+    ppo = "ppo"
+    """Clipped ratio of each token; decoupled PPO where `correction.kind` is not none."""
+    gspo = "gspo"
+    """Clipped ratio of whole sequences."""
+    cispo = "cispo"
+    """The log-prob, weighted by the clipped ratio as a constant."""
+    policy_gradient = "policy_gradient"
+    """The log-prob alone."""
+
+
+Aggregation = StrEnum(
+    "Aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"]
+)
+"""How the losses of a mini-batch's trained tokens become one number. `token-mean`: their mean. `seq-mean-token-sum`:
+summed within an episode, mean over episodes. `seq-mean-token-mean`: mean within, mean over. `fixed-length`: summed
+within an episode and divided by a constant length, mean over episodes."""
+
+
+class KlPlace(StrEnum):
+    """Where the KL term to the reference policy stands."""
+
+    loss = "loss"
+    reward = "reward"
+    """Taken off each token's reward."""
+
+
+KlEstimator = StrEnum(
+    "KlEstimator", ["k1", "k2", "k3", "k3++", "k4", "k5", "abs", "full_reverse", "full_forward"]
+)
+"""How the divergence is computed. `k1` to `k5` and `abs` need the sampled token's log-probs alone; `full_reverse`,
+KL(policy || reference), and `full_forward`, KL(reference || policy), sum over `kl_topk_tokens`."""
+
+
+class KlTail(StrEnum):
+    """How the sampled token outside of the top k stands for all that are."""
+
+    exact = "exact"
+    """Unbiased in value and gradient."""
+    upstream = "upstream"
+    """As EMA-PG's published code has it, whose gradient is off."""
+
+
+class KlControl(StrEnum):
+    """Whether the weight of a KL term in the reward moves."""
+
+    fixed = "fixed"
+    adaptive = "adaptive"
+    """Towards `kl_target` (arXiv 1909.08593)."""
+
+
+class CorrectionKind(StrEnum):
+    """What is done about tokens whose sampling policy is not the one that is updated."""
+
+    none = "none"
+    truncate = "truncate"
+    """Weight by the ratio of the two, capped at `high` (truncated importance sampling)."""
+    mask = "mask"
+    """Weight by the ratio where it lies within [`low`, `high`], and by 0 elsewhere (IcePop)."""
+
+
+class CorrectionLevel(StrEnum):
+    """What the ratio is taken of."""
+
+    token = "token"
+    sequence = "sequence"
+    """The product over a sequence's trained tokens."""
+
+
+@dataclass
+class CorrectionConfig:
+    """Weights of off-policy tokens, from recomputed and sampled log-probs (decoupled PPO)."""
+
+    kind: CorrectionKind = CorrectionKind.none
+    level: CorrectionLevel = CorrectionLevel.token
+    low: float = 0.5
+    """Least ratio that `mask` keeps."""
+    high: float = 2.0
+    """Largest ratio: `truncate` cuts to it, `mask` drops what is above."""
+
+
+@dataclass
+class CurationConfig:
+    """Which groups are trained."""
+
+    oversample: float = 1.0
+    """Groups started for each one that a step needs; the slowest are aborted and their prompts asked again."""
+    drop_no_spread: bool = False
+    """Replace groups whose rewards are all equal, which teach nothing (dynamic sampling, DAPO)."""
+    max_replaced: float = 3.0
+    """Most groups replaced in a step, in units of `trainer.prompts_per_step`; further ones are trained as they are."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """The policy gradient."""
+
+    n_samples: int = 5
+    """Episodes of each question: one group."""
+    baseline: Baseline = Baseline.group
+    advantage_scale: AdvantageScale = AdvantageScale.group
+    credit: Credit = Credit.trajectory
+    gamma: float = 1.0
+    """Discount, a turn where `credit` is turn, else a trained token."""
+    gae_lambda: float = 1.0
+    """Of `baseline=critic`: 1 trusts the returns alone, 0 the critic's next value."""
+    policy_loss: PolicyLoss = PolicyLoss.ppo
+    aggregation: Aggregation = Aggregation["token-mean"]
+    loss_length: int | None = None
+    """Tokens that `fixed-length` divides by; null takes task.max_total_tokens less task.max_prompt_tokens."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Bound, in units of the advantage, on the loss of a token that should have been less likely; null is none."""
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.001
+    """Weight of the KL term to the reference policy; 0 leaves the reference out."""
+    kl_in: KlPlace = KlPlace.loss
+    kl_estimator: KlEstimator = KlEstimator.k3
+    kl_topk_tokens: int | None = None
+    """Of `full_reverse` and `full_forward`: most likely tokens that are summed over; null is the whole vocabulary."""
+    kl_topk_tail: KlTail = KlTail.exact
+    kl_use_tail_sampling: bool = True
+    """Let the sampled token stand for those outside of the top k; else they are left out."""
+    use_kl_iw: bool = False
+    """Weight what was sampled by the ratio of the policies that are updated and that sampled."""
+    kl_iw_clip_lower: float | None = None
+    kl_iw_clip_upper: float | None = None
+    kl_control: KlControl = KlControl.fixed
+    """Of a KL term in the reward."""
+    kl_target: float = 0.1
+    """Nats a token that `kl_control=adaptive` steers to."""
+    kl_horizon: int = 10000
+    """Episodes over which `kl_control=adaptive` moves the weight."""
+    ref_policy_ema_tau: float = 1.0
+    """What the reference keeps of itself at an update, the rest is the policy's; 1 leaves it as it is."""
+    ref_policy_ema_update_period: int = 10
+    """Steps between updates of the reference with `ref_policy_ema_tau` below 1."""
+    ref_policy_reset_period: int | None = None
+    """Steps after which the reference becomes the policy; null never."""
+    eval_ref_policy: bool = False
+    """Ask the held-out questions to the reference too, after the last step."""
+    recompute_logprobs: bool = True
+    """Take old log-probs from the inference group, not from the engine."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    curation: CurationConfig = field(default_factory=CurationConfig)
+
+
+class GuardAction(StrEnum):
+    """What is done when a run shows signs of collapse."""
+
+    warn = "warn"
+    stop = "stop"
+    """Warn, write a checkpoint and end the run."""
+
+
+@dataclass
+class GuardsConfig:
+    """Signs of collapse. A bound that is null is not watched."""
+
+    action: GuardAction = GuardAction.warn
+    patience: int = 3
+    """Steps in a row that a bound must be passed."""
+    entropy_floor: float | None = 0.01
+    """Least mean entropy of trained tokens, in nats."""
+    kl_ceiling: float | None = 1.0
+    """Largest KL to the reference policy, in nats a token, by the estimator in use."""
+    ratio_ceiling: float | None = 20.0
+    """Largest ratio of new and old probability of a token."""
+    many_answers_ceiling: float | None = 0.1
+    """Largest share of episodes that give more than one answer."""
+    same_answer_ceiling: float | None = 0.5
+    """Largest share of episodes, over all questions of a step, whose answer is one and the same."""

@@ -1,0 +1,239 @@
+"""Whether the keys of an algorithm fit together: a sentence for each that does not, with the reason. Pure.
+
+A key that has no effect beside the others is refused too: whoever sets it believes that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlsys.config.algorithm import (
+    AdvantageScale,
+    Aggregation,
+    AlgorithmConfig,
+    Baseline,
+    CorrectionKind,
+    Credit,
+    KlControl,
+    KlEstimator,
+    KlPlace,
+    KlTail,
+    PolicyLoss,
+)
+from rlsys.config.derived import (
+    has_critic,
+    has_reference,
+    moves_reference,
+    sums_over_vocabulary,
+    truncates_sampling,
+)
+from rlsys.config.schema import RunConfig
+
+_SIBLINGS = (Baseline.group, Baseline.leave_one_out)
+_FULL = (KlEstimator.full_reverse, KlEstimator.full_forward)
+_AS_REWARD = tuple(KlEstimator[name] for name in ("k1", "k2", "k3", "abs"))
+
+
+def algorithm_problems(config: RunConfig) -> Iterator[str]:
+    """One sentence for each contradiction."""
+    algorithm = config.algorithm
+    yield from _advantages(algorithm)
+    yield from _loss(algorithm)
+    yield from _correction(algorithm)
+    yield from _estimator(algorithm)
+    yield from _vocabulary_sum(algorithm)
+    yield from _kl_weight(config)
+    yield from _reference(algorithm)
+    yield from _critic(config)
+    yield from _sampler(config)
+
+
+def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
+    baseline, scale, credit = algorithm.baseline, algorithm.advantage_scale, algorithm.credit
+    siblings = baseline in _SIBLINGS
+    if algorithm.n_samples == 1 and (siblings or scale is AdvantageScale.group):
+        yield (
+            f"algorithm.n_samples=1 leaves no sibling to compare with, which algorithm.baseline={baseline} and "
+            f"advantage_scale={scale} do: sample at least 2, or choose baseline none, batch or critic."
+        )
+    if scale is AdvantageScale.group and not siblings:
+        yield (
+            f"algorithm.advantage_scale=group divides by the spread of a question's returns, which goes with their "
+            f"mean, not with algorithm.baseline={baseline}: choose batch, whiten or none."
+        )
+    if scale is AdvantageScale.batch and baseline is Baseline.critic:
+        yield (
+            "algorithm.advantage_scale=batch is over episodes, but algorithm.baseline=critic estimates token by "
+            "token: choose whiten or none."
+        )
+    if credit is not Credit.token and baseline is Baseline.critic:
+        yield (
+            f"algorithm.credit={credit} has no use with algorithm.baseline=critic, where gamma and gae_lambda say what a "
+            "token answers for: set credit=token."
+        )
+    if credit is Credit.token and baseline not in (Baseline.none, Baseline.critic):
+        yield (
+            f"algorithm.credit=token has no token of another episode to compare with, which algorithm.baseline="
+            f"{baseline} does: choose credit turn or trajectory, or baseline none or critic."
+        )
+    if algorithm.gamma != 1.0 and credit is Credit.trajectory and baseline is not Baseline.critic:
+        yield (
+            f"algorithm.gamma={algorithm.gamma:g} discounts nothing with algorithm.credit=trajectory, where every "
+            "token answers for all rewards: set gamma=1, or credit turn or token."
+        )
+    if algorithm.gae_lambda != 1.0 and baseline is not Baseline.critic:
+        yield (
+            f"algorithm.gae_lambda={algorithm.gae_lambda:g} is read with algorithm.baseline=critic alone, and there "
+            "is no critic: set it to 1, or baseline=critic."
+        )
+    if algorithm.curation.drop_no_spread and not siblings:
+        yield (
+            f"algorithm.curation.drop_no_spread drops groups of equal rewards, which do teach with "
+            f"algorithm.baseline={baseline}: set it to false."
+        )
+
+
+def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.dual_clip is not None and algorithm.policy_loss is not PolicyLoss.ppo:
+        yield (
+            f"algorithm.dual_clip={algorithm.dual_clip:g} is part of algorithm.policy_loss=ppo, not of "
+            f"{algorithm.policy_loss}: set it to null."
+        )
+    fixed = algorithm.aggregation is Aggregation("fixed-length")
+    if algorithm.loss_length is not None and not fixed:
+        yield (
+            f"algorithm.loss_length={algorithm.loss_length} is read with algorithm.aggregation=fixed-length, not "
+            f"{algorithm.aggregation}: set it to null."
+        )
+
+
+def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
+    correction = algorithm.correction
+    if correction.kind is CorrectionKind.none:
+        return
+    if not algorithm.recompute_logprobs:
+        yield (
+            f"algorithm.correction.kind={correction.kind} compares recomputed with sampled log-probs: set "
+            "algorithm.recompute_logprobs=true, or correction.kind=none."
+        )
+    low = correction.low if correction.kind is CorrectionKind.mask else 0.0
+    if not low <= 1 <= correction.high:
+        yield (
+            f"algorithm.correction.low={correction.low} and high={correction.high} must lie on either side of 1, or "
+            "tokens of equal policies would be cut: set low at most 1 and high at least 1."
+        )
+
+
+def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.kl_coef == 0:
+        return
+    estimator = algorithm.kl_estimator
+    if algorithm.kl_in is KlPlace.loss and estimator is KlEstimator("k1"):
+        yield (
+            "algorithm.kl_estimator=k1 as a loss has a gradient that is zero on average, so it holds nothing back: "
+            "choose k2, k3, k3++, k4 or k5, or algorithm.kl_in=reward."
+        )
+    if algorithm.kl_in is KlPlace.reward and estimator not in _AS_REWARD:
+        reason = (
+            "needs whole distributions, which the reward does not see"
+            if estimator in _FULL
+            else "differs from the plain estimators by its gradient, and a reward has none"
+        )
+        yield (
+            f"algorithm.kl_estimator={estimator} {reason}: with algorithm.kl_in=reward choose "
+            f"{', '.join(_AS_REWARD)}."
+        )
+
+
+def _vocabulary_sum(algorithm: AlgorithmConfig) -> Iterator[str]:
+    picks = algorithm.kl_topk_tokens
+    if picks is not None and not sums_over_vocabulary(algorithm):
+        yield (
+            f"algorithm.kl_topk_tokens={picks} is read with a KL term by full_reverse or full_forward, not with "
+            f"kl_coef={algorithm.kl_coef:g} and kl_estimator={algorithm.kl_estimator}: set it to null, or choose one."
+        )
+    for key, value, default in (
+        ("kl_topk_tail", algorithm.kl_topk_tail, KlTail.exact),
+        ("kl_use_tail_sampling", algorithm.kl_use_tail_sampling, True),
+    ):
+        if value != default and picks is None:
+            yield (
+                f"algorithm.{key}={str(value).lower()} is about what lies outside of the top k, and "
+                f"algorithm.kl_topk_tokens is null: set it to {str(default).lower()}, or give kl_topk_tokens."
+            )
+
+
+def _kl_weight(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    in_loss = algorithm.kl_in is KlPlace.loss
+    if algorithm.kl_control is KlControl.adaptive and (in_loss or algorithm.kl_coef == 0):
+        yield (
+            f"algorithm.kl_control=adaptive moves the weight of a KL term in the reward, but kl_in is "
+            f"{algorithm.kl_in} and kl_coef {algorithm.kl_coef:g}: set kl_in=reward and kl_coef above 0, or fixed."
+        )
+    episodes = config.trainer.prompts_per_step * algorithm.n_samples
+    if algorithm.kl_control is KlControl.adaptive and algorithm.kl_horizon <= episodes / 5:
+        yield (
+            f"algorithm.kl_horizon={algorithm.kl_horizon} is within a fifth of a step's {episodes} episodes, so one step "
+            "could turn the weight of the KL term negative: raise it."
+        )
+    low, high = algorithm.kl_iw_clip_lower, algorithm.kl_iw_clip_upper
+    if algorithm.use_kl_iw and (not in_loss or algorithm.kl_coef == 0):
+        yield (
+            f"algorithm.use_kl_iw weights a KL term in the loss, but kl_in is {algorithm.kl_in} and kl_coef "
+            f"{algorithm.kl_coef:g}: set it to false."
+        )
+    if not algorithm.use_kl_iw and (low is not None or high is not None):
+        yield (
+            f"algorithm.kl_iw_clip_lower={low} and kl_iw_clip_upper={high} bound a weight that is not used: set "
+            "algorithm.use_kl_iw=true, or both to null."
+        )
+    if (low is not None and low > 1) or (high is not None and high < 1):
+        yield (
+            f"algorithm.kl_iw_clip_lower={low} and kl_iw_clip_upper={high} must lie on either side of 1, the weight "
+            "of what needs none: set lower at most 1 and upper at least 1."
+        )
+
+
+def _reference(algorithm: AlgorithmConfig) -> Iterator[str]:
+    moves = moves_reference(algorithm)
+    if has_reference(algorithm) and not algorithm.recompute_logprobs:
+        yield (
+            f"algorithm.kl_coef={algorithm.kl_coef} and eval_ref_policy={algorithm.eval_ref_policy} need the "
+            "reference policy, which the inference group holds: set algorithm.recompute_logprobs=true, or kl_coef=0 "
+            "and eval_ref_policy=false."
+        )
+    if moves and not has_reference(algorithm):
+        yield (
+            f"algorithm.ref_policy_ema_tau={algorithm.ref_policy_ema_tau:g} and ref_policy_reset_period="
+            f"{algorithm.ref_policy_reset_period} move a reference policy that nothing uses with kl_coef=0: give "
+            "kl_coef, or set them to 1 and null."
+        )
+    if algorithm.eval_ref_policy and not moves:
+        yield (
+            "algorithm.eval_ref_policy=true would repeat the evaluation before the first step, for the reference "
+            "stays what it was: set it to false, or move the reference by ref_policy_ema_tau."
+        )
+
+
+def _critic(config: RunConfig) -> Iterator[str]:
+    critic, algorithm = config.critic, config.algorithm
+    if not has_critic(algorithm):
+        return
+    if critic.warmup_steps >= config.trainer.steps:
+        yield (
+            f"critic.warmup_steps={critic.warmup_steps} leaves the policy no step of trainer.steps="
+            f"{config.trainer.steps}: lower it."
+        )
+    if critic.optimizer.min_lr > critic.optimizer.lr:
+        yield f"critic.optimizer.min_lr={critic.optimizer.min_lr} is above critic.optimizer.lr={critic.optimizer.lr}: lower it."
+
+
+def _sampler(config: RunConfig) -> Iterator[str]:
+    sampling = config.rollout.sampling
+    if truncates_sampling(sampling) and config.algorithm.recompute_logprobs:
+        yield (
+            f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated distribution, "
+            "while the recomputed log-probs are of the whole vocabulary, so every ratio to the sampler is off by the "
+            "log of the mass that was cut: set top_p=1 and top_k=-1, or rollout.sampling.accept_truncation=true."
+        )
