@@ -1,60 +1,233 @@
-"""Advantages: how much better an episode did than its siblings of the same question.
+"""Advantages: how much better a token's episode, turn or rest went than was to be expected.
 
-Pure numpy. A group is centred alone, so that much is known the moment its last episode is in. What it is
-divided by may be its own spread, that of the mini-batch, or nothing. Rewards that do not differ carry no
-signal: their advantages are exact zeros.
+Three choices make one. `credit` says what has a return of its own, here called a unit: the episode, a turn or a
+trained token. `baseline` says what a unit's return is compared with, `advantage_scale` what the difference is
+divided by. A token's advantage is that of its unit.
+
+| unit | return | peers, whose mean is a baseline |
+|---|---|---|
+| episode | all rewards, undiscounted | the episodes of the group, or of the mini-batch |
+| turn | its own and later turns' rewards, gamma a turn | their turns of the same index |
+| token | its own and later tokens' rewards, gamma a token | none |
+
+With a critic the unit is the token whatever `credit` says: GAE settles by gamma and lambda what a token answers for.
+The scale `group` is the spread of a unit's peers in the group, `batch` that of all units of the mini-batch less their
+baselines; `whiten` works on tokens and centres them once more.
+
+Names for what comes out, as credit, baseline, scale: GRPO (arXiv 2402.03300) trajectory, group, group; Dr. GRPO
+(arXiv 2503.20783) trajectory, group, none; RLOO (arXiv 2402.14740) trajectory, leave_one_out, none; REINFORCE++
+(arXiv 2501.03262) token, none, whiten, and with a baseline trajectory, group, whiten; Lite PPO (arXiv 2508.08221)
+trajectory, group, batch; PPO token, critic, whiten.
+
+Pure numpy in float64, and nothing depends on what was computed before. Only tokens of a turn take part: what stands
+on others, be it NaN, changes nothing, and their advantage is 0. Which tokens those are is the caller's: with
+`compat.observations_in_values` observation tokens get the number of the turn before them and stand in the masks,
+and are then as good as any. A group's part is known with its last episode; the rest waits for the mini-batch.
+Returns that do not differ among peers give exact zeros under every baseline that is a mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from rlsys.algorithms.comparison import centred, spread, spreads, whitened
+from rlsys.algorithms.returns import Floats, Ints, generalised_advantages, placed, to_go
+from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline, Credit
+from rlsys.config.derived import needs_whole_mini_batch
 
-EPS = 1e-6
-"""Added to a standard deviation before dividing by it."""
+Mask = NDArray[np.bool_]
+
+_SIBLINGS = (Baseline.group, Baseline.leave_one_out)
 
 
-def centred(rewards: Sequence[float]) -> Floats:
-    """[group] rewards -> [group] r - mean, as in Dr. GRPO (arXiv 2503.20783).
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What advantages follow from."""
 
-    Raises ValueError if a reward is not finite.
+    turn_rewards: Sequence[float]
+    """[turns], whose sum is the episode's score; also of turns that have no trained token."""
+    turn_of_token: NDArray[np.integer]
+    """[seq] index of the turn of a trained token, not falling from one to the next; -1 where untrained."""
+    penalties: Floats | None
+    """[seq] the KL that is taken off each token's reward, the coefficient multiplied in; None is none."""
+    values: NDArray[np.floating] | None
+    """[seq] the critic's value before the token was chosen; needed where the baseline is the critic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The parts of an episode that have one return each."""
+
+    values: Floats
+    """[units] returns, or the critic's advantages; where siblings are the baseline, less it, over the group's scale."""
+    peers: Ints
+    """[units] number; units of the same number are compared with each other."""
+    of_token: Ints
+    """[seq] unit of each token, -1 where untrained."""
+
+    def on_tokens(self, values: Floats) -> Floats:
+        """[units] -> [seq], 0 where untrained."""
+        tokens, trained = np.zeros(len(self.of_token)), self.of_token >= 0
+        tokens[trained] = values[self.of_token[trained]]
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Advantages of one episode."""
+
+    advantages: Floats
+    """[seq], 0 where untrained; final after `group_estimates` unless the config needs the whole mini-batch."""
+    returns: Floats | None
+    """[seq] what the critic should have said, 0 where untrained: unscaled advantage + value; None without critic."""
+    units: Units
+
+
+def group_estimates(episodes: Sequence[Episode], config: AlgorithmConfig) -> list[Estimate]:
+    """All that the episodes of one question settle alone.
+
+    With credit `trajectory` an episode without trained tokens counts in its siblings' baseline and spread: its
+    score was drawn like theirs. An episode without siblings has an advantage of 0 where those are its baseline.
+
+    Raises ValueError if rewards are not finite; if penalties or values of trained tokens are not, or are not
+    aligned; if turns fall or have no reward; without values for the critic; with credit `token` and a baseline that
+    is a mean, for a token has no peers; and with the scale `group` without siblings as the baseline.
     """
-    values = np.asarray(rewards, dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise ValueError(f"A group's rewards must be finite, got {list(rewards)}; check the reward function.")
-    # Compared exactly: the mean of equal floats may be off by one rounding, and EPS would magnify that.
-    if values.size == 0 or values.min() == values.max():
-        return np.zeros_like(values)
-    deviations: Floats = values - values.mean()
-    return deviations
-
-
-def group_normalized(rewards: Sequence[float]) -> Floats:
-    """[group] rewards -> [group] (r - mean) / (std + EPS) with the group's sample standard deviation.
-
-    Source: GRPO, DeepSeekMath (arXiv 2402.03300), outcome supervision. Raises as `centred`.
-    """
-    return _divided(centred(rewards))
-
-
-def batch_normalized(groups: Sequence[Floats]) -> list[Floats]:
-    """Centred rewards of each group of a mini-batch, divided by (std + EPS) over all of them.
-
-    The standard deviation is the sample one, of the centred rewards: the spread among siblings, not that
-    between easy and hard questions. Sources: Lite PPO (arXiv 2508.08221), group mean and batch deviation,
-    whose authors' code takes it of the rewards as they are; REINFORCE++ with baseline (arXiv 2501.03262)
-    takes it, as here, of the centred ones.
-    """
-    if not groups:
+    _refuse_contradictions(config)
+    if not episodes:
         return []
-    ends = np.cumsum([len(group) for group in groups])
-    return np.split(_divided(np.concatenate(groups)), ends[:-1])
+    alone = [_units(episode, config) for episode in episodes]
+    values = np.concatenate([one.values for one in alone])
+    peers = np.concatenate([one.peers for one in alone])
+    divisors = spreads(values, peers) if config.advantage_scale is AdvantageScale.group else 1.0
+    if config.baseline in _SIBLINGS:
+        values = centred(values, peers, leave_one_out=config.baseline is Baseline.leave_one_out) / divisors
+    estimates = []
+    for episode, one, own in zip(episodes, alone, _split(values, alone), strict=True):
+        returns = None
+        if config.baseline is Baseline.critic:
+            returns = one.on_tokens(one.values + _values(episode))
+        estimates.append(Estimate(one.on_tokens(own), returns, replace(one, values=own)))
+    return estimates
 
 
-def _divided(values: Floats) -> Floats:
-    """`values`, centred, over their own spread. All zeros stay so: also one value alone, without a spread."""
-    return values / (values.std(ddof=1) + EPS) if values.any() else values
+def batch_estimates(
+    groups: Sequence[Sequence[Estimate]], masks: Sequence[Sequence[Mask]], config: AlgorithmConfig
+) -> list[list[Estimate]]:
+    """The estimates of one whole mini-batch, with what only all of its groups together settle.
+
+    `masks`, one [seq] for each estimate, are the tokens that whitening is over, those that took part in
+    `group_estimates`; others come out 0. Estimates come back as they are where the config needs none of it. Doing it
+    twice is doing it once, for what the group settled stays in `Estimate.units`.
+
+    The scale `batch` is the spread among siblings, not that between easy and hard questions, for it is of centred
+    returns: REINFORCE++ with baseline takes it so; Lite PPO's authors' code takes it of rewards as they are.
+    """
+    flat, flat_masks = list(chain.from_iterable(groups)), list(chain.from_iterable(masks))
+    if not flat or not needs_whole_mini_batch(config):
+        return [list(group) for group in groups]
+    values = np.concatenate([one.units.values for one in flat])
+    if config.baseline is Baseline.batch:
+        values = centred(values, np.concatenate([one.units.peers for one in flat]))
+    if config.advantage_scale is AdvantageScale.batch:
+        values = values / spread(values)
+    units = [one.units for one in flat]
+    tokens = [one.on_tokens(own) for one, own in zip(units, _split(values, units), strict=True)]
+    if config.advantage_scale is AdvantageScale.whiten:
+        tokens = _whitened(tokens, flat_masks)
+    found = iter(replace(one, advantages=own) for one, own in zip(flat, tokens, strict=True))
+    return [[next(found) for _ in group] for group in groups]
+
+
+def _refuse_contradictions(config: AlgorithmConfig) -> None:
+    if config.credit is Credit.token and config.baseline not in (Baseline.none, Baseline.critic):
+        raise ValueError(
+            f"algorithm.credit=token has no token of another episode to compare with, which algorithm.baseline="
+            f"{config.baseline} does: choose baseline none or critic, or credit turn or trajectory."
+        )
+    if config.advantage_scale is AdvantageScale.group and config.baseline not in _SIBLINGS:
+        raise ValueError(
+            f"algorithm.advantage_scale=group goes with the mean of siblings, not with algorithm.baseline="
+            f"{config.baseline}: choose scale batch, whiten or none."
+        )
+
+
+def _units(episode: Episode, config: AlgorithmConfig) -> Units:
+    """The units of one episode with their returns, or with the critic their generalised advantages."""
+    _check(episode)
+    trained = episode.turn_of_token >= 0
+    turns = episode.turn_of_token[trained].astype(np.int64)
+    penalties = np.zeros(len(turns)) if episode.penalties is None else episode.penalties[trained]
+    rewards = placed(episode.turn_rewards, turns) - penalties
+    of_trained, peers = np.arange(len(turns)), np.zeros_like(turns)
+    if config.baseline is Baseline.critic:
+        values = generalised_advantages(rewards, _values(episode), config.gamma, config.gae_lambda)
+    elif config.credit is Credit.trajectory:
+        # Not of the rewards on tokens: an untrained episode's score counts too.
+        values = np.array([float(sum(episode.turn_rewards) - penalties.sum())])
+        of_trained, peers = np.zeros_like(turns), np.zeros(1, dtype=np.int64)
+    elif config.credit is Credit.turn:
+        peers, of_trained = np.unique(turns, return_inverse=True)
+        of_turns = np.zeros(len(peers))
+        np.add.at(of_turns, of_trained, rewards)
+        values = to_go(of_turns, config.gamma)
+    else:
+        values = to_go(rewards, config.gamma)
+    of_token = np.full(len(trained), -1, dtype=np.int64)
+    of_token[trained] = of_trained
+    return Units(values, peers, of_token)
+
+
+def _check(episode: Episode) -> None:
+    turns = episode.turn_of_token[episode.turn_of_token >= 0]
+    if not np.isfinite(episode.turn_rewards).all():
+        raise ValueError(
+            f"An episode's rewards must be finite, got {list(episode.turn_rewards)}; check the reward function."
+        )
+    if (np.diff(turns) < 0).any() or (turns >= len(episode.turn_rewards)).any():
+        raise ValueError(
+            f"The turns of an episode's trained tokens must not fall and must be among its {len(episode.turn_rewards)} "
+            f"turns with a reward, got {np.unique(turns).tolist()}; check turn_of_token."
+        )
+    for name, given in (("penalties", episode.penalties), ("values", episode.values)):
+        if given is None:
+            continue
+        if given.shape != episode.turn_of_token.shape:
+            raise ValueError(
+                f"An episode's {name} must be aligned with its {len(episode.turn_of_token)} tokens, got {given.shape}."
+            )
+        if not np.isfinite(given[episode.turn_of_token >= 0]).all():
+            raise ValueError(
+                f"An episode's {name} must be finite where a token is trained; check where they come from."
+            )
+
+
+def _values(episode: Episode) -> Floats:
+    """[trained] what the critic said."""
+    if episode.values is None:
+        raise ValueError(
+            "algorithm.baseline=critic needs values, and an episode has none; let the critic score it."
+        )
+    return episode.values[episode.turn_of_token >= 0].astype(np.float64)
+
+
+def _whitened(tokens: Sequence[Floats], masks: Sequence[Mask]) -> list[Floats]:
+    """Advantages [seq] of each episode, whitened over all that is in the masks; 0 elsewhere."""
+    every = whitened(np.concatenate([own[mask] for own, mask in zip(tokens, masks, strict=True)]))
+    ends = np.cumsum([mask.sum() for mask in masks])
+    results = []
+    for own, mask in zip(np.split(every, ends[:-1]), masks, strict=True):
+        result = np.zeros(len(mask))
+        result[mask] = own
+        results.append(result)
+    return results
+
+
+def _split(values: Floats, episodes: Sequence[Units]) -> list[Floats]:
+    """What belongs to the units of each episode."""
+    return np.split(values, np.cumsum([len(one.values) for one in episodes])[:-1])

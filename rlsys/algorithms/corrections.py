@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.config.schema import CorrectionConfig, CorrectionKind, CorrectionLevel
+from rlsys.config.algorithm import CorrectionConfig, CorrectionKind, CorrectionLevel
 
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]

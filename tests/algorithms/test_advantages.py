@@ -1,73 +1,274 @@
-"""Advantages by hand and against the formula written out in Python's own statistics."""
+"""Advantages by hand for every named algorithm, and for every setting against slow exact arithmetic."""
 
 from __future__ import annotations
 
 import math
-from statistics import fmean, stdev
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algorithms.advantages import batch_normalized, centred, group_normalized
+from rlsys.algorithms.advantages import Episode, Estimate, batch_estimates, group_estimates
+from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline, Credit
+from rlsys.config.derived import needs_whole_mini_batch
+from tests.algorithms.exact import GAMMAS, SETTINGS, called, mini_batches, oracle, setting
+
+EPS = 1e-6
+GRPO = setting("trajectory", "group", "group")
+DR_GRPO = setting("trajectory", "group", "none")
+RLOO = setting("trajectory", "leave_one_out", "none")
+REINFORCE = setting("trajectory", "batch", "none")
+REINFORCE_PP = setting("token", "none", "whiten")
+REINFORCE_PP_BASELINE = setting("trajectory", "group", "whiten")
+LITE_PPO = setting("trajectory", "group", "batch")
+PPO = setting("token", "critic", "none")
 
 
-def test_hand_computed_group() -> None:
-    # mean 0.25, squared deviations 3 * 0.0625 + 0.5625 = 0.75, sample variance 0.75 / 3 = 0.25, std 0.5.
-    np.testing.assert_allclose(
-        group_normalized([1.0, 0.0, 0.0, 0.0]), np.array([0.75, -0.25, -0.25, -0.25]) / (0.5 + 1e-6)
+def episode(
+    rewards: Sequence[float],
+    turns: Sequence[int],
+    penalties: Sequence[float] | None = None,
+    values: Sequence[float] | None = None,
+) -> Episode:
+    return Episode(
+        tuple(rewards),
+        np.array(turns, dtype=np.int32),
+        None if penalties is None else np.array(penalties, dtype=np.float64),
+        None if values is None else np.array(values, dtype=np.float32),
     )
 
 
-def test_a_small_number_is_added_to_the_deviation() -> None:
-    np.testing.assert_allclose(
-        group_normalized([2.0, 0.0]), [1 / (math.sqrt(2) + 1e-6), -1 / (math.sqrt(2) + 1e-6)], rtol=1e-12
+def single(*rewards: float) -> list[Episode]:
+    """A group of episodes of one turn, with a prompt token and one trained token."""
+    return [episode([reward], [-1, 0]) for reward in rewards]
+
+
+def estimated(groups: Sequence[Sequence[Episode]], config: AlgorithmConfig) -> list[list[Estimate]]:
+    masks = [[one.turn_of_token >= 0 for one in group] for group in groups]
+    return batch_estimates([group_estimates(group, config) for group in groups], masks, config)
+
+
+def advantages(groups: Sequence[Sequence[Episode]], config: AlgorithmConfig) -> list[list[list[float]]]:
+    return [[one.advantages.tolist() for one in group] for group in estimated(groups, config)]
+
+
+def scores(groups: Sequence[Sequence[Episode]], config: AlgorithmConfig) -> list[float]:
+    """The advantage of each episode's last token."""
+    return [own[-1] for group in advantages(groups, config) for own in group]
+
+
+def test_grpo_by_hand() -> None:
+    # Mean 1/4, squared deviations 3/16 + 9/16 = 3/4, sample variance 1/4, deviation 1/2.
+    expected = [0.75 / (0.5 + EPS), *[-0.25 / (0.5 + EPS)] * 3]
+    np.testing.assert_allclose(scores([single(1.0, 0.0, 0.0, 0.0)], GRPO), expected, rtol=1e-12)
+
+
+def test_dr_grpo_by_hand() -> None:
+    np.testing.assert_allclose(scores([single(1.0, 0.0, 0.2)], DR_GRPO), [0.6, -0.4, -0.2], rtol=1e-12)
+
+
+def test_rloo_by_hand() -> None:
+    # 1 - (0 + 0.2) / 2; 0 - (1 + 0.2) / 2; 0.2 - (1 + 0) / 2.
+    np.testing.assert_allclose(scores([single(1.0, 0.0, 0.2)], RLOO), [0.9, -0.6, -0.3], rtol=1e-12)
+
+
+def test_reinforce_by_hand() -> None:
+    groups = [single(1.0), single(0.0, 0.5)]
+    np.testing.assert_allclose(scores(groups, REINFORCE), [0.5, -0.5, 0.0], atol=1e-15)
+    assert scores(groups, setting("trajectory", "none", "none")) == [1.0, 0.0, 0.5]
+
+
+def test_lite_ppo_by_hand() -> None:
+    # Centred: 1/2, -1/2 | 0, 0. Squares sum to 1/2, over 4 - 1: deviation sqrt(1/6).
+    found = scores([single(1.0, 0.0), single(1.0, 1.0)], LITE_PPO)
+    root = math.sqrt(1 / 6) + EPS
+    np.testing.assert_allclose(found, [0.5 / root, -0.5 / root, 0.0, 0.0], rtol=1e-12)
+
+
+def test_reinforce_pp_by_hand() -> None:
+    # Rewards less KL: (-0.5, 1) and (-1); returns to go 0.5, 1, -1; mean 1/6, sample variance 13/12.
+    found = advantages(
+        [[episode([1.0], [-1, 0, -1, 0], [9.0, 0.5, 9.0, 0.0])], [episode([0.0], [0], [1.0])]], REINFORCE_PP
     )
+    root = math.sqrt(13 / 12) + EPS
+    np.testing.assert_allclose(found[0][0], [0, (0.5 - 1 / 6) / root, 0, (1 - 1 / 6) / root], rtol=1e-12)
+    np.testing.assert_allclose(found[1][0], [(-1 - 1 / 6) / root], rtol=1e-12)
 
 
-def test_centred_only() -> None:
-    np.testing.assert_allclose(centred([1.0, 0.0, 0.2]), [0.6, -0.4, -0.2])
+def test_reinforce_pp_with_baseline_by_hand() -> None:
+    # Centred by group: 1/2 over 3 tokens, -1/2 over 1 token; mean 1/4, sample variance 3/4 / 3 = 1/4.
+    group = [episode([1.0], [0, 0, -1, 0]), episode([0.0], [-1, 0])]
+    found = advantages([group], REINFORCE_PP_BASELINE)[0]
+    high, low = 0.25 / (0.5 + EPS), -0.75 / (0.5 + EPS)
+    np.testing.assert_allclose(found[0], [high, high, 0, high], rtol=1e-12)
+    np.testing.assert_allclose(found[1], [0, low], rtol=1e-12)
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e6 + 0.1])
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_equal_rewards_give_exact_zeros(reward: float, size: int) -> None:
-    # 0.1 three times has a mean that differs from 0.1 in the last bit: no eps may magnify that.
-    assert group_normalized([reward] * size).tolist() == [0.0] * size
-    assert centred([reward] * size).tolist() == [0.0] * size
-
-
-def test_a_reward_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        group_normalized([0.0, float("nan")])
-
-
-def test_hand_computed_batch() -> None:
-    # Centred: 1/2, -1/2 | 0, 0. Squares sum to 1/2, over 4 - 1: std sqrt(1/6).
-    found = batch_normalized([centred([1.0, 0.0]), centred([1.0, 1.0])])
-    np.testing.assert_allclose(np.concatenate(found), [math.sqrt(1.5), -math.sqrt(1.5), 0, 0], rtol=1e-5)
-    assert [len(group) for group in found] == [2, 2]
-
-
-def test_a_batch_without_any_spread_within_groups_gives_exact_zeros() -> None:
-    found = batch_normalized([centred([0.1] * 3), centred([0.7] * 3), centred([1.0])])
-    assert [group.tolist() for group in found] == [[0.0] * 3, [0.0] * 3, [0.0]]
-    assert batch_normalized([]) == []
-    assert batch_normalized([centred([1.0])])[0].tolist() == [0.0]
-
-
-# Hundredths, so that no spread is so small that rounding is all there is of it.
-rewards = st.integers(0, 100).map(lambda value: value / 100)
-
-
-@settings(max_examples=100, deadline=None)
-@given(batch=st.lists(st.lists(rewards, min_size=1, max_size=5), min_size=1, max_size=6))
-def test_any_batch_equals_the_formula(batch: list[list[float]]) -> None:
-    flat = [reward - fmean(group) for group in batch for reward in group]
-    spread = stdev(flat) if len(flat) > 1 else 0.0
-    found = batch_normalized([centred(group) for group in batch])
-    assert [len(group) for group in found] == [len(group) for group in batch]
-    np.testing.assert_allclose(
-        np.concatenate(found), [value / (spread + 1e-6) for value in flat], rtol=1e-9, atol=1e-9
+def test_gae_by_hand_skips_what_is_not_trained() -> None:
+    config = replace(PPO, gamma=0.5, gae_lambda=0.5)
+    one = episode(
+        [0.0, 1.0], [-1, 0, -1, 0, -1, 1], [9.0, 0.0, 9.0, 0.1, 9.0, 0.0], [7.0, 0.1, 7.0, 0.2, 7.0, 0.4]
     )
+    # Errors: 0.5 * 0.2 - 0.1 = 0; -0.1 + 0.5 * 0.4 - 0.2 = -0.1; 1 - 0.4 = 0.6. Gamma lambda is 1/4.
+    last, middle = 0.6, -0.1 + 0.6 / 4
+    found = estimated([[one]], config)[0][0]
+    np.testing.assert_allclose(found.advantages, [0, middle / 4, 0, middle, 0, last], atol=1e-7)
+    assert found.returns is not None
+    np.testing.assert_allclose(found.returns, [0, 0.1 + middle / 4, 0, 0.2 + middle, 0, 1.0], atol=1e-7)
+    whitened = estimated([[one]], replace(config, advantage_scale=AdvantageScale.whiten))[0][0]
+    assert whitened.returns is not None
+    assert whitened.returns.tolist() == found.returns.tolist(), "targets of the critic are not whitened"
+
+
+def test_credit_of_a_turn_by_hand() -> None:
+    config = replace(setting("turn", "group", "none"), gamma=0.5)
+    # To go: 1 + 0.5 * (2 + 0.5 * 4) = 3, 4, 4 | 0 + 0.5 * 2 = 1, 2. The third turn has no sibling.
+    group = [
+        episode([1.0, 2.0, 4.0], [-1, 0, 0, -1, 1, -1, 2]),
+        episode([0.0, 2.0], [0, -1, 1]),
+    ]
+    assert advantages([group], config) == [[[0, 1, 1, 0, 1, 0, 0], [-1, 0, -1]]]
+    alone = replace(config, baseline=Baseline.none)
+    assert advantages([group], alone) == [[[0, 3, 3, 0, 4, 0, 4], [1, 0, 2]]]
+    scaled = replace(config, advantage_scale=AdvantageScale.group)
+    root = math.sqrt(2) + EPS
+    np.testing.assert_allclose(advantages([group], scaled)[0][1], [-1 / root, 0, -1 / root], rtol=1e-12)
+
+
+def test_a_penalty_belongs_to_its_turn_and_to_the_whole_episode() -> None:
+    one = episode([0.0, 1.0], [0, 0, 1], [0.25, 0.5, 2.0])
+    assert advantages([[one]], setting("trajectory", "none", "none")) == [[[-1.75] * 3]]
+    assert advantages([[one]], setting("turn", "none", "none")) == [[[-1.75, -1.75, -1.0]]]
+    assert advantages([[one]], setting("token", "none", "none")) == [[[-1.75, -1.5, -1.0]]]
+
+
+def test_observations_in_values_are_a_matter_of_the_mask() -> None:
+    """With observation tokens in turns and masks they are states of GAE and count in whitening."""
+    config = replace(PPO, gamma=0.5, gae_lambda=0.0)
+    values = [9.0, 0.5, 0.25, 1.0]
+    without = estimated([[episode([0.0, 1.0], [-1, 0, -1, 1], values=values)]], config)[0][0]
+    # The answer's value follows the search; then the observation's does.
+    assert without.advantages.tolist() == [0, 0.5 * 1.0 - 0.5, 0, 0]
+    among = estimated([[episode([0.0, 1.0], [-1, 0, 0, 1], values=values)]], config)[0][0]
+    assert among.advantages.tolist() == [0, 0.5 * 0.25 - 0.5, 0.5 * 1.0 - 0.25, 0]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=called)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_every_setting_equals_exact_arithmetic_token_by_token(
+    config: AlgorithmConfig, data: st.DataObject
+) -> None:
+    config = replace(config, gamma=float(data.draw(GAMMAS)), gae_lambda=float(data.draw(GAMMAS)))
+    batch = data.draw(mini_batches())
+    groups = [[one.episode() for one in group] for group in batch]
+    expected, targets = oracle(batch, config)
+    found = estimated(groups, config)
+    for group, group_expected, group_targets in zip(found, expected, targets, strict=True):
+        for one, own, target in zip(group, group_expected, group_targets, strict=True):
+            assert one.advantages.dtype == np.float64
+            np.testing.assert_allclose(one.advantages, own, rtol=1e-7, atol=1e-7)
+            if config.baseline is Baseline.critic:
+                np.testing.assert_allclose(one.returns, target, rtol=1e-7, atol=1e-7)
+            else:
+                assert one.returns is None
+
+
+def dump(groups: Sequence[Sequence[Estimate]]) -> list[list[bytes]]:
+    return [[one.advantages.tobytes() for one in group] for group in groups]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=called)
+@settings(max_examples=5, deadline=None)
+@given(batch=mini_batches())
+def test_what_stands_on_other_tokens_and_what_came_before_changes_no_bit(
+    config: AlgorithmConfig, batch: list[list]
+) -> None:
+    groups = [[one.episode() for one in group] for group in batch]
+    junk = [[one.episode(elsewhere=math.nan) for one in group] for group in batch]
+    masks = [[one.turn_of_token >= 0 for one in group] for group in groups]
+    alone = [group_estimates(group, config) for group in groups]
+    found = batch_estimates(alone, masks, config)
+    assert dump(estimated(junk, config)) == dump(found)
+    assert dump([group_estimates(group, config) for group in reversed(groups)][::-1]) == dump(alone)
+    assert dump(batch_estimates(found, masks, config)) == dump(found), "nothing is done twice"
+    if not needs_whole_mini_batch(config):
+        assert dump(found) == dump(alone)
+    for group in found:
+        for one in group:
+            assert np.isfinite(one.advantages).all()
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=called)
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6 - 0.1])
+def test_equal_rewards_teach_nothing_where_the_baseline_is_a_mean(
+    config: AlgorithmConfig, reward: float
+) -> None:
+    groups = [[episode([reward], [-1, 0, 0])] * size for size in (1, 3, 7)]
+    values = [[replace(one, values=np.zeros(3)) for one in group] for group in groups]
+    found = [value for group in advantages(values, config) for own in group for value in own]
+    if (
+        config.baseline in (Baseline.none, Baseline.critic)
+        and config.advantage_scale is not AdvantageScale.whiten
+    ):
+        assert set(found) == {0.0, reward}, "nothing is divided by a spread that is none"
+    else:
+        assert set(found) == {0.0}
+
+
+@pytest.mark.parametrize("order", [(0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.2, 0.1, 0.3)])
+def test_the_order_of_the_same_rewards_is_no_difference_between_siblings(order: tuple[float, ...]) -> None:
+    group = [episode([0.1, 0.2, 0.3], [0, 1, 2]), episode(order, [0, 1, 2])]
+    assert advantages([group], GRPO) == [[[0.0] * 3] * 2]
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=called)
+def test_nothing_to_estimate(config: AlgorithmConfig) -> None:
+    assert group_estimates([], config) == []
+    assert batch_estimates([], [], config) == []
+    assert batch_estimates([[]], [[]], config) == [[]]
+    untrained = episode([1.0], [-1, -1], values=[0.0, 0.0])
+    assert advantages([[untrained]], config) == [[[0.0, 0.0]]]
+    empty = episode([], [], values=[])
+    assert advantages([[empty]], config) == [[[]]]
+
+
+def test_an_episode_without_trained_tokens_still_counts_among_its_siblings() -> None:
+    group = [episode([1.0], [-1]), *single(0.0, 0.5)]
+    assert [own[-1] for own in advantages([group], DR_GRPO)[0]] == [0.0, -0.5, 0.0]
+
+
+@pytest.mark.parametrize(("baseline", "scale"), list(product(Baseline, AdvantageScale)))
+def test_what_has_no_meaning_is_refused(baseline: Baseline, scale: AdvantageScale) -> None:
+    siblings = baseline in (Baseline.group, Baseline.leave_one_out)
+    for credit in Credit:
+        config = AlgorithmConfig(baseline=baseline, advantage_scale=scale, credit=credit)
+        no_peers = credit is Credit.token and (siblings or baseline is Baseline.batch)
+        no_group = scale is AdvantageScale.group and not siblings
+        assert (config in SETTINGS) == (not no_peers and not no_group)
+        if no_peers or no_group:
+            with pytest.raises(ValueError, match=f"algorithm.baseline={baseline}"):
+                group_estimates(single(1.0), config)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (episode([math.nan], [0]), "rewards must be finite"),
+        (episode([math.inf], [-1]), "rewards must be finite"),
+        (episode([0.0, 0.0], [1, 0]), "must not fall"),
+        (episode([0.0], [0, 1]), "among its 1 turns"),
+        (episode([0.0], [0], [math.nan]), "penalties must be finite"),
+        (episode([0.0], [0], [0.0, 0.0]), "penalties must be aligned"),
+        (episode([0.0], [0], values=[math.inf]), "values must be finite"),
+        (episode([0.0], [0], values=[]), "values must be aligned"),
+        (episode([0.0], [0]), "needs values"),
+    ],
+)
+def test_what_a_caller_got_wrong_is_named(wrong: Episode, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        group_estimates([wrong], PPO)

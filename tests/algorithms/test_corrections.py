@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rlsys.algorithms.corrections import CorrectionStats, Floats, correct, measure
-from rlsys.algorithms.losses import ClippedPolicyLoss, LossInputs
-from rlsys.config.schema import CorrectionConfig, CorrectionKind, CorrectionLevel
+from rlsys.algorithms.losses import LossInputs, policy_loss
+from rlsys.config.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionKind, CorrectionLevel
 
 TOKEN_TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.token, high=2.0)
 TOKEN_MASK = CorrectionConfig(CorrectionKind.mask, CorrectionLevel.token, low=0.5, high=2.0)
@@ -278,14 +278,16 @@ def test_a_scaled_advantage_is_the_decoupled_objective(seed: int, config: Correc
     proximal = (behaviour + 0.4 * normal()).float().double()
     current = (proximal + 0.4 * normal()).requires_grad_()
     advantages, mask = normal(), torch.rand(*shape, generator=draw) < 0.7
-    loss_function = ClippedPolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.0, entropy_coef=0.0)
+    loss_function = policy_loss(AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.0, correction=config))
 
     rows = [
         weights_of(old.numpy(), mu.numpy(), trained.numpy(), config)
         for old, mu, trained in zip(proximal.float(), behaviour.float(), mask, strict=True)
     ]
     scaled = advantages * torch.from_numpy(np.stack(rows)).double()
-    loss, _ = loss_function(current, None, LossInputs(proximal, None, scaled, mask))
+    sequences = torch.arange(shape[0])[:, None].expand(shape)
+    inputs = LossInputs(proximal, None, scaled, mask, mask.double(), sequences)
+    loss, _ = loss_function(current, None, inputs)
     (gradient,) = torch.autograd.grad(loss, current)
 
     log_ratio = torch.where(mask, proximal - behaviour, 0.0)

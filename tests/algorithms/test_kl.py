@@ -1,29 +1,196 @@
+"""Each estimator against the exact KL of small softmax policies, token by token, and far out."""
+
 import math
+from dataclasses import dataclass
 
+import pytest
 import torch
+from torch import Tensor
 
-from rlsys.algorithms.kl import k3
-
-
-def test_hand_computed_values() -> None:
-    policy = torch.tensor([0.5, 0.5, 0.5]).log()
-    other = torch.tensor([0.5, 0.25, 1.0]).log()
-    expected = [0.0, 0.5 - 1 + math.log(2), 2 - 1 - math.log(2)]
-    torch.testing.assert_close(k3(policy, other), torch.tensor(expected))
+from rlsys.algorithms.kl import DISTINCT, estimate, importance_weights
+from rlsys.config.algorithm import KlEstimator
 
 
-def test_extremes_are_clamped_and_finite() -> None:
-    policy = torch.tensor([-100.0, 0.0], requires_grad=True)
-    values = k3(policy, torch.tensor([0.0, -100.0]))
-    # The first is exp(20)-ish, cut to 10; the second is exp(-20) - 1 + 20 = 19, cut to 10.
-    assert values.tolist() == [10.0, 10.0]
+@dataclass(frozen=True)
+class Row:
+    """A row of the table in `rlsys.algorithms.kl`."""
+
+    name: str
+    value: bool
+    gradient: bool
+    forward_kl: bool = False
+
+
+TABLE = [
+    Row("k1", value=True, gradient=False),
+    Row("k2", value=False, gradient=True),
+    Row("k3", value=True, gradient=False),
+    Row("k3++", value=True, gradient=True),
+    Row("k4", value=True, gradient=True),
+    Row("k5", value=True, gradient=True, forward_kl=True),
+    Row("abs", value=False, gradient=False),
+]
+SAMPLED = [KlEstimator(row.name) for row in TABLE]
+FAR = 0.01
+"""How far a biased estimator is off, at least, relative to what it should be."""
+
+
+def policies(size: int) -> tuple[Tensor, Tensor]:
+    """Logits of the policy and log-probs of the other, near enough for no clamp to be met."""
+    draw = torch.Generator().manual_seed(size)
+    logits, other = (0.5 * torch.randn(2, size, generator=draw, dtype=torch.float64)).unbind()
+    return logits.requires_grad_(), torch.log_softmax(other, dim=0)
+
+
+def exact_kl(logprobs: Tensor, other: Tensor, forward_kl: bool) -> Tensor:
+    if forward_kl:
+        return (other.exp() * (other - logprobs)).sum()
+    return (logprobs.exp() * (logprobs - other)).sum()
+
+
+def expected_gradient(estimator: KlEstimator, logits: Tensor, other: Tensor) -> Tensor:
+    """sum_y pi(y) d est(y) / d logits: the sample is drawn first, then the estimate is derived."""
+    logprobs = torch.log_softmax(logits, dim=0)
+    return sum(
+        p * torch.autograd.grad(estimate(estimator, logprobs[y], other[y]), logits, retain_graph=True)[0]
+        for y, p in enumerate(logprobs.detach().exp().tolist())
+    )
+
+
+@pytest.mark.parametrize("size", [5, 6, 7])
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_the_table_holds_by_enumeration(row: Row, size: int) -> None:
+    logits, other = policies(size)
+    logprobs = torch.log_softmax(logits, dim=0)
+    exact = exact_kl(logprobs, other, row.forward_kl)
+    (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    estimator = KlEstimator(row.name)
+
+    mean = (logprobs.exp() * estimate(estimator, logprobs, other)).sum()
+    error = float(((mean - exact).abs() / exact).detach())
+    assert error < 1e-13 if row.value else error > FAR
+
+    error = float((expected_gradient(estimator, logits, other) - gradient).norm() / gradient.norm())
+    assert error < 1e-13 if row.gradient else error > FAR
+
+
+@pytest.mark.parametrize("size", [5, 6, 7])
+def test_the_wrong_gradients_are_the_ones_that_the_table_names(size: int) -> None:
+    logits, other = policies(size)
+    k1 = expected_gradient(KlEstimator("k1"), logits, other)
+    torch.testing.assert_close(k1, torch.zeros_like(k1), rtol=0, atol=1e-15)
+    forward_kl = exact_kl(torch.log_softmax(logits, dim=0), other, forward_kl=True)
+    (gradient,) = torch.autograd.grad(forward_kl, logits)
+    k3 = expected_gradient(KlEstimator("k3"), logits, other)
+    torch.testing.assert_close(k3, gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_the_table_has_every_estimator_of_a_sample() -> None:
+    assert {row.name for row in TABLE} | {"full_reverse", "full_forward"} == set(KlEstimator)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Policy 0.5 against 0.25 and against 1.
+        ("k1", [math.log(2), -math.log(2)]),
+        ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2]),
+        ("k3", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2)]),
+        ("k3++", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2)]),
+        ("k4", [math.log(2), -math.log(2)]),
+        ("k5", [-0.5 * math.log(2), 2 * math.log(2)]),
+        ("abs", [math.log(2), math.log(2)]),
+    ],
+)
+def test_values_by_hand(name: str, expected: list[float]) -> None:
+    policy, other = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 1.0]).log()
+    torch.testing.assert_close(estimate(KlEstimator(name), policy, other), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("estimator", SAMPLED)
+def test_equal_policies_have_no_divergence(estimator: KlEstimator) -> None:
+    logprobs = torch.tensor([-0.1, -3.0, 0.0])
+    assert estimate(estimator, logprobs, logprobs).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "gradients"),
+    [
+        # log w = +1e3, -1e3. Past the clamps (k3, k3++, k5) there is no gradient.
+        ("k1", [-1e3, 1e3], [1, 1]),
+        ("k2", [5e5, 5e5], [-1e3, 1e3]),
+        ("k3", [10, 10], [0, 0]),
+        ("k3++", [10, 10], [0, 0]),
+        ("k4", [-1e3, 1e3], [-1e3, 1e3]),
+        # w vanishes, and with it all of the value; log r still has the gradient of the formula, 1 - w.
+        ("k5", [10, 0], [0, 1]),
+        ("abs", [1e3, 1e3], [-1, 1]),
+    ],
+)
+def test_far_policies(name: str, values: list[float], gradients: list[float]) -> None:
+    logprobs = torch.tensor([-1e3, 0.0], requires_grad=True)
+    result = estimate(KlEstimator(name), logprobs, torch.tensor([0.0, -1e3]))
+    result.sum().backward()
+    assert result.tolist() == pytest.approx(values, abs=1e-6)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(gradients)
+
+
+@pytest.mark.parametrize(("name", "last"), [("k3", 13.60), ("k3++", 13.60), ("k5", 5.728)])
+def test_a_value_is_cut_at_ten(name: str, last: float) -> None:
+    ratios = torch.tensor([0.99 * last, 1.01 * last], dtype=torch.float64)
+    logprobs = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    values = estimate(KlEstimator(name), logprobs, ratios.log())
     values.sum().backward()
-    assert policy.grad is not None
-    assert policy.grad.tolist() == [0.0, 0.0]
+    assert 9.8 < float(values[0].detach()) < 10
+    assert float(values[1].detach()) == 10
+    assert logprobs.grad is not None
+    assert logprobs.grad[0] != 0
+    assert logprobs.grad[1] == 0
 
 
-def test_expectation_under_the_policy_is_the_reverse_kl() -> None:
-    policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-    other = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
-    exact = (policy * (policy / other).log()).sum()
-    torch.testing.assert_close((policy * k3(policy.log(), other.log())).sum(), exact)
+@pytest.mark.parametrize("estimator", SAMPLED)
+def test_nan_is_not_hidden(estimator: KlEstimator) -> None:
+    some, nan = torch.tensor([-1.0, math.nan]), torch.tensor([math.nan, -1.0])
+    assert estimate(estimator, some, nan).isnan().all()
+
+
+@pytest.mark.parametrize("estimator", SAMPLED)
+def test_nothing_has_no_divergence(estimator: KlEstimator) -> None:
+    assert estimate(estimator, torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("estimator", set(KlEstimator) - set(SAMPLED))
+def test_a_sum_over_the_vocabulary_is_refused(estimator: KlEstimator) -> None:
+    with pytest.raises(ValueError, match="needs whole distributions"):
+        estimate(estimator, torch.zeros(1), torch.zeros(1))
+
+
+def test_the_distinct_ones_leave_no_value_out() -> None:
+    logprobs, other = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
+    values = {tuple(estimate(one, logprobs, other).tolist()) for one in SAMPLED}
+    assert len(DISTINCT) == len(values)
+    assert values == {tuple(estimate(one, logprobs, other).tolist()) for one in DISTINCT}
+
+
+def test_importance_weights_are_bounded_constants() -> None:
+    logprobs = torch.tensor([0.1, 0.5, 0.9, 1.0], dtype=torch.float64).log().requires_grad_()
+    old = torch.tensor([0.5, 0.5, 0.3, math.exp(-1e3)], dtype=torch.float64).log().clamp(min=-1e3)
+    plain = [0.2, 1.0, 3.0, math.exp(20)]
+    for lower, upper in ((None, None), (0.5, None), (None, 2.0), (0.5, 2.0)):
+        weights = importance_weights(logprobs, old, lower, upper)
+        bounded = [min(max(w, lower or -math.inf), upper or math.inf) for w in plain]
+        assert weights.tolist() == pytest.approx(bounded)
+        assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("size", [5, 7])
+@pytest.mark.parametrize("name", ["k1", "k3", "k4"])
+def test_a_weighted_sample_of_the_old_policy_stands_for_one_of_the_policy(name: str, size: int) -> None:
+    logits, other = policies(size)
+    logprobs, old = torch.log_softmax(logits, dim=0), torch.log_softmax(-logits.detach(), dim=0)
+    values = estimate(KlEstimator(name), logprobs, other)
+    exact = exact_kl(logprobs, other, forward_kl=False)
+    mean = (old.exp() * importance_weights(logprobs, old, None, None) * values).sum()
+    torch.testing.assert_close(mean, exact, rtol=1e-12, atol=0)
+    assert float((((old.exp() * values).sum() - exact).abs() / exact).detach()) > FAR

@@ -1,9 +1,9 @@
-"""The loss against a plain-Python formula, by finite differences, under splits, and with NaN planted."""
+"""Every policy loss by hand, against its paper's formula, by finite differences, far out, and with NaN."""
 
 import math
 import pickle
 from dataclasses import replace
-from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,195 +11,480 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.losses import LossInputs, grpo_loss, reduce_stats
-from rlsys.config.schema import AlgorithmConfig
+from rlsys.algorithms.aggregation import divisor
+from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss, reduce_stats
+from rlsys.algorithms.surrogates import sequence_ratios
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator, KlPlace, PolicyLoss
+from tests.algorithms.loss_reference import (
+    LOSS_LENGTH,
+    NAN,
+    Episode,
+    Flat,
+    divergence,
+    episodes,
+    numeric_gradient,
+    packed,
+    padded,
+    poisoned,
+    reference_loss,
+)
 
+INF = math.inf
+LOSSES = list(PolicyLoss)
+CLIPPED = [PolicyLoss.ppo, PolicyLoss.gspo]
+ESTIMATORS = [KlEstimator(name) for name in ("k2", "k3", "k3++", "k4", "k5", "abs")]
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.01)
+SURROGATE = replace(CONFIG, kl_coef=0.0, entropy_coef=0.0)
 
 
-def random_batch(seed: int, rows: int = 6, width: int = 9) -> tuple[Tensor, Tensor, LossInputs]:
-    """Log-probs far enough from the old ones that a good part of the tokens is clipped."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal() -> Tensor:
-        return torch.randn(rows, width, generator=draw, dtype=torch.float64)
-
-    old = -normal().abs() - 0.1
-    logprobs = (old + 0.4 * normal()).requires_grad_()
-    mask = torch.rand(rows, width, generator=draw) < 0.6
-    return logprobs, normal().abs().requires_grad_(), LossInputs(old, old + 0.5 * normal(), normal(), mask)
-
-
-def reference(
-    logprobs: Tensor, entropy: Tensor, inputs: LossInputs, config: AlgorithmConfig
-) -> dict[str, float]:
-    """The formulas once more: one token at a time, by cases, in Python's floats."""
-    assert inputs.ref_logprobs is not None
-    sums = dict.fromkeys(
-        ["tokens", "ratio", "clipped", "approx_kl", "policy_loss", "kl_loss", "entropy"], 0.0
+def inputs_of(**columns: list[float]) -> LossInputs:
+    """One row, all of it trained, one sequence, weights 1."""
+    rows: dict[str, Any] = {name: torch.tensor([values]) for name, values in columns.items()}
+    shape = rows["advantages"].shape
+    return LossInputs(
+        **{"ref_logprobs": None, **rows},
+        mask=torch.ones(shape, dtype=torch.bool),
+        weights=torch.ones(shape),
+        sequences=torch.zeros(shape, dtype=torch.int64),
     )
-    deviations = []
-    for row, column in inputs.mask.nonzero().tolist():
-        new, old = float(logprobs[row, column]), float(inputs.old_logprobs[row, column])
-        ref, advantage = float(inputs.ref_logprobs[row, column]), float(inputs.advantages[row, column])
-        ratio = math.exp(new) / math.exp(old)
-        if advantage > 0 and ratio > 1 + config.clip_high:
-            used, clipped = 1 + config.clip_high, True
-        elif advantage < 0 and ratio < 1 - config.clip_low:
-            used, clipped = 1 - config.clip_low, True
-        else:
-            used, clipped = ratio, False
-        deviations.append(abs(ratio - 1))
-        sums["tokens"] += 1
-        sums["ratio"] += ratio
-        sums["clipped"] += clipped
-        sums["approx_kl"] += ratio - 1 - math.log(ratio)
-        sums["policy_loss"] -= used * advantage
-        sums["kl_loss"] += math.exp(ref - new) - 1 - (ref - new)
-        sums["entropy"] += float(entropy[row, column])
-    sums["ratio_dev_max"] = max(deviations)
-    sums["loss"] = (
-        sums["policy_loss"] + config.kl_coef * sums["kl_loss"] - config.entropy_coef * sums["entropy"]
-    )
-    return sums
 
 
-def test_one_token_by_hand() -> None:
-    # ratio 1.5 with advantage 2: clipped to 1.28 -> -2.56. k3 with w = 0.5: 0.5 - 1 + ln 2.
-    inputs = LossInputs(
-        old_logprobs=torch.tensor([[0.4]]).log(),
-        ref_logprobs=torch.tensor([[0.3]]).log(),
-        advantages=torch.tensor([[2.0]]),
-        mask=torch.tensor([[True]]),
-    )
-    loss, stats = grpo_loss(CONFIG)(torch.tensor([[0.6]]).log(), torch.tensor([[0.9]]), inputs)
-    assert float(loss) == pytest.approx(-2.56 + 0.05 * (math.log(2) - 0.5) - 0.01 * 0.9, rel=1e-5)
-    assert float(stats["ratio_dev_max"]) == pytest.approx(0.5, rel=1e-5)
-    assert (int(stats["tokens"]), int(stats["clipped"])) == (1, 1)
+def run(config: AlgorithmConfig, batch: list[Episode], is_packed: bool = False) -> tuple[Flat, float, dict]:
+    """Loss and reduced statistics of a mini-batch in one micro-batch; gradients are on the leaves."""
+    flat = Flat(config, batch)
+    total, stats = policy_loss(config)(*flat.at(packed(flat.places) if is_packed else padded(flat.places)))
+    parts = divisor(config.aggregation, flat.lengths, LOSS_LENGTH)
+    (total / max(1, parts)).backward()
+    return flat, float(total.detach()) / max(1, parts), {**stats, DIVISOR: parts}
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_loss_and_statistics_equal_the_plain_formula(seed: int) -> None:
-    logprobs, entropy, inputs = random_batch(seed)
-    loss, stats = grpo_loss(CONFIG)(logprobs, entropy, inputs)
-    expected = reference(logprobs.detach(), entropy.detach(), inputs, CONFIG)
-    assert expected["clipped"] > 0
-    assert float(loss.detach()) == pytest.approx(expected.pop("loss"), rel=1e-12)
-    assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected, rel=1e-9)
-    assert not any(value.requires_grad for value in stats.values())
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_gradient_equals_finite_differences_of_the_plain_formula(seed: int) -> None:
-    logprobs, entropy, inputs = random_batch(seed, rows=2, width=6)
-    grpo_loss(CONFIG)(logprobs, entropy, inputs)[0].backward()
-    step = 1e-6
-    for values in (logprobs, entropy):
-        assert values.grad is not None
-        numeric = torch.zeros_like(values.grad)
-        for row in range(values.shape[0]):
-            for column in range(values.shape[1]):
-                sides = []
-                for sign in (1, -1):
-                    moved = values.detach().clone()
-                    moved[row, column] += sign * step
-                    pair = (moved, entropy) if values is logprobs else (logprobs, moved)
-                    sides.append(reference(pair[0].detach(), pair[1].detach(), inputs, CONFIG)["loss"])
-                numeric[row, column] = (sides[0] - sides[1]) / (2 * step)
-        torch.testing.assert_close(values.grad, numeric, rtol=1e-6, atol=1e-7)
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 1000), cuts=st.sets(st.integers(1, 5)), order=st.permutations(range(6)))
-def test_any_split_and_order_gives_the_same_gradient(seed: int, cuts: set[int], order: list[int]) -> None:
-    logprobs, entropy, inputs = random_batch(seed)
-    assert inputs.ref_logprobs is not None
-    loss_function = grpo_loss(CONFIG)
-    whole, whole_stats = loss_function(logprobs, entropy, inputs)
-    (whole_gradient,) = torch.autograd.grad(whole, logprobs)
-
-    bounds = [0, *sorted(cuts), 6]
-    gradient, parts, total = torch.zeros_like(logprobs), [], 0.0
-    for start, stop in pairwise(bounds):
-        rows = order[start:stop]
-        part = LossInputs(
-            inputs.old_logprobs[rows], inputs.ref_logprobs[rows], inputs.advantages[rows], inputs.mask[rows]
-        )
-        loss, stats = loss_function(logprobs[rows], entropy[rows], part)
-        gradient += torch.autograd.grad(loss, logprobs)[0]
-        total += float(loss.detach())
-        parts.append(stats)
-    assert total == pytest.approx(float(whole.detach()), rel=1e-9, abs=1e-12)
-    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-12, atol=1e-12)
-    assert reduce_stats(parts) == pytest.approx(reduce_stats([whole_stats]), rel=1e-9, nan_ok=True)
-
-
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_masked_tokens_count_for_nothing_whatever_stands_there(poison: float) -> None:
-    logprobs, entropy, inputs = random_batch(7)
-    assert inputs.ref_logprobs is not None
-    clean_loss, clean_stats = grpo_loss(CONFIG)(logprobs, entropy, inputs)
-    (clean_gradient,) = torch.autograd.grad(clean_loss, logprobs)
-
-    def poisoned(values: Tensor) -> Tensor:
-        return values.detach().masked_fill(~inputs.mask, poison)
-
-    dirty, dirty_entropy = poisoned(logprobs).requires_grad_(), poisoned(entropy).requires_grad_()
-    dirty_inputs = LossInputs(
-        poisoned(inputs.old_logprobs), poisoned(inputs.ref_logprobs), poisoned(inputs.advantages), inputs.mask
-    )
-    loss, stats = grpo_loss(CONFIG)(dirty, dirty_entropy, dirty_inputs)
+def surrogate_by_hand(config: AlgorithmConfig, ratios: list[float], advantages: list[float]) -> list[Any]:
+    """Loss, gradient by the log-probs, and statistics of one sequence with these ratios."""
+    old = [math.log(0.25)] * len(ratios)
+    logprobs = (torch.tensor([ratios]).log() + old[0]).requires_grad_()
+    loss, stats = policy_loss(config)(logprobs, None, inputs_of(old_logprobs=old, advantages=advantages))
     loss.backward()
-    assert dirty.grad is not None
-    assert dirty_entropy.grad is not None
-    assert torch.equal(dirty.grad[~inputs.mask], torch.zeros_like(dirty.grad[~inputs.mask]))
-    assert torch.equal(dirty_entropy.grad[~inputs.mask], torch.zeros_like(dirty.grad[~inputs.mask]))
-    assert torch.equal(dirty.grad, clean_gradient)
-    assert torch.equal(loss, clean_loss)
-    assert stats == clean_stats
+    assert logprobs.grad is not None
+    return [float(loss.detach()), logprobs.grad[0].tolist(), {k: float(v) for k, v in stats.items()}]
 
 
-def test_a_nan_in_a_trained_token_is_not_hidden() -> None:
-    logprobs, entropy, inputs = random_batch(3)
-    broken = logprobs.detach().masked_fill(inputs.mask, float("nan"))
-    assert grpo_loss(CONFIG)(broken, entropy, inputs)[0].isnan()
+CASES = [
+    (1.1, 2.0, None, -2.2, -2.2, None),
+    (1.5, 2.0, None, -2.56, 0.0, "clipped_high"),
+    (0.5, 2.0, None, -1.0, -1.0, None),
+    (0.5, -2.0, None, 1.6, 0.0, "clipped_low"),
+    (1.5, -2.0, None, 3.0, 3.0, None),
+    (5.0, -2.0, None, 10.0, 10.0, None),
+    (5.0, -2.0, 3.0, 6.0, 0.0, "dual_clipped"),
+    (2.0, -2.0, 3.0, 4.0, 4.0, None),
+    (0.5, -2.0, 3.0, 1.6, 0.0, "clipped_low"),
+    (5.0, 2.0, 3.0, -2.56, 0.0, "clipped_high"),
+    (5.0, 0.0, 3.0, 0.0, 0.0, None),
+]
+"""Ratio, advantage, dual clip; loss, its gradient by the log-prob, the bound that was met."""
 
 
-def test_a_batch_without_trained_tokens_has_a_zero_loss_that_backpropagates() -> None:
-    logprobs, entropy, inputs = random_batch(4)
-    loss, stats = grpo_loss(CONFIG)(logprobs, entropy, replace(inputs, mask=torch.zeros_like(inputs.mask)))
+@pytest.mark.parametrize(
+    ("kind", "ratio", "advantage", "dual", "loss", "gradient", "met"),
+    [(PolicyLoss.ppo, *case) for case in CASES]
+    + [(PolicyLoss.gspo, *case) for case in CASES if case[2] is None],
+)
+def test_one_clipped_token_by_hand(
+    kind: PolicyLoss,
+    ratio: float,
+    advantage: float,
+    dual: float | None,
+    loss: float,
+    gradient: float,
+    met: str | None,
+) -> None:
+    config = replace(SURROGATE, policy_loss=kind, dual_clip=dual)
+    value, slope, stats = surrogate_by_hand(config, [ratio], [advantage])
+    assert (value, slope) == (pytest.approx(loss, rel=1e-5), pytest.approx([gradient], rel=1e-5))
+    bounds = ["clipped_low", "clipped_high", "dual_clipped"]
+    assert {name: stats[name] for name in bounds} == {name: float(name == met) for name in bounds}
+    assert stats["clipped"] == stats["clipped_low"] + stats["clipped_high"]
+    assert stats["ratio_max"] == stats["ratio_min"] == pytest.approx(ratio)
+
+
+def test_gspo_clips_a_sequence_as_one_by_hand() -> None:
+    # The mean ratio of 4 and 1/4 is 1: nothing is clipped, each token gets the sequence's ratio.
+    config = replace(SURROGATE, policy_loss=PolicyLoss.gspo)
+    loss, gradient, stats = surrogate_by_hand(config, [4.0, 0.25], [1.0, 1.0])
+    assert loss == pytest.approx(-2.0)
+    assert gradient == pytest.approx([-1.0, -1.0])
+    assert stats["clipped"] == 0
+    # That of 4 and 1 is 2: both are clipped, the token that has not moved too.
+    loss, gradient, stats = surrogate_by_hand(config, [4.0, 1.0], [1.0, 1.0])
+    assert loss == pytest.approx(-2 * 1.28)
+    assert gradient == [0.0, 0.0]
+    assert (stats["clipped_high"], stats["ratio_max"]) == (2, pytest.approx(4.0))
+
+
+def test_all_tokens_of_a_sequence_have_its_ratio_to_the_last_bit() -> None:
+    """In float32, near the bounds of 3e-4 that GSPO is run with; two sequences in one row, and padding."""
+    draw = torch.Generator().manual_seed(0)
+    old = -30 * torch.rand(1, 9, generator=draw)
+    logprobs = old + 1e-3 * torch.randn(1, 9, generator=draw)
+    mask = torch.tensor([[False, True, True, False, True, True, True, True, False]])
+    sequences = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, -1]])
+    ratios = sequence_ratios(logprobs, old, mask, sequences)
+    for number in (0, 1):
+        mine = mask & (sequences == number)
+        mean = (logprobs - old).double()[mine].mean()
+        assert len(set(ratios[mine].tolist())) == 1
+        torch.testing.assert_close(ratios[mine][0].double(), mean.exp(), rtol=3e-7, atol=0)
+    assert ratios[~mask].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_cispo_by_hand() -> None:
+    # A clipped ratio still weighs the token's gradient, whatever the advantage's sign.
+    config = replace(SURROGATE, policy_loss=PolicyLoss.cispo)
+    loss, gradient, stats = surrogate_by_hand(config, [2.0, 0.5, 1.1], [1.0, -1.0, 2.0])
+    assert gradient == pytest.approx([-1.28, 0.8, -2.2])
+    logs = [math.log(0.5), math.log(0.125), math.log(0.275)]
+    assert loss == pytest.approx(-1.28 * logs[0] + 0.8 * logs[1] - 2.2 * logs[2], rel=1e-5)
+    assert (stats["clipped_low"], stats["clipped_high"], stats["clipped"]) == (1, 1, 2)
+
+
+def test_policy_gradient_by_hand() -> None:
+    config = replace(SURROGATE, policy_loss=PolicyLoss.policy_gradient)
+    loss, gradient, stats = surrogate_by_hand(config, [2.0, 0.5], [3.0, -1.0])
+    assert gradient == pytest.approx([-3.0, 1.0])
+    assert loss == pytest.approx(-3 * math.log(0.5) + math.log(0.125), rel=1e-5)
+    assert stats["clipped"] == 0
+
+
+def test_all_terms_of_one_token_by_hand() -> None:
+    # ratio 1.5 with advantage 2: clipped to 1.28 -> -2.56. k3 with w = 0.5: 0.5 - 1 + ln 2.
+    inputs = inputs_of(old_logprobs=[math.log(0.4)], ref_logprobs=[math.log(0.3)], advantages=[2.0])
+    loss, stats = policy_loss(CONFIG)(torch.tensor([[0.6]]).log(), torch.tensor([[0.9]]), inputs)
+    k3 = math.log(2) - 0.5
+    assert float(loss) == pytest.approx(-2.56 + 0.05 * k3 - 0.01 * 0.9, rel=1e-5)
+    assert {name: float(value) for name, value in stats.items()} == pytest.approx(
+        {
+            "tokens": 1,
+            "ratio": 1.5,
+            "ratio_max": 1.5,
+            "ratio_min": 1.5,
+            "ratio_dev_max": 0.5,
+            "clipped": 1,
+            "clipped_low": 0,
+            "clipped_high": 1,
+            "dual_clipped": 0,
+            "approx_kl": 0.5 - math.log(1.5),
+            "policy_loss": -2.56,
+            "kl_loss": k3,
+            "kl": k3,
+            "kl_k1": math.log(2),
+            "kl_k2": math.log(2) ** 2 / 2,
+            "kl_k3": k3,
+            "kl_k5": -0.5 * math.log(2),
+            "kl_abs": math.log(2),
+            "entropy": 0.9,
+        },
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("aggregation", Aggregation)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_loss_and_gradient_are_those_of_the_formula(
+    kind: PolicyLoss, aggregation: Aggregation, is_packed: bool
+) -> None:
+    """Against finite differences of loops over tokens, in which stop-gradients stay where they were."""
+    dual = 1.3 if kind is PolicyLoss.ppo else None
+    config = replace(CONFIG, policy_loss=kind, aggregation=aggregation, dual_clip=dual, kl_coef=0.3)
+    batch = episodes(seed=1, count=12)
+    flat, loss, stats = run(config, batch, is_packed)
+    met = ["clipped_low", "clipped_high"] if kind in CLIPPED else []
+    met += ["dual_clipped"] if dual else []
+    assert all(0 < stats[name] < stats["tokens"] / 2 for name in met), "a bound is not tried"
+    assert loss == pytest.approx(reference_loss(config, batch), rel=1e-12)
+    for name, leaf in (("logprob", flat.logprobs), ("entropy", flat.entropy)):
+        numeric = numeric_gradient(lambda moved: reference_loss(config, moved, held=batch), batch, name)
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == pytest.approx(numeric, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("bounds", [None, (None, None), (0.9, None), (None, 1.1), (0.9, 1.1)])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_in_the_loss(estimator: KlEstimator, bounds: tuple | None) -> None:
+    """With and without importance weights, which weigh the whole term and are constants."""
+    lower, upper = bounds or (None, None)
+    config = replace(
+        CONFIG,
+        kl_coef=2.0,
+        kl_estimator=estimator,
+        use_kl_iw=bounds is not None,
+        kl_iw_clip_lower=lower,
+        kl_iw_clip_upper=upper,
+    )
+    batch = episodes(seed=5, count=4)
+    flat, loss, _ = run(config, batch)
+    assert loss == pytest.approx(reference_loss(config, batch), rel=1e-12)
+    numeric = numeric_gradient(lambda moved: reference_loss(config, moved, held=batch), batch, "logprob")
+    assert flat.logprobs.grad is not None
+    assert flat.logprobs.grad.tolist() == pytest.approx(numeric, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gspo_with_one_advantage_for_a_sequence_is_the_papers_objective(seed: int) -> None:
+    """The mean over sequences of min(s A, clip(s) A), without a stop-gradient."""
+    config = replace(SURROGATE, policy_loss=PolicyLoss.gspo, aggregation=Aggregation("seq-mean-token-mean"))
+    batch = episodes(seed, one_advantage=True)
+
+    def objective(now: list[Episode]) -> float:
+        values = []
+        for one in now:
+            trained = [token for token in one if token.trained]
+            if trained:
+                ratio = math.exp(sum(token.logprob - token.old for token in trained) / len(trained))
+                advantage = trained[0].advantage
+                values.append(min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage))
+        return -sum(values) / len(values)
+
+    flat, loss, _ = run(config, batch)
+    assert loss == pytest.approx(objective(batch), rel=1e-12)
+    assert flat.logprobs.grad is not None
+    numeric = numeric_gradient(objective, batch, "logprob")
+    assert flat.logprobs.grad.tolist() == pytest.approx(numeric, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_statistics_are_those_of_the_tokens(kind: PolicyLoss) -> None:
+    config = replace(CONFIG, policy_loss=kind, aggregation=Aggregation("seq-mean-token-mean"))
+    batch = episodes(seed=21, count=8)
+    _, loss, parts = run(config, batch)
+    stats = reduce_stats([parts])
+    tokens = [token for one in batch for token in one if token.trained]
+    ratios = [math.exp(token.logprob - token.old) for token in tokens]
+    assert stats["tokens"] == len(tokens)
+    assert stats["ratio"] == pytest.approx(sum(ratios) / len(tokens))
+    assert (stats["ratio_max"], stats["ratio_min"]) == (
+        pytest.approx(max(ratios)),
+        pytest.approx(min(ratios)),
+    )
+    assert stats["ratio_dev_max"] == pytest.approx(max(abs(ratio - 1) for ratio in ratios))
+    assert stats["entropy"] == pytest.approx(sum(token.entropy for token in tokens) / len(tokens))
+    assert stats["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(tokens))
+    for name in ("k1", "k2", "k3", "k5", "abs"):
+        values = [divergence(KlEstimator(name), token, token) for token in tokens]
+        assert stats[f"kl_{name}"] == pytest.approx(sum(values) / len(tokens))
+    assert stats["kl"] == stats["kl_k3"]
+    # Losses are as aggregated: here, of each sequence's mean.
+    plain = reference_loss(replace(config, kl_coef=0.0, entropy_coef=0.0), batch)
+    assert stats["policy_loss"] == pytest.approx(plain)
+    entropy_alone = reference_loss(replace(config, kl_coef=0.0), batch) - plain
+    assert plain + 0.05 * stats["kl_loss"] + entropy_alone == pytest.approx(loss)
+    assert not any(isinstance(one, Tensor) and one.requires_grad for one in parts.values())
+
+
+def at_random(config: AlgorithmConfig) -> tuple[Tensor, Tensor, LossInputs]:
+    """One padded micro-batch with leaves of its own."""
+    flat = Flat(config, episodes(seed=7))
+    logprobs, entropy, inputs = flat.at(padded(flat.places))
+    inputs = replace(inputs, divergence=inputs.ref_logprobs)
+    return logprobs.detach().requires_grad_(), entropy.detach().requires_grad_(), inputs
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, KlEstimator("full_reverse")])
+def test_masked_tokens_count_for_nothing_whatever_stands_there(
+    estimator: KlEstimator, kind: PolicyLoss, poison: float
+) -> None:
+    config = replace(CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=True)
+
+    def result(fill: float) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        logprobs, entropy, inputs = at_random(config)
+        inputs = poisoned(inputs, fill)
+        if estimator in ESTIMATORS:
+            inputs = replace(inputs, divergence=None)
+        leaves = [
+            one.detach().masked_fill(~inputs.mask, fill).requires_grad_() for one in (logprobs, entropy)
+        ]
+        loss, stats = policy_loss(config)(*leaves, inputs)
+        gradients = list(torch.autograd.grad(loss, leaves))
+        assert all(not one[~inputs.mask].any() for one in gradients)
+        return loss, gradients, stats
+
+    clean, dirty = result(0.5), result(poison)
+    assert torch.equal(clean[0], dirty[0])
+    assert all(torch.equal(*pair) for pair in zip(clean[1], dirty[1], strict=True))
+    assert clean[2] == dirty[2]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "ref_logprobs", "advantages", "entropy"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_nan_in_a_trained_token_is_not_hidden(kind: PolicyLoss, name: str) -> None:
+    config = replace(CONFIG, policy_loss=kind)
+    logprobs, entropy, inputs = at_random(config)
+    inputs = replace(inputs, divergence=None)
+    place = tuple(inputs.mask.nonzero()[3].tolist())
+    broken = {"logprobs": logprobs.detach().clone(), "entropy": entropy.detach().clone()}
+    if name in broken:
+        broken[name][place] = NAN
+    else:
+        values = getattr(inputs, name).clone()
+        values[place] = NAN
+        inputs = replace(inputs, **{name: values})
+    loss, stats = policy_loss(config)(broken["logprobs"], broken["entropy"], inputs)
+    if name == "old_logprobs" and kind is PolicyLoss.policy_gradient:
+        assert loss.isfinite(), "it has no old policy"
+    else:
+        assert loss.isnan()
+    if name in ("logprobs", "old_logprobs"):
+        parts = [{**stats, DIVISOR: 1}, {"tokens": 1.0, "ratio_max": 1.0, "ratio_min": 1.0}]
+        for order in (parts, parts[::-1]):
+            reduced = reduce_stats(order)
+            assert math.isnan(reduced["ratio_max"])
+            assert math.isnan(reduced["ratio_min"])
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (2, 0), (2, 5)])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_without_a_trained_token_the_loss_is_zero_and_backpropagates(
+    kind: PolicyLoss, shape: tuple[int, int]
+) -> None:
+    logprobs, entropy = (torch.full(shape, NAN).requires_grad_() for _ in range(2))
+    other = torch.full(shape, NAN)
+    mask, sequences = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+    inputs = LossInputs(other, other, other, mask, other, sequences)
+    loss, stats = policy_loss(replace(CONFIG, policy_loss=kind))(logprobs, entropy, inputs)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert logprobs.grad is not None
     assert not logprobs.grad.any()
     assert int(stats["tokens"]) == 0
+    reduced = reduce_stats([{**stats, DIVISOR: 0}])
+    assert reduced.pop("tokens") == 0
+    assert all(math.isnan(value) for value in reduced.values())
+    # Beside a micro-batch that has some it changes nothing.
+    full = policy_loss(replace(CONFIG, policy_loss=kind))(*at_random(CONFIG))[1]
+    parts = [{**stats, DIVISOR: 0}, {**full, DIVISOR: 3}]
+    assert reduce_stats(parts) == reduce_stats(parts[1:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(LOSSES),
+    estimator=st.sampled_from(ESTIMATORS),
+    weighted=st.booleans(),
+    far=st.lists(st.sampled_from([-1e3, -20.0, 0.0, 20.0, 1e3]), min_size=1, max_size=4),
+    advantage=st.sampled_from([-1.0, 0.0, 1.0]),
+    aggregation=st.sampled_from(Aggregation),
+)
+def test_policies_far_apart_overflow_nowhere(
+    kind: PolicyLoss,
+    estimator: KlEstimator,
+    weighted: bool,
+    far: list[float],
+    advantage: float,
+    aggregation: Aggregation,
+) -> None:
+    """In float32; old and reference policy lie on either side."""
+    config = replace(
+        CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=weighted, aggregation=aggregation
+    )
+    logprobs = torch.full((1, len(far)), -1.5, requires_grad=True)
+    ratios = torch.tensor([far])
+    inputs = inputs_of(old_logprobs=[0.0] * len(far), advantages=[advantage] * len(far))
+    inputs = replace(inputs, old_logprobs=-1.5 - ratios, ref_logprobs=-1.5 + ratios)
+    loss, stats = policy_loss(config)(logprobs, torch.zeros_like(logprobs), inputs)
+    loss.backward()
+    assert loss.isfinite()
+    assert logprobs.grad is not None
+    assert logprobs.grad.isfinite().all()
+    assert all(value.isfinite() for value in stats.values())
+
+
+@pytest.mark.parametrize("kind", CLIPPED)
+@pytest.mark.parametrize(
+    ("log_ratio", "kept"), [(19.9, True), (20.1, False), (1e3, False), (-19.9, True), (-20.1, False)]
+)
+def test_past_the_clamp_of_the_log_ratio_a_token_has_no_gradient(
+    kind: PolicyLoss, log_ratio: float, kept: bool
+) -> None:
+    """With the sign of the advantage for which the clip alone would let it through."""
+    advantage = -1.0 if log_ratio > 0 else 1.0
+    logprobs = torch.tensor([[log_ratio - 1.0]], dtype=torch.float64, requires_grad=True)
+    loss, _ = policy_loss(replace(SURROGATE, policy_loss=kind))(
+        logprobs, None, inputs_of(old_logprobs=[-1.0], advantages=[advantage])
+    )
+    loss.backward()
+    ratio = math.exp(min(max(log_ratio, -20), 20))
+    assert logprobs.grad is not None
+    assert float(loss.detach()) == pytest.approx(-ratio * advantage, rel=1e-6)
+    assert float(logprobs.grad) == pytest.approx(-ratio * advantage if kept else 0.0, rel=1e-6)
+
+
+def test_a_divergence_is_the_kl_term_and_gets_its_gradient() -> None:
+    config = replace(CONFIG, kl_estimator=KlEstimator("full_reverse"), use_kl_iw=True)
+    logprobs, entropy, inputs = at_random(config)
+    kl = torch.rand(logprobs.shape, dtype=torch.float64).requires_grad_()
+    loss, stats = policy_loss(config)(logprobs, entropy, replace(inputs, divergence=kl))
+    without, _ = policy_loss(replace(config, kl_coef=0.0))(logprobs, entropy, inputs)
+    weights = inputs.weights.masked_fill(~inputs.mask, 0.0)
+    torch.testing.assert_close(loss - without, 0.05 * (weights * kl).sum())
+    torch.testing.assert_close(torch.autograd.grad(loss, kl)[0], 0.05 * weights)
+    assert float(stats["kl"]) == pytest.approx(float(kl.detach()[inputs.mask].sum()))
+
+
+def test_a_kl_in_the_reward_is_a_statistic_alone() -> None:
+    config = replace(CONFIG, kl_in=KlPlace.reward, kl_estimator=KlEstimator("k1"), entropy_coef=0.0)
+    logprobs, _, inputs = at_random(config)
+    inputs = replace(inputs, divergence=None)
+    loss, stats = policy_loss(config)(logprobs, None, inputs)
+    assert torch.equal(loss.detach(), stats["policy_loss"])
+    assert {"kl_loss", "entropy"}.isdisjoint(stats)
+    assert stats["kl"] == stats["kl_k1"] != 0
+    bare = policy_loss(config)(logprobs, None, replace(inputs, ref_logprobs=None))[1]
+    assert not any(name.startswith("kl") for name in bare)
 
 
 def test_a_term_with_a_coefficient_needs_its_input() -> None:
-    logprobs, entropy, inputs = random_batch(1)
+    logprobs, entropy, inputs = at_random(CONFIG)
+    bare = replace(inputs, ref_logprobs=None, divergence=None)
     with pytest.raises(ValueError, match=r"kl_coef is 0\.05"):
-        grpo_loss(CONFIG)(logprobs, entropy, replace(inputs, ref_logprobs=None))
+        policy_loss(CONFIG)(logprobs, entropy, bare)
     with pytest.raises(ValueError, match=r"entropy_coef is 0\.01"):
-        grpo_loss(CONFIG)(logprobs, None, inputs)
+        policy_loss(CONFIG)(logprobs, None, inputs)
+    full = replace(CONFIG, kl_estimator=KlEstimator("full_forward"))
+    with pytest.raises(ValueError, match="full_forward but the batch has no divergence"):
+        policy_loss(full)(logprobs, entropy, replace(inputs, divergence=None))
 
 
-def test_without_coefficients_the_loss_is_the_surrogate_alone() -> None:
-    logprobs, _, inputs = random_batch(1)
-    plain = grpo_loss(replace(CONFIG, kl_coef=0.0, entropy_coef=0.0))
-    loss, stats = plain(logprobs, None, replace(inputs, ref_logprobs=None))
-    assert torch.equal(loss.detach(), stats["policy_loss"])
-    assert {"kl_loss", "entropy"}.isdisjoint(stats)
+def test_what_cannot_be_meant_is_refused() -> None:
+    k1 = replace(CONFIG, kl_estimator=KlEstimator("k1"))
+    with pytest.raises(ValueError, match="kl_estimator=k1 in the loss"):
+        policy_loss(k1)
+    policy_loss(replace(k1, kl_coef=0.0))
+    for kind in set(LOSSES) - {PolicyLoss.ppo}:
+        with pytest.raises(ValueError, match=rf"dual_clip is 3\.0 but policy_loss={kind}"):
+            policy_loss(replace(CONFIG, policy_loss=kind, dual_clip=3.0))
 
 
-def test_the_loss_travels_between_processes() -> None:
-    loss = grpo_loss(CONFIG)
-    assert pickle.loads(pickle.dumps(loss)) == loss
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_loss_travels_between_processes(kind: PolicyLoss) -> None:
+    loss = policy_loss(replace(CONFIG, policy_loss=kind))
+    there = pickle.loads(pickle.dumps(loss))
+    assert there == loss
+    batch = at_random(CONFIG)
+    assert torch.equal(there(*batch)[0], loss(*batch)[0])
 
 
-def test_statistics_of_unequal_parts_are_token_means() -> None:
+def test_statistics_of_unequal_parts() -> None:
     parts = [
-        {"tokens": 1.0, "entropy": 4.0, "ratio_dev_max": 0.1},
-        {"tokens": 3.0, "entropy": 0.0, "ratio_dev_max": 0.3},
+        {"tokens": 1.0, "divisor": 1, "entropy": 4.0, "policy_loss": 6.0, "ratio_max": 1.1, "ratio_min": 0.9},
+        {"tokens": 3.0, "divisor": 2, "entropy": 0.0, "policy_loss": 0.0, "ratio_max": 1.3, "ratio_min": 0.8},
     ]
-    assert reduce_stats(parts) == {"tokens": 4.0, "entropy": 1.0, "ratio_dev_max": 0.3}
-    assert math.isnan(reduce_stats([{"tokens": 0.0, "entropy": 0.0}])["entropy"])
+    means = {"tokens": 4.0, "entropy": 1.0, "policy_loss": 2.0, "ratio_max": 1.3, "ratio_min": 0.8}
+    assert reduce_stats(parts) == reduce_stats(parts[::-1]) == means
+    assert reduce_stats([]) == {"tokens": 0.0}
+
+
+def test_losses_without_a_divisor_are_refused() -> None:
+    with pytest.raises(ValueError, match="policy_loss but no divisor"):
+        reduce_stats([{"tokens": 1.0, "policy_loss": 1.0}])

@@ -1,0 +1,225 @@
+"""The policy losses once more, as their papers have them: loops over tokens in Python's floats.
+
+Also how episodes are laid out as tensors in any arrangement, with NaN wherever nothing is trained.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlsys.algorithms.aggregation import token_weights
+from rlsys.algorithms.losses import LossInputs
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator, PolicyLoss
+
+LOSS_LENGTH = 7
+NAN = math.nan
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token; what is not trained holds NaN."""
+
+    trained: bool
+    logprob: float = NAN
+    old: float = NAN
+    ref: float = NAN
+    entropy: float = NAN
+    advantage: float = NAN
+
+
+Episode = list[Token]
+
+
+def episode(draw: random.Random, trained: Sequence[bool], one_advantage: bool = False) -> Episode:
+    """Log-probs far enough from the old ones that a good part of tokens and of sequences is clipped."""
+    shared, drift = draw.gauss(0, 1), draw.gauss(0, 0.3)
+
+    def token() -> Token:
+        old = -abs(draw.gauss(0, 1)) - 0.1
+        new = old + drift + draw.gauss(0, 0.4)
+        advantage = shared if one_advantage else draw.gauss(0, 1)
+        return Token(True, new, old, new + draw.gauss(0, 0.5), abs(draw.gauss(0, 1)), advantage)
+
+    return [token() if one else Token(False) for one in trained]
+
+
+def episodes(seed: int, count: int = 6, longest: int = 7, one_advantage: bool = False) -> list[Episode]:
+    """Of different lengths; the first has no trained token, the second one only."""
+    draw = random.Random(seed)
+    masks = [[False, False], [False, True]]
+    masks += [[draw.random() < 0.7 for _ in range(draw.randint(2, longest))] for _ in range(count - 2)]
+    return [episode(draw, mask, one_advantage) for mask in masks]
+
+
+def surrogate(config: AlgorithmConfig, token: Token, held: Token, ratio: float) -> float:
+    """The policy loss of one token by cases; `ratio` is the token's or its sequence's."""
+    low, high, advantage = 1 - config.clip_low, 1 + config.clip_high, token.advantage
+    if config.policy_loss is PolicyLoss.policy_gradient:
+        return -advantage * token.logprob
+    if config.policy_loss is PolicyLoss.cispo:
+        return -min(max(math.exp(held.logprob - held.old), low), high) * advantage * token.logprob
+    if advantage >= 0:
+        return -min(ratio, high) * advantage
+    largest = math.inf if config.dual_clip is None else config.dual_clip
+    return -min(max(ratio, low), largest) * advantage
+
+
+def divergence(estimator: KlEstimator, token: Token, held: Token) -> float:
+    """One token's estimate; stop-gradients read `held`."""
+    log_w, held_log_w = token.ref - token.logprob, held.ref - held.logprob
+    r = math.exp(token.logprob - held.logprob)
+    k3 = math.exp(log_w) - 1 - log_w
+    return {
+        "k1": -log_w,
+        "k2": log_w**2 / 2,
+        "k3": k3,
+        "k3++": r * k3,
+        "k4": r * -held_log_w,
+        "k5": math.exp(held_log_w) * log_w + math.log(r),
+        "abs": abs(log_w),
+    }[estimator]
+
+
+def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[float]:
+    """The loss of each trained token of one episode; what a stop-gradient holds fast is read from `held`."""
+    pairs = [(token, fixed) for token, fixed in zip(now, held, strict=True) if token.trained]
+    losses = []
+    for token, fixed in pairs:
+        ratio = math.exp(token.logprob - token.old)
+        if config.policy_loss is PolicyLoss.gspo:
+            mean = sum(other.logprob - other.old for _, other in pairs) / len(pairs)
+            ratio = math.exp(mean) * math.exp(token.logprob - fixed.logprob)
+        loss = surrogate(config, token, fixed, ratio) - config.entropy_coef * token.entropy
+        if config.kl_coef:
+            weight = 1.0
+            if config.use_kl_iw:
+                weight = math.exp(fixed.logprob - fixed.old)
+                weight = max(
+                    weight, -math.inf if config.kl_iw_clip_lower is None else config.kl_iw_clip_lower
+                )
+                weight = min(weight, math.inf if config.kl_iw_clip_upper is None else config.kl_iw_clip_upper)
+            loss += config.kl_coef * weight * divergence(config.kl_estimator, token, fixed)
+        losses.append(loss)
+    return losses
+
+
+def aggregated(aggregation: Aggregation, losses: Sequence[Sequence[float]]) -> float:
+    """Token losses of each episode as one number."""
+    some = [one for one in losses if one]
+    if not some:
+        return 0.0
+    if aggregation == "token-mean":
+        flat = [value for one in some for value in one]
+        return sum(flat) / len(flat)
+    totals = [sum(one) for one in some]
+    if aggregation == "seq-mean-token-mean":
+        totals = [total / len(one) for total, one in zip(totals, some, strict=True)]
+    if aggregation == "fixed-length":
+        totals = [total / LOSS_LENGTH for total in totals]
+    return sum(totals) / len(totals)
+
+
+def reference_loss(
+    config: AlgorithmConfig, batch: Sequence[Episode], held: Sequence[Episode] | None = None
+) -> float:
+    """The loss of a mini-batch."""
+    held = batch if held is None else held
+    losses = [token_losses(config, now, fixed) for now, fixed in zip(batch, held, strict=True)]
+    return aggregated(config.aggregation, losses)
+
+
+def numeric_gradient(loss: Callable[[list[Episode]], float], batch: list[Episode], name: str) -> list[float]:
+    """Central differences by each token's value called `name`, all episodes one after the other."""
+    step, gradient = 1e-5, []
+    for row, one in enumerate(batch):
+        for column, token in enumerate(one):
+            if not token.trained:
+                gradient.append(0.0)
+                continue
+            sides = []
+            for sign in (1, -1):
+                moved = [list(other) for other in batch]
+                moved[row][column] = replace(token, **{name: getattr(token, name) + sign * step})
+                sides.append(loss(moved))
+            gradient.append((sides[0] - sides[1]) / (2 * step))
+    return gradient
+
+
+Layout = list[list[int | None]]
+"""Rows of equal width: places in the episodes, laid one after the other, or None for padding."""
+
+
+class Flat:
+    """Episodes one after the other as tensors [tokens], of which log-probs and entropies are leaves."""
+
+    def __init__(self, config: AlgorithmConfig, batch: Sequence[Episode]) -> None:
+        tokens = [token for one in batch for token in one]
+
+        def column(name: str) -> Tensor:
+            return torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float64)
+
+        self.logprobs, self.entropy = column("logprob").requires_grad_(), column("entropy").requires_grad_()
+        self.old, self.ref, self.advantages = column("old"), column("ref"), column("advantage")
+        self.mask = torch.tensor([token.trained for token in tokens], dtype=torch.bool)
+        self.lengths = np.array([sum(token.trained for token in one) for one in batch], dtype=np.int64)
+        self.places = [range(end - len(one), end) for one, end in zip(batch, _ends(batch), strict=True)]
+        counts = torch.tensor([len(one) for one in batch])
+        self.sequences = torch.arange(len(batch)).repeat_interleave(counts)
+        weights = torch.from_numpy(token_weights(config.aggregation, self.lengths))
+        self.weights = weights.repeat_interleave(counts)
+
+    def at(self, layout: Layout) -> tuple[Tensor, Tensor, LossInputs]:
+        """Log-probs, entropies and inputs of a layout; NaN stands in the padding."""
+        width = len(layout[0]) if layout else 0
+        index = torch.tensor([[-1 if one is None else one for one in row] for row in layout]).long()
+        index = index.view(len(layout), width)
+        there = index >= 0
+
+        def take(values: Tensor) -> Tensor:
+            return torch.where(there, values[index.clamp(min=0)], NAN)
+
+        sequences = torch.where(there, self.sequences[index.clamp(min=0)], -1)
+        present = sequences.unique()
+        present = present[present >= 0]
+        numbered = torch.where(there, torch.searchsorted(present, sequences), -1)
+        inputs = LossInputs(
+            old_logprobs=take(self.old),
+            ref_logprobs=take(self.ref),
+            advantages=take(self.advantages),
+            mask=there & self.mask[index.clamp(min=0)],
+            weights=take(self.weights),
+            sequences=numbered,
+        )
+        return take(self.logprobs), take(self.entropy), inputs
+
+
+def padded(pieces: Sequence[Sequence[int | None]], spare: int = 1) -> Layout:
+    """A row for each piece."""
+    width = max((len(piece) for piece in pieces), default=0) + spare
+    return [[*piece, *[None] * (width - len(piece))] for piece in pieces]
+
+
+def packed(pieces: Sequence[Sequence[int | None]], spare: int = 1) -> Layout:
+    """One row of all."""
+    return [[place for piece in pieces for place in piece] + [None] * spare]
+
+
+def poisoned(inputs: LossInputs, poison: float) -> LossInputs:
+    """`poison` in all that is not trained, of every float."""
+    floats = {
+        one.name: getattr(inputs, one.name).masked_fill(~inputs.mask, poison)
+        for one in fields(inputs)
+        if one.name not in ("mask", "sequences") and getattr(inputs, one.name) is not None
+    }
+    return replace(inputs, **floats)
+
+
+def _ends(batch: Sequence[Episode]) -> list[int]:
+    return np.cumsum([len(one) for one in batch], dtype=np.int64).tolist()

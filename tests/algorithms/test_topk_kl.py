@@ -1,0 +1,183 @@
+"""The table of EMA-PG's top-k KL, by enumeration of every token that could be sampled, in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlsys.algorithms.topk_kl import Sampled, TopKKl, join_parts, logit_gradient, shares, tail, top_k_kl
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlTail
+
+VOCAB = 7
+EXACT, UPSTREAM = KlTail.exact, KlTail.upstream
+DIRECTIONS = pytest.mark.parametrize("forward_kl", [False, True], ids=["reverse", "forward"])
+
+
+def distributions(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of a policy, and log-probs of a reference and of a policy that samples, [VOCAB] each."""
+    torch.manual_seed(seed)
+    logits, ref, old = 1.5 * torch.randn(3, VOCAB, dtype=torch.float64)
+    return logits.requires_grad_(), ref.log_softmax(-1), (logits.detach() + 0.5 * old).log_softmax(-1)
+
+
+def dense(log_p: Tensor, log_r: Tensor, forward_kl: bool) -> Tensor:
+    """The KL, as a textbook has it."""
+    first, second = (log_r, log_p) if forward_kl else (log_p, log_r)
+    return sum((first[j].exp() * (first[j] - second[j]) for j in range(len(first))), torch.zeros(()))
+
+
+def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over tokens that `log_old` samples of the estimate, and the mean of its gradient by the logits."""
+    log_p = logits.log_softmax(-1)
+    picks = (log_r if kl.forward_kl else log_p).topk(k).indices
+    total = torch.zeros((), dtype=torch.float64)
+    for y in range(VOCAB):
+        sampled = Sampled(log_p[y, None], log_old[y, None], log_r[y, None], (picks == y).any()[None])
+        total = total + log_old[y].exp() * kl(log_p[None, picks], log_r[None, picks], sampled)[0]
+    (grad,) = torch.autograd.grad(total, logits)
+    return total.detach(), grad
+
+
+def errors(kl: TopKKl, k: int, on_policy: bool, seed: int = 0) -> tuple[float, float]:
+    """How far the expected value and the expected gradient are from the KL's own."""
+    logits, log_r, log_old = distributions(seed)
+    log_p = logits.log_softmax(-1)
+    exact = dense(log_p, log_r, kl.forward_kl)
+    (exact_grad,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    value, grad = expectation(kl, k, logits, log_r, log_p.detach() if on_policy else log_old)
+    return float((value - exact.detach()).abs()), float((grad - exact_grad).abs().max())
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("k", [1, 3, VOCAB - 1, VOCAB])
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_tail_is_unbiased_in_value_and_gradient(forward_kl: bool, k: int, seed: int) -> None:
+    plain = TopKKl(forward_kl, EXACT, False, None, None)
+    weighted = TopKKl(forward_kl, EXACT, True, None, None)
+    for kl, on_policy in ((plain, True), (weighted, True), (weighted, False)):
+        assert max(errors(kl, k, on_policy, seed)) < 1e-12
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("k", [1, 3])
+def test_upstream_tail_is_unbiased_in_value_alone(forward_kl: bool, k: int) -> None:
+    plain = TopKKl(forward_kl, UPSTREAM, False, None, None)
+    weighted = TopKKl(forward_kl, UPSTREAM, True, None, None)
+    for kl, on_policy in ((plain, True), (weighted, False)):
+        of_value, of_gradient = errors(kl, k, on_policy)
+        assert of_value < 1e-12
+        assert of_gradient > 0.01
+    assert max(errors(plain, VOCAB, True)) < 1e-12, "without a tail there is nothing to be off by"
+
+
+@DIRECTIONS
+def test_a_token_that_another_policy_sampled_needs_the_weight(forward_kl: bool) -> None:
+    of_value, of_gradient = errors(TopKKl(forward_kl, EXACT, False, None, None), 3, on_policy=False)
+    assert of_value > 0.001
+    assert of_gradient > 0.001
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("kind", list(KlTail))
+def test_tail_by_hand(forward_kl: bool, kind: KlTail) -> None:
+    p, r = torch.tensor([0.2, 0.5], dtype=torch.float64), torch.tensor([0.1, 0.5], dtype=torch.float64)
+    logprobs = p.log().requires_grad_()
+    values = tail(Sampled(logprobs, p.log(), r.log(), torch.tensor([False, True])), kind, forward_kl)
+    (grad,) = torch.autograd.grad(values.sum(), logprobs)
+    log_w, w = torch.tensor(0.5).log().item(), 0.5
+    expected = {
+        (False, EXACT): (-log_w, -log_w + 1),
+        (False, UPSTREAM): (-log_w, -log_w),
+        (True, EXACT): (w * log_w, -w),
+        (True, UPSTREAM): (w * log_w, -w + 1),
+    }[forward_kl, kind]
+    assert values.tolist() == pytest.approx([expected[0], 0.0], abs=1e-7)
+    assert grad.tolist() == pytest.approx([expected[1], 0.0], abs=1e-7)
+
+
+def test_head_alone_leaves_the_tail_out() -> None:
+    logits, log_r, _ = distributions(1)
+    log_p = logits.log_softmax(-1)[None]
+    outside = Sampled(log_p[:, 6], log_p[:, 6], log_r[None, 6], torch.tensor([False]))
+    value = TopKKl(False, None, True, None, None)(log_p[:, :4], log_r[None, :4], outside)
+    assert value.item() == pytest.approx(dense(log_p[0, :4], log_r[:4], False).item())
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "weight"),
+    [(None, None, 4.0), (None, 3.0, 3.0), (5.0, None, 5.0), (0.5, 6.0, 4.0), (0.0, 0.0, 0.0)],
+)
+def test_the_weight_is_of_the_tail_alone_and_cut_to_its_bounds(
+    lower: float | None, upper: float | None, weight: float
+) -> None:
+    config = AlgorithmConfig(
+        kl_estimator=KlEstimator.full_reverse,
+        kl_topk_tokens=1,
+        use_kl_iw=True,
+        kl_iw_clip_lower=lower,
+        kl_iw_clip_upper=upper,
+    )
+    p, old, r = (torch.tensor([value]).log() for value in (0.4, 0.1, 0.2))
+    picked, ref_picked = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
+    logprobs = p.requires_grad_()
+    values = top_k_kl(config)(picked, ref_picked, Sampled(logprobs, old, r, torch.tensor([False])))
+    (grad,) = torch.autograd.grad(values.sum(), logprobs)
+    log_2 = torch.tensor(2.0).log().item()
+    assert values.item() == pytest.approx(0.5 * log_2 + weight * log_2)
+    assert grad.item() == pytest.approx(weight * (log_2 + 1)), "the weight is a constant"
+
+
+def test_configuration_chooses_direction_and_tail() -> None:
+    forward = AlgorithmConfig(kl_estimator=KlEstimator.full_forward, kl_topk_tail=UPSTREAM)
+    assert top_k_kl(forward) == TopKKl(True, UPSTREAM, False, None, None)
+    reverse = AlgorithmConfig(kl_estimator=KlEstimator.full_reverse, kl_use_tail_sampling=False)
+    assert top_k_kl(reverse) == TopKKl(False, None, False, None, None)
+
+
+logs = st.floats(-1e3, 0.0)
+
+
+@given(st.lists(st.tuples(logs, logs, logs, logs, logs, st.booleans()), max_size=5))
+def test_extreme_log_ratios_stay_finite(rows: list[tuple[float, ...]]) -> None:
+    columns = torch.tensor(rows, dtype=torch.float32).reshape(-1, 6).unbind(-1)
+    for forward_kl, kind in itertools.product((False, True), KlTail):
+        picked, logprobs = columns[0][:, None].clone().requires_grad_(), columns[2].clone().requires_grad_()
+        sampled = Sampled(logprobs, columns[3], columns[4], columns[5].bool())
+        values = TopKKl(forward_kl, kind, True, None, None)(picked, columns[1][:, None], sampled)
+        grads = torch.autograd.grad(values.sum(), (picked, logprobs))
+        assert all(part.isfinite().all() for part in (values, *grads))
+
+
+@DIRECTIONS
+def test_whole_vocabulary_value_and_gradient(forward_kl: bool) -> None:
+    logits, log_r, _ = distributions(2)
+    log_p = logits.log_softmax(-1)
+    exact = dense(log_p, log_r, forward_kl)
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    kl = shares(log_p, log_r, forward_kl).sum()
+    torch.testing.assert_close(kl, exact, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        actual = logit_gradient(log_p[None], log_r[None], kl[None], forward_kl)[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("cuts", [[VOCAB], [3, 4], [1, 1, 5], [1] * VOCAB])
+def test_parts_join_to_the_whole(forward_kl: bool, cuts: list[int]) -> None:
+    logits, log_r, _ = distributions(3)
+    log_p = logits.detach().log_softmax(-1)
+    masses, ref_masses, within = [], [], []
+    for part, ref_part in zip(log_p.split(cuts), log_r.split(cuts), strict=True):
+        masses.append(part.logsumexp(0))
+        ref_masses.append(ref_part.logsumexp(0))
+        within.append(dense(part - masses[-1], ref_part - ref_masses[-1], forward_kl))
+    # A part that holds nothing.
+    parts = [torch.stack([*values, torch.tensor(empty)])[:, None].double() for values, empty in
+             ((masses, -3e38), (ref_masses, -3e38), (within, 0.0))]  # fmt: skip
+    joined = join_parts(*parts, forward_kl)
+    torch.testing.assert_close(joined[0], dense(log_p, log_r, forward_kl), rtol=0, atol=1e-12)

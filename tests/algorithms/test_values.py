@@ -1,0 +1,172 @@
+"""The critic's loss against a loop over tokens in float64, its gradient against finite differences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlsys.algorithms.losses import join_stats
+from rlsys.algorithms.values import ValueLoss, value_figures
+
+
+@dataclass(frozen=True)
+class Case:
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    mask: Tensor
+
+    def loss(self, clip: float | None, values: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        given = self.values if values is None else values
+        return ValueLoss(clip)(given, self.old_values, self.returns, self.mask)
+
+
+def make_case(rows: int, width: int, seed: int, scale: float = 1.0) -> Case:
+    random = np.random.default_rng(seed)
+    numbers = [torch.tensor(scale * random.standard_normal((rows, width))) for _ in range(3)]
+    return Case(*numbers, mask=torch.tensor(random.random((rows, width)) < 0.6))
+
+
+def by_loop(case: Case, clip: float | None) -> dict[str, float]:
+    """Every sum, token by token."""
+    found = dict.fromkeys(("tokens", "value_loss", "value_clipped", "value_mean", "value_error"), 0.0)
+    for row, column in zip(*np.nonzero(case.mask.numpy()), strict=True):
+        v, old, target = (float(part[row, column]) for part in (case.values, case.old_values, case.returns))
+        loss = (v - target) ** 2
+        if clip is not None:
+            near = min(max(v, old - clip), old + clip)
+            found["value_clipped"] += (near - target) ** 2 > loss
+            loss = max(loss, (near - target) ** 2)
+        found["tokens"] += 1
+        found["value_loss"] += loss / 2
+        found["value_mean"] += v
+        found["value_error"] += target - v
+    return found
+
+
+cases = st.builds(
+    make_case, st.integers(1, 3), st.integers(1, 9), st.integers(0, 10**6), st.sampled_from([1e-3, 1.0, 1e3])
+)
+clips = st.sampled_from([None, 0.0, 0.2, 0.5, 1e3])
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases, clips)
+def test_equals_a_loop_over_tokens(case: Case, clip: float | None) -> None:
+    loss, stats = case.loss(clip)
+    expected = by_loop(case, clip)
+    assert float(loss) == pytest.approx(expected["value_loss"], rel=1e-12, abs=1e-12)
+    for name, value in expected.items():
+        assert float(stats[name]) == pytest.approx(value, rel=1e-12, abs=1e-9), name
+    assert all(math.isfinite(float(value)) for value in stats.values())
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_the_gradient_equals_finite_differences(clip: float | None) -> None:
+    case, step = make_case(3, 7, seed=1), 1e-6
+    values = case.values.clone().requires_grad_()
+    case.loss(clip, values)[0].backward()
+    assert values.grad is not None
+    for row, column in np.ndindex(*values.shape):
+        nudge = torch.zeros_like(case.values)
+        nudge[row, column] = step
+        upper, lower = (case.loss(clip, case.values + sign * nudge)[0] for sign in (1, -1))
+        assert float(values.grad[row, column]) == pytest.approx(float(upper - lower) / (2 * step), abs=1e-6)
+
+
+def test_a_value_that_has_moved_far_enough_has_no_gradient() -> None:
+    """By hand: from 0 towards a return of 1, the clip at 0.2."""
+    values = torch.tensor([[0.1, 0.3, -0.3, 0.0]], requires_grad=True)
+    zeros, mask = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
+    loss, stats = ValueLoss(0.2)(values, zeros, zeros + 1.0, mask)
+    loss.backward()
+    # 0.9^2, then 0.8^2 for 0.7^2, then 1.3^2 and not 1.2^2, then 1.
+    assert float(loss) == pytest.approx((0.81 + 0.64 + 1.69 + 1.0) / 2)
+    assert values.grad is not None
+    assert values.grad[0].tolist() == pytest.approx([-0.9, 0.0, -1.3, -1.0])
+    assert int(stats["value_clipped"]) == 1
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -1e30])
+def test_masked_tokens_take_part_in_nothing(poison: float) -> None:
+    case = make_case(2, 6, seed=3)
+    clean = case.values.clone().requires_grad_()
+    loss, stats = case.loss(0.5, clean)
+    loss.backward()
+
+    def poisoned(tensor: Tensor) -> Tensor:
+        return tensor.where(case.mask, torch.full_like(tensor, poison))
+
+    dirty = poisoned(case.values).requires_grad_()
+    dirty_loss, dirty_stats = ValueLoss(0.5)(
+        dirty, poisoned(case.old_values), poisoned(case.returns), case.mask
+    )
+    dirty_loss.backward()
+    assert torch.equal(dirty_loss, loss)
+    assert {name: float(value) for name, value in dirty_stats.items()} == {
+        name: float(value) for name, value in stats.items()
+    }
+    assert clean.grad is not None
+    assert dirty.grad is not None
+    assert torch.equal(dirty.grad, clean.grad)
+    assert (dirty.grad[~case.mask] == 0).all()
+    assert float(dirty.grad.abs().sum()) > 0
+
+
+def test_a_trained_nan_is_not_hidden() -> None:
+    case = make_case(1, 5, seed=4)
+    broken = case.values.clone()
+    broken[0, int(case.mask[0].nonzero()[0])] = math.nan
+    assert case.loss(0.5, broken)[0].isnan()
+
+
+def test_nothing_trained_is_a_zero_that_backpropagates() -> None:
+    case = make_case(2, 4, seed=5)
+    values = case.values.clone().requires_grad_()
+    loss, stats = ValueLoss(0.5)(values, case.old_values, case.returns, torch.zeros_like(case.mask))
+    loss.backward()
+    assert float(loss) == 0.0
+    assert values.grad is not None
+    assert not values.grad.any()
+    assert value_figures([stats]) == {"tokens": 0.0}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(cases, min_size=1, max_size=4))
+def test_figures_are_those_of_all_tokens_together(parts: list[Case]) -> None:
+    whole = [torch.cat([getattr(part, name)[part.mask] for part in parts]) for name in ("values", "returns")]
+    values, returns = (part.numpy() for part in whole)
+    stats = [join_stats([part.loss(0.5)[1]]) for part in parts]
+    figures = value_figures(stats)
+    assert figures["tokens"] == len(values)
+    if not len(values):
+        return
+    assert figures["value_mean"] == pytest.approx(values.mean(), abs=1e-9)
+    assert figures["value_return"] == pytest.approx(returns.mean(), abs=1e-9)
+    assert figures["value_error"] == pytest.approx((returns - values).mean(), abs=1e-9)
+    assert not any(name.endswith("squared") for name in figures)
+    if len(values) > 1:
+        expected = 1.0 - (returns - values).var() / returns.var()
+        assert figures["value_explained"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_explained_variance_of_what_is_known() -> None:
+    def explained(values: list[float], returns: list[float]) -> float | None:
+        tensors = [torch.tensor([numbers], dtype=torch.float32) for numbers in (values, values, returns)]
+        return value_figures(
+            [ValueLoss(None)(*tensors, torch.ones(1, len(values), dtype=torch.bool))[1]]
+        ).get("value_explained")
+
+    assert explained([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == 1.0
+    assert explained([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(0.0)
+    assert explained([3.0, 2.0, 1.0], [1.0, 2.0, 3.0]) == pytest.approx(-3.0)
+    # Small against the mean: float32 sums of squares would not show it.
+    assert explained([1000.0, 1000.0], [1000.0, 1000.25]) == pytest.approx(0.0, abs=1e-6)
+    assert explained([0.1, 0.7], [0.3, 0.3]) is None
