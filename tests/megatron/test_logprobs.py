@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlsys.megatron import logprobs as module
+from rlsys.megatron import vocabulary
 from rlsys.megatron.logprobs import VocabShard, lay_out, token_logprobs
 
 
@@ -14,7 +14,7 @@ def test_values_and_gradients_equal_log_softmax(temperature: float, monkeypatch:
     torch.manual_seed(0)
     vocab, padded, count = 23, 32, 150
     # 21 targets: several chunks, and a last one that is not full.
-    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 21 * padded)
+    monkeypatch.setitem(vocabulary.CHUNK_ELEMENTS, "cpu", 21 * padded)
     logits = (4 * torch.randn(count, padded)).requires_grad_()
     targets = torch.randint(0, vocab, (count,))
     weight_l, weight_h = torch.randn(2, count).unbind()
