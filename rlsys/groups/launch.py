@@ -15,7 +15,8 @@ from pathlib import Path
 from rlsys.cluster.bundles import plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
-from rlsys.config.placement import parse_placement
+from rlsys.config.derived import has_critic
+from rlsys.config.placement import CRITIC, parse_placement
 from rlsys.config.schema import Mode, RunConfig
 from rlsys.groups.megatron import launch_megatron
 from rlsys.groups.residence import Residence
@@ -28,7 +29,7 @@ STOP_TIMEOUT_S = 30.0
 @asynccontextmanager
 async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict[str, WorkerGroup]]:
     """The processes of all groups, empty."""
-    seating = plan_bundles(_holdings(config))
+    seating = plan_bundles(holdings(config))
     with ray_runtime(config.cluster, seating.sizes) as bundles:
         groups: dict[str, WorkerGroup] = {}
         try:
@@ -71,15 +72,19 @@ async def _build(name: str, group: WorkerGroup, config: RunConfig) -> None:
         await launch_megatron(group, name, config)
 
 
-def _holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:
-    """The device ranks of each worker process, by group: an engine holds `tp`, a Megatron process one."""
-    ranks = {name: sorted(held) for name, held in parse_placement(config.cluster.placement).items()}
+def holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:
+    """The device ranks of each worker process of the groups that the run has, in the order they are built.
+
+    An engine holds `tp` ranks, a Megatron process one.
+    """
+    with_critic = has_critic(config.algorithm)
+    placed = parse_placement(config.cluster.placement, with_critic)
+    ranks = {name: sorted(held) for name, held in placed.items()}
     tp = config.rollout.engine.tp
-    holdings: dict[str, list[tuple[int, ...]]] = {
-        "rollout": [tuple(ranks["rollout"][i : i + tp]) for i in range(0, len(ranks["rollout"]), tp)],
-        "inference": [(rank,) for rank in ranks["inference"]],
-        "actor": [(rank,) for rank in ranks["actor"]],
+    held: dict[str, list[tuple[int, ...]]] = {
+        "rollout": [tuple(ranks["rollout"][i : i + tp]) for i in range(0, len(ranks["rollout"]), tp)]
     }
-    if not config.algorithm.recompute_logprobs:
-        del holdings["inference"]
-    return holdings
+    trained = ("actor", CRITIC) if with_critic else ("actor",)
+    for name in ("inference", *trained) if config.algorithm.recompute_logprobs else trained:
+        held[name] = [(rank,) for rank in ranks[name]]
+    return held

@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import functools
 
-from rlsys.algorithms.losses import grpo_loss
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlsys.algorithms.losses import policy_loss
+from rlsys.algorithms.values import ValueLoss
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.config.derived import has_critic, has_reference, loss_length, sums_over_vocabulary
 from rlsys.config.schema import RunConfig
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.export import Export
-from rlsys.megatron.log_prob_worker import LogProbWorker
+from rlsys.groups.sending import Sending
+from rlsys.megatron.actor import Actor, Objective
+from rlsys.megatron.anchor import ReferencePlan
+from rlsys.megatron.critic import Critic
+from rlsys.megatron.divergence import divergence_of
+from rlsys.megatron.log_prob_worker import LogProbWorker, PickPlan
 from rlsys.megatron.parallel import Rendezvous
 from rlsys.megatron.results import Accumulated, Applied, LogProbs
 from rlsys.pipeline.micro_batch import MicroBatch
-from rlsys.weights.copy_speed import copy_gb_s
-from rlsys.weights.transport import Parcel, Receiver, Sender, TransportSpec, open_receiver, open_sender
+from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
 
 Dealt = list[list[MicroBatch]]
 """[data-parallel rank][micro-batch]"""
 
 
-class InferenceProcess:
-    """One process of the inference group."""
+class InferenceProcess(Sending):
+    """One process of the inference group. It takes the policy's weights and hands the reference's out."""
 
     def __init__(self, config: RunConfig, rendezvous: Rendezvous) -> None:
         self._worker = LogProbWorker(
@@ -32,11 +41,15 @@ class InferenceProcess:
             config.model,
             config.inference.parallel,
             config.rollout.sampling.temperature,
-            with_reference=config.algorithm.kl_coef > 0,
             seed=config.trainer.seed,
+            reference=reference_plan(config.algorithm),
+            picks=pick_plan(config.algorithm),
         )
+        super().__init__(self._worker.place, config.cluster.sync_bucket_bytes, self._worker.export_reference)
         self._receiver: Receiver | None = None
         self.finish_update = self._worker.finish_update
+        self.save_reference = self._worker.save_reference
+        self.load_reference = self._worker.load_reference
         self.offload = functools.partial(self._worker.offload, config.output_dir)
         self.restore = self._worker.restore
 
@@ -63,7 +76,7 @@ class InferenceProcess:
         return None if results is None else (dp_rank, results)
 
 
-class ActorProcess:
+class ActorProcess(Sending):
     """One process of the actor."""
 
     def __init__(self, config: RunConfig, rendezvous: Rendezvous) -> None:
@@ -72,16 +85,14 @@ class ActorProcess:
             config.model,
             config.actor.parallel,
             config.actor.optimizer,
-            loss=grpo_loss(config.algorithm),
-            temperature=config.rollout.sampling.temperature,
-            total_steps=config.trainer.steps * config.trainer.mini_batches,
+            objective(config),
+            total_steps=actor_steps(config),
             seed=config.trainer.seed,
         )
         self._actor.load_hf(config.model.path)
-        self._bucket_bytes = config.cluster.sync_bucket_bytes
-        self._sender: Sender | None = None
-        self._export: Export | None = None
+        super().__init__(self._actor.place, config.cluster.sync_bucket_bytes, self._actor.export)
         self.save = self._actor.save
+        self.end_step = self._actor.end_step
         self.offload = functools.partial(self._actor.offload, config.output_dir)
         self.restore = self._actor.restore
 
@@ -93,39 +104,78 @@ class ActorProcess:
         """Take one optimiser step."""
         return self._actor.apply()
 
-    def open_transport(self, spec: TransportSpec) -> float | None:
-        """Hand weights out in the way of `spec` from now on; rank 0 says how fast its host copies, in GB/s."""
-        if self._actor.place.rank:
-            return None
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = open_sender(spec)
-        return copy_gb_s(self._bucket_bytes)
+    def device_name(self) -> str:
+        """Name of the device, as its driver gives it."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
-    def begin_export(self) -> None:
-        """Begin to hand out the weights as they are now."""
-        self._export = self._actor.export(self._bucket_bytes, self._sender)
 
-    def next_parcel(self, taken: int) -> Parcel | None:
-        """The next bucket's parcel from rank 0; None at the end and from other ranks, which only take part.
+class CriticProcess:
+    """One process of the critic."""
 
-        `taken` counts the buckets that every receiver has taken since the transport was opened.
-        """
-        if self._sender is not None:
-            self._sender.release(taken)
-        return self._running_export().next()
+    def __init__(self, config: RunConfig, rendezvous: Rendezvous) -> None:
+        self._critic = Critic(
+            rendezvous,
+            config.model,
+            config.critic.parallel,
+            config.critic.optimizer,
+            ValueLoss(config.critic.value_clip),
+            total_steps=config.trainer.steps * config.trainer.mini_batches,
+            seed=config.trainer.seed,
+        )
+        self._critic.load_hf(config.model.path)
+        self.apply = self._critic.apply
+        self.save = self._critic.save
+        self.offload = functools.partial(self._critic.offload, config.output_dir)
+        self.restore = self._critic.restore
 
-    def end_export(self, taken: int) -> str:
-        """Free what the last buckets lie in; the digest of all that was handed out, from rank 0."""
-        if self._sender is not None:
-            self._sender.release(taken)
-        export, self._export = self._running_export(), None
-        return export.digest
+    def compute(self, dealt: Dealt) -> tuple[int, list[NDArray[np.float32]]] | None:
+        """Data-parallel rank and its values, from the process that reports for it; None from others."""
+        dp_rank = self._critic.place.dp
+        results = self._critic.compute(dealt[dp_rank])
+        return None if results is None else (dp_rank, results)
 
-    def _running_export(self) -> Export:
-        if self._export is None:
-            raise RuntimeError("The actor was asked for weights before begin_export.")
-        return self._export
+    def accumulate(self, dealt: Dealt) -> Accumulated:
+        """Add the gradient of this data-parallel rank's micro-batches."""
+        return self._critic.accumulate(dealt[self._critic.place.dp])
+
+
+def objective(config: RunConfig) -> Objective:
+    """What the actor minimises."""
+    algorithm = config.algorithm
+    whole_vocabulary = sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
+    return Objective(
+        loss=policy_loss(algorithm),
+        temperature=config.rollout.sampling.temperature,
+        aggregation=algorithm.aggregation,
+        loss_length=loss_length(config),
+        divergence=divergence_of(algorithm),
+        reference=reference_plan(algorithm) if whole_vocabulary else None,
+    )
+
+
+def actor_steps(config: RunConfig) -> int:
+    """Optimiser steps of the actor, which begins when the critic's warm-up has ended."""
+    warmup = config.critic.warmup_steps if has_critic(config.algorithm) else 0
+    return max(0, config.trainer.steps - warmup) * config.trainer.mini_batches
+
+
+def reference_plan(algorithm: AlgorithmConfig) -> ReferencePlan | None:
+    """How the reference follows the policy; None without one."""
+    if not has_reference(algorithm):
+        return None
+    return ReferencePlan(
+        algorithm.ref_policy_ema_tau,
+        algorithm.ref_policy_ema_update_period,
+        algorithm.ref_policy_reset_period,
+    )
+
+
+def pick_plan(algorithm: AlgorithmConfig) -> PickPlan | None:
+    """The tokens that the KL term sums over; None if it sums over none, or over the whole vocabulary."""
+    k = algorithm.kl_topk_tokens
+    if k is None or not sums_over_vocabulary(algorithm):
+        return None
+    return PickPlan(k, forward=algorithm.kl_estimator is KlEstimator.full_forward)
 
 
 def make_inference(config: RunConfig, rendezvous: tuple) -> InferenceProcess:
@@ -136,3 +186,8 @@ def make_inference(config: RunConfig, rendezvous: tuple) -> InferenceProcess:
 def make_actor(config: RunConfig, rendezvous: tuple) -> ActorProcess:
     """Build one process of the actor; `rendezvous` as in `Rendezvous`."""
     return ActorProcess(config, Rendezvous(*rendezvous))
+
+
+def make_critic(config: RunConfig, rendezvous: tuple) -> CriticProcess:
+    """Build one process of the critic; `rendezvous` as in `Rendezvous`."""
+    return CriticProcess(config, Rendezvous(*rendezvous))

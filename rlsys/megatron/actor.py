@@ -1,44 +1,58 @@
-"""The actor: accumulates gradients as micro-batches arrive and takes one step for all of them.
+"""The actor: trains the policy, and hands its weights out.
 
-Contract: `accumulate` any number of times, then `apply` once. The gradient is the sum over all micro-batches
-and data-parallel ranks of the loss's sum, divided once by the number of trained tokens of all of them; so
-it does not depend on how they were split. Every method is called on all ranks of the group together, and
-every data-parallel rank is handed equally many micro-batches.
+Where the KL term sums over the whole vocabulary, the reference is kept here as well, and runs forward before
+each call's micro-batches are trained: its logits are too many to come from elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from math import isfinite
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from rlsys.algorithms.losses import LossInputs, PolicyLoss, Stats, join_stats
+from rlsys.algorithms.aggregation import TOKEN_MEAN, divisor, token_weights
+from rlsys.algorithms.losses import DIVISOR, LossInputs, PolicyLoss, Stats
 from rlsys.checkpoint import sharded
+from rlsys.config.algorithm import Aggregation
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.errors import RunError
-from rlsys.megatron import optimizer as adam
 from rlsys.megatron import parallel as groups
-from rlsys.megatron.export import Export
-from rlsys.megatron.forward import forward_backward, to_tensor
-from rlsys.megatron.learning_rate import learning_rate
+from rlsys.megatron.anchor import Anchor, ReferencePlan
+from rlsys.megatron.divergence import Divergence
+from rlsys.megatron.export import Export, owners_group
+from rlsys.megatron.forward import forward, to_tensor
+from rlsys.megatron.learner import Learner, LossOf
 from rlsys.megatron.logprobs import lay_out, token_logprobs
 from rlsys.megatron.model import PolicyModel
-from rlsys.megatron.offload import Offload, gradient_buffers, training_state
-from rlsys.megatron.results import Accumulated, Applied, Offloaded
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
 
 
-class Actor:
-    """One process of the group that trains."""
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What the actor minimises: the losses of all trained tokens, as one number."""
+
+    loss: PolicyLoss
+    temperature: float
+    """That samples were drawn at."""
+    aggregation: Aggregation = TOKEN_MEAN
+    loss_length: int = 0
+    """Tokens that the aggregation `fixed-length` divides by."""
+    divergence: Divergence | None = None
+    """The KL term where it compares distributions."""
+    reference: ReferencePlan | None = None
+    """How the reference follows the policy that is kept here, for a divergence over the whole vocabulary."""
+
+
+class Actor(Learner):
+    """One process of the group that trains the policy."""
 
     def __init__(
         self,
@@ -46,86 +60,26 @@ class Actor:
         model: ModelConfig,
         parallel: ParallelConfig,
         optimizer: OptimizerConfig,
-        loss: PolicyLoss,
-        temperature: float,
+        objective: Objective,
         total_steps: int,
         seed: int,
     ) -> None:
         """Join the group and build the model, with undefined weights: `load_hf` or `load` follows.
 
-        `temperature` is the one that samples were drawn at; `total_steps` counts optimiser steps.
+        A reference that is kept here begins as the model at `model.path`. `total_steps` counts optimiser steps.
         """
-        self._optimizer_config, self._total_steps = optimizer, total_steps
-        self._loss, self._temperature, self._dtype = loss, temperature, model.dtype
         architecture = read_architecture(model.path)
-        self.place = groups.start(rendezvous, parallel, seed)
-        self._model = PolicyModel(architecture, model, parallel, self.place)
-        self._wrapped = adam.wrap(self._model, optimizer)
-        self._optimizer = adam.build(self._wrapped, self._model, optimizer)
-        self._wrapped.zero_grad_buffer()
-        self._step = 0
-        self._trained_tokens = 0
-        self._pending = False
-        self._memory = Offload(
-            "The actor",
-            lambda: training_state(self._model.module, self._optimizer),
-            lambda: gradient_buffers(self._wrapped),
-        )
-        # Weights leave through host memory, whatever the group's own backend is.
-        owners = [rank * parallel.tp * self.place.dp_size for rank in range(parallel.pp)]
-        self._export_group = dist.new_group(owners, backend="gloo")
-
-    @property
-    def step(self) -> int:
-        """Optimiser steps taken."""
-        return self._step
-
-    def load_hf(self, path: str | Path) -> None:
-        """Start from the weights of a Hugging Face folder."""
-        self._memory.require("load weights")
-        self._model.load_hf(path)
-        self._optimizer.reload_model_params()
-
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Accumulated:
-        """Add the gradients of this data-parallel rank's micro-batches.
-
-        Each needs `old_logprobs`, and `ref_logprobs` where the loss has a KL term. Raises ValueError
-        otherwise.
-        """
-        self._memory.require("accumulate")
-        for batch in micro_batches:
-            _check(batch)
-        self._pending = True
-        parts: list[Stats] = forward_backward(self._model, self._wrapped, micro_batches, self._loss_of)
-        self._trained_tokens += sum(batch.trained_tokens for batch in micro_batches)
-        return Accumulated(
-            stats=join_stats(parts) if self.place.reports else {},
-            tokens=sum(int(batch.lengths.sum()) for batch in micro_batches),
-            padded_tokens=sum(batch.tokens.size for batch in micro_batches),
-        )
-
-    def apply(self) -> Applied:
-        """Divide what was accumulated by the token count, clip it, and take one optimiser step.
-
-        Raises RunError if the gradient is not finite; the weights are not to be used after that.
-        """
-        self._memory.require("apply")
-        config = self._optimizer_config
-        tokens = torch.tensor(self._trained_tokens, device=self._device)
-        # Reduces over data parallel, tied embeddings and norms; also sums and divides by `tokens`.
-        finalize_model_grads([self._wrapped], tokens)
-        rate = learning_rate(self._step, self._total_steps, config)
-        adam.set_rate(self._optimizer, rate, config.weight_decay)
-        _, grad_norm, _ = self._optimizer.step()
-        self._step += 1
-        if not isfinite(grad_norm):
-            raise RunError(
-                f"The gradient of optimiser step {self._step} is {grad_norm}; resume and look at it."
-            )
-        self._wrapped.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        self._trained_tokens, self._pending = 0, False
-        return Applied(self._step, float(grad_norm), rate, int(tokens))
+        place = groups.start(rendezvous, parallel, seed)
+        self._policy = PolicyModel(architecture, model, parallel, place)
+        super().__init__("The actor", self._policy, model.dtype, optimizer, total_steps)
+        self._objective = objective
+        self._anchor: Anchor | None = None
+        plan = objective.reference
+        if plan is not None:
+            copy = PolicyModel(architecture, model, parallel, place)
+            copy.load_hf(model.path)
+            self._anchor = Anchor(copy, plan.tau, plan.update_period, plan.reset_period)
+        self._export_group = owners_group(place)
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the weights out; they must not change until the export has ended.
@@ -133,70 +87,96 @@ class Actor:
         All ranks call this together; `sender` is there on rank 0 alone.
         """
         require = functools.partial(self._memory.require, "export")
-        return Export(self._model, require, self._export_group, bucket_bytes, sender)
+        return Export(self._policy, require, self._export_group, bucket_bytes, sender)
+
+    def end_step(self, version: int) -> None:
+        """The weights are `version` now: a reference that is kept here does what is due then."""
+        if self._anchor is not None:
+            self._memory.require("end a step")
+            self._anchor.follow(self._policy, version)
 
     def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
-        """Write weights, optimiser state and step, and `extra` (plain JSON) to a new checkpoint."""
-        self._memory.require("save")
-        about = {"step": self._step, "optimizer": True, "dtype": self._dtype.value, "extra": extra}
-        sharded.save(folder, self._sharded_state(loading=False), about)
+        """See `Learner`. A reference that is kept here is saved beside `folder`, before it."""
+        if self._anchor is not None:
+            self._memory.require("save")
+            self._anchor.save(_beside(folder), {})
+        super().save(folder, extra)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Continue from a checkpoint, saved under any TP, PP and DP; returns its `extra`.
-
-        A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser.
-        """
-        self._memory.require("load")
-        about = sharded.read_about(folder)
-        if about["optimizer"]:
-            state = sharded.load(folder, self._sharded_state(loading=True))
-            self._model.module.load_state_dict(state["model"])
-            adam.load_state(self._optimizer, state["optimizer"])
-        else:
-            self._model.load_checkpoint(folder)
-            self._optimizer.reload_model_params()
-        self._step = about["step"]
-        extra: dict[str, Any] = about["extra"]
+        """See `Learner`. With weights alone, a reference that is kept here stays what it was."""
+        extra = super().load(folder)
+        if self._anchor is not None and sharded.read_about(folder)["optimizer"]:
+            self._anchor.load(_beside(folder))
         return extra
 
-    def offload(self, scratch: str | Path) -> Offloaded:
-        """Release the memory of weights, gradients and optimiser state until `restore`.
+    def _kept(self) -> Iterable[Tensor]:
+        anchor = () if self._anchor is None else self._anchor.tensors()
+        return chain(super()._kept(), anchor)
 
-        It goes to host memory, or on a CPU to the folder `scratch`; gradients are zero and need no room.
-        Raises RunError if there is no room, or if gradients wait for `apply`.
-        """
-        if self._pending:
-            raise RunError("The actor has gradients that were not applied: call apply before offload.")
-        return self._memory.offload(scratch)
+    def _check(self, batch: MicroBatch) -> None:
+        if batch.old_logprobs is None:
+            raise ValueError("A micro-batch without old_logprobs cannot be trained; recompute them first.")
+        if self._objective.divergence is not None and batch.ref_logprobs is None:
+            raise ValueError("A micro-batch without ref_logprobs has no divergence; compute them first.")
 
-    def restore(self) -> Offloaded:
-        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
-        return self._memory.restore()
+    def _divisor_of(self, batch: MicroBatch) -> int:
+        objective = self._objective
+        return divisor(objective.aggregation, batch.trained_lengths, objective.loss_length)
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self._model.module.parameters()).device
+    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
+        ref_logits: Iterator[Tensor | None] = repeat(None)
+        if self._anchor is not None:
+            ref_logits = iter(forward(self._anchor.model, micro_batches, lambda logits, _: logits))
+        return lambda logits, batch: self._loss_of(logits, batch, next(ref_logits))
 
-    def _loss_of(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Stats]:
+    def _loss_of(self, logits: Tensor, batch: MicroBatch, ref_logits: Tensor | None) -> tuple[Tensor, Stats]:
+        objective = self._objective
         targets, mask = to_tensor(batch.targets, logits), to_tensor(batch.loss_mask, logits)
         logprobs, entropy = token_logprobs(
-            logits, targets, self._model.vocab_shard, self._temperature, with_entropy=True
+            logits, targets, self._policy.vocab_shard, objective.temperature, with_entropy=True
         )
         assert entropy is not None
         assert batch.old_logprobs is not None
+        divergence = self._divergence(logits, logprobs, batch, ref_logits)
+        weights = token_weights(objective.aggregation, batch.trained_lengths)
         inputs = LossInputs(
             old_logprobs=to_tensor(batch.old_logprobs, logits),
             ref_logprobs=None if batch.ref_logprobs is None else to_tensor(batch.ref_logprobs, logits),
             advantages=to_tensor(batch.advantages, logits),
             mask=mask,
+            weights=to_tensor(batch.spread(weights).astype(np.float32), logits),
+            sequences=to_tensor(batch.sequence_numbers, logits),
+            divergence=None if divergence is None else lay_out(divergence, mask),
         )
-        return self._loss(lay_out(logprobs, mask), lay_out(entropy, mask), inputs)
+        loss, stats = objective.loss(lay_out(logprobs, mask), lay_out(entropy, mask), inputs)
+        return loss, {**stats, DIVISOR: torch.tensor(self._divisor_of(batch))}
 
-    def _sharded_state(self, loading: bool) -> dict[str, Any]:
-        model = self._model.sharded_state()
-        return {"model": model, "optimizer": adam.sharded_state(self._optimizer, model, loading)}
+    def _divergence(
+        self, logits: Tensor, logprobs: Tensor, batch: MicroBatch, ref_logits: Tensor | None
+    ) -> Tensor | None:
+        """[trained tokens]; None where the loss needs none."""
+        divergence = self._objective.divergence
+        if divergence is None:
+            return None
+        if not batch.trained_tokens:  # It fills up a rank, and nobody has picked tokens for it.
+            return torch.zeros_like(logprobs)
+        assert batch.old_logprobs is not None
+        assert batch.ref_logprobs is not None
+        tokens, picked = batch.pick_tokens, batch.pick_logprobs
+        return divergence(
+            logits,
+            self._policy.vocab_shard,
+            self._objective.temperature,
+            targets=to_tensor(batch.targets, logits),
+            logprobs=logprobs,
+            old_logprobs=to_tensor(batch.old_logprobs[batch.loss_mask], logits),
+            ref_logprobs=to_tensor(batch.ref_logprobs[batch.loss_mask], logits),
+            pick_tokens=None if tokens is None else to_tensor(tokens, logits),
+            pick_logprobs=None if picked is None else to_tensor(picked, logits),
+            ref_logits=ref_logits,
+        )
 
 
-def _check(batch: MicroBatch) -> None:
-    if batch.old_logprobs is None:
-        raise ValueError("A micro-batch without old_logprobs cannot be trained; recompute them first.")
+def _beside(folder: str | Path) -> Path:
+    """Where the reference of the checkpoint `folder` is."""
+    return Path(folder).with_name(f"{Path(folder).name}_reference")

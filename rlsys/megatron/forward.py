@@ -11,17 +11,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlsys.megatron.model import PolicyModel
+from rlsys.megatron.model import StageModel
 from rlsys.pipeline.micro_batch import MicroBatch
 
-OnLogits = Callable[[Tensor, MicroBatch], Any]
-"""(logits [trained tokens, local vocabulary], micro-batch) -> what the schedule takes as the loss.
+OnOutput = Callable[[Tensor, MicroBatch], Any]
+"""(output [trained tokens, ...], micro-batch) -> what the schedule takes as the loss.
 
-A row of the logits is what the tokens before one of `MicroBatch.targets` say of it, in the same order."""
+The output is logits over the local vocabulary, or values: a row is what the tokens before one of
+`MicroBatch.targets` say of it, in the same order."""
 
 
-def forward(model: PolicyModel, batches: Sequence[MicroBatch], on_logits: OnLogits) -> list[Any]:
-    """Run `batches` forward; on the last stage, what `on_logits` made of each, else an empty list.
+def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
+    """Run `batches` forward; on the last stage, what `on_output` made of each, else an empty list.
 
     All ranks of the same TP x PP group call this together, with the same batches.
     """
@@ -30,19 +31,19 @@ def forward(model: PolicyModel, batches: Sequence[MicroBatch], on_logits: OnLogi
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(data)
-        logits = _logits(model, module, batch)
-        return logits, lambda output, non_loss_data: on_logits(output, batch)  # noqa: ARG005
+        outputs = _outputs(model, module, batch)
+        return outputs, lambda output, non_loss_data: on_output(output, batch)  # noqa: ARG005
 
     with torch.no_grad():
         return _schedule(step, model.module, batches, forward_only=True, collect_non_loss_data=True)
 
 
 def forward_backward(
-    model: PolicyModel, module: Any, batches: Sequence[MicroBatch], on_logits: OnLogits
+    model: StageModel, module: Any, batches: Sequence[MicroBatch], on_output: OnOutput
 ) -> list[Any]:
     """Run `batches` forward and backward; gradients are added to those there are, not reduced.
 
-    `module` wraps `model.module`. `on_logits` returns (loss sum, what to return for this batch).
+    `module` wraps `model.module`. `on_output` returns (loss sum, what to return for this batch).
     """
     if not batches:
         return []
@@ -50,12 +51,12 @@ def forward_backward(
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(data)
 
-        def loss(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-            total, result = on_logits(logits, batch)
-            # Megatron's own count is not used; the actor counts over several calls.
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            total, result = on_output(output, batch)
+            # Megatron's own count is not used; a learner counts over several calls.
             return total, torch.zeros((), dtype=torch.int, device=total.device), result
 
-        return _logits(model, module, batch), loss
+        return _outputs(model, module, batch), loss
 
     return _schedule(step, module, batches, forward_only=False)
 
@@ -65,7 +66,7 @@ def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     return torch.tensor(values, device=like.device)
 
 
-def _logits(model: PolicyModel, module: Any, batch: MicroBatch) -> Tensor:
+def _outputs(model: StageModel, module: Any, batch: MicroBatch) -> Tensor:
     rows, width = batch.tokens.shape
     if model.config.sequence_parallel and width % model.place.tp_size:
         raise ValueError(

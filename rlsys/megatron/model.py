@@ -1,8 +1,13 @@
-"""One process's part of the policy: a Megatron GPTModel, and its way to and from Hugging Face tensors."""
+"""One process's part of a model: a Megatron GPTModel, and its way to and from Hugging Face tensors.
+
+`StageModel` is what the policy shares with the critic's value model; `PolicyModel` has logits, and its
+tensors go out to the other groups.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from rlsys.checkpoint import sharded
-from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
+from rlsys.config.schema import Dtype, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.megatron.layers import block_spec, choose_layers
-from rlsys.megatron.logprobs import VocabShard
 from rlsys.megatron.parallel import Place
-from rlsys.megatron.target_logits import TargetLogitsModel
+from rlsys.megatron.target_logits import TargetLogitsModel, TargetModel
+from rlsys.megatron.vocabulary import VocabShard
 from rlsys.weights.bijection import ShardLoader, WeightMap
 from rlsys.weights.families import Architecture, Cut
 from rlsys.weights.hf_io import HfReader
@@ -33,7 +38,7 @@ CHECKPOINT_METADATA: dict[str, Any] = {
 _LAYERS_PREFIX = "decoder.layers."
 
 
-class PolicyModel:
+class StageModel(ABC):
     """The stage and shard of a model that one process holds."""
 
     def __init__(
@@ -44,7 +49,67 @@ class PolicyModel:
         self.weights = WeightMap(architecture)
         self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[place.pp]
         self.config = transformer_config(architecture, model, parallel)
-        self.module = _gpt_model(architecture, self.config, choose_layers(model.layers), place)
+        module = self._module(
+            config=self.config,
+            transformer_layer_spec=block_spec(self.config, choose_layers(model.layers)),
+            vocab_size=architecture.padded_vocab(place.tp_size),
+            max_sequence_length=architecture.max_positions,
+            pre_process=place.first_stage,
+            post_process=place.last_stage,
+            parallel_output=True,
+            share_embeddings_and_output_weights=architecture.tied,
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+        )
+        self.module = module.cuda() if torch.cuda.is_available() else module
+
+    @classmethod
+    @abstractmethod
+    def _module(cls, **options: Any) -> TargetModel:
+        """Megatron's model, with the options of a GPTModel."""
+
+    @abstractmethod
+    def load_hf(self, path: str | Path) -> None:
+        """Load the Hugging Face folder `path`. Raises UserError if it does not fit the architecture."""
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This process's parameters by their Megatron name with the global layer number."""
+        return {self._global_name(name): p for name, p in self.module.named_parameters()}
+
+    def sharded_state(self) -> dict[str, Any]:
+        """The model's part of a distributed checkpoint."""
+        state: dict[str, Any] = self.module.sharded_state_dict(metadata=dict(CHECKPOINT_METADATA))
+        return state
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Load only the weights of a distributed checkpoint."""
+        self.module.load_state_dict(sharded.load(folder, {"model": self.sharded_state()})["model"])
+
+    def _loader(self, parameters: Mapping[str, torch.nn.Parameter]) -> ShardLoader:
+        def store(name: str, shard: Tensor) -> None:
+            parameters[name].data.copy_(shard)
+
+        return ShardLoader(self.weights, list(parameters), self.place.tp, self.place.tp_size, store)
+
+    def _load(self, parameters: Mapping[str, torch.nn.Parameter], reader: HfReader) -> None:
+        """Load this process's shards of the `parameters` named."""
+        loader = self._loader(parameters)
+        for name in loader.missing():
+            loader.feed(name, reader.get(name))
+
+    def _global_name(self, name: str) -> str:
+        if not name.startswith(_LAYERS_PREFIX):
+            return name
+        layer, _, rest = name.removeprefix(_LAYERS_PREFIX).partition(".")
+        return f"{_LAYERS_PREFIX}{int(layer) + self.layers.start}.{rest}"
+
+
+class PolicyModel(StageModel):
+    """The stage and shard of a policy that one process holds."""
+
+    @classmethod
+    def _module(cls, **options: Any) -> TargetLogitsModel:
+        return TargetLogitsModel(**options)
 
     @property
     def vocab_shard(self) -> VocabShard:
@@ -57,35 +122,15 @@ class PolicyModel:
             valid=min(max(self.architecture.vocab - start, 0), columns),
         )
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This process's parameters by their Megatron name with the global layer number."""
-        return {self._global_name(name): p for name, p in self.module.named_parameters()}
-
     def loader(self) -> ShardLoader:
         """Takes whole Hugging Face tensors and copies this process's shards into its parameters."""
-        parameters = self.parameters()
-
-        def store(name: str, shard: Tensor) -> None:
-            parameters[name].data.copy_(shard)
-
-        return ShardLoader(self.weights, list(parameters), self.place.tp, self.place.tp_size, store)
+        return self._loader(self.parameters())
 
     def load_hf(self, path: str | Path) -> None:
-        """Load the Hugging Face folder `path`. Raises UserError if it does not fit the architecture."""
+        """See `StageModel`."""
         reader = HfReader(path)
         self.weights.check_hf_names(reader.names())
-        loader = self.loader()
-        for name in loader.missing():
-            loader.feed(name, reader.get(name))
-
-    def sharded_state(self) -> dict[str, Any]:
-        """The model's part of a distributed checkpoint."""
-        state: dict[str, Any] = self.module.sharded_state_dict(metadata=dict(CHECKPOINT_METADATA))
-        return state
-
-    def load_checkpoint(self, folder: str | Path) -> None:
-        """Load only the weights of a distributed checkpoint."""
-        self.module.load_state_dict(sharded.load(folder, {"model": self.sharded_state()})["model"])
+        self._load(self.parameters(), reader)
 
     def export_plan(self, bucket_bytes: int) -> list[list[str]]:
         """This stage's exported parameters, in order, in runs of at most `bucket_bytes` when whole.
@@ -124,12 +169,6 @@ class PolicyModel:
         shards = [torch.empty_like(shard) for _ in range(self.place.tp_size)]
         dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
         return shards
-
-    def _global_name(self, name: str) -> str:
-        if not name.startswith(_LAYERS_PREFIX):
-            return name
-        layer, _, rest = name.removeprefix(_LAYERS_PREFIX).partition(".")
-        return f"{_LAYERS_PREFIX}{int(layer) + self.layers.start}.{rest}"
 
 
 def transformer_config(
@@ -173,7 +212,7 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
-        # The actor divides by the global token count itself; see Actor.
+        # Whoever learns divides itself, once; see Learner.
         calculate_per_token_loss=True,
         **(_FULL_RECOMPUTE if model.recompute else {}),
     )
@@ -194,21 +233,3 @@ def _pipeline_layout(layers: int, parallel: ParallelConfig) -> list[list[str]] |
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return stages
-
-
-def _gpt_model(
-    architecture: Architecture, config: TransformerConfig, layers: Layers, place: Place
-) -> TargetLogitsModel:
-    module = TargetLogitsModel(
-        config=config,
-        transformer_layer_spec=block_spec(config, layers),
-        vocab_size=architecture.padded_vocab(place.tp_size),
-        max_sequence_length=architecture.max_positions,
-        pre_process=place.first_stage,
-        post_process=place.last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
-    )
-    return module.cuda() if torch.cuda.is_available() else module

@@ -11,10 +11,10 @@ from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlsys.config.schema import OptimizerConfig
-from rlsys.megatron.model import CHECKPOINT_METADATA, PolicyModel
+from rlsys.megatron.model import CHECKPOINT_METADATA, StageModel
 
 
-def wrap(model: PolicyModel, config: OptimizerConfig) -> DistributedDataParallel:
+def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
     """The model with gradients in contiguous float32 buffers, reduced only when asked."""
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed
@@ -24,7 +24,7 @@ def wrap(model: PolicyModel, config: OptimizerConfig) -> DistributedDataParallel
     return wrapped
 
 
-def build(wrapped: DistributedDataParallel, model: PolicyModel, config: OptimizerConfig) -> Any:
+def build(wrapped: DistributedDataParallel, model: StageModel, config: OptimizerConfig) -> Any:
     """AdamW with gradient clipping; norms and biases are not decayed."""
     options = MegatronOptimizerConfig(
         optimizer="adam",

@@ -17,6 +17,9 @@ class LogProbs:
     """[rows, width]"""
     reference: NDArray[np.float32] | None
     """[rows, width]; None without a reference."""
+    picks: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+    """Tokens [trained tokens, k] and the reference's log-probs of them, in the order of `MicroBatch.targets`; None
+    unless the KL term sums over the k most likely tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ class Applied:
     """Before clipping."""
     lr: float
     """The rate of this step."""
-    trained_tokens: int
-    """Tokens that the gradient is a mean over."""
+    divisor: int
+    """What the sum of the losses was divided by: trained tokens, or episodes, as the aggregation says."""
 
 
 @dataclass(frozen=True, slots=True)

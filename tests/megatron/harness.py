@@ -12,10 +12,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlsys.config.schema import Device, SyncMode
-from rlsys.megatron.actor import Actor
+from rlsys.megatron.actor import Actor, Objective
 from rlsys.megatron.parallel import Rendezvous
 from rlsys.weights.buckets import Bucket, digest, unpack
 from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
+from tests.megatron import reference
+
+OBJECTIVE = Objective(reference.LOSS, reference.TEMPERATURE)
 
 
 def free_port() -> int:

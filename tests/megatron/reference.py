@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from rlsys.algorithms.losses import ClippedPolicyLoss, LossInputs
+from rlsys.algorithms.losses import LossInputs, PolicyLoss, policy_loss
+from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import OptimizerConfig
 from rlsys.pipeline.micro_batch import MicroBatch
 
-LOSS = ClippedPolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.1, entropy_coef=0.01)
+ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.1, entropy_coef=0.01)
+LOSS = policy_loss(ALGORITHM)
 TEMPERATURE = 0.7
 VOCAB = 100
 
@@ -77,8 +79,11 @@ def make_batches(count: int, seed: int = 0) -> list[MicroBatch]:
     return batches
 
 
-def packed(*batches: MicroBatch) -> MicroBatch:
-    """The sequences of padded micro-batches in one row, padded at its end to a multiple of 4."""
+def packed(*batches: MicroBatch, also: Sequence[str] = ()) -> MicroBatch:
+    """The sequences of padded micro-batches in one row, padded at its end to a multiple of 4.
+
+    `also` names further fields [rows, width] that they have.
+    """
     pieces = [(batch, row) for batch in batches for row in range(len(batch.lengths))]
     total = sum(int(batch.lengths.sum()) for batch in batches)
 
@@ -86,7 +91,7 @@ def packed(*batches: MicroBatch) -> MicroBatch:
         flat = [getattr(batch, name)[row, : batch.lengths[row]] for batch, row in pieces]
         return np.pad(np.concatenate(flat), (0, -total % 4))[None]
 
-    names = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
+    names = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs", *also)
     lengths = np.concatenate([batch.lengths for batch in batches])
     return MicroBatch(lengths=lengths, packed=True, **{name: joined(name) for name in names})
 
@@ -130,7 +135,8 @@ def train(
     return model, norms
 
 
-def loss_of(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: PolicyLoss = LOSS) -> Tensor:
+    """Summed over trained tokens, of padded rows: each is a sequence."""
     logprobs, entropy = logprobs_and_entropy(model, batch.tokens)
     assert batch.old_logprobs is not None
     inputs = LossInputs(
@@ -138,8 +144,10 @@ def loss_of(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         ref_logprobs=torch.tensor(batch.ref_logprobs),
         advantages=torch.tensor(batch.advantages),
         mask=torch.tensor(batch.loss_mask),
+        weights=torch.ones(batch.tokens.shape),
+        sequences=torch.arange(len(batch.tokens))[:, None].expand(batch.tokens.shape),
     )
-    return LOSS(logprobs, entropy, inputs)[0]
+    return loss(logprobs, entropy, inputs)[0]
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

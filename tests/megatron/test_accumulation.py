@@ -15,7 +15,7 @@ from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import OBJECTIVE, free_port, rendezvous, run_group, weights_of
 
 PER_TOKEN = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
 
@@ -55,8 +55,7 @@ def _one_step(rank: int, model: str, calls: list[list[MicroBatch]]) -> dict[str,
         ModelConfig(model, Layers.local, Dtype.float32),
         ParallelConfig(),
         OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9),
-        reference.LOSS,
-        0.7,
+        OBJECTIVE,
         total_steps=1,
         seed=1,
     )

@@ -14,15 +14,17 @@ import torch
 from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
+from rlsys.megatron.anchor import ReferencePlan
 from rlsys.megatron.learning_rate import learning_rate
 from rlsys.megatron.log_prob_worker import LogProbWorker
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from rlsys.weights.buckets import Bucket, ChecksumError, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
-from tests.megatron.harness import digest_of, export, free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import OBJECTIVE, digest_of, export, free_port, rendezvous, run_group, weights_of
 
 STEPS, PER_STEP = 3, 8
+FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
 OPTIMIZER = OptimizerConfig(
     lr=2e-3,
     decay=LrDecay.cosine,
@@ -89,8 +91,7 @@ def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports
         config,
         layout.parallel,
         OPTIMIZER,
-        reference.LOSS,
-        reference.TEMPERATURE,
+        OBJECTIVE,
         STEPS,
         seed=1,
     )
@@ -113,7 +114,7 @@ def _in_group(rank: int, world: int, layout: Layout, model: str, out: str, ports
     torch.distributed.broadcast_object_list(box, src=0)
     groups.stop()
     worker = LogProbWorker(
-        rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, True, seed=1
+        rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, 1, FIXED
     )
     probe = _half_packed(_steps()[0][:3])
     results["before"] = worker.compute(probe)
@@ -168,7 +169,7 @@ def test_training_and_logprobs_equal_transformers(layout: Layout, tmp_path: Path
     rates = [learning_rate(step, STEPS, OPTIMIZER) for step in range(STEPS)]
     trained, norms = reference.train(model, _steps(), OPTIMIZER, rates)
     for step, applied in enumerate(first["applied"]):
-        assert applied.trained_tokens == sum(b.trained_tokens for b in _steps()[step])
+        assert applied.divisor == sum(b.trained_tokens for b in _steps()[step])
         assert applied.lr == rates[step]
         _close(applied.grad_norm, norms[step], 1e-4)
     assert min(norms) < OPTIMIZER.clip_grad < max(norms), "clipping should act in some steps only"

@@ -16,7 +16,7 @@ from rlsys.megatron.actor import Actor
 from rlsys.weights.convert import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import OBJECTIVE, free_port, rendezvous, run_group, weights_of
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 EXTRA = {"cursor": [1, 2, 3], "version": 7}
@@ -33,9 +33,7 @@ def _actor(
 ) -> Actor:
     optimizer = replace(OPTIMIZER, distributed=distributed)
     config = ModelConfig(model, Layers.local, dtype)
-    return Actor(
-        rendezvous(rank, 2, port), config, parallel, optimizer, reference.LOSS, 0.7, len(STEPS), seed=1
-    )
+    return Actor(rendezvous(rank, 2, port), config, parallel, optimizer, OBJECTIVE, len(STEPS), seed=1)
 
 
 def _train(actor: Actor, step: int) -> None:

@@ -21,12 +21,14 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, Par
 from rlsys.errors import RunError
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
+from rlsys.megatron.anchor import ReferencePlan
 from rlsys.megatron.log_prob_worker import LogProbWorker
 from rlsys.megatron.offload import HostBlocks, InHostMemory, Offload
 from rlsys.megatron.results import Offloaded, switch_figures
 from rlsys.weights.transport import open_sender
 from tests.megatron import reference
 from tests.megatron.harness import (
+    OBJECTIVE,
     digest_of,
     export,
     free_port,
@@ -37,6 +39,7 @@ from tests.megatron.harness import (
 )
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
+AVERAGE = ReferencePlan(tau=0.5, update_period=2, reset_period=None)
 STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
 MIB = 2**20
 
@@ -190,8 +193,7 @@ def _actor(rank: int, port: int, model: str, variant: str) -> Actor:
         ModelConfig(model, Layers.local, dtype),
         parallel,
         replace(OPTIMIZER, distributed=distributed),
-        reference.LOSS,
-        0.7,
+        OBJECTIVE,
         len(STEPS),
         seed=1,
     )
@@ -262,7 +264,7 @@ def _refused(calls: dict[str, Callable[[], object]], who: str) -> None:
 def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None:
     config = ModelConfig(model, Layers.local, Dtype.float32)
     place = rendezvous(rank, 1, ports[0])
-    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, reference.LOSS, 0.7, 3, seed=1)
+    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, OBJECTIVE, 3, seed=1)
     actor.load_hf(model)
     actor.accumulate(STEPS[0][:1])
     with pytest.raises(RunError, match="gradients that were not applied: call apply before offload"):
@@ -288,7 +290,7 @@ def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
     sent = digest_of(buckets)
     groups.stop()
 
-    worker = LogProbWorker(rendezvous(rank, 1, ports[1]), config, ParallelConfig(), 0.7, True, seed=1)
+    worker = LogProbWorker(rendezvous(rank, 1, ports[1]), config, ParallelConfig(), 0.7, 1, AVERAGE)
     first = worker.compute(STEPS[1])
     assert first is not None
     away = worker.offload(out)
@@ -334,7 +336,7 @@ def test_nothing_works_while_the_memory_is_away(tmp_path: Path) -> None:
 
 def _returns_memory(rank: int, _: int, model: str, out: str, port: int) -> None:
     place, config = rendezvous(rank, 1, port), ModelConfig(model, Layers.local, Dtype.float32)
-    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, reference.LOSS, 0.7, 3, seed=1)
+    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, OBJECTIVE, 3, seed=1)
     actor.load_hf(model)
     actor.accumulate(STEPS[0][:1])
     actor.apply()

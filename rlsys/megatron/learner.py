@@ -1,0 +1,167 @@
+"""What the actor and the critic share: gradients accumulate as micro-batches arrive, then one step for all.
+
+Contract: `accumulate` any number of times, then `apply` once. The gradient is the sum over all micro-batches
+and data-parallel ranks of the loss's sum, divided once by the sum of all their divisors; so it does not
+depend on how they were split. Every method is called on all ranks of the group together, and every
+data-parallel rank is handed equally many micro-batches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from rlsys.algorithms.losses import Stats, join_stats
+from rlsys.checkpoint import sharded
+from rlsys.config.schema import Dtype, OptimizerConfig
+from rlsys.errors import RunError
+from rlsys.megatron import optimizer as adam
+from rlsys.megatron.forward import forward_backward
+from rlsys.megatron.learning_rate import learning_rate
+from rlsys.megatron.model import StageModel
+from rlsys.megatron.offload import Offload, gradient_buffers, training_state
+from rlsys.megatron.results import Accumulated, Applied, Offloaded
+from rlsys.pipeline.micro_batch import MicroBatch
+
+LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Stats]]
+"""(output [trained tokens, ...] of the model, micro-batch) -> (loss sum, scalar statistics)."""
+
+
+class Learner(ABC):
+    """One process of a group that trains."""
+
+    def __init__(
+        self, owner: str, model: StageModel, dtype: Dtype, optimizer: OptimizerConfig, total_steps: int
+    ) -> None:
+        """Train `model`, whose weights are undefined: `load_hf` or `load` follows.
+
+        `owner` is named in messages; `total_steps` counts optimiser steps.
+        """
+        self.place = model.place
+        self._owner, self._model, self._dtype = owner, model, dtype
+        self._optimizer_config, self._total_steps = optimizer, total_steps
+        self._wrapped = adam.wrap(model, optimizer)
+        self._optimizer = adam.build(self._wrapped, model, optimizer)
+        self._wrapped.zero_grad_buffer()
+        self._step = 0
+        self._divisor = 0
+        self._pending = False
+        self._memory = Offload(owner, self._kept, lambda: gradient_buffers(self._wrapped))
+
+    @abstractmethod
+    def _check(self, batch: MicroBatch) -> None:
+        """Raise ValueError if the loss lacks something of `batch`."""
+
+    @abstractmethod
+    def _divisor_of(self, batch: MicroBatch) -> int:
+        """What `batch` adds to the number that the sum of losses is divided by."""
+
+    @abstractmethod
+    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
+        """The loss, which is asked for each of `micro_batches` once and in order, on the last stage alone."""
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps taken."""
+        return self._step
+
+    def load_hf(self, path: str | Path) -> None:
+        """Start from the weights of a Hugging Face folder."""
+        self._memory.require("load weights")
+        self._model.load_hf(path)
+        self._optimizer.reload_model_params()
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Accumulated:
+        """Add the gradients of this data-parallel rank's micro-batches.
+
+        Raises ValueError if one of them lacks what the loss needs.
+        """
+        self._memory.require("accumulate")
+        for batch in micro_batches:
+            self._check(batch)
+        self._pending = True
+        loss_of = self._loss_for(micro_batches)
+        parts: list[Stats] = forward_backward(self._model, self._wrapped, micro_batches, loss_of)
+        self._divisor += sum(map(self._divisor_of, micro_batches))
+        return Accumulated(
+            stats=join_stats(parts) if self.place.reports else {},
+            tokens=sum(int(batch.lengths.sum()) for batch in micro_batches),
+            padded_tokens=sum(batch.tokens.size for batch in micro_batches),
+        )
+
+    def apply(self) -> Applied:
+        """Divide what was accumulated, clip it, and take one optimiser step.
+
+        Raises RunError if the gradient is not finite; the weights are not to be used after that.
+        """
+        self._memory.require("apply")
+        config = self._optimizer_config
+        divisor = torch.tensor(self._divisor, device=next(self._model.module.parameters()).device)
+        # Reduces over data parallel, tied embeddings and norms; also sums and divides by `divisor`.
+        finalize_model_grads([self._wrapped], divisor)
+        rate = learning_rate(self._step, self._total_steps, config)
+        adam.set_rate(self._optimizer, rate, config.weight_decay)
+        _, grad_norm, _ = self._optimizer.step()
+        self._step += 1
+        if not isfinite(grad_norm):
+            raise RunError(
+                f"The gradient of optimiser step {self._step} of {self._owner.lower()} is {grad_norm}; resume and "
+                "look at it."
+            )
+        self._wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._divisor, self._pending = 0, False
+        return Applied(self._step, float(grad_norm), rate, int(divisor))
+
+    def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
+        """Write weights, optimiser state and step, and `extra` (plain JSON) to a new checkpoint."""
+        self._memory.require("save")
+        about = {"step": self._step, "optimizer": True, "dtype": self._dtype.value, "extra": extra}
+        sharded.save(folder, self._sharded_state(loading=False), about)
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint, saved under any TP, PP and DP; returns its `extra`.
+
+        A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser.
+        """
+        self._memory.require("load")
+        about = sharded.read_about(folder)
+        if about["optimizer"]:
+            state = sharded.load(folder, self._sharded_state(loading=True))
+            self._model.module.load_state_dict(state["model"])
+            adam.load_state(self._optimizer, state["optimizer"])
+        else:
+            self._model.load_checkpoint(folder)
+            self._optimizer.reload_model_params()
+        self._step = about["step"]
+        extra: dict[str, Any] = about["extra"]
+        return extra
+
+    def offload(self, scratch: str | Path) -> Offloaded:
+        """Release the memory of weights, gradients and optimiser state until `restore`.
+
+        It goes to host memory, or on a CPU to the folder `scratch`; gradients are zero and need no room.
+        Raises RunError if there is no room, or if gradients wait for `apply`.
+        """
+        if self._pending:
+            raise RunError(f"{self._owner} has gradients that were not applied: call apply before offload.")
+        return self._memory.offload(scratch)
+
+    def restore(self) -> Offloaded:
+        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
+        return self._memory.restore()
+
+    def _kept(self) -> Iterable[Tensor]:
+        """All memory that has to come back as it was."""
+        return training_state(self._model.module, self._optimizer)
+
+    def _sharded_state(self, loading: bool) -> dict[str, Any]:
+        model = self._model.sharded_state()
+        return {"model": model, "optimizer": adam.sharded_state(self._optimizer, model, loading)}

@@ -1,0 +1,74 @@
+"""Which processes a run has, and the devices that they sit on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlsys.cluster.bundles import plan_bundles
+from rlsys.config.algorithm import AlgorithmConfig, Baseline
+from rlsys.config.placement import overlaps, parse_placement
+from rlsys.config.schema import ClusterConfig, EngineConfig, RolloutConfig, RunConfig
+from rlsys.errors import UserError
+from rlsys.groups.launch import holdings
+
+PLACEMENT = {"actor": "0-1", "inference": "2", "rollout": "3-6"}
+PPO = AlgorithmConfig(baseline=Baseline.critic)
+
+
+def _run(algorithm: AlgorithmConfig, **placed: str) -> RunConfig:
+    return RunConfig(
+        algorithm=algorithm,
+        cluster=ClusterConfig(placement={**PLACEMENT, **placed}),
+        rollout=RolloutConfig(engine=EngineConfig(tp=2)),
+    )
+
+
+def test_a_critic_is_one_of_the_groups_where_values_are_learned() -> None:
+    without = holdings(_run(AlgorithmConfig()))
+    assert without == {"rollout": [(3, 4), (5, 6)], "inference": [(2,)], "actor": [(0,), (1,)]}
+    assert holdings(_run(PPO, critic="7,8")) == {**without, "critic": [(7,), (8,)]}
+    assert holdings(_run(PPO)) == {**without, "critic": [(0,), (1,)]}
+    engines = replace(PPO, recompute_logprobs=False)
+    assert list(holdings(_run(engines))) == ["rollout", "actor", "critic"]
+
+
+def test_a_critic_that_is_not_placed_shares_the_actors_devices() -> None:
+    seats = plan_bundles(holdings(_run(PPO))).seats
+    assert seats["critic"] == seats["actor"]
+    assert [seat.share for seat in seats["actor"]] == [0.5, 0.5]
+
+
+def test_the_critic_is_placed_as_the_others_or_as_the_actor() -> None:
+    assert parse_placement(PLACEMENT, with_critic=True)["critic"] == (0, 1)
+    assert "critic" not in parse_placement(PLACEMENT)
+    with pytest.raises(
+        UserError, match=r"cluster\.placement\.critic is given but algorithm\.baseline is not critic"
+    ):
+        parse_placement({**PLACEMENT, "critic": "0"})
+    with pytest.raises(UserError, match=r'cluster\.placement\.critic="x" is not a list of ranks'):
+        parse_placement({**PLACEMENT, "critic": "x"}, with_critic=True)
+    with pytest.raises(UserError, match="the groups are actor, inference, rollout, critic"):
+        parse_placement({**PLACEMENT, "judge": "9"}, with_critic=True)
+
+
+@pytest.mark.parametrize(
+    ("critic", "shared"),
+    [
+        ("0-1", []),
+        ("1,0", []),
+        ("7", []),
+        ("0", [("actor", "critic", [0])]),
+        ("0-2", [("actor", "critic", [0, 1]), ("critic", "inference", [2])]),
+    ],
+)
+def test_only_all_of_the_actors_ranks_may_be_shared(
+    critic: str, shared: list[tuple[str, str, list[int]]]
+) -> None:
+    assert overlaps(parse_placement({**PLACEMENT, "critic": critic}, with_critic=True)) == shared
+
+
+def test_what_overlaps_the_actor_is_named_once() -> None:
+    ranks = parse_placement({**PLACEMENT, "rollout": "1-4"}, with_critic=True)
+    assert overlaps(ranks) == [("actor", "rollout", [1]), ("inference", "rollout", [2])]

@@ -1,0 +1,287 @@
+"""The critic on each parallel layout equals transformers' token classification in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForTokenClassification
+
+from rlsys.algorithms.values import ValueLoss
+from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.errors import RunError, UserError
+from rlsys.megatron import parallel as groups
+from rlsys.megatron.critic import Critic
+from rlsys.pipeline.micro_batch import MicroBatch, collate
+from tests.megatron import reference
+from tests.megatron.harness import free_port, rendezvous, run_group
+
+# Large eps, so that Adam's update depends on the size of the gradient and not only on its sign.
+OPTIMIZER = OptimizerConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)
+CLIP, STEPS, PER_STEP = 0.3, 2, 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    pp_layers: tuple[int, ...] | None = None
+    sequence_parallel: bool = False
+    tied: bool = True
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        layers = list(self.pp_layers) if self.pp_layers else None
+        return ParallelConfig(self.tp, self.pp, 1, layers, self.sequence_parallel)
+
+    @property
+    def reporting(self) -> list[int]:
+        """Rank of each data-parallel rank that returns values."""
+        return [self.tp * (self.dp * (self.pp - 1) + dp) for dp in range(self.dp)]
+
+
+LAYOUTS = [
+    pytest.param(Layout(), id="one-process"),
+    pytest.param(Layout(dp=2, tied=False), id="dp2"),
+    pytest.param(Layout(tp=2), id="tp2"),
+    pytest.param(Layout(tp=2, sequence_parallel=True, tied=False), id="tp2-sp"),
+    pytest.param(Layout(pp=2, pp_layers=(2, 1)), id="pp2-tied"),
+    pytest.param(Layout(pp=2, pp_layers=(1, 2), tied=False), id="pp2"),
+    pytest.param(
+        Layout(tp=2, pp=2, dp=2, pp_layers=(1, 2), sequence_parallel=True),
+        id="tp2-pp2-dp2",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+def _classifier(policy: Path, out: Path, labels: int = 1) -> Path:
+    """The policy's transformer with a random head and a bias."""
+    model = AutoModelForTokenClassification.from_pretrained(policy, num_labels=labels, dtype=torch.float32)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        model.score.weight.copy_(0.2 * torch.randn_like(model.score.weight))
+        model.score.bias.copy_(0.5 + torch.randn_like(model.score.bias))
+    model.save_pretrained(out)
+    return out
+
+
+def _steps() -> list[list[MicroBatch]]:
+    random = np.random.default_rng(2)
+    steps = []
+    for step in range(STEPS):
+        numbers = (
+            (batch, random.standard_normal((2, *batch.tokens.shape)).astype(np.float32))
+            for batch in reference.make_batches(PER_STEP, seed=step)
+        )
+        steps.append([replace(b, values=0.5 * n[0], returns=n[1]) for b, n in numbers])
+    return steps
+
+
+def _packed(*batches: MicroBatch) -> MicroBatch:
+    return reference.packed(*batches, also=("values", "returns"))
+
+
+def _critic(
+    rank: int, world: int, port: int, model: Path, parallel: ParallelConfig, **options: Any
+) -> Critic:
+    return Critic(
+        rendezvous(rank, world, port),
+        ModelConfig(str(model), Layers.local, options.get("dtype", Dtype.float32)),
+        parallel,
+        OPTIMIZER,
+        ValueLoss(CLIP),
+        STEPS,
+        seed=1,
+    )
+
+
+def _train(critic: Critic, step: int) -> list[Any]:
+    mine = _steps()[step][critic.place.dp :: critic.place.dp_size]
+    # One that trains nothing, and one that is packed.
+    filler = collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
+    stats = [
+        critic.accumulate(piece).stats for piece in ([*mine[:1], filler], [_packed(m) for m in mine[1:]])
+    ]
+    return [stats, critic.apply()]
+
+
+def _in_group(rank: int, world: int, layout: Layout, model: Path, out: Path, port: int) -> None:
+    critic = _critic(rank, world, port, model, layout.parallel)
+    critic.load_hf(model)
+    padded = _steps()[0]
+    probe = [padded[0], _packed(*padded[1:3]), collate([], pad_id=0, multiple_of=4)]
+    results: dict[str, Any] = {"before": critic.compute(probe)}
+    results["steps"] = [_train(critic, step) for step in range(STEPS)]
+    results["after"] = critic.compute(probe)
+    groups.stop()
+    torch.save(results, out / f"rank{rank}.pt")
+
+
+def _values(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    """[rows, width] by transformers, of padded rows; each from the state before its token."""
+    scores = model.eval()(torch.tensor(batch.tokens)).logits[..., 0]
+    return torch.nn.functional.pad(scores[:, :-1], (1, 0))
+
+
+def _reference_steps(model: torch.nn.Module) -> list[float]:
+    """Train on each step's micro-batches as one batch; gradient norms before clipping."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, others],
+        lr=OPTIMIZER.lr,
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+    )
+    norms = []
+    for batches in _steps():
+        optimizer.zero_grad()
+        errors = []
+        for batch in batches:
+            mask, old, target = (
+                torch.tensor(part)[torch.tensor(batch.loss_mask)]
+                for part in (batch.loss_mask, batch.values, batch.returns)
+            )
+            assert mask.all()
+            v = _values(model, batch)[torch.tensor(batch.loss_mask)]
+            near = torch.minimum(torch.maximum(v, old - CLIP), old + CLIP)
+            errors.append(0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2))
+        torch.cat(errors).mean().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)))
+        optimizer.step()
+    return norms
+
+
+def _assert_values(found: list[np.ndarray], model: torch.nn.Module, tolerance: float) -> np.ndarray:
+    """Compare what `_in_group` computed for its probe; returns the values."""
+    padded = _steps()[0]
+    with torch.no_grad():
+        expected = [_values(model, batch).numpy()[batch.loss_mask] for batch in padded[:3]]
+    masks = [padded[0].loss_mask, _packed(*padded[1:3]).loss_mask]
+    for values, mask, numbers in zip(found, masks, (expected[0], np.concatenate(expected[1:])), strict=False):
+        assert values.dtype == np.float32
+        assert not values[~mask].any()
+        np.testing.assert_allclose(values[mask], numbers, rtol=tolerance, atol=tolerance)
+    assert not found[2].any()
+    return np.concatenate(expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) -> None:
+    policy = reference.make_model(reference.tiny_config(tied=layout.tied), tmp_path / "policy")
+    model = _classifier(policy, tmp_path / "model")
+    world = layout.tp * layout.pp * layout.dp
+    run_group(_in_group, world, layout, model, tmp_path, free_port())
+    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+
+    trained = AutoModelForTokenClassification.from_pretrained(model, dtype=torch.float32)
+    for rank in layout.reporting:
+        before = _assert_values(results[rank]["before"], trained, 2e-5)
+    norms = _reference_steps(trained)
+    for rank in layout.reporting:
+        after = _assert_values(results[rank]["after"], trained, 1e-4)
+    assert np.abs(after - before).max() > 0.05
+    for rank in set(range(world)) - set(layout.reporting):
+        assert results[rank]["before"] is None
+        assert not any(stats for step in results[rank]["steps"] for stats in step[0])
+    for step, norm in enumerate(norms):
+        applied = results[0]["steps"][step][1]
+        assert applied.grad_norm == pytest.approx(norm, rel=1e-4)
+        tokens = sum(part["tokens"] for rank in layout.reporting for part in results[rank]["steps"][step][0])
+        assert tokens == sum(batch.trained_tokens for batch in _steps()[step])
+
+
+def _weights(critic: Critic) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in critic._model.parameters().items()}
+
+
+def _alone(rank: int, _: int, policy: Path, model: Path, out: Path) -> None:
+    """Padding, packing, fresh heads and offloading, in one process."""
+    critic = _critic(rank, 1, free_port(), policy, ParallelConfig())
+    critic.load_hf(policy)
+    padded = _steps()[0]
+    found = critic.compute(padded)
+    assert found is not None
+    assert not any(values.any() for values in found), "a fresh head knows nothing"
+    gradients = []
+    for batches in (padded, [_packed(*padded)], [_packed(*padded[2:]), _packed(*padded[:2])]):
+        critic.load_hf(model)
+        critic.accumulate(batches)
+        # Gradients are one flat buffer; what apply returns is their norm, which would hide a wrong place.
+        gradients.append(critic._wrapped.buffers[0].grad_data.clone())
+        critic._wrapped.zero_grad_buffer()
+        critic._divisor = 0
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(RunError, match="The critic has gradients"):
+        critic.offload(out)
+    critic._pending = False
+    with pytest.raises(ValueError, match="values and returns"):
+        critic.accumulate([replace(padded[0], returns=None)])
+
+    before, weights = critic.compute(padded), _weights(critic)
+    critic.offload(out)
+    with pytest.raises(RunError, match="The critic is offloaded and cannot compute"):
+        critic.compute(padded)
+    critic.restore()
+    again = critic.compute(padded)
+    assert before is not None
+    assert again is not None
+    assert all(np.array_equal(one, other) for one, other in zip(before, again, strict=True))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in _weights(critic).items())
+    with pytest.raises(UserError, match="num_labels=1"):
+        critic.load_hf(out / "two_labels")
+    groups.stop()
+    critic = _critic(rank, 1, free_port(), policy, ParallelConfig(), dtype=Dtype.bfloat16)
+    critic.load_hf(model)
+    (rough,) = critic.compute(padded[:1]) or ()
+    assert rough.dtype == np.float32
+    np.testing.assert_allclose(rough, before[0], atol=0.2)
+    groups.stop()
+
+
+def test_packing_does_not_matter_and_a_fresh_critic_knows_nothing(tmp_path: Path) -> None:
+    policy = reference.make_model(reference.tiny_config(layers=2, tied=False), tmp_path / "policy")
+    _classifier(policy, tmp_path / "two_labels", labels=2)
+    run_group(_alone, 1, policy, _classifier(policy, tmp_path / "model"), tmp_path)
+
+
+def _checkpoint(rank: int, world: int, model: Path, out: Path, ports: list[int]) -> None:
+    layouts = [ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(pp=2, pp_layers=[1, 2])]
+    critic = _critic(rank, world, ports[0], model, layouts[0])
+    critic.load_hf(model)
+    _train(critic, 0)
+    critic.save(out / "checkpoint", {"step": 1})
+    results = {"saved": critic.compute(_steps()[0])}
+    _train(critic, 1)
+    results["0"] = critic.compute(_steps()[0])
+    for number, (layout, port) in enumerate(zip(layouts, ports[1:], strict=True)):
+        groups.stop()
+        critic = _critic(rank, world, port, model, layout)
+        assert critic.load(out / "checkpoint") == {"step": 1}
+        assert critic.step == 1
+        results[f"loaded{number}"] = critic.compute(_steps()[0])
+        _train(critic, 1)
+        results[f"trained{number}"] = critic.compute(_steps()[0])
+    groups.stop()
+    torch.save(results, out / f"rank{rank}.pt")
+
+
+def test_a_checkpoint_continues_under_another_cut(tmp_path: Path) -> None:
+    policy = reference.make_model(reference.tiny_config(tied=False), tmp_path / "policy")
+    model = _classifier(policy, tmp_path / "model")
+    run_group(_checkpoint, 2, model, tmp_path, [free_port() for _ in range(4)])
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    assert np.abs(ranks[0]["0"][0] - ranks[0]["saved"][0]).max() > 1e-3
+    for number, reporting in enumerate((0, 0, 1)):
+        for name, expected in (("loaded", "saved"), ("trained", "0")):
+            for found, values in zip(ranks[reporting][f"{name}{number}"], ranks[0][expected], strict=True):
+                tolerance = 0.0 if number == 0 else 2e-5
+                np.testing.assert_allclose(found, values, rtol=tolerance, atol=tolerance)
