@@ -145,8 +145,8 @@ class Sending:
         self._sender: TimedSender | None = None
         self._export: Any = None
 
-    def open_transport(self, spec: TransportSpec) -> float:
-        """See `ActorProcess`."""
+    def open_export(self, spec: TransportSpec) -> float:
+        """See `groups.sending.Sending`."""
         if self._sender is not None:
             self._sender.close()
         self._sender = TimedSender(open_sender(spec), self._watch)

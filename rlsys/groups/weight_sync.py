@@ -1,14 +1,14 @@
 """Takes a new policy version from the actor to everybody who holds a copy, in two phases.
 
 - `transfer`: every receiver gets all buckets. The next one is gathered while the last one is received. The
-  actor must not take an optimiser step meanwhile: the caller's affair. Receivers that use a version as soon as
+  sender's weights must not change meanwhile: the caller's affair. Receivers that use a version as soon as
   they hold it (`at_once`: the inference group) finish here.
 - `switch`: the others, which hold the version aside and go on with the last one, begin to use it. That may
   take long, for they may let their work end first; the next transfer waits for it.
 
 Both ends hash every tensor; a receiver that does not hold what was sent refuses the version and the run ends.
 The bytes go by a transport (`cluster.sync_mode`), which is opened anew when a receiver has died; what passes
-through here is small.
+through here is small. The sender may also be the inference group, whose processes hand the reference out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SyncReport:
     sent_bytes: int
     """Of one copy of the weights."""
     copy_gb_s: float
-    """10^9 bytes a second at which the actor's host copies memory."""
+    """10^9 bytes a second at which the sender's host copies memory."""
     transfer_s: float
     switch_s: float = 0.0
 
@@ -85,15 +85,18 @@ class WeightSync:
 
     def __init__(
         self,
-        actor: WorkerGroup,
+        sender: WorkerGroup,
         receivers: Sequence[Receiver],
         cluster: ClusterConfig,
         run_dir: Path,
         tracer: Tracer,
         at_once: Sequence[Receiver] = (),
     ) -> None:
-        """`receivers` begin to use a version when told to `switch`, those `at_once` with the end of its transfer."""
-        self._actor = actor
+        """`receivers` begin to use a version when told to `switch`, those `at_once` with the end of its transfer.
+
+        The processes of `sender` are `Sending`.
+        """
+        self._sender = sender
         self._at_switch, self._at_once = tuple(receivers), tuple(at_once)
         self._cluster = cluster
         self._folder = run_dir / "weights"
@@ -109,9 +112,9 @@ class WeightSync:
         """Of versions that are in use everywhere."""
 
     async def open(self) -> None:
-        """Connect the actor and all living receivers. Raises RunError, naming who does not come."""
+        """Connect the sender and all living receivers. Raises RunError, naming who does not come."""
         members = self._living_members()
-        host, port = await self._actor.free_address(self._cluster.call_timeout_s)
+        host, port = await self._sender.free_address(self._cluster.call_timeout_s)
         spec = TransportSpec(
             mode=self._cluster.sync_mode,
             rank=0,
@@ -123,7 +126,7 @@ class WeightSync:
             folder=str(self._folder.resolve()),
         )
         specs = [replace(spec, rank=rank) for rank in range(len(members))]
-        opening: list[Coroutine[Any, Any, Any]] = [self._actor.call("open_transport", spec)]
+        opening: list[Coroutine[Any, Any, Any]] = [self._sender.call("open_export", spec)]
         first = 1
         for receiver in self._all:
             last = first + len(receiver.living)
@@ -134,7 +137,7 @@ class WeightSync:
         self._members, self._taken = members, 0
 
     async def transfer(self, version: int) -> SyncReport:
-        """Bring the actor's weights to every receiver, to be known as `version`.
+        """Bring the sender's weights to every receiver, to be known as `version`.
 
         Waits for the last switch. Raises RunError if that failed or takes too long.
         """
@@ -193,7 +196,7 @@ class WeightSync:
 
     def _living_members(self) -> tuple[str, ...]:
         ranks = [receiver.workers.ranks[rank] for receiver in self._all for rank in receiver.living]
-        return tuple(rank.name for rank in (self._actor.ranks[0], *ranks))
+        return tuple(rank.name for rank in (self._sender.ranks[0], *ranks))
 
     async def _last_switch(self, version: int) -> None:
         limit = self._cluster.call_timeout_s
@@ -213,7 +216,7 @@ class WeightSync:
     async def _send_buckets(self) -> tuple[int, str]:
         """Bytes sent, and their digest."""
         sent_bytes = 0
-        await self._actor.call("begin_export")
+        await self._sender.call("begin_export")
         parcel = await self._next_parcel()
         while parcel is not None:
             sent_bytes += parcel.nbytes
@@ -221,9 +224,9 @@ class WeightSync:
             loads = [receiver.load_bucket(parcel) for receiver in self._all]
             parcel, *_ = await asyncio.gather(self._next_parcel(), *loads)
             self._taken += 1
-        digest: str = (await self._actor.call("end_export", self._taken))[0]
+        digest: str = (await self._sender.call("end_export", self._taken))[0]
         return sent_bytes, digest
 
     async def _next_parcel(self) -> Parcel | None:
-        parcel: Parcel | None = (await self._actor.call("next_parcel", self._taken))[0]
+        parcel: Parcel | None = (await self._sender.call("next_parcel", self._taken))[0]
         return parcel

@@ -1,4 +1,4 @@
-"""One version of the weights on its way out of the actor, bucket by bucket.
+"""One version of a model's weights on its way out of its group, bucket by bucket.
 
 Whole tensors under their Hugging Face names are gathered over tensor parallelism by the first rank of their
 pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0.
@@ -22,9 +22,19 @@ from numpy.typing import NDArray
 
 from rlsys.errors import RunError
 from rlsys.megatron.model import PolicyModel
+from rlsys.megatron.parallel import Place
 from rlsys.weights.buckets import Bucket, BucketFullError, digest, pack, pack_into
 from rlsys.weights.sizes import ALIGNMENT
 from rlsys.weights.transport import Parcel, Sender
+
+
+def owners_group(place: Place) -> dist.ProcessGroup:
+    """The group that passes weights on to rank 0: the first rank of every stage.
+
+    Over host memory, whatever the Megatron group's own backend is. All ranks call this together.
+    """
+    owners = [stage * place.tp_size * place.dp_size for stage in range(place.pp_size)]
+    return dist.new_group(owners, backend="gloo")
 
 
 class Export:
@@ -38,7 +48,7 @@ class Export:
         bucket_bytes: int,
         sender: Sender | None,
     ) -> None:
-        """`owners` is a gloo group of the first rank of every stage; `sender` is there on rank 0 alone.
+        """`owners` is the `owners_group`; `sender` is there on rank 0 alone.
 
         All ranks of a pipeline call this together. `require_weights` raises if the model's memory is offloaded.
         """

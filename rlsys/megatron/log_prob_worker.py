@@ -1,22 +1,29 @@
-"""The log-prob worker: forward only, with the policy's newest weights and the frozen reference.
+"""The log-prob worker: forward only, with the policy's newest weights and the reference.
 
-Invariant: log-probs come from one whole version whose digest is the actor's, or not at all: between the
+Invariants: log-probs come from one whole version whose digest is the actor's, or not at all: between the
 first bucket of an update and its end, after an update that failed and while the memory is offloaded,
-`compute` refuses.
+`compute` refuses. The reference follows the policy at the end of an update, from the weights that came with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rlsys.config.schema import ModelConfig, ParallelConfig
 from rlsys.megatron import parallel as groups
+from rlsys.megatron.anchor import Anchor, ReferencePlan
+from rlsys.megatron.divergence import logprobs_at, top_tokens
+from rlsys.megatron.export import Export, owners_group
 from rlsys.megatron.forward import forward, to_tensor
 from rlsys.megatron.logprobs import lay_out, token_logprobs
 from rlsys.megatron.model import PolicyModel
@@ -26,6 +33,19 @@ from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
 from rlsys.weights.families import read_architecture
+from rlsys.weights.transport import Sender
+
+Picks = tuple[Tensor, Tensor]
+"""Tokens [trained tokens, k] and log-probs of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PickPlan:
+    """The most likely tokens that a KL term sums over."""
+
+    k: int
+    forward: bool
+    """Take the reference's most likely tokens (KL(reference || policy)), not the policy's."""
 
 
 class LogProbWorker:
@@ -37,26 +57,29 @@ class LogProbWorker:
         model: ModelConfig,
         parallel: ParallelConfig,
         temperature: float,
-        with_reference: bool,
         seed: int,
+        reference: ReferencePlan | None = None,
+        picks: PickPlan | None = None,
     ) -> None:
         """Join the group and load the model at `model.path`, as version 0 of the policy and as reference.
 
-        `temperature` is the one that samples are drawn at.
+        `temperature` is the one that samples are drawn at. Without `reference` there is none; `picks` need one.
         """
-        self._temperature = temperature
+        if picks is not None and reference is None:
+            raise ValueError("Picks are the tokens to ask a reference about, and there is none.")
+        self._temperature, self._picks = temperature, picks
         architecture = read_architecture(model.path)
         self.place = groups.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, self.place)
-        self._reference = PolicyModel(architecture, model, parallel, self.place) if with_reference else None
-        for part in (self._policy, self._reference):
-            if part is not None:
-                part.load_hf(model.path)
-                part.module.eval().requires_grad_(False)
-        models = [self._policy, self._reference] if self._reference else [self._policy]
-        self._memory = Offload(
-            "The log-prob worker", lambda: chain.from_iterable(m.module.parameters() for m in models)
-        )
+        self._policy.load_hf(model.path)
+        self._policy.module.eval().requires_grad_(False)
+        self._anchor: Anchor | None = None
+        if reference is not None:
+            copy = PolicyModel(architecture, model, parallel, self.place)
+            copy.load_hf(model.path)
+            self._anchor = Anchor(copy, reference.tau, reference.update_period, reference.reset_period)
+            self._export_group = owners_group(self.place)
+        self._memory = Offload("The log-prob worker", self._tensors)
         self._version: int | None = 0
         self._update: ShardLoader | None = None
         entries = [self._policy.weights.entry(name) for name in self._policy.parameters()]
@@ -69,7 +92,7 @@ class LogProbWorker:
         return self._version
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
-        """Log-probs of the trained tokens of each micro-batch; None on ranks that do not report.
+        """Log-probs of the trained tokens of each micro-batch, and picks; None on ranks that do not report.
 
         All ranks of a data-parallel rank call this together with the same micro-batches. Raises
         RuntimeError if there is no whole version of the policy.
@@ -77,14 +100,8 @@ class LogProbWorker:
         self._memory.require("compute")
         if self._version is None:
             raise RuntimeError("The log-prob worker has no complete weights: an update did not finish.")
-        policy = self._forward(self._policy, micro_batches)
-        reference = None if self._reference is None else self._forward(self._reference, micro_batches)
-        if not self.place.reports:
-            return None
-        return [
-            LogProbs(values, None if reference is None else reference[index])
-            for index, values in enumerate(policy)
-        ]
+        scores = self._scores(micro_batches)
+        return [score.as_result() for score in scores] if self.place.reports else None
 
     def begin_update(self) -> None:
         """Begin to take a new version; what an update that broke off has left is forgotten."""
@@ -107,8 +124,10 @@ class LogProbWorker:
     def finish_update(self, version: int, expected: str) -> None:
         """End an update: from here on the weights are `version`, whose digest is `expected`.
 
-        Raises ChecksumError, and stays without weights, if tensors are missing or differ.
+        The reference does what is due then. Raises ChecksumError, and stays without weights, if tensors are
+        missing or differ.
         """
+        self._memory.require("end an update")
         update, self._update = self._update, None
         if update is None:
             raise RuntimeError("An update ends that did not begin; call begin_update first.")
@@ -119,6 +138,25 @@ class LogProbWorker:
         if received != expected:
             raise ChecksumError(f"Version {version} has digest {received}, but the actor sent {expected}.")
         self._version = version
+        if self._anchor is not None:
+            self._anchor.follow(self._policy, version)
+
+    def save_reference(self, folder: str | Path, extra: dict[str, Any]) -> None:
+        """Write the reference to a new checkpoint; see `Anchor.save`."""
+        self._reference("save the reference").save(folder, extra)
+
+    def load_reference(self, folder: str | Path) -> dict[str, Any]:
+        """Continue with the reference of a checkpoint, in place of `model.path`'s; see `Anchor.load`."""
+        return self._reference("load the reference").load(folder)
+
+    def export_reference(self, bucket_bytes: int, sender: Sender | None) -> Export:
+        """Begin to hand the reference out; it must not follow the policy until the export has ended.
+
+        All ranks call this together; `sender` is there on rank 0 alone.
+        """
+        model = self._reference("export the reference").model
+        require = functools.partial(self._memory.require, "export the reference")
+        return Export(model, require, self._export_group, bucket_bytes, sender)
 
     def offload(self, scratch: str | Path) -> Offloaded:
         """Release the memory of all weights until `restore`: to host memory, or on a CPU to the folder `scratch`.
@@ -131,10 +169,74 @@ class LogProbWorker:
         """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
         return self._memory.restore()
 
-    def _forward(self, model: PolicyModel, batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        def on_logits(logits: Tensor, batch: MicroBatch) -> NDArray[np.float32]:
-            targets = to_tensor(batch.targets, logits)
-            logprobs, _ = token_logprobs(logits, targets, model.vocab_shard, self._temperature)
-            return lay_out(logprobs, to_tensor(batch.loss_mask, logits)).cpu().numpy()
+    def _tensors(self) -> Iterable[Tensor]:
+        policy = self._policy.module.parameters()
+        return policy if self._anchor is None else chain(policy, self._anchor.tensors())
 
-        return forward(model, batches, on_logits)
+    def _reference(self, purpose: str) -> Anchor:
+        self._memory.require(purpose)
+        if self._anchor is None:
+            raise RuntimeError(f"The log-prob worker has no reference and cannot {purpose}.")
+        return self._anchor
+
+    def _scores(self, batches: Sequence[MicroBatch]) -> list[_Scores]:
+        """Of each micro-batch on the last stage, else an empty list."""
+        plan = self._picks
+        k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
+        policy = self._forward(self._policy, batches, k if reverse else None)
+        if self._anchor is None:
+            return [_Scores(logprobs, None, None) for logprobs, _ in policy]
+        chosen = [picks[0] for _, picks in policy if picks is not None]
+        reference = self._forward(self._anchor.model, batches, k, chosen if reverse else None)
+        return [
+            _Scores(of_policy, of_reference, picks)
+            for (of_policy, _), (of_reference, picks) in zip(policy, reference, strict=True)
+        ]
+
+    def _forward(
+        self,
+        model: PolicyModel,
+        batches: Sequence[MicroBatch],
+        k: int | None,
+        chosen: Sequence[Tensor] | None = None,
+    ) -> list[tuple[Tensor, Picks | None]]:
+        """Log-probs [rows, width] of each micro-batch, and picks: its own top k, or what it makes of `chosen`.
+
+        Neither without `k`. `chosen` [trained tokens, k] is one for each micro-batch.
+        """
+        # The last stage sees the micro-batches in their order.
+        waiting = None if chosen is None else iter(chosen)
+
+        def on_logits(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Picks | None]:
+            shard, temperature = model.vocab_shard, self._temperature
+            logprobs, _ = token_logprobs(logits, to_tensor(batch.targets, logits), shard, temperature)
+            picks = None
+            if waiting is not None:
+                tokens = next(waiting)
+                picks = tokens, logprobs_at(logits, tokens, shard, temperature)
+            elif k is not None:
+                picks = top_tokens(logits, shard, temperature, k)
+            return lay_out(logprobs, to_tensor(batch.loss_mask, logits)), picks
+
+        found: list[tuple[Tensor, Picks | None]] = forward(model, batches, on_logits)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """`LogProbs` on the device."""
+
+    policy: Tensor
+    reference: Tensor | None
+    picks: Picks | None
+
+    def as_result(self) -> LogProbs:
+        return LogProbs(
+            self.policy.cpu().numpy(),
+            None if self.reference is None else self.reference.cpu().numpy(),
+            None if self.picks is None else _on_host(*self.picks),
+        )
+
+
+def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    return tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()

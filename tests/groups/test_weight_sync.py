@@ -87,7 +87,7 @@ class Actor:
         return "127.0.0.1", 1
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        if method == "open_transport":
+        if method == "open_export":
             self.specs.append(args[0])
             return [2.0, None]
         if method == "begin_export":

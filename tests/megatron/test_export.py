@@ -16,13 +16,13 @@ from rlsys.megatron.log_prob_worker import LogProbWorker
 from rlsys.weights.buckets import Bucket, pack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
-from tests.megatron.harness import digest_of, export, free_port, rendezvous, run_group
+from tests.megatron.harness import OBJECTIVE, digest_of, export, free_port, rendezvous, run_group
 
 
 def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> None:
     config = ModelConfig(model, Layers.local, Dtype.float32)
     place = rendezvous(rank, 1, ports[0])
-    actor = Actor(place, config, ParallelConfig(), OptimizerConfig(), reference.LOSS, 0.7, 3, seed=1)
+    actor = Actor(place, config, ParallelConfig(), OptimizerConfig(), OBJECTIVE, 3, seed=1)
     actor.load_hf(other)
     smallest = largest_tensor_bytes(model, config.dtype)
     buckets = export(actor, smallest)
@@ -34,7 +34,7 @@ def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> 
     groups.stop()
 
     probe = reference.make_batches(2, seed=3)
-    worker = LogProbWorker(rendezvous(rank, 1, ports[1]), config, ParallelConfig(), 0.7, False, seed=1)
+    worker = LogProbWorker(rendezvous(rank, 1, ports[1]), config, ParallelConfig(), 0.7, seed=1)
     worker.begin_update()
     # Query, key and value come apart, and all buckets lie in the same memory one after the other.
     memory = np.empty(smallest, dtype=np.uint8)

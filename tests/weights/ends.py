@@ -76,6 +76,9 @@ class Source:
         self._sender = open_sender(spec)
         return 2.0
 
+    def open_export(self, spec: TransportSpec) -> float:
+        return self.open_transport(spec)
+
     def choose(self, version: int, damage: str | None = None) -> None:
         """What the next export holds; a bit of the tensor `damage` changes on its way."""
         self._left, self._damage = iter(some_tensors(version)), damage
