@@ -44,6 +44,7 @@ def trajectory(*turns: tuple[str, Action, str]) -> Trajectory:
         loss_mask=none.astype(np.bool_),
         rollout_logprobs=none.astype(np.float32),
         versions=none.astype(np.int32),
+        turn_of_token=none.astype(np.int32),
         tokens_differing=0,
         response="".join(text for text, _, _ in turns),
         turns=tuple(Turn(text, action, content, "", 1, 1, 0, 0.0, 0.0) for text, action, content in turns),

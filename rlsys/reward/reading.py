@@ -1,0 +1,113 @@
+"""An episode as the terms of the reward see it: its answer, its structure, what it retrieved. Pure.
+
+Everything is read from the turns: what the policy wrote in `Turn.text`, what the environment said in
+`Turn.observation`. So an `<information>` that the policy writes is no retrieval (it breaks the structure), and
+an answer tag in the prompt, in a passage or in the invalid-action message is no answer. Only
+`compat.answer_over_prompt` reads the answer as Search-R1's code does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlsys.agent.trajectory import Action, Trajectory, Turn
+from rlsys.config.schema import CompatConfig, TagsConfig
+from rlsys.data.question import Question
+from rlsys.reward.matching import contains
+
+THINK = "think"
+"""The tag of reasoning, which the protocol does not know but the structure asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An episode and what was read from it."""
+
+    question: Question
+    trajectory: Trajectory
+    answer: str | None
+    well_formed: bool
+    """think -> (search -> information -> think)* -> answer, with white space alone between."""
+    found_in: int | None
+    """The first turn whose search brought text that holds an accepted answer."""
+    answer_tags: int
+    """Opening or closing answer tags that the policy wrote, whichever are more."""
+
+    @property
+    def slots(self) -> int:
+        """Places for rewards: one a turn, and one for an episode without turns."""
+        return max(1, len(self.trajectory.turns))
+
+    def at_end(self, value: float) -> list[float]:
+        """[slots] `value` on the last turn."""
+        return [0.0] * (self.slots - 1) + [value]
+
+
+class Reader:
+    """Reads episodes of a task with certain tags. Stateless; `read` raises on no text."""
+
+    def __init__(self, tags: TagsConfig, compat: CompatConfig) -> None:
+        self._tags = tags
+        self._over_prompt = compat.answer_over_prompt
+        words = (THINK, tags.search, tags.information, tags.answer)
+        self._tag = re.compile(f"(</?(?:{'|'.join(map(re.escape, words))})>)")
+        answer = re.escape(tags.answer)
+        self._answer = re.compile(f"<{answer}>(.*?)</{answer}>", re.DOTALL)
+
+    def read(self, question: Question, trajectory: Trajectory) -> Reading:
+        """What the terms need to know of `trajectory`."""
+        return Reading(
+            question,
+            trajectory,
+            answer=self._last_match(question, trajectory) if self._over_prompt else trajectory.answer,
+            well_formed=self._well_formed(trajectory.turns),
+            found_in=self._found_in(trajectory.turns, question.answers),
+            answer_tags=self._answer_tags(trajectory.turns),
+        )
+
+    def _last_match(self, question: Question, trajectory: Trajectory) -> str | None:
+        """Search-R1's extraction: one match alone is taken to be the prompt's example."""
+        found = self._answer.findall(question.prompt + trajectory.response)
+        return str(found[-1]).strip() if len(found) > 1 else None
+
+    def _well_formed(self, turns: Sequence[Turn]) -> bool:
+        if not turns:
+            return False
+        *before, last = turns
+        return all(
+            searched(turn) and self._thinks_and(self._tags.search, turn.text) for turn in before
+        ) and self._thinks_and(self._tags.answer, last.text)
+
+    def _thinks_and(self, act: str, text: str) -> bool:
+        """Whether `text` is a thought and an element `act`, without any other tag."""
+        pieces = self._tag.split(text)
+        tags, outside = pieces[1::2], pieces[::4]
+        return tags == [f"<{THINK}>", f"</{THINK}>", f"<{act}>", f"</{act}>"] and not "".join(outside).strip()
+
+    def _found_in(self, turns: Sequence[Turn], answers: Sequence[str]) -> int | None:
+        return next(
+            (
+                number
+                for number, turn in enumerate(turns)
+                if searched(turn) and not turn.search_error and contains(self._retrieved(turn), answers)
+            ),
+            None,
+        )
+
+    def _retrieved(self, turn: Turn) -> str:
+        """The observation without its own tags, whose word might be an answer."""
+        opening, closing = f"<{self._tags.information}>", f"</{self._tags.information}>"
+        return turn.observation.strip().removeprefix(opening).removesuffix(closing)
+
+    def _answer_tags(self, turns: Sequence[Turn]) -> int:
+        opening, closing = f"<{self._tags.answer}>", f"</{self._tags.answer}>"
+        return max(
+            sum(turn.text.count(opening) for turn in turns), sum(turn.text.count(closing) for turn in turns)
+        )
+
+
+def searched(turn: Turn) -> bool:
+    """Whether a search was carried out, as `Trajectory.searches` counts them."""
+    return turn.action is Action.SEARCH and bool(turn.observation)

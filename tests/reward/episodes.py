@@ -1,0 +1,85 @@
+"""Hand-made episodes: what the policy wrote and what was found, read by the protocol itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rlsys.agent.protocol import End, Say, State
+from rlsys.agent.protocol import Protocol as Rules
+from rlsys.agent.trajectory import Finish, Trajectory, Turn
+from rlsys.config.reward import RewardConfig
+from rlsys.config.schema import CompatConfig, TagsConfig, TaskConfig
+from rlsys.data.question import Question
+from rlsys.reward.reading import Reader, Reading
+
+TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
+
+Said = str | tuple[str, str] | tuple[str, str, str]
+"""What the policy wrote; after a search, also what was found, and why the search failed."""
+
+
+def task_of(**settings: Any) -> TaskConfig:
+    return TaskConfig(train_path="train.jsonl", eval_path="eval.jsonl", **settings)
+
+
+TASK = task_of()
+
+
+def question(*answers: str, prompt: str = TEMPLATE.format("What is the capital of Mali?")) -> Question:
+    return Question("q:1", prompt, answers)
+
+
+def episode(
+    *said: Said, task: TaskConfig = TASK, prompt_tokens: int = 3, response_tokens: int = 5
+) -> Trajectory:
+    """The trajectory that the protocol makes of `said`; the tokens are only counted."""
+    rules, state, turns, finish = Rules(task), State(), [], Finish.TOKEN_LIMIT
+    for one in said:
+        text, found, error = (*((one,) if isinstance(one, str) else one), "", "")[:3]
+        state, effect = rules.step(state, text)
+        seen = effect.turn
+        if isinstance(effect, End):
+            observation, finish = "", effect.finish
+        elif isinstance(effect, Say):
+            observation = effect.message
+        else:
+            word = task.tags.information
+            observation = f"\n\n<{word}>{found}</{word}>\n\n"
+        turns.append(Turn(seen.text, seen.action, seen.content, observation, 1, 1, 0, 0.0, 0.0, error))
+        if isinstance(effect, End):
+            break
+    length = prompt_tokens + response_tokens
+    return Trajectory(
+        question_uid="q:1",
+        sample=2,
+        tokens=np.zeros(length, dtype=np.int32),
+        prompt_length=prompt_tokens,
+        loss_mask=np.ones(length, dtype=np.bool_),
+        rollout_logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.zeros(length, dtype=np.int32),
+        turn_of_token=np.full(length, -1, dtype=np.int32),
+        tokens_differing=0,
+        response="".join(turn.text + turn.observation for turn in turns),
+        turns=tuple(turns),
+        finish=finish,
+    )
+
+
+def think(act: str, content: str, thought: str = "hm") -> str:
+    """A well-formed turn."""
+    return f"<think>{thought}</think>\n<{act}>{content}</{act}>"
+
+
+def read(
+    trajectory: Trajectory,
+    *answers: str,
+    tags: TagsConfig = TASK.tags,
+    over_prompt: bool = False,
+) -> Reading:
+    return Reader(tags, CompatConfig(answer_over_prompt=over_prompt)).read(question(*answers), trajectory)
+
+
+def terms(**weights: float) -> RewardConfig:
+    return RewardConfig(terms=weights)

@@ -1,0 +1,83 @@
+"""Terms of a user, good and bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rlsys.agent.trajectory import Trajectory
+from rlsys.data.question import Question
+
+NUMBER = 3.0
+BARRIER = threading.Barrier(2, timeout=20)
+
+
+def answers(question: Question, trajectory: Trajectory) -> float:
+    return float(len(question.answers) + trajectory.prompt_length)
+
+
+def per_turn(_question: Question, trajectory: Trajectory) -> list[float]:
+    return [float(turn) for turn, _ in enumerate(trajectory.turns)]
+
+
+def as_array(_question: Question, trajectory: Trajectory) -> Any:
+    return np.ones(len(trajectory.turns), dtype=np.float32)
+
+
+async def in_time(_question: Question, _trajectory: Trajectory) -> float:
+    await asyncio.sleep(0)
+    return 0.5
+
+
+def hidden_coroutine(question: Question, trajectory: Trajectory) -> Any:
+    return in_time(question, trajectory)
+
+
+def meets_another(_question: Question, _trajectory: Trajectory) -> float:
+    """Returns once two threads are in it."""
+    BARRIER.wait()
+    return threading.current_thread() is not threading.main_thread()
+
+
+def one_argument(_question: Question) -> float:
+    return 1.0
+
+
+def fails(_question: Question, _trajectory: Trajectory) -> float:
+    raise KeyError("no such\nthing")
+
+
+def stops(_question: Question, _trajectory: Trajectory) -> float:
+    raise StopIteration
+
+
+def yields(_question: Question, _trajectory: Trajectory) -> Iterator[float]:
+    yield 1.0
+
+
+def not_a_number(_question: Question, _trajectory: Trajectory) -> float:
+    return float("nan")
+
+
+def one_infinite(_question: Question, trajectory: Trajectory) -> list[float]:
+    return [float("inf"), *[0.0] * (len(trajectory.turns) - 1)]
+
+
+def nothing(_question: Question, _trajectory: Trajectory) -> None:
+    return None
+
+
+def text(_question: Question, _trajectory: Trajectory) -> str:
+    return "1.0"
+
+
+def nested(_question: Question, _trajectory: Trajectory) -> list[list[float]]:
+    return [[1.0]]
+
+
+def too_many(_question: Question, trajectory: Trajectory) -> list[float]:
+    return [1.0] * (len(trajectory.turns) + 1)

@@ -1,0 +1,81 @@
+"""Agreement of texts, against SQuAD's measure written out slowly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.reward.exact_match import exact_match, normalize
+from rlsys.reward.matching import contains, f1, sub_exact_match
+
+WORDS = st.lists(
+    st.sampled_from(["the", "Paris", "a", "bamako,", "city", "of", "Mali!", "1,000"]), max_size=7
+)
+TEXTS = WORDS.map(" ".join) | st.text(max_size=30)
+
+
+def squad_f1(prediction: str, answer: str) -> float:
+    """Precision and recall, one word crossed off after the other."""
+    predicted, accepted = normalize(prediction).split(), normalize(answer).split()
+    left, shared = list(accepted), 0
+    for word in predicted:
+        if word in left:
+            left.remove(word)
+            shared += 1
+    if not predicted or not accepted:
+        return float(predicted == accepted)
+    if shared == 0:
+        return 0.0
+    precision, recall = shared / len(predicted), shared / len(accepted)
+    return 2 * precision * recall / (precision + recall)
+
+
+@given(TEXTS, st.lists(TEXTS, max_size=4))
+def test_f1_is_squads(prediction: str, answers: list[str]) -> None:
+    expected = max((squad_f1(prediction, answer) for answer in answers), default=0.0)
+    assert f1(prediction, answers) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "expected"),
+    [
+        ("the city of Bamako", ["Bamako"], 0.5),
+        ("city city Bamako", ["city Bamako city of"], 6 / 7),
+        ("Bamako", ["Paris", "Bamako, Mali"], 2 / 3),
+        ("Paris", ["Bamako"], 0.0),
+        ("", ["Bamako"], 0.0),
+        ("the", ["a"], 1.0),
+        ("Bamako", [], 0.0),
+    ],
+)
+def test_f1_by_hand(prediction: str, answers: list[str], expected: float) -> None:
+    assert f1(prediction, answers) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "expected"),
+    [
+        ("It is Bamako, in Mali.", ["Paris", "bamako"], True),
+        ("Bama", ["Bamako"], False),
+        ("animals", ["Mali"], False),
+        ("a normal issue", ["mal"], True),
+        ("anything", ["the"], False),
+        ("a", ["the"], True),
+        ("", ["Bamako"], False),
+    ],
+)
+def test_cover_match_by_hand(prediction: str, answers: list[str], expected: bool) -> None:
+    assert sub_exact_match(prediction, answers) is expected
+
+
+@given(TEXTS, st.lists(TEXTS, max_size=4))
+def test_an_exact_match_is_one_by_every_measure(prediction: str, answers: list[str]) -> None:
+    if exact_match(prediction, answers):
+        assert sub_exact_match(prediction, answers)
+        assert f1(prediction, answers) == 1.0
+    assert 0.0 <= f1(prediction, answers) <= 1.0
+
+
+def test_an_answer_of_nothing_is_in_no_text() -> None:
+    assert not contains("whatever was found", ["", "the", "..."])

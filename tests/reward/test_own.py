@@ -1,0 +1,107 @@
+"""Terms of the user's own: what they may return, and the sentence for what they may not."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rlsys.errors import RunError, UserError
+from rlsys.reward.own import OwnTerm, load
+from tests.reward.episodes import episode, read, think
+
+HERE = "tests.reward.own_terms"
+TWO_TURNS = episode((think("search", "Mali"), "Bamako"), think("answer", "Bamako"))
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+async def value(name: str, threads: ThreadPoolExecutor, *said: str) -> Sequence[float]:
+    reading = read(episode(*said) if said else TWO_TURNS, "Bamako", "Bko")
+    return await asyncio.wait_for(OwnTerm(f"{HERE}.{name}", threads)(reading), 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("answers", [0.0, 5.0]),
+        ("per_turn", [0.0, 1.0]),
+        ("as_array", [1.0, 1.0]),
+        ("in_time", [0.0, 0.5]),
+        ("hidden_coroutine", [0.0, 0.5]),
+    ],
+)
+async def test_what_a_term_gives(name: str, expected: list[float], threads: ThreadPoolExecutor) -> None:
+    assert await value(name, threads) == expected
+
+
+async def test_an_episode_without_turns_has_a_place_for_it(threads: ThreadPoolExecutor) -> None:
+    reading = read(episode())
+    assert await OwnTerm(f"{HERE}.per_turn", threads)(reading) == [0.0]
+    assert await OwnTerm(f"{HERE}.answers", threads)(reading) == [3.0]
+    assert await OwnTerm(f"{HERE}.too_many", threads)(reading) == [1.0], "or gives one for that place"
+
+
+async def test_plain_functions_run_beside_each_other_in_threads(threads: ThreadPoolExecutor) -> None:
+    """Each waits for the other, so on the event loop the first would never return."""
+    both = [value("meets_another", threads) for _ in range(2)]
+    assert await asyncio.gather(*both) == [[0.0, 1.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", "raised KeyError: 'no such"),
+        ("stops", "StopIteration"),
+        ("yields", "returned <generator"),
+        ("not_a_number", "returned nan: a finite number"),
+        ("one_infinite", "returned [inf, 0.0]: a finite number"),
+        ("nothing", "returned None: a finite number"),
+        ("text", "returned '1.0': a finite number"),
+        ("nested", "returned [[1.0]]: a finite number"),
+        ("too_many", "returned [1.0, 1.0, 1.0]: one number for each of the 2 turns"),
+    ],
+)
+async def test_a_bad_value_is_one_sentence(name: str, said: str, threads: ThreadPoolExecutor) -> None:
+    with pytest.raises(RunError) as error:
+        await value(name, threads)
+    sentence = str(error.value)
+    assert sentence.startswith(f"reward.terms.{HERE}.{name}, asked about sample 2 of q:1,")
+    assert said in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_package.terms.brevity", "No module named 'no_such_package'"),
+        (f"{HERE}.brevity", "has no function brevity"),
+        (f"{HERE}.NUMBER", "has no function NUMBER"),
+        (f"{HERE}.one_argument", "does not take two arguments"),
+        (".brevity", "cannot be imported"),
+        ("..", "cannot be imported"),
+        ("own.", "cannot be imported"),
+        ("a b.c", "cannot be imported"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_one_sentence(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=r"^reward\.terms\.") as error:
+        load(name)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_module_that_fails_says_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_terms.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
+        load("broken_terms.brevity")
+    assert "broken_terms" not in sys.modules

@@ -1,0 +1,96 @@
+"""Verdicts kept in a file: over runs, by several processes, with lines that were cut off."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from rlsys.errors import RunError, UserError
+from rlsys.reward.verdicts import Verdicts, key_of
+
+EACH = 300
+
+
+def test_a_key_tells_models_and_prompts_apart() -> None:
+    pairs = [("a", "bc"), ("ab", "c"), ("", "abc"), ("a", "bd"), ('a"', "b")]
+    assert len({key_of(*pair) for pair in pairs}) == len(pairs)
+    assert key_of("a", "bc") == key_of("a", "bc")
+
+
+def test_memory_alone() -> None:
+    verdicts = Verdicts(None)
+    verdicts.put("k", False)
+    assert (verdicts.get("k"), verdicts.get("other")) == (False, None)
+    verdicts.close()
+
+
+def test_what_was_kept_is_there_in_the_next_run(tmp_path: Path) -> None:
+    path = str(tmp_path / "verdicts.jsonl")
+    first = Verdicts(path)
+    first.put("a", True)
+    first.put("b", False)
+    first.put("b", True)
+    first.close()
+    first.close()
+    second = Verdicts(path)
+    assert [second.get(key) for key in "abc"] == [True, True, None]
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"key": "b", "ye', b"\xff\xfe", b"{}", b"[1]", b'{"key": "b", "yes": 1}', b"\n\n"]
+)
+def test_lines_that_cannot_be_read_are_left_out(tail: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.jsonl"
+    file.write_bytes(b'{"key": "a", "yes": true}\n' + tail)
+    verdicts = Verdicts(str(file))
+    assert (len(verdicts), verdicts.get("a")) == (1, True)
+    verdicts.put("c", False)
+    verdicts.close()
+    again = Verdicts(str(file))
+    assert (again.get("a"), again.get("c")) == (True, False), "a new line is not joined to the broken one"
+    again.close()
+
+
+def write_many(path: str, name: str) -> None:
+    verdicts = Verdicts(path)
+    for number in range(EACH):
+        verdicts.put(f"{name}-{number}-{'x' * 500}", number % 2 == 0)
+    verdicts.close()
+
+
+def test_several_processes_share_a_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "verdicts.jsonl")
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_many, args=(path, name)) for name in "abc"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert len([json.loads(line) for line in Path(path).read_text().splitlines()]) == 3 * EACH
+
+
+def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "verdicts.jsonl"):
+        with pytest.raises(UserError, match=r"reward\.judge\.cache_path=.* cannot be used"):
+            Verdicts(str(path))
+
+
+@pytest.mark.parametrize("written", [0, 3, OSError(28, "No space left on device")])
+def test_a_full_disk_is_one_sentence(
+    written: int | OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_file: int, _line: bytes) -> int:
+        if isinstance(written, OSError):
+            raise written
+        return written
+
+    verdicts = Verdicts(str(tmp_path / "verdicts.jsonl"))
+    monkeypatch.setattr("rlsys.reward.verdicts.os.write", write)
+    with pytest.raises(RunError, match="cannot be written"):
+        verdicts.put("a", True)
+    verdicts.close()
