@@ -18,25 +18,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from rlsys.agent.trajectory import Trajectory
-from rlsys.algorithms.losses import reduce_stats
+from rlsys.algorithms.kl_control import kl_control
 from rlsys.config.schema import Packing, RunConfig
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
 from rlsys.groups.dealer import Dealer
-from rlsys.groups.megatron import InferenceGroup, launch_megatron
+from rlsys.groups.megatron import ActorGroup, InferenceGroup, launch_megatron, scores_of
 from rlsys.groups.residence import Residence
 from rlsys.groups.weight_sync import WeightSync
+from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
 from rlsys.pipeline.flow import Flow, Judges
-from rlsys.pipeline.group import Group, Sample
-from rlsys.pipeline.grouping import correct_group, judge
+from rlsys.pipeline.group import Group, Sample, Scores
+from rlsys.pipeline.grouping import finish, judge
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
-from rlsys.pipeline.workers import Floats, Say
+from rlsys.pipeline.workers import Say
+from rlsys.reward.reward import Rewards
 from rlsys.session import Session
 from rlsys.train import one_step
 from rlsys.weights.buckets import unpack
@@ -85,11 +86,17 @@ class Outcome:
         self.events.append("")
 
     def step(
-        self, _: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]], _figures: Any
-    ) -> None:
+        self,
+        _: int,
+        groups: Sequence[Group],
+        updates: Sequence[Mapping[str, float]],
+        _figures: Mapping[str, float],
+        _kl_coef: float,
+    ) -> list[Alarm]:
         """See `RunRecord`."""
         self.trained.append([group.question.uid for group in groups])
         self.updates += updates
+        return []
 
     def say(self, _: str) -> Say:
         """See `RunRecord`."""
@@ -157,52 +164,43 @@ class Pauses:
 class Scorer:
     """The inference group's log-probs."""
 
+    groups = ("inference",)
+
     def __init__(self, workers: HostedGroup, dealer: Dealer, pause: Pauses, seen: Outcome) -> None:
         self._workers, self._dealer, self._pause, self._seen = workers, dealer, pause, seen
 
-    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """See `InferenceGroup`."""
         await self._pause()
         self._seen.happened("s")
         plan, dealt = self._dealer.deal(samples)
-        found: list[tuple[Floats, Floats | None]] = [(np.empty(0, np.float32), None)] * len(samples)
-        for dp_rank, results in await self._workers.call("compute", dealt):
-            for indices, batch, result in zip(plan[dp_rank], dealt[dp_rank], results, strict=True):
-                policy = batch.split(result.policy)
-                reference = None if result.reference is None else batch.split(result.reference)
-                for row, index in enumerate(indices):
-                    found[index] = (policy[row], None if reference is None else reference[row])
+        found = scores_of(plan, dealt, await self._workers.call("compute", dealt))
         await self._pause()
         return found
 
 
-class Learner:
-    """The actor."""
+class Learner(ActorGroup):
+    """The actor, without an object store."""
 
-    def __init__(self, workers: HostedGroup, dealer: Dealer, pause: Pauses, seen: Outcome) -> None:
-        self._workers, self._dealer, self._pause, self._seen = workers, dealer, pause, seen
-        self._stats: list[Mapping[str, float]] = []
-        self.step = 0
-
-    def enough(self, samples: Sequence[Sample]) -> bool:
-        """See `ActorGroup`."""
-        return self._dealer.enough(samples)
+    def __init__(
+        self, workers: HostedGroup, dealer: Dealer, tracer: Tracer, pause: Pauses, seen: Outcome
+    ) -> None:
+        super().__init__(workers, dealer, tracer)  # type: ignore[arg-type]
+        self._pause, self._seen = pause, seen
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
         """See `ActorGroup`."""
         await self._pause()
         self._seen.happened("t")
-        answers = await self._workers.call("accumulate", self.deal(samples))
+        answers = await self.workers.call("accumulate", self.deal(samples))
         self._stats += [answer.stats for answer in answers if answer.stats]
         await self._pause()
 
-    async def apply(self) -> Mapping[str, float]:
+    async def apply(self) -> dict[str, float]:
         """See `ActorGroup`."""
         await self._pause()
         self._seen.happened("u")
-        await self._workers.call("apply")
-        stats, self._stats = reduce_stats(self._stats), []
-        return stats
+        return await super().apply()
 
     def deal(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """Micro-batches of each data-parallel rank."""
@@ -239,7 +237,7 @@ def run(
         async with asyncio.TaskGroup() as background:
             background.create_task(session.flow.run())
             for step in range(1, config.trainer.steps + 1):
-                _, switched = await one_step(session, step, background)
+                _, switched, _ = await one_step(session, step, background)
             await switched
             session.flow.stop()
         seen.weights = session.rollout.weights
@@ -261,9 +259,10 @@ def _session(
     dealers = {name: _dealer(config, name, len(group.ranks)) for name, group in groups.items()}
     prompts = PromptSource(questions, config.trainer.seed)
     devices = Residence({}, tracer)
+    rewards, kl = Rewards(config.reward, config.task, config.compat), kl_control(config.algorithm)
     judges = Judges(
-        functools.partial(judge, scale=config.algorithm.advantage_scale),
-        functools.partial(correct_group, config=config.algorithm.correction),
+        functools.partial(judge, rewards=rewards),
+        functools.partial(finish, config=config.algorithm, kl_coef=kl.coef),
     )
     rollout: Any = Playback(config, recording, arrivals, seen)
     scorer = Scorer(groups["inference"], dealers["inference"], pauses, seen)
@@ -272,8 +271,8 @@ def _session(
         "record": seen,
         "search": NoSearch(),
         "rollout": rollout,
-        "scorer": scorer,
-        "actor": learner(groups["actor"], dealers["actor"], pauses, seen),
+        "inference": takes,
+        "trained": {"actor": learner(groups["actor"], dealers["actor"], tracer, pauses, seen)},
     }
     return Session(
         config=config,
@@ -281,6 +280,8 @@ def _session(
         heldout=[],
         sync=WeightSync(groups["actor"], [rollout], config.cluster, Path(), tracer, [takes]),
         devices=devices,
+        rewards=rewards,
+        kl=kl,
         flow=Flow(make_ledger(config), prompts, rollout, scorer, judges, bites(config), devices, seen.say),
         cut=mini_batches(config),
         on_policy=is_on_policy(config),

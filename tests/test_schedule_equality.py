@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from rlsys.agent.trajectory import Trajectory
+from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
-    AdvantageScale,
-    AlgorithmConfig,
     ClusterConfig,
     Device,
     Dtype,
@@ -47,10 +46,11 @@ from rlsys.config.schema import (
 )
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
-from rlsys.pipeline.group import Sample
+from rlsys.pipeline.group import Sample, Scores
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.hosts import ANSWER_S, hosts
+from tests.pipeline.build import rewarded
 from tests.pipeline.recorded import RIGHT, Recording, Shape, record
 from tests.scheduled import PAD_ID, Arrivals, Learner, Outcome, run
 
@@ -79,7 +79,9 @@ class Case:
 
 PLAIN = Case()
 BATCH = Case(
-    scale=AdvantageScale.batch, kl_coef=reference.LOSS.kl_coef, entropy_coef=reference.LOSS.entropy_coef
+    scale=AdvantageScale.batch,
+    kl_coef=reference.ALGORITHM.kl_coef,
+    entropy_coef=reference.ALGORITHM.entropy_coef,
 )
 TWO = replace(BATCH, mini_batches=2, scale=AdvantageScale.group)
 NAMES = {PLAIN: "plain", BATCH: "batch-scale-kl", TWO: "two-mini-batches-kl"}
@@ -122,8 +124,8 @@ class Bench:
             algorithm=AlgorithmConfig(
                 n_samples=SAMPLES,
                 advantage_scale=case.scale,
-                clip_low=reference.LOSS.clip_low,
-                clip_high=reference.LOSS.clip_high,
+                clip_low=reference.ALGORITHM.clip_low,
+                clip_high=reference.ALGORITHM.clip_high,
                 kl_coef=case.kl_coef,
                 entropy_coef=case.entropy_coef,
             ),
@@ -176,7 +178,7 @@ def test_schedule_and_arrival_make_no_difference(
         assert distance(other, base) <= TOLERANCE
         assert shares(other.trained, case) == shares(base.trained, case)
         # A step's log-probs are those of the weights that it sets out from, not of older ones.
-        assert all(update["ratio_dev_max"] < 1e-4 for update in other.updates[:: case.mini_batches])
+        assert all(update["actor/ratio_dev_max"] < 1e-4 for update in other.updates[:: case.mini_batches])
     initial = reference.named_tensors(reference.load(bench.model))
     assert largest_difference(base.weights, initial) > BREACH
 
@@ -213,10 +215,11 @@ def test_the_parameters_are_those_of_transformers(
         policy = _trained(bench.model, updates)
         for _ in range(case.mini_batches):
             groups = [bench.recording[prompts.next().uid, step] for _ in range(size)]
-            advantages = _advantages(groups, case.scale)
             samples = [
-                Sample(one, 0.0, advantage, _logprobs(policy, one), _logprobs(initial, one))
-                for one, advantage in zip(chain(*groups), advantages, strict=True)
+                replace(rewarded(one, 0.0), advantages=np.full(len(one.tokens), advantage)).with_scores(
+                    Scores(_logprobs(policy, one), _logprobs(initial, one))
+                )
+                for one, advantage in zip(chain(*groups), _advantages(groups, case.scale), strict=True)
             ]
             updates.append([collate(samples, PAD_ID)])
     expected = reference.named_tensors(_trained(bench.model, updates))

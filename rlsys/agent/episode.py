@@ -214,6 +214,7 @@ class Episode:
             loss_mask=record.loss_mask,
             rollout_logprobs=record.rollout_logprobs,
             versions=record.versions,
+            turn_of_token=record.turn_of_token,
             tokens_differing=record.tokens_differing,
             response=record.response,
             turns=tuple(self._turns),

@@ -9,6 +9,7 @@ Invariants, in both modes:
 - No token that holds a character of the prompt or of an observation is trained.
 - `rollout_logprobs[t]` is a number only where the engine sampled `tokens[t]` after exactly
   `tokens[:t]`; so it may be compared with a recomputed log-prob. Elsewhere it is NaN.
+- `turn_of_token` names the turn of every trained token, and no other's.
 - A version is set exactly where a token is trained and was generated; an end-of-sequence token that was
   added without being sampled is trained with version -1 and no log-prob.
 - A version is never later than the true one, so what bounds the age of recorded versions bounds the age
@@ -31,7 +32,7 @@ from rlsys.agent.codec import Codec
 from rlsys.config.schema import TokenMode
 
 UNSAMPLED = -1
-"""Owner and version of a token that no turn generated."""
+"""Turn and version of a token that no turn generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class TokenRecord:
     loss_mask: NDArray[np.bool_]
     rollout_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    turn_of_token: NDArray[np.int32]
     tokens_differing: int
     response: str
     truncated: bool
@@ -234,18 +236,18 @@ def _record(
             as_sampled = start + np.flatnonzero(own[start:end])
             logprobs[as_sampled] = np.array(turn.logprobs, dtype=np.float32)[as_sampled - start]
             versions[as_sampled] = np.array(turn.versions, dtype=np.int32)[as_sampled - start]
-    mask = owner != UNSAMPLED
     if closing_eos is not None and length < limit:
         final = np.append(final, np.int32(closing_eos))
-        mask = np.append(mask, True)
+        owner = np.append(owner, np.int32(len(turns) - 1))
         logprobs = np.append(logprobs, np.float32(np.nan))
         versions = np.append(versions, np.int32(UNSAMPLED))
     return TokenRecord(
         tokens=final,
         prompt_length=min(prompt_length, length),
-        loss_mask=mask,
+        loss_mask=owner != UNSAMPLED,
         rollout_logprobs=logprobs,
         versions=versions,
+        turn_of_token=owner,
         tokens_differing=differing,
         response=response,
         truncated=length < len(tokens),

@@ -66,6 +66,9 @@ class Trajectory:
     """[seq] the engine's log-probs of the sampled tokens; NaN where there is none to compare."""
     versions: NDArray[np.int32]
     """[seq] policy version that sampled the token; -1 where nothing was sampled."""
+    turn_of_token: NDArray[np.int32]
+    """[seq] index into `turns` of the one that a trained token belongs to; -1 where nothing is trained. An added
+    end-of-sequence token belongs to the last turn; a turn may have no token at all."""
     tokens_differing: int
     """Trained tokens that are not what the engine sampled (re-tokenisation drift)."""
     response: str

@@ -8,6 +8,7 @@ from rlsys.config.schema import ParallelConfig
 from rlsys.pipeline.batcher import Frame, Plan, Size, fills, plan_micro_batches
 from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Sample
+from rlsys.pipeline.masks import MaskOf, trained_tokens
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from rlsys.weights.families import Architecture
 
@@ -16,7 +17,7 @@ BY_TOKENS = Flops(per_token=1.0)
 
 
 class Dealer:
-    """Cuts samples for one Megatron group."""
+    """Cuts samples for one Megatron group, whose targets are what `mask_of` says."""
 
     def __init__(
         self,
@@ -26,6 +27,7 @@ class Dealer:
         pad_id: int,
         packed: bool,
         flops: Flops = BY_TOKENS,
+        mask_of: MaskOf = trained_tokens,
     ) -> None:
         self._frame = Frame(
             budget_tokens=budget_tokens,
@@ -34,7 +36,7 @@ class Dealer:
             stages=parallel.pp,
             multiple_of=parallel.tp if parallel.sequence_parallel else 1,
         )
-        self._pad_id, self._flops = pad_id, flops
+        self._pad_id, self._flops, self._mask_of = pad_id, flops, mask_of
 
     def enough(self, samples: Sequence[Sample]) -> bool:
         """Whether `samples` give every rank at least as many micro-batches as the pipeline has stages.
@@ -51,11 +53,11 @@ class Dealer:
 
     def _plan(self, samples: Sequence[Sample]) -> Plan:
         trajectories = [sample.trajectory for sample in samples]
-        sizes = [Size(len(one.tokens), int(one.loss_mask.sum())) for one in trajectories]
+        sizes = [Size(len(one.tokens), int(self._mask_of(one).sum())) for one in trajectories]
         return plan_micro_batches(sizes, self._flops, self._frame)
 
     def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
-        return collate(samples, self._pad_id, self._frame.multiple_of, self._frame.packed)
+        return collate(samples, self._pad_id, self._frame.multiple_of, self._frame.packed, self._mask_of)
 
 
 def flops_of(architecture: Architecture) -> Flops:

@@ -1,36 +1,44 @@
-"""The inference group and the actor from the driver's side: samples in, log-probs or an update out.
+"""The Megatron groups from the driver's side: samples in, scores or an update out.
 
-Both have a dealer cut samples into micro-batches, and hand every process the whole plan; each takes its
-own data-parallel rank's part.
+Each has a dealer cut samples into micro-batches, and hands every process the whole plan; each takes its own
+data-parallel rank's part. Calls reach every process of a group in the order in which they are made, so that one
+may be made while another is under way: it waits for its turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlsys.algorithms.losses import reduce_stats
+from rlsys.algorithms.values import value_figures
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
 from rlsys.groups.dealer import Dealer
-from rlsys.megatron.results import switch_figures
+from rlsys.megatron.results import LogProbs, switch_figures
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.group import Sample
+from rlsys.pipeline.batcher import Plan
+from rlsys.pipeline.group import Floats, Picks, Sample, Scores
+from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.transport import Parcel, TransportSpec
 
-Floats = NDArray[np.float32]
+Answers = Sequence[tuple[int, Sequence[Any]] | None]
+"""Of each process: its data-parallel rank and a result for each micro-batch, or None if it does not report."""
 
 
 class InferenceGroup:
-    """Recomputes log-probs.
+    """Recomputes log-probs, and holds the reference policy.
 
     Contract: nothing is computed from `begin_update` to the end of `finish_update`; each waits for the other.
     """
+
+    groups: tuple[str, ...] = ("inference",)
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
         self.workers = workers
@@ -44,20 +52,13 @@ class InferenceGroup:
         """Ranks that take weights: all."""
         return tuple(range(len(self.workers.ranks)))
 
-    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
-        """Log-probs of policy and reference, [seq] each and 0 where not trained, in the order of `samples`."""
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """Scores without values, in the order of `samples`; log-probs are 0 where nothing is trained."""
         plan, batches = self._dealer.deal(samples)
         async with self._weights:
             with self._tracer.span("logprob.compute", step=self.step, samples=len(samples)):
                 answers = await self.workers.call("compute", share(batches))
-        found: list[tuple[Floats, Floats | None]] = [(np.empty(0, np.float32), None)] * len(samples)
-        for dp_rank, results in filter(None, answers):
-            for indices, batch, result in zip(plan[dp_rank], batches[dp_rank], results, strict=True):
-                policy = batch.split(result.policy)
-                reference = None if result.reference is None else batch.split(result.reference)
-                for row, index in enumerate(indices):
-                    found[index] = (policy[row], None if reference is None else reference[row])
-        return found
+        return scores_of(plan, batches, answers)
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
         """Let each rank take weights in the way of its spec."""
@@ -83,6 +84,11 @@ class InferenceGroup:
         finally:
             self._weights.release()
 
+    async def save_reference(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write the reference policy, and `extra` with it, as a checkpoint of all ranks."""
+        with self._tracer.span("checkpoint.save", step=self.step):
+            await self.workers.call("save_reference", str(folder), extra)
+
     async def offload(self) -> dict[str, float]:
         """Release the memory of the group's devices until `restore`; what it cost, as `switch_figures` says."""
         return switch_figures(await self.workers.call("offload"))
@@ -92,8 +98,8 @@ class InferenceGroup:
         return switch_figures(await self.workers.call("restore"))
 
 
-class ActorGroup:
-    """Trains."""
+class TrainedGroup(ABC):
+    """A group that learns: gradients accumulate, then one optimiser step for all."""
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
         self.workers = workers
@@ -101,6 +107,10 @@ class ActorGroup:
         self._dealer = dealer
         self._tracer = tracer
         self._stats: list[Mapping[str, float]] = []
+
+    @abstractmethod
+    def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """What the loss's statistics of a mini-batch come to."""
 
     def enough(self, samples: Sequence[Sample]) -> bool:
         """Whether a call for `samples` keeps every rank and pipeline stage busy."""
@@ -114,11 +124,11 @@ class ActorGroup:
         self._stats.extend(answer.stats for answer in answers if answer.stats)
 
     async def apply(self) -> dict[str, float]:
-        """Take one optimiser step; token means of what was accumulated, gradient norm and rate."""
+        """Take one optimiser step; means of what was accumulated for it, gradient norm and rate."""
         with self._tracer.span("train.apply", step=self.step):
             applied = (await self.workers.call("apply"))[0]
-        stats, self._stats = reduce_stats(self._stats), []
-        return {**stats, "grad_norm": applied.grad_norm, "lr": applied.lr}
+        stats, self._stats = self._stats, []
+        return {**self._figures(stats), "grad_norm": applied.grad_norm, "lr": applied.lr}
 
     async def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint of all ranks, and `extra` with it."""
@@ -134,16 +144,99 @@ class ActorGroup:
         return switch_figures(await self.workers.call("restore"))
 
 
+class ActorGroup(TrainedGroup):
+    """Trains the policy."""
+
+    async def end_step(self, version: int) -> None:
+        """The step's last update is done, and the policy is now `version`: a reference held here may follow it."""
+        await self.workers.call("end_step", version)
+
+    async def device_names(self) -> list[str]:
+        """Of all processes, as their drivers give them."""
+        return list(await self.workers.call("device_name"))
+
+    def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return reduce_stats(stats)
+
+
+class CriticGroup(TrainedGroup):
+    """Learns what episodes are going to be worth. Its dealer's mask says at which tokens."""
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Values [seq] in the order of `samples`; 0 outside of the mask."""
+        plan, batches = self._dealer.deal(samples)
+        with self._tracer.span("values.compute", step=self.step, samples=len(samples)):
+            answers = await self.workers.call("compute", share(batches))
+        found: list[Floats] = [np.empty(0, np.float32)] * len(samples)
+        for indices, batch, values in _dealt(plan, batches, answers):
+            for index, row in zip(indices, batch.split(values), strict=True):
+                found[index] = row
+        return found
+
+    async def accumulate(self, samples: Sequence[Sample]) -> None:
+        """Add the gradient of the summed loss of `samples`, whose picks are the actor's alone."""
+        await super().accumulate([replace(sample, picks=None) for sample in samples])
+
+    def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return value_figures(stats)
+
+
 class EngineLogprobs:
     """A scorer that takes the engine's own log-probs, for runs that do not recompute them."""
 
-    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
-        """What was sampled with, [seq] each; 0 where nothing was sampled, which is not trained."""
-        return [(np.nan_to_num(sample.trajectory.rollout_logprobs), None) for sample in samples]
+    groups: tuple[str, ...] = ()
+    step = 0
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """What was sampled with; 0 where nothing was sampled, which is not trained."""
+        return [Scores(np.nan_to_num(sample.trajectory.rollout_logprobs)) for sample in samples]
+
+
+class WithValues:
+    """A scorer that has the critic speak beside another, at the same time."""
+
+    def __init__(self, logprobs: InferenceGroup | EngineLogprobs, critic: CriticGroup) -> None:
+        self.groups = (*logprobs.groups, "critic")
+        self._logprobs, self._critic = logprobs, critic
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """All scores, in the order of `samples`."""
+        async with asyncio.TaskGroup() as tasks:
+            scores = tasks.create_task(self._logprobs.compute(samples))
+            values = tasks.create_task(self._critic.compute(samples))
+        return [replace(one, values=own) for one, own in zip(scores.result(), values.result(), strict=True)]
+
+
+def scores_of(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers) -> list[Scores]:
+    """`LogProbs` of dealt micro-batches as scores of the samples, in the order of these."""
+    found: dict[int, Scores] = {}
+    for indices, batch, result in _dealt(plan, batches, answers):
+        found |= zip(indices, _split(result, batch), strict=True)
+    return [found[index] for index in range(len(found))]
+
+
+def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
+    """Of each sequence of `batch`."""
+    nothing: list[None] = [None] * len(batch.lengths)
+    references = nothing if result.reference is None else batch.split(result.reference)
+    picks: list[Picks] | list[None] = nothing
+    if result.picks is not None:
+        ends = np.cumsum(batch.trained_lengths)[:-1]
+        picks = [Picks(*pair) for pair in zip(*(np.split(one, ends) for one in result.picks), strict=True)]
+    parts = zip(batch.split(result.policy), references, picks, strict=True)
+    return [Scores(policy, reference, picked) for policy, reference, picked in parts]
+
+
+def _dealt(
+    plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers
+) -> Iterator[tuple[list[int], MicroBatch, Any]]:
+    """(indices of its samples, micro-batch, result) of all ranks."""
+    for dp_rank, results in filter(None, answers):
+        yield from zip(plan[dp_rank], batches[dp_rank], results, strict=True)
 
 
 async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) -> None:
-    """Build the processes of a Megatron group, `kind` actor or inference, and let them meet."""
+    """Build the processes of a Megatron group, `kind` actor, critic or inference, and let them meet."""
     timeout_s = config.cluster.start_timeout_s
     address = await workers.free_address(timeout_s)
     size = len(workers.ranks)
@@ -165,4 +258,10 @@ def _build_inference(config: RunConfig, rendezvous: tuple) -> Any:
     return make_inference(config, rendezvous)
 
 
-_BUILDERS = {"actor": _build_actor, "inference": _build_inference}
+def _build_critic(config: RunConfig, rendezvous: tuple) -> Any:
+    from rlsys.groups.processes import make_critic
+
+    return make_critic(config, rendezvous)
+
+
+_BUILDERS = {"actor": _build_actor, "critic": _build_critic, "inference": _build_inference}

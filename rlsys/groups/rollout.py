@@ -58,6 +58,7 @@ def make_worker(config: RunConfig, seed: int) -> Any:
         seed=seed,
         on_update=config.trainer.schedule.on_update,
         memory_saver=cluster.mode is Mode.collocated and cluster.device is Device.gpu,
+        sampled_answers=config.compat.sampled_validation,
     )
 
 
@@ -125,7 +126,7 @@ class RolloutGroup:
         return await self._run(question, samples, greedy=False)
 
     async def answer(self, question: Question) -> Trajectory:
-        """One greedy episode of `question`. Raises GroupLost as `run_group` does."""
+        """One episode of `question`, greedy unless `compat.sampled_validation`. Raises GroupLost as `run_group` does."""
         return (await self._run(question, 1, greedy=True))[0]
 
     async def metrics(self) -> dict[str, float]:

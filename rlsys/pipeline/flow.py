@@ -2,11 +2,11 @@
 
 Contract: `run` rolls and scores until `stop`; meanwhile the driver `take`s scored groups, oldest first, trains
 on them, and says when a step is closed and when the engines have a new version. All decisions are the
-ledger's; this module carries them out: it starts and cancels episodes, hands groups from stage to stage and
-gives prompts back. A stage that fails ends `run` with its error: run it in the task group of those who `take`.
+ledger's; this module carries them out: it starts and cancels episodes, has their groups judged, hands groups
+from stage to stage and gives prompts back. A stage that fails ends `run` with its error: run it in the task group of those who `take`.
 
-Invariants: a group is scored at most once and handed out at most once; a cancelled group's episodes have
-ended before `run` does; what the ledger dooms is dropped at once; when `run` has ended, every prompt is
+Invariants: a group is judged, scored and handed out at most once; a cancelled group's episodes, or what judges
+them, have ended before `run` does; a group that is judged keeps no room in the engines; what the ledger dooms is dropped at once; when `run` has ended, every prompt is
 trained, dropped for good or back in the source. Runs on asyncio alone, so that it can be tested under any
 clock and interleaving.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -36,12 +36,12 @@ kills the engines."""
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """What is done to a group on its way. Pure functions."""
+    """What is done to a group on its way."""
 
-    judge: Callable[[Question, Sequence[Trajectory]], Group]
-    """Rewards and advantages, once its episodes are done."""
-    correct: Callable[[Group], Group]
-    """Weights of off-policy tokens, once it is scored."""
+    judge: Callable[[Question, Sequence[Trajectory]], Awaitable[Group]]
+    """Rewards, once its episodes are done. It may take long, and is cancelled where the group is dropped meanwhile."""
+    finish: Callable[[Group], Group]
+    """Advantages, and weights of off-policy tokens, once it is scored. A pure function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Bites:
     """How many groups the scorer takes at a time."""
 
     least: float
-    """It waits for so many, or until all rollouts have ended and none may begin; infinity is the latter alone."""
+    """It waits for so many, or until all rollouts are judged and none may begin; infinity is the latter alone."""
     most: int
 
 
@@ -82,6 +82,8 @@ class Flow:
         self._say_rollout, self._say_scorer = say("rollout"), say("inference")
         self._rolling: dict[Ticket, asyncio.Task[None]] = {}
         """Until the task has ended, which is later than the ticket if it was cancelled."""
+        self._judged: set[Ticket] = set()
+        """Of them, those whose episodes are done."""
         # Not a dict: that finds its first key ever more slowly, the more were removed before it.
         self._rolled: OrderedDict[Ticket, Group] = OrderedDict()
         self._scored: list[_Scored] = []
@@ -147,7 +149,10 @@ class Flow:
         group = None
         try:
             trajectories = await self._generator.run_group(ticket.question)
-            group = self._judges.judge(ticket.question, trajectories)
+            self._judged.add(ticket)
+            self._changed.set()
+            if ticket.stage is Stage.rolling:
+                group = await self._judges.judge(ticket.question, trajectories)
         except GroupLost:
             pass
         if ticket.stage is not Stage.rolling:
@@ -162,6 +167,7 @@ class Flow:
 
     def _ended(self, ticket: Ticket, _: asyncio.Task[None]) -> None:
         del self._rolling[ticket]
+        self._judged.discard(ticket)
         self._changed.set()
 
     async def _score_all(self) -> None:
@@ -170,7 +176,7 @@ class Flow:
             await self._until(lambda: self._stopping or self._worth_scoring())
             if self._stopping:
                 return
-            await self._devices.need("inference")
+            await self._devices.need(*self._scorer.groups)
             bite = [self._rolled.popitem(last=False) for _ in range(min(len(self._rolled), self._bites.most))]
             if bite:
                 await self._score(bite)
@@ -179,17 +185,17 @@ class Flow:
         self._say_scorer(f"scores {len(bite)} groups")
         asked = [sample for _, group in bite for sample in group.samples]
         found = await self._scorer.compute(asked)
-        samples = iter([one.with_logprobs(*two) for one, two in zip(asked, found, strict=True)])
+        samples = iter([one.with_scores(scores) for one, scores in zip(asked, found, strict=True)])
         for ticket, group in bite:
             scored = replace(group, samples=tuple(islice(samples, len(group.samples))))
             if ticket.stage is Stage.ready:
-                corrected = self._judges.correct(scored)
-                heappush(self._scored, _Scored(ticket.oldest, ticket.number, ticket, corrected))
+                finished = self._judges.finish(scored)
+                heappush(self._scored, _Scored(ticket.oldest, ticket.number, ticket, finished))
         self._changed.set()
 
     def _may_roll(self) -> bool:
         # With no engine left one group is asked for all the same: the error that this raises ends the run.
-        room = max(1, self._generator.capacity) - len(self._rolling)
+        room = max(1, self._generator.capacity) - (len(self._rolling) - len(self._judged))
         return not self._stopping and room > 0 and self.ledger.may_admit()
 
     def _worth_scoring(self) -> bool:

@@ -1,18 +1,45 @@
 """A group: the episodes of one question, whose rewards are compared with each other.
 
-A group walks rollout -> log-probs -> training as one value; each stage returns a new one. Every
-episode of a group stays in it, so advantages are known as soon as the group is.
+A group walks rollout -> rewards -> scores -> advantages -> training as one value; each stage returns a new one.
+Every episode of a group stays in it, so that what it is compared with is there as soon as the group is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.agent.trajectory import Trajectory
+from rlsys.algorithms.advantages import Estimate
 from rlsys.data.question import Question
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """The most likely tokens in the place of each trained token, for a KL term that sums over them."""
+
+    tokens: NDArray[np.int32]
+    """[trained tokens, k] the largest of one policy; which one, the KL term's direction says."""
+    logprobs: Floats
+    """[trained tokens, k] what the reference policy gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the scoring groups say of one trajectory. An entry speaks of its token as a target."""
+
+    policy: Floats
+    """[seq] log-probs under the policy; 0 where nothing is trained."""
+    reference: Floats | None = None
+    """[seq] log-probs under the reference policy; None without one."""
+    picks: Picks | None = None
+    values: Floats | None = None
+    """[seq] what the critic expects before the token is known; None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +48,43 @@ class Sample:
 
     trajectory: Trajectory
     reward: float
-    advantage: float
-    old_logprobs: NDArray[np.float32] | None = None
+    turn_rewards: tuple[float, ...]
+    """The reward, turn by turn."""
+    parts: Mapping[str, float]
+    """Term of the reward -> what it came to."""
+    advantages: Floats
+    """[seq]; zeros until they are worked out."""
+    old_logprobs: Floats | None = None
     """[seq] under the policy that the update sets out from, or a recent one (the proximal policy)."""
-    ref_logprobs: NDArray[np.float32] | None = None
+    ref_logprobs: Floats | None = None
     """[seq] under the reference policy."""
-    weights: NDArray[np.float32] | None = None
+    weights: Floats | None = None
     """[seq] what each token's advantage counts for, correcting for an older sampler; None is 1 for all."""
+    picks: Picks | None = None
+    values: Floats | None = None
+    """[seq] the critic's, before the update; None without a critic."""
+    returns: Floats | None = None
+    """[seq] what the critic is trained on; None without one."""
+    estimate: Estimate | None = None
+    """What `advantages` and `returns` are of, and the mini-batch works on; None until they are worked out."""
+    kl_sum: float | None = None
+    """KL to the reference policy that was taken off the rewards, without its weight and summed over trained tokens,
+    in nats; None where it is no part of the reward."""
 
-    def with_logprobs(self, old: NDArray[np.float32], reference: NDArray[np.float32] | None) -> Sample:
-        """The same sample after the log-prob stage."""
-        return replace(self, old_logprobs=old, ref_logprobs=reference)
+    def with_scores(self, scores: Scores) -> Sample:
+        """The same sample after the scoring stage."""
+        return replace(
+            self,
+            old_logprobs=scores.policy,
+            ref_logprobs=scores.reference,
+            picks=scores.picks,
+            values=scores.values,
+        )
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that the loss counts."""
+        return int(self.trajectory.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +102,7 @@ class Group:
 
     @property
     def has_spread(self) -> bool:
-        """Whether the rewards differ, without which every advantage is zero."""
+        """Whether the rewards differ, without which episodes teach nothing by comparison with each other."""
         return len({sample.reward for sample in self.samples}) > 1
 
     @property

@@ -1,67 +1,154 @@
-"""What is worked out for a group between the stages: advantages, and weights for late tokens. Pure."""
+"""What is worked out for a group between the stages: its rewards; advantages, and weights of late tokens.
+
+`judge` needs the episodes alone, `finish` also their scores, `over_mini_batch` the other groups of the mini-batch.
+Only `judge` takes time; the others are pure.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from rlsys.agent.trajectory import Trajectory
-from rlsys.algorithms.advantages import batch_normalized, centred, group_normalized
+from rlsys.algorithms.advantages import Episode, Estimate, batch_estimates, group_estimates
 from rlsys.algorithms.corrections import correct
-from rlsys.config.schema import AdvantageScale, CorrectionConfig
+from rlsys.algorithms.kl import estimate
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from rlsys.data.question import Question
-from rlsys.pipeline.group import Group, Sample
-from rlsys.reward.exact_match import score
+from rlsys.pipeline.group import Floats, Group, Sample
+from rlsys.pipeline.masks import MaskOf, trained_tokens
+from rlsys.pipeline.workers import Rewards
+from rlsys.reward.reward import Scored
 
 
-def judge(question: Question, trajectories: Sequence[Trajectory], scale: AdvantageScale) -> Group:
-    """Score every episode of `question` and compare them with each other.
+async def judge(question: Question, trajectories: Sequence[Trajectory], rewards: Rewards) -> Group:
+    """Reward every episode of `question`, all at once. The first failure, or cancellation, ends the others."""
+    async with asyncio.TaskGroup() as tasks:
+        scores = [tasks.create_task(rewards.score(question, one)) for one in trajectories]
+    return Group(question, tuple(map(_rewarded, trajectories, (score.result() for score in scores))))
 
-    With `AdvantageScale.batch` advantages are only centred: `scale_by_batch` divides them.
+
+def finish(group: Group, config: AlgorithmConfig, kl_coef: float, mask_of: MaskOf = trained_tokens) -> Group:
+    """The scored group with advantages, the critic's returns, and the weights of its tokens.
+
+    `kl_coef` weights the KL term where it is part of the reward; `mask_of` are the tokens that take part in the
+    critic's estimates. Advantages are final unless the config needs the whole mini-batch (`over_mini_batch`).
+    Raises ValueError if a sample was not scored, or if a score of a trained token that is needed is not finite.
     """
-    rewards = [score(trajectory, question) for trajectory in trajectories]
-    advantages = group_normalized(rewards) if scale is AdvantageScale.group else centred(rewards)
-    return Group(
-        question,
-        tuple(
-            Sample(trajectory, reward, float(advantage))
-            for trajectory, reward, advantage in zip(trajectories, rewards, advantages, strict=True)
-        ),
-    )
-
-
-def scale_by_batch(groups: Sequence[Group]) -> list[Group]:
-    """The groups of one whole mini-batch, their centred rewards divided by the spread of all of them.
-
-    Centres anew, so that it makes no difference what the advantages were. Rewards that are all equal
-    within their groups give zeros.
-    """
-    scaled = batch_normalized([centred([sample.reward for sample in group.samples]) for group in groups])
-    return [
+    in_reward = config.kl_in is KlPlace.reward and config.kl_coef > 0
+    kls = [_kl(sample, config.kl_estimator) if in_reward else None for sample in group.samples]
+    episodes = [
+        _episode(sample, None if kl is None else kl_coef * kl, mask_of)
+        for sample, kl in zip(group.samples, kls, strict=True)
+    ]
+    found = group_estimates(episodes, config)
+    samples = [
         replace(
-            group,
-            samples=tuple(
-                replace(sample, advantage=float(advantage))
-                for sample, advantage in zip(group.samples, advantages, strict=True)
-            ),
+            _estimated(sample, one),
+            kl_sum=None if kl is None else float(kl.sum()),
+            weights=correct(
+                _old_logprobs(sample),
+                sample.trajectory.rollout_logprobs,
+                sample.trajectory.loss_mask,
+                config.correction,
+            )[0],
         )
-        for group, advantages in zip(groups, scaled, strict=True)
+        for sample, one, kl in zip(group.samples, found, kls, strict=True)
+    ]
+    return replace(group, samples=tuple(samples))
+
+
+def over_mini_batch(
+    groups: Sequence[Group], config: AlgorithmConfig, mask_of: MaskOf = trained_tokens
+) -> list[Group]:
+    """Finished groups of one whole mini-batch, with advantages that depend on all of them.
+
+    `mask_of` as for `finish`. Raises ValueError for a group that was not finished. Twice is as good as once.
+    """
+    estimates = [[_estimate(sample) for sample in group.samples] for group in groups]
+    masks = [[mask_of(sample.trajectory) for sample in group.samples] for group in groups]
+    return [
+        replace(group, samples=tuple(map(_estimated, group.samples, found)))
+        for group, found in zip(groups, batch_estimates(estimates, masks, config), strict=True)
     ]
 
 
-def correct_group(group: Group, config: CorrectionConfig) -> Group:
-    """The scored group with the weights of its tokens; kind `none` leaves them None.
+def mean_kl(groups: Sequence[Group]) -> float | None:
+    """Mean over episodes of their mean KL in the reward, in nats a token; None without an episode that has one.
 
-    Raises ValueError if a sample has no recomputed log-probs, or if one of a trained token is not finite.
+    Episodes weigh alike whatever their length, as in Search-R1's code, which steers the KL's weight by this.
     """
-    return replace(group, samples=tuple(_corrected(sample, config) for sample in group.samples))
+    means = [
+        sample.kl_sum / sample.trained_tokens
+        for group in groups
+        for sample in group.samples
+        if sample.kl_sum is not None and sample.trained_tokens
+    ]
+    return fmean(means) if means else None
 
 
-def _corrected(sample: Sample, config: CorrectionConfig) -> Sample:
-    trajectory = sample.trajectory
-    if sample.old_logprobs is None:
+def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
+    """[seq] turn of each token that takes part in estimates, -1 elsewhere.
+
+    An observation that takes part belongs to the turn before it, which is the one that asked for it.
+    """
+    before = np.maximum.accumulate(trajectory.turn_of_token).clip(min=0)
+    return np.where(mask_of(trajectory), before, np.int32(-1)).astype(np.int32)
+
+
+def _rewarded(trajectory: Trajectory, scored: Scored) -> Sample:
+    advantages = np.zeros(len(trajectory.tokens), dtype=np.float32)
+    return Sample(trajectory, scored.reward, scored.turn_rewards, scored.parts, advantages)
+
+
+def _episode(sample: Sample, penalties: NDArray[np.float64] | None, mask_of: MaskOf) -> Episode:
+    return Episode(
+        turn_rewards=sample.turn_rewards,
+        turn_of_token=turns_of(sample.trajectory, mask_of),
+        penalties=penalties,
+        values=sample.values,
+    )
+
+
+def _estimated(sample: Sample, found: Estimate) -> Sample:
+    return replace(
+        sample,
+        advantages=found.advantages.astype(np.float32),
+        returns=None if found.returns is None else found.returns.astype(np.float32),
+        estimate=found,
+    )
+
+
+def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
+    """[seq] KL to the reference policy of trained tokens, 0 elsewhere."""
+    policy, reference, mask = _old_logprobs(sample), sample.ref_logprobs, sample.trajectory.loss_mask
+    if reference is None:
         raise ValueError(
-            f"Sample {trajectory.sample} of {trajectory.question_uid} has no recomputed log-probs: score it first."
+            f"{_name(sample)} has no log-probs of the reference policy to take a KL off its reward."
         )
-    weights, _ = correct(sample.old_logprobs, trajectory.rollout_logprobs, trajectory.loss_mask, config)
-    return replace(sample, weights=weights)
+    kl = np.zeros(len(mask))
+    trained = [torch.from_numpy(one[mask].astype(np.float64)) for one in (policy, reference)]
+    kl[mask] = estimate(estimator, *trained).numpy()
+    return kl
+
+
+def _old_logprobs(sample: Sample) -> Floats:
+    if sample.old_logprobs is None:
+        raise ValueError(f"{_name(sample)} has no log-probs of the policy: score it first.")
+    return sample.old_logprobs
+
+
+def _estimate(sample: Sample) -> Estimate:
+    if sample.estimate is None:
+        raise ValueError(f"{_name(sample)} has no advantages of its group: finish that first.")
+    return sample.estimate
+
+
+def _name(sample: Sample) -> str:
+    return f"Sample {sample.trajectory.sample} of {sample.trajectory.question_uid}"

@@ -1,16 +1,17 @@
-"""The learner's side of a step: gradients accumulate as groups arrive, one optimiser step a mini-batch.
+"""The learners' side of a step: gradients accumulate as groups arrive, one optimiser step a mini-batch.
 
-Invariants: every group taken is accumulated once; each optimiser step is taken on `groups_per_update` groups.
+Actor and critic learn side by side from the same groups. Invariants: every learner accumulates every group taken
+once; each optimiser step is taken on `groups_per_update` groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsys.pipeline.flow import Flow
 from rlsys.pipeline.group import Group, Sample
-from rlsys.pipeline.grouping import scale_by_batch
 from rlsys.pipeline.workers import Devices, Learner, Say
 
 
@@ -20,37 +21,53 @@ class MiniBatches:
 
     updates: int
     groups_per_update: int
-    whole: bool
-    """Advantages need the whole mini-batch, so training waits for it."""
+    whole: Callable[[Sequence[Group]], list[Group]] | None = None
+    """What has to be worked out over a whole mini-batch, for which training then waits; None if nothing has."""
 
 
 async def learn(
-    flow: Flow, learner: Learner, devices: Devices, cut: MiniBatches, say: Say
+    flow: Flow, learners: Mapping[str, Learner], devices: Devices, cut: MiniBatches, say: Say
 ) -> tuple[list[Group], list[Mapping[str, float]]]:
-    """Train one step; returns its groups and the statistics of each optimiser step."""
+    """Train one step; returns its groups and the statistics of each optimiser step.
+
+    `learners` are those that learn in this step, at least one, by the names of their groups; the name and a slash
+    stand before that of each statistic.
+    """
     trained: list[Group] = []
     updates: list[Mapping[str, float]] = []
     for update in range(1, cut.updates + 1):
         while (missing := update * cut.groups_per_update - len(trained)) > 0:
             say("waits for log-probs")
-            groups = await _worth_a_call(flow, learner, missing, cut.whole)
+            groups = await _worth_a_call(flow, [*learners.values()], missing, cut)
             say(f"trains on {len(groups)} groups")
-            await devices.need("actor")
-            await learner.accumulate([sample for group in groups for sample in group.samples])
+            await devices.need(*learners)
+            samples = [sample for group in groups for sample in group.samples]
+            async with asyncio.TaskGroup() as tasks:
+                for learner in learners.values():
+                    tasks.create_task(learner.accumulate(samples))
             trained += groups
-        updates.append(await learner.apply())
+        updates.append(await _apply(learners))
     flow.close_step()
     return trained, updates
 
 
-async def _worth_a_call(flow: Flow, learner: Learner, missing: int, whole: bool) -> list[Group]:
-    """Groups for one call: enough to fill the learner, or all that the mini-batch still lacks."""
+async def _apply(learners: Mapping[str, Learner]) -> dict[str, float]:
+    """One optimiser step of each; their statistics under full names."""
+    async with asyncio.TaskGroup() as tasks:
+        applied = {name: tasks.create_task(learner.apply()) for name, learner in learners.items()}
+    return {f"{name}/{key}": value for name, task in applied.items() for key, value in task.result().items()}
+
+
+async def _worth_a_call(
+    flow: Flow, learners: Sequence[Learner], missing: int, cut: MiniBatches
+) -> list[Group]:
+    """Groups for one call: enough to fill every learner, or all that the mini-batch still lacks."""
     held: list[Group] = []
     samples: list[Sample] = []
     while len(held) < missing:
         more = await flow.take(missing - len(held))
         held += more
         samples += [sample for group in more for sample in group.samples]
-        if not whole and learner.enough(samples):
+        if cut.whole is None and all(learner.enough(samples) for learner in learners):
             break
-    return scale_by_batch(held) if whole else held
+    return held if cut.whole is None else cut.whole(held)

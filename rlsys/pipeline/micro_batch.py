@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.pipeline.group import Sample
+from rlsys.pipeline.group import Floats, Picks, Sample
+from rlsys.pipeline.masks import MaskOf, trained_tokens
 
-Floats = NDArray[np.float32]
 _NARROWEST = 2
 """Tokens of the narrowest row: one to predict from, one to predict."""
 
@@ -29,16 +29,28 @@ class MicroBatch:
     lengths: NDArray[np.int64]
     """[sequences] tokens of each; none in a micro-batch that only fills up."""
     loss_mask: NDArray[np.bool_]
-    """[rows, width]"""
+    """[rows, width] True for the targets: trained tokens, or whatever else the mask of `collate` names."""
     advantages: Floats
-    """[rows, width]"""
+    """[rows, width] times the weights of tokens; 0 where nothing is trained."""
     old_logprobs: Floats | None = None
     """[rows, width] recomputed log-probs of the policy that sampled."""
     ref_logprobs: Floats | None = None
     """[rows, width] log-probs of the reference policy; None without a KL term."""
+    values: Floats | None = None
+    """[rows, width] the critic's, before the update."""
+    returns: Floats | None = None
+    """[rows, width] what it should have said."""
+    pick_tokens: NDArray[np.int32] | None = None
+    """[targets, k] in the order of `targets`; see `Picks`."""
+    pick_logprobs: Floats | None = None
+    """[targets, k]"""
     packed: bool = False
 
     def __post_init__(self) -> None:
+        if self.pick_tokens is not None and len(self.pick_tokens) != self.trained_tokens:
+            raise ValueError(
+                f"There are picks for {len(self.pick_tokens)} tokens, but {self.trained_tokens} are targets."
+            )
         if self.loss_mask.ravel()[self._starts].any():
             raise ValueError("The first token of a sequence is marked as trained, but nothing predicts it.")
 
@@ -51,6 +63,25 @@ class MicroBatch:
     def targets(self) -> NDArray[np.int64]:
         """[trained tokens] row by row: the tokens whose log-probs are asked for."""
         return self.tokens[self.loss_mask]
+
+    @property
+    def trained_lengths(self) -> NDArray[np.int64]:
+        """[sequences] trained tokens of each."""
+        return np.array([mask.sum() for mask in self.split(self.loss_mask)], dtype=np.int64)
+
+    @property
+    def sequence_numbers(self) -> NDArray[np.int64]:
+        """[rows, width] which sequence a token is of, counted from 0; -1 for padding."""
+        numbers = np.full(self.tokens.size, -1, dtype=np.int64)
+        for number, (start, length) in enumerate(zip(self._starts, self.lengths, strict=True)):
+            numbers[start : start + length] = number
+        return numbers.reshape(self.tokens.shape)
+
+    def spread(self, values: NDArray) -> NDArray:
+        """`values` [sequences] -> [rows, width]: each at every token of its sequence, 0 in padding."""
+        numbers = self.sequence_numbers
+        padded = np.append(values, np.zeros(1, dtype=values.dtype))
+        return np.where(numbers < 0, padded[-1], padded[numbers])
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
@@ -83,11 +114,18 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def collate(samples: Sequence[Sample], pad_id: int, multiple_of: int = 1, packed: bool = False) -> MicroBatch:
+def collate(
+    samples: Sequence[Sample],
+    pad_id: int,
+    multiple_of: int = 1,
+    packed: bool = False,
+    mask_of: MaskOf = trained_tokens,
+) -> MicroBatch:
     """Lay `samples` out in rows whose width is a multiple of `multiple_of` tokens.
 
-    An advantage is weighted by the token's weight. No samples give one row of untrained padding, a
-    micro-batch that fills up a rank.
+    `mask_of` says which tokens of a trajectory are targets. What some sample lacks is left out. No samples give
+    one row of untrained padding, a micro-batch that fills up a rank. Raises ValueError for picks of other tokens
+    than the targets.
     """
     lengths = [len(sample.trajectory.tokens) for sample in samples]
     longest = sum(lengths) if packed else max(lengths, default=0)
@@ -108,18 +146,33 @@ def collate(samples: Sequence[Sample], pad_id: int, multiple_of: int = 1, packed
             return None
         return lay_out(lambda sample: np.asarray(values(sample)), 0.0, np.float32)
 
+    picks = _joined([sample.picks for sample in samples])
     return MicroBatch(
         tokens=lay_out(lambda s: s.trajectory.tokens, pad_id, np.int64),
         lengths=np.array(lengths, dtype=np.int64),
-        loss_mask=lay_out(lambda s: s.trajectory.loss_mask, False, np.bool_),
+        loss_mask=lay_out(lambda s: mask_of(s.trajectory), False, np.bool_),
         advantages=lay_out(_weighted_advantage, 0.0, np.float32),
         old_logprobs=optional(lambda s: s.old_logprobs),
         ref_logprobs=optional(lambda s: s.ref_logprobs),
+        values=optional(lambda s: s.values),
+        returns=optional(lambda s: s.returns),
+        pick_tokens=None if picks is None else picks.tokens,
+        pick_logprobs=None if picks is None else picks.logprobs,
         packed=packed,
+    )
+
+
+def _joined(picks: Sequence[Picks | None]) -> Picks | None:
+    """Those of all samples; None where one has none, or there are no samples."""
+    found = [one for one in picks if one is not None]
+    if not found or len(found) < len(picks):
+        return None
+    return Picks(
+        np.concatenate([one.tokens for one in found]), np.concatenate([one.logprobs for one in found])
     )
 
 
 def _weighted_advantage(sample: Sample) -> Floats:
     """[seq], 0 where nothing is trained."""
     weights = np.float32(1.0) if sample.weights is None else sample.weights
-    return np.where(sample.trajectory.loss_mask, sample.advantage * weights, 0.0).astype(np.float32)
+    return np.where(sample.trajectory.loss_mask, sample.advantages * weights, 0.0).astype(np.float32)

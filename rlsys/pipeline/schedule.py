@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import floor, inf
 
-from rlsys.config.derived import max_staleness
-from rlsys.config.schema import AdvantageScale, RunConfig, Schedule
+from rlsys.config.derived import has_critic, max_staleness, needs_whole_mini_batch
+from rlsys.config.schema import RunConfig, Schedule
 from rlsys.pipeline.flow import Bites
+from rlsys.pipeline.grouping import over_mini_batch
 from rlsys.pipeline.learn import MiniBatches
 from rlsys.pipeline.ledger import Ledger
+from rlsys.pipeline.masks import value_mask
 
 
 def is_on_policy(config: RunConfig) -> bool:
@@ -36,9 +39,17 @@ def bites(config: RunConfig) -> Bites:
 
 def mini_batches(config: RunConfig) -> MiniBatches:
     """How a step is cut into optimiser steps."""
-    trainer = config.trainer
+    trainer, algorithm = config.trainer, config.algorithm
+    whole = partial(over_mini_batch, config=algorithm, mask_of=value_mask(config.compat))
     return MiniBatches(
         updates=trainer.mini_batches,
         groups_per_update=trainer.prompts_per_step // trainer.mini_batches,
-        whole=config.algorithm.advantage_scale is AdvantageScale.batch,
+        whole=whole if needs_whole_mini_batch(algorithm) else None,
     )
+
+
+def learning(config: RunConfig, step: int) -> tuple[str, ...]:
+    """Groups that learn in `step`, counted from 1: while the critic warms up, it alone."""
+    if not has_critic(config.algorithm):
+        return ("actor",)
+    return ("critic",) if step <= config.critic.warmup_steps else ("actor", "critic")

@@ -1,18 +1,15 @@
-"""The three groups of workers, as the pipeline sees them."""
+"""The groups of workers, as the pipeline sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
-from rlsys.pipeline.group import Sample
+from rlsys.pipeline.group import Sample, Scores
+from rlsys.reward.reward import Scored
 
-Floats = NDArray[np.float32]
 Say = Callable[[str], None]
 """Tells people what a stage does or waits for."""
 
@@ -28,15 +25,26 @@ class Generator(Protocol):
         """All episodes of one question. Raises GroupLost if they cannot be had; frees all on cancellation."""
 
 
-class Scorer(Protocol):
-    """The inference group."""
+class Rewards(Protocol):
+    """What episodes are worth."""
 
-    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
-        """Log-probs of the policy and of the reference, [seq] each, in the order of `samples`."""
+    async def score(self, question: Question, trajectory: Trajectory) -> Scored:
+        """The reward of one episode, and what it is made of. May ask others, and take its time."""
+
+
+class Scorer(Protocol):
+    """The inference group, and the critic where there is one."""
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """Names of those that have to be on the devices."""
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """Log-probs and values in the order of `samples`."""
 
 
 class Learner(Protocol):
-    """The actor."""
+    """The actor, or the critic."""
 
     def enough(self, samples: Sequence[Sample]) -> bool:
         """Whether `samples` are worth a call: they keep every rank and pipeline stage busy."""

@@ -212,8 +212,12 @@ def test_no_script_breaks_a_limit_or_an_array(
     trajectory = run(script, config)
     length = len(trajectory.tokens)
     assert length <= total
-    for array in (trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.versions):
+    turn_of_token = trajectory.turn_of_token
+    for array in (trajectory.loss_mask, trajectory.rollout_logprobs, trajectory.versions, turn_of_token):
         assert len(array) == length
+    assert (trajectory.loss_mask == (turn_of_token >= 0)).all()
+    assert turn_of_token.max(initial=-1) < len(trajectory.turns)
+    assert (np.diff(turn_of_token[trajectory.loss_mask]) >= 0).all()
     assert not trajectory.loss_mask[: trajectory.prompt_length].any()
     assert np.isnan(trajectory.rollout_logprobs[~trajectory.loss_mask]).all()
     assert all(len(inputs) < total for inputs in script.inputs)

@@ -103,12 +103,13 @@ def test_retokenize_trains_the_tokens_whose_bytes_were_all_generated(
     assert record.tokens.tolist() == TOKENIZER(text)["input_ids"]
     assert record.response == text[len(prompt) :]
     at = 0
-    for token, trained, version in zip(record.tokens, record.loss_mask, record.versions, strict=True):
+    for place, (token, trained) in enumerate(zip(record.tokens, record.loss_mask, strict=True)):
         owners = set(generated[at : at + len(bytes_of(int(token)))])
         at += len(bytes_of(int(token)))
         wholly = len(owners) == 1 and owners != {0}
         assert trained == wholly
-        assert version == (owners.pop() - 1 if wholly else -1)
+        turn = owners.pop() - 1 if wholly else -1
+        assert (record.versions[place], record.turn_of_token[place]) == (turn, turn)
     assert at == len(text.encode())
 
 
@@ -141,13 +142,14 @@ def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
 @given(TEXTS, TURNS, st.booleans())
 def test_append_trains_what_was_sampled(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
     record = play(TokenMode.append, prompt, turns, eos)
-    tokens, mask = CODEC.encode(prompt), [False] * len(CODEC.encode(prompt))
+    tokens, turn_of_token = CODEC.encode(prompt), [-1] * len(CODEC.encode(prompt))
     for number, (output, observation) in enumerate(turns):
         seen = CODEC.encode(observation) if number < len(turns) - 1 else []
         tokens += [*output, *seen]
-        mask += [True] * len(output) + [False] * len(seen)
+        turn_of_token += [number] * len(output) + [-1] * len(seen)
     assert record.tokens.tolist() == tokens + [CODEC.eos_id] * eos
-    assert record.loss_mask.tolist() == mask + [True] * eos
+    assert record.turn_of_token.tolist() == turn_of_token + [len(turns) - 1] * eos
+    assert record.loss_mask.tolist() == [turn >= 0 for turn in record.turn_of_token]
     assert record.tokens_differing == 0
     sampled = record.versions >= 0
     assert not np.isnan(record.rollout_logprobs[sampled]).any()
@@ -267,9 +269,19 @@ def test_an_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMod
     assert sampled.loss_mask[-1]
     assert np.isnan(added.rollout_logprobs[-1])
     assert (added.versions[-1], sampled.versions[-1]) == (-1, 0)
+    assert (added.turn_of_token[-1], sampled.turn_of_token[-1]) == (0, 0)
     assert sampled.rollout_logprobs[-1] == np.float32(hashed(sampled.tokens.tolist()))
     without = play(mode, "x", [(plain, "")], eos=False)
     assert without.tokens.tolist() == added.tokens.tolist()[:-1]
+
+
+@pytest.mark.parametrize("mode", TokenMode)
+def test_turns_that_nothing_parts_and_turns_without_a_token_are_told_apart(mode: TokenMode) -> None:
+    """Two generations back to back, one that said nothing, and an added end."""
+    said = [CODEC.encode("Paris"), CODEC.encode("🚀"), [], CODEC.encode("x")]
+    record = play(mode, "q", [(output, "") for output in said], eos=True)
+    turns = [turn for turn, output in enumerate(said) for _ in output]
+    assert record.turn_of_token.tolist() == [-1] * record.prompt_length + [*turns, 3]
 
 
 def test_append_cuts_after_the_token_that_completes_the_tag() -> None:

@@ -8,6 +8,7 @@ import pytest
 from rlsys.config.schema import ParallelConfig
 from rlsys.groups.dealer import Dealer
 from rlsys.pipeline.group import Sample
+from rlsys.pipeline.masks import response_tokens
 from tests.pipeline.build import sample
 
 
@@ -39,6 +40,13 @@ def test_enough_is_a_sample_for_every_stage_of_every_rank(packed: bool) -> None:
     dealer = Dealer(ParallelConfig(pp=2), processes=4, budget_tokens=100, pad_id=0, packed=packed)
     assert [dealer.enough(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
     assert Dealer(ParallelConfig(), 1, 100, pad_id=0, packed=packed).enough(samples(5))
+
+
+def test_targets_are_what_the_mask_says() -> None:
+    masked = sample([1, 2, 3, 4], [False, False, True, False])
+    dealer = Dealer(ParallelConfig(), 1, 100, pad_id=0, packed=True, mask_of=response_tokens)
+    (batches,) = dealer.deal([masked])[1]
+    assert [batch.targets.tolist() for batch in batches] == [[2, 3, 4]]
 
 
 def test_a_rest_is_filled_up_so_that_all_ranks_do_the_same() -> None:

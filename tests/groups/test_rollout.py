@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.schema import AlgorithmConfig, RolloutConfig, RunConfig
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.schema import RolloutConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, RolloutGroup
 from rlsys.observe.spans import Tracer

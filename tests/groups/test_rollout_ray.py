@@ -12,7 +12,8 @@ import pytest
 from rlsys.cluster.bundles import plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
-from rlsys.config.schema import AlgorithmConfig, ClusterConfig, Device, RolloutConfig, RunConfig
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.schema import ClusterConfig, Device, RolloutConfig, RunConfig
 from rlsys.groups.rollout import RolloutGroup
 from rlsys.observe.spans import Tracer
 from rlsys.pipeline.routing import NoEngineLeft

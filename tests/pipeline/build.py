@@ -22,8 +22,9 @@ def trajectory(
     tokens_differing: int = 0,
     rollout_logprobs: Sequence[float] | None = None,
     version: int = 0,
+    turn_of_token: Sequence[int] | None = None,
 ) -> Trajectory:
-    """All tokens but the first are trained unless `mask` says otherwise."""
+    """All tokens but the first are trained unless `mask` says otherwise, and of turn 0 unless `turn_of_token` does."""
     trained = list(mask) if mask is not None else [False] + [True] * (len(tokens) - 1)
     logprobs = rollout_logprobs if rollout_logprobs is not None else [float("nan")] * len(tokens)
     return Trajectory(
@@ -34,6 +35,9 @@ def trajectory(
         loss_mask=np.array(trained, dtype=np.bool_),
         rollout_logprobs=np.array(logprobs, dtype=np.float32),
         versions=np.where(trained, version, -1).astype(np.int32),
+        turn_of_token=np.array(
+            np.where(trained, 0, -1) if turn_of_token is None else turn_of_token, dtype=np.int32
+        ),
         tokens_differing=tokens_differing,
         response="",
         turns=tuple(turns),
@@ -45,18 +49,25 @@ def sample(
     tokens: Sequence[int],
     mask: Sequence[bool],
     *,
-    advantage: float = 1.0,
+    advantage: float | Sequence[float] = 1.0,
     old: Sequence[float] | None = None,
     reference: Sequence[float] | None = None,
 ) -> Sample:
-    """A sample with the log-probs given."""
+    """A sample with the log-probs given, and one advantage for all tokens or one for each."""
     return Sample(
         trajectory(tokens, mask),
         reward=0.0,
-        advantage=advantage,
+        turn_rewards=(0.0,),
+        parts={},
+        advantages=np.broadcast_to(np.float32(advantage), len(tokens)),
         old_logprobs=None if old is None else np.array(old, dtype=np.float32),
         ref_logprobs=None if reference is None else np.array(reference, dtype=np.float32),
     )
+
+
+def rewarded(one: Trajectory, reward: float) -> Sample:
+    """A sample that has its reward and nothing else yet."""
+    return Sample(one, reward, (reward,), {}, np.zeros(len(one.tokens), np.float32))
 
 
 def question(number: int) -> Question:

@@ -8,9 +8,8 @@ from typing import Any
 
 from rlsys.data.question import Question
 from rlsys.pipeline.flow import Bites, Flow
-from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.group import Group, Sample, Scores
 from rlsys.pipeline.ledger import Ledger, Reason, Stage, Ticket
-from rlsys.pipeline.workers import Floats
 from tests.pipeline.simulation import Parts
 from tests.pipeline.watched import Property
 
@@ -160,33 +159,60 @@ class ScoresTooEarly(Flow):
         self._bites = Bites(1, self._bites.most)
 
 
+class ScoresUnjudged(Flow):
+    """Takes the rollouts for ended as soon as the episodes are, while the last are still judged."""
+
+    def _worth_scoring(self) -> bool:
+        rolling, self._rolling = (
+            self._rolling,
+            {t: r for t, r in self._rolling.items() if t not in self._judged},
+        )
+        try:
+            return super()._worth_scoring()
+        finally:
+            self._rolling = rolling
+
+
+class KeepsRoom(Flow):
+    """The engines have no room for another group while one is judged."""
+
+    def _may_roll(self) -> bool:
+        judged, self._judged = self._judged, set()
+        try:
+            return super()._may_roll()
+        finally:
+            self._judged = judged
+
+
 class MixesUp(Flow):
-    """Log-probs come back in the wrong order."""
+    """Scores come back in the wrong order."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        compute = self._scorer.compute
+        scorer = self._scorer
 
-        async def reversed_compute(samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
-            return (await compute(samples))[::-1]
+        async def reversed_compute(samples: Sequence[Sample]) -> list[Scores]:
+            return (await scorer.compute(samples))[::-1]
 
-        self._scorer = SimpleNamespace(compute=reversed_compute)
+        self._scorer = SimpleNamespace(groups=scorer.groups, compute=reversed_compute)
 
 
-PLANTED: dict[Property, Parts] = {
-    Property.deadlock: Parts(flow=LosesGroup),
-    Property.livelock: Parts(ledger=Churns),
-    Property.waiting: Parts(flow=TellsNobody),
-    Property.doomed: Parts(flow=KeepsDoomed),
-    Property.once: Parts(flow=TrainsTwice),
-    Property.conserved: Parts(flow=KeepsPrompts),
-    Property.staleness: Parts(ledger=OffByOne),
-    Property.on_policy: Parts(ledger=RollsTooEarly),
-    Property.step: Parts(flow=TakesTooMany),
-    Property.outstanding: Parts(ledger=Boundless),
-    Property.dropped: Parts(ledger=Undead),
-    Property.update: Parts(ledger=ForgetsAtUpdate),
-    Property.sequence: Parts(flow=ScoresTooEarly),
-    Property.own: Parts(flow=MixesUp),
-}
+PLANTED: Sequence[tuple[Property, Parts]] = [
+    (Property.deadlock, Parts(flow=LosesGroup)),
+    (Property.livelock, Parts(ledger=Churns)),
+    (Property.waiting, Parts(flow=TellsNobody)),
+    (Property.waiting, Parts(flow=KeepsRoom)),
+    (Property.doomed, Parts(flow=KeepsDoomed)),
+    (Property.once, Parts(flow=TrainsTwice)),
+    (Property.conserved, Parts(flow=KeepsPrompts)),
+    (Property.staleness, Parts(ledger=OffByOne)),
+    (Property.on_policy, Parts(ledger=RollsTooEarly)),
+    (Property.step, Parts(flow=TakesTooMany)),
+    (Property.outstanding, Parts(ledger=Boundless)),
+    (Property.dropped, Parts(ledger=Undead)),
+    (Property.update, Parts(ledger=ForgetsAtUpdate)),
+    (Property.sequence, Parts(flow=ScoresTooEarly)),
+    (Property.sequence, Parts(flow=ScoresUnjudged)),
+    (Property.own, Parts(flow=MixesUp)),
+]
 """The property that each must be seen to break."""

@@ -45,7 +45,8 @@ def _episode(
     for _ in range(turns):
         lengths += [int(random.integers(2, 12)), int(random.integers(2, 9))]
     lengths.pop()
-    trained = np.repeat([place % 2 == 1 for place in range(len(lengths))], lengths)
+    turn_of_token = np.repeat([place // 2 if place % 2 else -1 for place in range(len(lengths))], lengths)
+    trained = turn_of_token >= 0
     answer = RIGHT if random.random() < 1 / 3 else WRONG
     return Trajectory(
         question_uid=question.uid,
@@ -55,6 +56,7 @@ def _episode(
         loss_mask=trained,
         rollout_logprobs=np.full(len(trained), np.nan, dtype=np.float32),
         versions=np.where(trained, step, -1).astype(np.int32),
+        turn_of_token=turn_of_token.astype(np.int32),
         tokens_differing=0,
         response="",
         turns=(*[_turn(Action.SEARCH, "") for _ in range(turns - 1)], _turn(Action.ANSWER, answer)),

@@ -50,6 +50,10 @@ class Script:
     slots: int = 4
     turns: int = 3
     """Most turns of an episode; each has the version that its engine then has."""
+    critic: bool = False
+    """There is a critic: it scores beside the inference group and learns beside the actor."""
+    warmup: int = 0
+    """Steps in which only the critic learns."""
     flat: float = 0.0
     """Share of groups without spread."""
     scale_s: dict[str, float] = field(default_factory=dict)
@@ -63,6 +67,12 @@ class Script:
     """When it is stopped or cancelled."""
     fails: tuple[str, int] = ("", 0)
     """(worker, the number of the call that fails)"""
+
+    def learning(self, step: int) -> tuple[str, ...]:
+        """Groups that learn in `step`, counted from 1."""
+        if not self.critic:
+            return ("actor",)
+        return ("critic",) if step <= self.warmup else ("actor", "critic")
 
     @property
     def spare(self) -> int:
@@ -84,7 +94,7 @@ class Script:
         updates, per_update = pick([1, 1, 2]), pick([1, 1, 2, 3])
         schedule = pick(["sequential", "pipelined", "async", "async", "async"])
         questions, engines, steps = rng.randint(1, 9), rng.randint(1, 3), rng.randint(1, 4)
-        odd = rng.random() < 0.25
+        odd, critic = rng.random() < 0.25, rng.random() < 0.3
         script = cls(
             rng=rng,
             groups_per_step=updates * per_update,
@@ -101,6 +111,8 @@ class Script:
             least=math.inf if schedule == "sequential" else pick([1, 1, 2, 3]),
             most=updates * per_update if schedule == "sequential" else rng.randint(1, 4),
             enough=rng.randint(1, 6),
+            critic=critic,
+            warmup=pick([0, 0, 1]) if critic else 0,
             questions=questions,
             engines=engines,
             slots=rng.randint(1, 8),
@@ -108,7 +120,7 @@ class Script:
             flat=pick([0.0, 0.0, 0.3, 0.9]),
             scale_s={
                 stage: pick([0.0, 0.1, 1.0, 1.0, 10.0])
-                for stage in ("roll", "abort", "score", "train", "apply", "update", "devices")
+                for stage in ("roll", "abort", "judge", "score", "train", "apply", "update", "devices")
             },
             deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))]
             if odd
@@ -123,7 +135,7 @@ class Script:
             script.ending = pick([Ending.fail, Ending.stop, Ending.cancel])
             script.end_at = pick([0.0, below(), 20 * below()])
             if script.ending is Ending.fail:
-                workers = ["generate", "judge", "score", "correct", "train", "apply", "need"]
+                workers = ["generate", "judge", "score", "finish", "train", "apply", "need"]
                 script.fails = (pick(workers), rng.randint(1, 6))
         return script
 

@@ -1,4 +1,4 @@
-"""Workers that a seed scripts, for simulations of the pipeline: engines, scorer, learner, devices.
+"""Workers that a seed scripts, for simulations of the pipeline: engines, judge, scorer, learners, devices.
 
 They sleep for seeded times, many of them equal or nought, and some very long; answer twice, late or never;
 die, and take new weights in while they generate. What they see that must not be raises `Breach`.
@@ -18,9 +18,9 @@ from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.data.question import Question
 from rlsys.groups.residence import Residence, Tenant
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.group import Floats, Group, Sample, Scores
 from rlsys.pipeline.routing import EngineDied, GroupLost, Loss, Router
-from rlsys.pipeline.workers import Floats
+from tests.pipeline.build import rewarded
 from tests.pipeline.script import Script
 from tests.pipeline.watched import GROUPS, Property, Record
 
@@ -217,13 +217,14 @@ class Engines:
 
 
 class Scorer:
-    """The inference group."""
+    """The inference group, and the critic where there is one."""
 
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
+        self.groups = ("inference", "critic") if script.critic else ("inference",)
 
-    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
-        """Log-probs that belong to each sample alone."""
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """Log-probs and values that belong to each sample alone."""
         self.record.begin("inference")
         if not samples:
             raise self.record.breach(Property.doomed, "the scorer is called for nothing")
@@ -232,14 +233,14 @@ class Scorer:
         await self.script.pause("score", len(samples))
         self.record.fail_if_due("score")
         self.record.end("inference")
-        return [(mark(sample), None) for sample in samples]
+        return [Scores(mark(one), values=-mark(one) if self.script.critic else None) for one in samples]
 
 
 class Learner:
-    """The actor."""
+    """The actor, or the critic."""
 
-    def __init__(self, script: Script, record: Record) -> None:
-        self.script, self.record = script, record
+    def __init__(self, name: str, script: Script, record: Record) -> None:
+        self.name, self.script, self.record = name, script, record
 
     def enough(self, samples: Sequence[Sample]) -> bool:
         """Some number of samples."""
@@ -247,12 +248,14 @@ class Learner:
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
         """Check everything about samples that are trained."""
-        self.record.begin("actor")
+        self.record.begin(self.name)
         for sample in samples:
             own = sample.old_logprobs is not None and np.array_equal(sample.old_logprobs, mark(sample))
+            if self.script.critic:
+                own = own and sample.values is not None and np.array_equal(sample.values, -mark(sample))
             if not own or sample.weights is None:
                 raise self.record.breach(
-                    Property.own, f"call {call_of(sample)} has no log-probs or weights, or another's"
+                    Property.own, f"call {call_of(sample)} has no scores or weights, or another's"
                 )
             trajectory = sample.trajectory
             versions = [int(version) for version in trajectory.versions[trajectory.loss_mask]]
@@ -260,19 +263,19 @@ class Learner:
                 raise self.record.breach(
                     Property.update, f"call {call_of(sample)} was not finished on its version"
                 )
-            self.record.train(call_of(sample), trajectory.sample, versions)
+            self.record.train(self.name, call_of(sample), trajectory.sample, versions)
         await self.script.pause("train", len(samples))
         self.record.fail_if_due("train")
-        self.record.end("actor")
+        self.record.end(self.name)
 
     async def apply(self) -> Mapping[str, float]:
         """One optimiser step."""
-        self.record.begin("actor")
+        self.record.begin(self.name)
         await self.script.pause("apply")
         self.record.fail_if_due("apply")
-        self.record.end("actor")
-        self.record.update()
-        return {}
+        self.record.end(self.name)
+        self.record.update(self.name)
+        return {"loss": 0.0}
 
 
 class Devices:
@@ -321,17 +324,24 @@ class Judging:
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
 
-    def judge(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
-        """Rewards, which are all equal in some groups."""
-        self.record.fail_if_due("judge")
+    async def judge(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
+        """Rewards, which are all equal in some groups. May take long, and wind down slowly if cancelled."""
         flat = self.script.rng.random() < self.script.flat
-        samples = [Sample(one, 0.0 if flat else float(one.sample), 0.0) for one in trajectories]
-        self.record.judge(call_of(samples[0]))
-        return Group(question, tuple(samples))
+        samples = tuple(rewarded(one, 0.0 if flat else float(one.sample)) for one in trajectories)
+        with self.record.judging(call_of(samples[0])):
+            try:
+                await self.script.pause("judge")
+            except asyncio.CancelledError:
+                if self.script.rng.random() < 0.5:
+                    await self.script.pause("abort")
+                if self.script.rng.random() < 0.8:
+                    raise
+            self.record.fail_if_due("judge")
+        return Group(question, samples)
 
-    def correct(self, group: Group) -> Group:
+    def finish(self, group: Group) -> Group:
         """Weights of 1."""
-        self.record.fail_if_due("correct")
+        self.record.fail_if_due("finish")
         self.record.offer(call_of(group.samples[0]))
         return replace(group, samples=tuple(replace(one, weights=_ones(one)) for one in group.samples))
 
@@ -353,7 +363,7 @@ def _ones(sample: Sample) -> Floats:
 
 
 def _trajectory(uid: str, call: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
-    tokens, mask, with_prompt, nothing = _arrays(versions)
+    tokens, mask, with_prompt, turn_of_token, nothing = _arrays(versions)
     return Trajectory(
         question_uid=uid,
         sample=sample,
@@ -362,6 +372,7 @@ def _trajectory(uid: str, call: int, sample: int, versions: tuple[int, ...]) -> 
         loss_mask=mask,
         rollout_logprobs=nothing,
         versions=with_prompt,
+        turn_of_token=turn_of_token,
         tokens_differing=0,
         response=str(call),
         turns=(),
@@ -370,13 +381,14 @@ def _trajectory(uid: str, call: int, sample: int, versions: tuple[int, ...]) -> 
 
 
 @cache
-def _arrays(versions: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, mask, versions and log-probs of one prompt token and a token for each of `versions`."""
+def _arrays(versions: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """Tokens, mask, versions, turns and log-probs of one prompt token and a token for each of `versions`."""
     length = len(versions) + 1
     mask = np.arange(length) > 0
     return (
         np.ones(length, np.int32),
         mask,
         np.array([-1, *versions], np.int32),
+        np.arange(-1, length - 1, dtype=np.int32),
         np.full(length, np.nan, np.float32),
     )

@@ -45,7 +45,7 @@ class Simulation:
         self.questions = [question(number) for number in range(script.questions)]
         self.prompts = PromptSource(self.questions, seed=0)
         self.engines = Engines(script, record)
-        self.learner = Learner(script, record)
+        self.learners = {name: Learner(name, script, record) for name in ("actor", "critic")}
         self.devices = SharedDevices(script, record) if script.sequential else Devices(script, record)
         self.ledger = watched(parts.ledger)(
             script.groups_per_step,
@@ -61,7 +61,7 @@ class Simulation:
             self.prompts,
             self.engines,
             Scorer(script, record),
-            Judges(judging.judge, judging.correct),
+            Judges(judging.judge, judging.finish),
             Bites(script.least, script.most),
             self.devices,
             record.say,
@@ -82,14 +82,19 @@ class Simulation:
 
     async def _train(self) -> None:
         script = self.script
-        cut = MiniBatches(script.updates, script.groups_per_step // script.updates, script.whole)
+        whole = list if script.whole else None
+        cut = MiniBatches(script.updates, script.groups_per_step // script.updates, whole)
         async with asyncio.TaskGroup() as background:
             background.create_task(self._flow())
             if script.ending is Ending.stop:
                 asyncio.get_running_loop().call_at(script.end_at, self._stop)
             switched = None
             for step in range(1, script.steps + 1):
-                groups, _ = await learn(self.flow, self.learner, self.devices, cut, self.record.say("actor"))
+                learners = {name: self.learners[name] for name in script.learning(step)}
+                groups, updates = await learn(
+                    self.flow, learners, self.devices, cut, self.record.say("actor")
+                )
+                assert updates == [{f"{name}/loss": 0.0 for name in learners}] * script.updates
                 self.record.returned(groups)
                 await self.devices.need("actor", "inference")
                 await script.pause("update")
@@ -130,7 +135,7 @@ class Simulation:
             raise record.breach(Property.waiting, "a prompt waits although it may be admitted")
         if record.offered and waits.get("actor") == "waits for log-probs":
             raise record.breach(Property.waiting, f"the learner waits although {record.offered} are scored")
-        no_more = not record.running and not self.ledger.may_admit()
+        no_more = not record.running and not record.judged_now and not self.ledger.may_admit()
         enough = len(record.unscored) >= self.script.least or (record.unscored and no_more)
         scorer_waits = waits["inference"] == "waits for rollouts" and not self.devices.pending["inference"]
         if scorer_waits and enough:

@@ -3,64 +3,188 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rlsys.agent.trajectory import Action, Finish, Turn
-from rlsys.config.schema import CorrectionLevel
-from rlsys.pipeline.figures import correction_figures, staleness_figures, step_figures
+from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.config.algorithm import CorrectionLevel
+from rlsys.pipeline.figures import (
+    answer_figures,
+    correction_figures,
+    group_figures,
+    staleness_figures,
+    step_figures,
+    training_flops,
+)
+from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group, Sample
 from tests.pipeline.build import question, trajectory
 
 SEARCH = Turn("a", Action.SEARCH, "q", "found", 6, 10, 4, 0.1, 0.5)
 FAILED = Turn("b", Action.SEARCH, "q", "failed", 2, 20, 16, 0.1, 1.5, search_error="timeout")
 INVALID = Turn("c", Action.INVALID, "", "no", 3, 30, 10, 0.1, 0.0)
-ANSWER = Turn("d", Action.ANSWER, "yes", "", 1, 40, 0, 0.1, 0.0)
+ANSWER = Turn("d", Action.ANSWER, "Yes!", "", 1, 40, 0, 0.1, 0.0)
+
+
+def sample(one: Trajectory, reward: float, advantage: float = 0.0, **more: Any) -> Sample:
+    """A sample with one advantage for all trained tokens, and some that is not trained."""
+    advantages = np.where(one.loss_mask, np.float32(advantage), np.float32(99.0))
+    parts: Mapping[str, float] = more.pop("parts", {})
+    return Sample(one, reward, (reward,), parts, advantages, **more)
+
 
 RIGHT = trajectory(range(10), turns=[SEARCH, FAILED, ANSWER], rollout_logprobs=[np.nan] + [-1.0] * 9)
 WRONG = trajectory(range(4), turns=[INVALID], finish=Finish.TURN_LIMIT, tokens_differing=2)
+CUT = replace(
+    WRONG, prompt_length=2, loss_mask=np.array([False, False, True, True]), finish=Finish.TOKEN_LIMIT
+)
+OLD = np.array([0.0] + [-1.0] * 8 + [-1.25], dtype=np.float32)
 GROUPS = [
     Group(
         question(1),
         (
-            Sample(RIGHT, 1.0, 0.7, old_logprobs=np.array([0.0] + [-1.0] * 8 + [-1.25], dtype=np.float32)),
+            sample(RIGHT, 2.0, 0.5, old_logprobs=OLD, parts={"f1": 1.0, "search_penalty": 2.0}),
             # Its tokens changed on the way, so its log-probs have nothing to be compared with.
-            Sample(WRONG, 0.0, -0.7, old_logprobs=np.full(4, -9.0, dtype=np.float32)),
+            sample(WRONG, 0.0, -0.25, old_logprobs=np.full(4, -9.0, dtype=np.float32), parts={"f1": 0.5}),
         ),
     ),
-    Group(question(2), (Sample(WRONG, 0.0, 0.0), Sample(replace(WRONG, finish=Finish.ABORTED), 0.0, 0.0))),
+    Group(question(2), (sample(CUT, 0.0), sample(replace(WRONG, finish=Finish.ABORTED), 0.0))),
 ]
 
 
 def test_every_figure_by_hand() -> None:
     assert step_figures(GROUPS) == {
-        "reward/mean": 0.25,
-        "reward/groups_without_spread": 0.5,
+        "critic/score/mean": 0.5,
+        "critic/score/max": 2.0,
+        "critic/score/min": 0.0,
+        "reward/exact_match": 0.25,
+        "reward/term/f1": 0.75,
+        "reward/term/search_penalty": 2.0,
+        "critic/advantages/mean": pytest.approx((9 * 0.5 - 3 * 0.25) / 17),
+        "critic/advantages/max": 0.5,
+        "critic/advantages/min": -0.25,
+        "critic/advantages/std": pytest.approx(
+            math.sqrt((9 * 0.25 + 3 * 0.0625) / 17 - ((9 * 0.5 - 3 * 0.25) / 17) ** 2)
+        ),
+        "critic/advantages/zero_share": 5 / 17,
+        "group/without_spread": 0.5,
+        "group/distinct_answers": 1.0,
+        "group/distinct_responses": 1.0,
+        "answers/many_share": 0.0,
+        "answers/same_share": 0.0,
+        "env/number_of_actions/mean": 6 / 4,
+        "env/number_of_actions/max": 3,
+        "env/number_of_actions/min": 1,
+        "env/number_of_valid_action": 3 / 4,
+        "env/ratio_of_valid_action": 1 / 4,
+        "env/number_of_valid_search": 2 / 4,
+        "env/finish_ratio": 1 / 4,
         "rollout/episodes": 4,
         "rollout/generated_tokens": 6 + 2 + 1 + 3 * 3,
-        "rollout/trained_tokens": 9 + 3 * 3,
-        "rollout/tokens_mean": (10 + 3 * 4) / 4,
-        "rollout/turns_mean": 6 / 4,
-        "rollout/searches_mean": 2 / 4,
         "rollout/search_errors": 1,
         "rollout/search_s_mean": 1.0,
-        "rollout/invalid_share": 3 / 6,
-        "rollout/finished_share": 1 / 4,
         "rollout/aborted": 1,
         "rollout/cached_prompt_share": pytest.approx((4 + 16 + 0 + 3 * 10) / (10 + 20 + 40 + 3 * 30)),
+        "prompt_length/mean": 5 / 4,
+        "prompt_length/max": 2,
+        "prompt_length/min": 1,
+        "response_length/mean": (9 + 3 + 2 + 3) / 4,
+        "response_length/max": 9,
+        "response_length/min": 2,
+        "response_length/clip_ratio": 1 / 4,
+        "state_tokens/total": 17,
+        "state_tokens/coverage": 1.0,
+        "state_tokens/coverage_with_prompt": 17 / 22,
         "tokens/differing": 6,
-        "tokens/differing_share": pytest.approx(6 / 18),
+        "tokens/differing_share": pytest.approx(6 / 17),
         "logprob/max_diff": 0.25,
     }
+
+
+def test_coverage_counts_what_is_trained_of_a_response() -> None:
+    one = trajectory(range(6), [False, False, True, False, True, False])
+    figures = step_figures([Group(question(1), (sample(one, 0.0), sample(one, 0.0)))])
+    assert figures["state_tokens/total"] == 4
+    assert figures["state_tokens/coverage"] == 2 / 5
+    assert figures["state_tokens/coverage_with_prompt"] == 2 / 6
+
+
+def test_an_episode_that_ended_before_its_first_turn_has_figures_too() -> None:
+    empty = trajectory([1], [False], finish=Finish.ABORTED)
+    figures = step_figures([Group(question(1), (sample(empty, 0.0),))], version=0)
+    assert all(math.isfinite(value) for value in figures.values())
+    assert figures["env/number_of_actions/max"] == figures["env/ratio_of_valid_action"] == 0
+    assert figures["state_tokens/coverage"] == 0
+    assert "critic/advantages/mean" not in figures, "nothing is trained, so nothing has an advantage"
+
+
+def answered(*answers: str | None, number: int = 1) -> Group:
+    """A group whose episodes give these answers."""
+    samples = []
+    for place, answer in enumerate(answers):
+        turn = INVALID if answer is None else replace(ANSWER, content=answer)
+        samples.append(sample(trajectory([1, 2 + place], turns=[turn]), 0.0))
+    return Group(question(number), tuple(samples))
+
+
+def test_answers_are_told_apart_as_exact_match_does() -> None:
+    groups = [answered("Yes", "yes.", "no", None), answered(None, None), answered("a", "b", number=3)]
+    # 2 of the 3 given, none given, and "a" is an article: two answers again.
+    assert group_figures(groups)["group/distinct_answers"] == pytest.approx((2 / 3 + 2 / 2) / 2)
+    assert "group/distinct_answers" not in group_figures([answered(None, None)])
+
+
+def test_responses_are_told_apart_by_their_tokens() -> None:
+    same = trajectory([1, 2, 3])
+    other = trajectory([9, 2, 3])
+    assert other.prompt_length == 1, "prompts are no part of it"
+    group = Group(question(1), tuple(sample(one, 0.0) for one in (same, same, other, trajectory([1, 2]))))
+    assert group_figures([group])["group/distinct_responses"] == 2 / 4
+
+
+def test_the_most_frequent_answer_counts_over_different_questions() -> None:
+    alike = [answered("Paris", "paris", "Paris!", "Rome"), answered("Rome", None, None, None, number=2)]
+    assert answer_figures(alike)["answers/same_share"] == 2 / 8, "Paris is of one question alone"
+    spread = [answered("Paris", "x", number=1), answered("the Paris", "y", number=2)]
+    assert answer_figures(spread)["answers/same_share"] == 2 / 4
+    assert answer_figures([answered(None, None)])["answers/same_share"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "many"),
+    [
+        (["<answer>a</answer>"], False),
+        (["<answer>a</answer><answer>b</answer>"], True),
+        (["<answer> or <answer>a</answer>"], True),
+        (["a</answer>", "b</answer>"], True),
+        (["<answer>a", "</answer>"], False),
+        (["<reply>a</reply><reply>b</reply>"], False),
+        ([], False),
+    ],
+)
+def test_many_answers_are_many_tags_that_the_policy_wrote(texts: Sequence[str], many: bool) -> None:
+    page = "<information><answer>x</answer><answer>y</answer></information>"
+    turns = [replace(SEARCH, text=text, observation=page) for text in texts]
+    groups = [Group(question(1), (sample(trajectory(turns=turns), 0.0),))]
+    assert answer_figures(groups)["answers/many_share"] == float(many)
+    assert answer_figures(groups, "reply")["answers/many_share"] == float("<reply>" in "".join(texts))
+
+
+def test_training_costs_three_forward_passes() -> None:
+    cost = Flops(per_token=2.0, per_target=3.0, per_square=0.5)
+    one, other = trajectory(range(4), [False, False, True, True]), trajectory(range(2))
+    groups = [Group(question(1), (sample(one, 0.0), sample(other, 0.0)))]
+    assert training_flops(groups, cost) == 3 * ((2 * 4 + 3 * 2 + 0.5 * 16) + (2 * 2 + 3 * 1 + 0.5 * 4))
 
 
 def with_versions(versions: Sequence[int], mask: Sequence[bool] | None = None) -> Sample:
     """A sample of tokens that these versions sampled; all but the first are trained unless `mask` says."""
     one = trajectory(range(len(versions)), mask)
-    return Sample(replace(one, versions=np.array(versions, dtype=np.int32)), 0.0, 0.0)
+    return sample(replace(one, versions=np.array(versions, dtype=np.int32)), 0.0)
 
 
 def test_the_age_of_every_trained_token_by_hand() -> None:
@@ -98,7 +222,7 @@ def test_a_token_cannot_come_from_the_future() -> None:
 def test_log_probs_are_compared_where_one_policy_gave_both() -> None:
     late = replace(RIGHT, versions=np.array([-1] + [3] * 5 + [4] * 4, dtype=np.int32))
     old = np.array([0.0] + [-1.5] * 5 + [-1.0] * 3 + [-1.25], dtype=np.float32)
-    groups = [Group(question(1), (Sample(late, 1.0, 0.0, old_logprobs=old),))]
+    groups = [Group(question(1), (sample(late, 1.0, old_logprobs=old),))]
     assert step_figures(groups, version=4)["logprob/max_diff"] == 0.25
     assert step_figures(groups, version=5)["logprob/max_diff"] == 0.0
     assert step_figures(groups)["logprob/max_diff"] == 0.5
@@ -108,7 +232,7 @@ def weighed(old: Sequence[float], rollout: Sequence[float], weights: Sequence[fl
     """A sample with the probabilities given; all tokens but the first are trained."""
     one = trajectory(range(len(old)), rollout_logprobs=np.log(rollout).tolist())
     given = None if weights is None else np.array(weights, dtype=np.float32)
-    return Sample(one, 0.0, 0.0, np.log(old).astype(np.float32), None, given)
+    return sample(one, 0.0, old_logprobs=np.log(old).astype(np.float32), weights=given)
 
 
 def test_what_token_weights_did_by_hand() -> None:
@@ -148,13 +272,12 @@ def test_without_weights_there_are_no_correction_figures() -> None:
     assert correction_figures(GROUPS, CorrectionLevel.token) == {}
 
 
-@pytest.mark.parametrize("level", [None, CorrectionLevel.token])
-def test_a_step_has_the_figures_that_it_is_asked_for(level: CorrectionLevel | None) -> None:
+def test_a_step_has_the_figures_that_it_is_asked_for() -> None:
     groups = [Group(question(1), (weighed([0.9, 0.6], [0.1, 0.4], [1, 1.5]),))]
-    figures = step_figures(groups, version=2, level=level)
+    figures = step_figures(groups, version=2, level=CorrectionLevel.sequence)
     staleness = staleness_figures(groups, 2)
     assert figures.items() >= staleness.items()
     assert staleness["staleness/lag_2"] == 1
-    found = {key: value for key, value in figures.items() if key.startswith("correction/")}
-    assert found == (correction_figures(groups, level) if level else {})
+    assert figures.items() >= correction_figures(groups, CorrectionLevel.sequence).items()
+    assert not any(key.startswith("staleness/") for key in step_figures(groups))
     assert all(isinstance(value, int | float) for value in figures.values()), "trackers leave others out"

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,11 @@ from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
 from rlsys.errors import root_cause
 from rlsys.pipeline.flow import Bites, Flow, Judges
-from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.group import Group, Sample, Scores
 from rlsys.pipeline.learn import MiniBatches, learn
 from rlsys.pipeline.ledger import Ledger, Reason
 from rlsys.pipeline.routing import NoEngineLeft
-from rlsys.pipeline.workers import Floats
-from tests.pipeline.build import question, trajectory
+from tests.pipeline.build import question, rewarded, trajectory
 from tests.pipeline.planted import PLANTED
 from tests.pipeline.script import Ending, Script
 from tests.pipeline.simulation import Parts, Simulation, run, simulate
@@ -42,10 +42,14 @@ def test_every_property_holds_under_any_interleaving(block: int) -> None:
             raise
 
 
-@pytest.mark.parametrize("broken", list(Property))
-def test_a_bug_planted_on_purpose_is_found_out(broken: Property) -> None:
-    """One for each property, which is seen to be broken within 1,000 seeds."""
-    assert broken in (_breach(seed, PLANTED[broken]) for seed in range(1000))
+@pytest.mark.parametrize(("broken", "parts"), PLANTED)
+def test_a_bug_planted_on_purpose_is_found_out(broken: Property, parts: Parts) -> None:
+    """The property is seen to be broken within 1,000 seeds."""
+    assert broken in (_breach(seed, parts) for seed in range(1000))
+
+
+def test_a_bug_is_planted_for_each_property() -> None:
+    assert {broken for broken, _ in PLANTED} == {*Property}
 
 
 def _breach(seed: int, parts: Parts) -> Property | None:
@@ -56,7 +60,7 @@ def _breach(seed: int, parts: Parts) -> Property | None:
     return None
 
 
-@pytest.mark.parametrize("worker", ["generate", "judge", "score", "correct", "train", "apply", "need"])
+@pytest.mark.parametrize("worker", ["generate", "judge", "score", "finish", "train", "apply", "need"])
 def test_a_failing_worker_ends_the_run_with_its_own_error(worker: str) -> None:
     """And prompts are accounted for all the same: `run` checks it."""
     reported = []
@@ -122,6 +126,22 @@ def test_where_advantages_need_the_whole_mini_batch_only_scoring_overlaps() -> N
     assert end == pytest.approx(40 + 1 + 4)
 
 
+@pytest.mark.parametrize(("sequential", "end_s"), [(False, 40 + 25 + 1 + 2), (True, 40 + 25 + 4 + 8)])
+def test_engines_generate_while_groups_are_judged(sequential: bool, end_s: float) -> None:
+    """25 s for each; the last is judged when all but it are trained, or, in sequence, before any is scored."""
+    least = float("inf") if sequential else 1
+    settings = {"sequential": sequential, "least": least, "times": {**TIMES, "judge": [25]}}
+    _, end = timed(steps=1, groups_per_step=4, slots=1, most=4, **settings)
+    assert end == pytest.approx(end_s)
+
+
+def test_the_critic_learns_beside_the_actor_and_alone_while_it_warms_up() -> None:
+    """Steps of one group, 10 s to roll, 1 s to score; then learning: 2 s, in the second step 2 s and 7 s at once."""
+    times = {**TIMES, "train": [2, 2, 7]}
+    _, end = timed(steps=2, groups_per_step=1, critic=True, warmup=1, times=times)
+    assert end == pytest.approx((10 + 1 + 2) + (10 + 1 + 7))
+
+
 @pytest.mark.parametrize(("max_staleness", "end_s"), [(0, 60), (1, 40)])
 def test_a_run_that_may_be_stale_rolls_the_next_step_while_it_trains(
     max_staleness: int, end_s: float
@@ -157,6 +177,14 @@ def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> 
     assert simulation.record.dropped[0] == (tickets[1].question, Reason.surplus)
     assert tickets[3].question == tickets[1].question
     assert (len(asked), end) == (6, pytest.approx(2 + 1))
+
+
+def test_a_group_that_is_dropped_while_it_is_judged_is_waited_for_no_longer() -> None:
+    simulation, end = timed(
+        steps=1, groups_per_step=2, oversample=1.5, slots=3, times={"roll": [1], "judge": [2, 99, 3]}
+    )
+    assert simulation.record.dropped == [(simulation.record.tickets[1].question, Reason.surplus)]
+    assert end == pytest.approx(1 + 3)
 
 
 def test_with_staleness_a_slow_group_goes_on_into_the_next_step() -> None:
@@ -200,6 +228,7 @@ class Bare:
     """Workers that answer without ever giving way, as none does in a simulation."""
 
     capacity = 2
+    groups = ("inference",)
     blocked: asyncio.Event | None = None
 
     version = 0
@@ -207,8 +236,8 @@ class Bare:
     async def run_group(self, asked: Question) -> list[Trajectory]:
         return [trajectory(uid=asked.uid, version=self.version)]
 
-    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
-        return [(sample.trajectory.rollout_logprobs, None) for sample in samples]
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        return [Scores(sample.trajectory.rollout_logprobs) for sample in samples]
 
     def enough(self, _: Sequence[Sample]) -> bool:
         return True
@@ -227,9 +256,8 @@ class Bare:
         judges = Judges(self.judge, lambda group: group)
         return Flow(ledger, prompts, self, self, judges, Bites(1, 1), self, lambda _: lambda _: None), prompts
 
-    @staticmethod
-    def judge(asked: Question, trajectories: Sequence[Trajectory]) -> Group:
-        return Group(asked, tuple(Sample(one, 0.0, 0.0) for one in trajectories))
+    async def judge(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+        return Group(asked, tuple(rewarded(one, 0.0) for one in trajectories))
 
 
 def test_an_episode_that_is_aborted_before_its_first_turn_frees_its_slot() -> None:
@@ -241,13 +269,70 @@ def test_an_episode_that_is_aborted_before_its_first_turn_frees_its_slot() -> No
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(flow.run())
             for step in range(1, 11):
-                await learn(flow, workers, workers, MiniBatches(1, 1, whole=False), lambda _: None)
+                await learn(flow, {"actor": workers}, workers, MiniBatches(1, 1), lambda _: None)
                 workers.version = step
                 flow.publish(step)
             flow.stop()
         return flow.ledger.dropped[Reason.surplus]
 
     assert run_virtually(ten_steps()) >= 9
+
+
+def test_no_more_groups_are_generated_at_a_time_than_there_is_room_for() -> None:
+    class Counting(Bare):
+        running = most = 0
+
+        async def run_group(self, asked: Question) -> list[Trajectory]:
+            self.running += 1
+            self.most = max(self.running, self.most)
+            await asyncio.sleep(1)
+            self.running -= 1
+            return await super().run_group(asked)
+
+        async def judge(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+            await asyncio.sleep(0.5)
+            return await super().judge(asked, trajectories)
+
+    workers = Counting()
+    flow, _ = workers.flow(Ledger(groups_per_step=8, max_staleness=0))
+
+    async def one_step() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(flow.run())
+            await learn(flow, {"actor": workers}, workers, MiniBatches(1, 8), lambda _: None)
+            flow.stop()
+
+    run_virtually(one_step())
+    assert workers.most == workers.capacity
+
+
+def test_a_group_that_is_dropped_before_it_could_be_judged_is_not_judged() -> None:
+    class Deaf(Bare):
+        """Answers although it was told to end."""
+
+        asked = judged = 0
+
+        async def run_group(self, asked: Question) -> list[Trajectory]:
+            self.asked += 1
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(99)
+            return await super().run_group(asked)
+
+        async def judge(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+            self.judged += 1
+            return await super().judge(asked, trajectories)
+
+    workers = Deaf()
+    flow, prompts = workers.flow(Ledger(groups_per_step=1, max_staleness=0))
+
+    async def stop_meanwhile() -> None:
+        running = asyncio.create_task(flow.run())
+        await asyncio.sleep(1)
+        flow.stop()
+        await running
+
+    run_virtually(stop_meanwhile())
+    assert (workers.asked, workers.judged, len(prompts.given_back)) == (1, 0, 1)
 
 
 def test_nothing_is_admitted_after_a_stop_that_came_while_devices_were_awaited() -> None:

@@ -6,7 +6,8 @@ The record is kept apart from the ledger's own books: it sees tickets come and g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import cache
 
@@ -15,7 +16,8 @@ from rlsys.pipeline.group import Group
 from rlsys.pipeline.ledger import Ledger, Reason, Stage, Ticket
 from tests.pipeline.script import Script
 
-GROUPS = ("rollout", "inference", "actor")
+LEARNERS = ("actor", "critic")
+GROUPS = ("rollout", "inference", *LEARNERS)
 
 
 class Property(StrEnum):
@@ -29,12 +31,12 @@ class Property(StrEnum):
     conserved = "every prompt is trained, dropped for good or back in the source"
     staleness = "no trained token is staler than allowed"
     on_policy = "without staleness every token is sampled by the version that is trained"
-    step = "every step trains exactly its groups, every optimiser step its share"
+    step = "every learner trains exactly the step's groups, in every optimiser step its share"
     outstanding = "never more tickets are outstanding than allowed"
     dropped = "nothing of a dropped ticket is scored or trained"
     update = "a policy update loses no ticket and, if episodes finish first, splits no group"
-    sequence = "in sequence, scoring waits for the last rollout of the step, training for the last score"
-    own = "every sample is trained with log-probs and weights of its own"
+    sequence = "in sequence, scoring waits for the last reward of the step, training for the last score"
+    own = "every sample is trained with scores and weights of its own"
 
 
 class Breach(Exception):
@@ -59,6 +61,8 @@ class Record:
         """Of `run_group`; each is a ticket's."""
         self.running = 0
         """Calls of `run_group` that have not ended, those that wind down included."""
+        self.judged_now = 0
+        """Groups that are judged, also those whose judge winds down."""
         self.late_answers = self.mixed_groups = 0
         self.lags: Counter[int] = Counter()
         """Versions between a trained token and the one that samples it -> tokens."""
@@ -83,8 +87,9 @@ class Record:
         self._ended: dict[int, str] = {}
         self._judged = 0
         self._scored: set[tuple[int, int]] = set()
-        self._accumulated: set[tuple[int, int]] = set()
-        self._in_update: set[int] = set()
+        self._accumulated: set[tuple[str, int, int]] = set()
+        """(learner, call, sample)"""
+        self._in_update: dict[str, set[int]] = {name: set() for name in LEARNERS}
         self._working: set[str] = set()
         self._worker_calls: Counter[str] = Counter()
 
@@ -134,8 +139,14 @@ class Record:
         if len(self.tickets) > self.most_admitted():
             raise self.breach(Property.livelock, f"{len(self.tickets)} tickets")
 
-    def judge(self, call: int) -> None:
-        """The group of this call is judged; if it becomes ready, that is next."""
+    @contextmanager
+    def judging(self, call: int) -> Iterator[None]:
+        """The group of this call is judged; if it becomes ready, that is next after the end."""
+        self.judged_now += 1
+        try:
+            yield
+        finally:
+            self.judged_now -= 1
         self._judged = call
 
     def ready(self, ticket: Ticket) -> None:
@@ -166,28 +177,34 @@ class Record:
         self.offered.discard(ticket.number)
         self.unscored.discard(ticket.number)
 
-    def train(self, call: int, sample: int, versions: Sequence[int]) -> None:
-        """The learner is given a sample, with the versions of its trained tokens."""
+    def train(self, learner: str, call: int, sample: int, versions: Sequence[int]) -> None:
+        """A learner is given a sample, with the versions of its trained tokens."""
         if not self.over:
-            self._check_training(call, sample, [self.version - version for version in versions])
-        self.lags.update(self.version - version for version in versions)
-        self.mixed_groups += sample == 0 and len(set(versions)) > 1
-        self._accumulated.add((call, sample))
-        self._in_update.add(call)
+            self._check_training(learner, call, sample, [self.version - version for version in versions])
+        if learner == self._learning()[0]:
+            self.lags.update(self.version - version for version in versions)
+            self.mixed_groups += sample == 0 and len(set(versions)) > 1
+        self._accumulated.add((learner, call, sample))
+        self._in_update[learner].add(call)
 
-    def update(self) -> None:
-        """The optimiser steps."""
-        share = self.script.groups_per_step // self.script.updates
-        if not self.over and len(self._in_update) != share:
-            raise self.breach(Property.step, f"an optimiser step on {len(self._in_update)} groups of {share}")
-        self._in_update = set()
+    def update(self, learner: str) -> None:
+        """A learner's optimiser steps."""
+        share, found = self.script.groups_per_step // self.script.updates, len(self._in_update[learner])
+        if not self.over and found != share:
+            raise self.breach(
+                Property.step, f"an optimiser step of the {learner} on {found} groups of {share}"
+            )
+        self._in_update[learner] = set()
 
     def close(self) -> None:
         """The step under way is closed."""
-        trained = {self._ticket_of[call] for call, _ in self._accumulated}
-        complete = len(self.taken) == self.script.groups_per_step and trained >= {*self.taken}
-        if not self.over and not complete:
-            raise self.breach(Property.step, f"step {self.version} took {self.taken} and trained {trained}")
+        for learner in self._learning():
+            trained = {self._ticket_of[call] for name, call, _ in self._accumulated if name == learner}
+            complete = len(self.taken) == self.script.groups_per_step and trained >= {*self.taken}
+            if not self.over and not complete:
+                raise self.breach(
+                    Property.step, f"step {self.version} took {self.taken}, the {learner} trained {trained}"
+                )
         for number in self.taken:
             self._end(self.tickets[number], "trained")
             self.trained.append(self.tickets[number].question)
@@ -220,13 +237,19 @@ class Record:
         self._ended[ticket.number] = how
         self.open.remove(ticket.number)
 
-    def _check_training(self, call: int, sample: int, lags: Sequence[int]) -> None:
+    def _learning(self) -> tuple[str, ...]:
+        """In the step under way."""
+        return self.script.learning(self.version + 1)
+
+    def _check_training(self, learner: str, call: int, sample: int, lags: Sequence[int]) -> None:
         ticket = self._ticket_of[call]
+        if learner not in self._learning():
+            raise self.breach(Property.step, f"the {learner} learns in step {self.version}")
         if self._ended.get(ticket, "trained") != "trained":
             raise self.breach(
                 Property.dropped, f"ticket {ticket}, which was dropped as {self._ended[ticket]}"
             )
-        if (call, sample) in self._accumulated or ticket not in self.taken:
+        if (learner, call, sample) in self._accumulated or ticket not in self.taken:
             raise self.breach(
                 Property.once, f"sample {sample} of ticket {ticket} is trained again or was not taken"
             )
@@ -235,9 +258,10 @@ class Record:
             raise self.breach(broken, f"tokens of ticket {ticket} are {lags} versions old")
 
     def _check_sequence(self, stage: str) -> None:
-        if stage not in self.resident():
+        needed = {stage, "critic"} if stage == "inference" and self.script.critic else {stage}
+        if not needed <= {*self.resident()}:
             raise self.breach(Property.sequence, f"{stage} begins, but {self.resident()} are on the devices")
-        others = self._working - {stage}
+        others = self._working - ({*LEARNERS} if stage in LEARNERS else {stage})
         if others:
             raise self.breach(Property.sequence, f"{stage} begins while {others} work")
         if stage == "rollout":
@@ -245,11 +269,12 @@ class Record:
         rolled = len(self.taken) + sum(
             self.tickets[n].stage is Stage.ready for n in self.open if n not in self.taken
         )
-        if self.running or rolled != self.script.groups_per_step:
+        if self.running or self.judged_now or rolled != self.script.groups_per_step:
             raise self.breach(
-                Property.sequence, f"{stage} begins while {self.running} groups roll, {rolled} are ready"
+                Property.sequence,
+                f"{stage} begins while {self.running} groups roll, {self.judged_now} are judged, {rolled} are ready",
             )
-        if stage == "actor" and self.unscored:
+        if stage in LEARNERS and self.unscored:
             raise self.breach(Property.sequence, f"training begins while {self.unscored} are not scored")
 
 

@@ -1,0 +1,95 @@
+"""What the processes of a group answer comes back by sample, however the samples were dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from rlsys.config.schema import ParallelConfig
+from rlsys.groups.dealer import Dealer
+from rlsys.groups.megatron import CriticGroup, EngineLogprobs, InferenceGroup, WithValues, scores_of
+from rlsys.megatron.results import LogProbs
+from rlsys.observe.spans import Tracer
+from rlsys.pipeline.group import Floats, Sample, Scores
+from rlsys.pipeline.micro_batch import MicroBatch
+from tests.pipeline.build import sample
+
+LENGTHS = (9, 7, 5, 5, 3, 2, 2)
+
+
+def samples() -> list[Sample]:
+    """Sample i holds the tokens 100 i, 100 i + 1, ...; every other one is trained."""
+    return [
+        sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)
+    ]
+
+
+def answer(batch: MicroBatch, full: bool) -> LogProbs:
+    """Made from the tokens that it speaks of."""
+    policy = np.where(batch.loss_mask, -batch.tokens, 0).astype(np.float32)
+    if not full:
+        return LogProbs(policy, None)
+    tokens = np.stack([batch.targets, batch.targets + 1], 1).astype(np.int32)
+    return LogProbs(policy, 2 * policy, (tokens, -tokens.astype(np.float32)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool) -> None:
+    asked = samples()
+    dealer = Dealer(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
+    plan, batches = dealer.deal(asked)
+    answers: list[tuple[int, list[LogProbs]] | None] = [
+        None,
+        *((rank, [answer(batch, full) for batch in batches[rank]]) for rank in (1, 0)),
+        None,
+    ]
+    found = scores_of(plan, batches, answers)
+    assert len(found) == len(asked)
+    for one, scores in zip(asked, found, strict=True):
+        tokens, mask = one.trajectory.tokens, one.trajectory.loss_mask
+        assert_array_equal(scores.policy, np.where(mask, -tokens, 0))
+        assert scores.values is None
+        if not full:
+            assert (scores.reference, scores.picks) == (None, None)
+            continue
+        assert scores.reference is not None
+        assert scores.picks is not None
+        assert_array_equal(scores.reference, np.where(mask, -2 * tokens, 0))
+        assert_array_equal(scores.picks.tokens, np.stack([tokens[mask], tokens[mask] + 1], 1))
+        assert_array_equal(scores.picks.logprobs, -scores.picks.tokens)
+
+
+def test_no_samples_have_no_scores() -> None:
+    assert scores_of([[]], [[]], [(0, [])]) == []
+
+
+class Critic(CriticGroup):
+    """Speaks without processes."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
+        return [one.trajectory.tokens.astype(np.float32) for one in samples]
+
+
+async def test_values_are_added_to_other_scores() -> None:
+    asked = samples()
+    scorer = WithValues(EngineLogprobs(), Critic())
+    assert scorer.groups == ("critic",)
+    found: list[Scores] = await scorer.compute(asked)
+    for one, scores in zip(asked, found, strict=True):
+        assert_array_equal(scores.policy, np.zeros(len(one.trajectory.tokens)))
+        assert_array_equal(scores.values, one.trajectory.tokens)
+
+
+def test_the_groups_that_must_be_there_are_named() -> None:
+    dealer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True)
+    inference = InferenceGroup(None, dealer, Tracer("test"))  # type: ignore[arg-type]
+    assert inference.groups == ("inference",)
+    assert WithValues(inference, Critic()).groups == ("inference", "critic")
+    assert EngineLogprobs().groups == ()
