@@ -14,12 +14,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
-from rlsys.algorithms.losses import MAX_SUFFIX
+from rlsys.algorithms.losses import MAX_SUFFIX, MIN_SUFFIX
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.evaluation.evaluate import Answered, Evaluation
+from rlsys.observe.guards import Alarm, Guards
 from rlsys.observe.metrics import MetricsLog, read_metrics
 from rlsys.observe.plots import draw_curves
 from rlsys.observe.processor import tree_cpu_seconds
@@ -36,8 +38,16 @@ from rlsys.observe.spans import (
     write_chrome_trace,
 )
 from rlsys.observe.trackers import open_trackers
-from rlsys.pipeline.figures import step_figures
+from rlsys.observe.utilisation import utilisation_figures
+from rlsys.pipeline.figures import step_figures, training_flops
+from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group
+
+STAGE_KEYS = {"logprob": "inference", "train": "training", "sync": "sync_weights"}
+"""Stage of spans -> its name under `time/`, where that is another one."""
+RATIO_KEY, FIRST_RATIO_KEY = "actor/ratio_dev_max", "actor/first_ratio_dev_max"
+EVERY_STEP = ("rollout", "reward", "logprob", "train", "sync")
+"""Stages whose seconds are in every row, 0 where nothing was done."""
 
 
 def new_run_dir(config: RunConfig) -> Path:
@@ -56,12 +66,24 @@ def new_run_dir(config: RunConfig) -> Path:
 class RunRecord:
     """Collects the figures, spans and samples of one run."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        progress: Progress,
+        cost: Flops | None = None,
+    ) -> None:
+        """`cost` is the model's; without it there is no figure of the actor's rate."""
         self.config = config
         self.run_dir = run_dir
         self.progress = progress
         self.evaluations: list[Evaluation] = []
-        self.tracers = {name: Tracer(name) for name in ("driver", "rollout", "inference", "actor")}
+        self._reference: Evaluation | None = None
+        self.tracers = {name: Tracer(name) for name in ("driver", "rollout", "inference", "actor", "critic")}
+        self.actor_peak: float | None = None
+        """What the actor's devices can do together, in operations a second; without it there is no `mfu/actor`."""
+        self._cost = cost
+        self._guards = Guards(config.guards, config.algorithm.kl_estimator)
         self._spans: list[Span] = []
         self._recent: list[Span] = []
         self._begun_ns, self._begun_cpu_s = 0, 0.0
@@ -84,50 +106,65 @@ class RunRecord:
         groups: Sequence[Group],
         updates: Sequence[Mapping[str, float]],
         more: Mapping[str, float],
-    ) -> None:
-        """Log one step: figures of its groups and updates (means, maxima kept), its times, and `more`."""
+        kl_coef: float | None = None,
+    ) -> list[Alarm]:
+        """Log one step: figures of its groups and updates (means, extremes kept), its times, and `more`.
+
+        `kl_coef` is the weight of the KL term in this step; None is `algorithm.kl_coef`. Returns the guards' alarms,
+        each of which was shown when it began.
+        """
         window = (self._begun_ns, self.tracers["driver"].now())
-        spans = self._spans_of(window)
-        step_s = (window[1] - window[0]) / 1e9
-        times = stage_seconds(spans, window)
-        figures = step_figures(groups, step - 1, self.config.algorithm.correction.level)
+        algorithm, tag = self.config.algorithm, self.config.task.tags.answer
+        weight = algorithm.kl_coef if kl_coef is None else kl_coef
+        figures = step_figures(groups, step - 1, algorithm.correction.level, weight, tag)
         row = {
             **figures,
+            **({"actor/kl_coef": weight} if algorithm.kl_coef > 0 else {}),
             **more,
-            **{f"actor/{name}": _join(name, updates) for name in updates[-1]},
-            "actor/first_ratio_dev_max": updates[0]["ratio_dev_max"],
-            "time/step_s": step_s,
-            "time/rollout_s": times.get("rollout", 0.0),
-            "time/logprob_s": times.get("logprob", 0.0),
-            "time/train_s": times.get("train", 0.0),
-            "time/cpu_s": tree_cpu_seconds() - self._begun_cpu_s,
-            "time/sync_s": times.get("sync", 0.0),
-            "overlap_s": overlap_seconds(spans, window),
-            **{f"idle/{group}": share for group, share in idle_share(spans, window).items()},
-            "rollout/tokens_per_s": figures["rollout/generated_tokens"] / step_s,
+            **update_figures(updates),
+            **self._time_figures(groups, window),
+            "rollout/tokens_per_s": figures["rollout/generated_tokens"] * 1e9 / (window[1] - window[0]),
         }
+        alarms = self._guards.check(step, row)
+        row |= {f"guard/{name}": 0.0 for name in self._guards.names}
+        row |= {f"guard/{alarm.guard}": 1.0 for alarm in alarms}
         self._write(step, row)
-        self.progress.update(step=step, reward=row["reward/mean"], tokens_per_s=row["rollout/tokens_per_s"])
+        for alarm in alarms:
+            if alarm.first:
+                self.progress.console.print(
+                    f"Warning: {alarm}", style="yellow", highlight=False, markup=False
+                )
+        self.progress.update(
+            step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"]
+        )
+        return alarms
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Keep an evaluation: every answer in a file of its own, the figures with the trackers."""
+        """Keep an evaluation of the policy: every answer in a file of its own, the figures with the trackers."""
         self.evaluations.append(evaluation)
+        self.progress.update(em=evaluation.em)
+        self._keep(evaluation)
+
+    def reference_evaluation(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation of the reference policy, in the same way."""
+        self._reference = evaluation
+        self._keep(evaluation, "reference_")
+
+    def _keep(self, evaluation: Evaluation, whose: str = "") -> None:
         folder = self.run_dir / "evaluations"
         folder.mkdir(exist_ok=True)
-        with (folder / f"step_{evaluation.step:06d}.jsonl").open("w", encoding="utf-8") as lines:
+        stem = f"{whose}step_{evaluation.step:06d}"
+        with (folder / f"{stem}.jsonl").open("w", encoding="utf-8") as lines:
             for one in evaluation.answered:
                 lines.write(json.dumps(_answer_row(one), ensure_ascii=False) + "\n")
-        (folder / f"step_{evaluation.step:06d}.json").write_text(
-            json.dumps(evaluation.row(), indent=2) + "\n"
-        )
-        figures = {"eval/em": evaluation.em, "eval/searches": evaluation.searches}
-        figures |= {f"eval/em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
+        (folder / f"{stem}.json").write_text(json.dumps(evaluation.row(), indent=2) + "\n")
+        figures = {f"eval/{whose}em": evaluation.em, f"eval/{whose}searches": evaluation.searches}
+        figures |= {f"eval/{whose}em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
         for tracker in self._trackers:
             tracker.log(evaluation.step, figures)
-        self.progress.update(em=evaluation.em)
         by_hop = "".join(f", {hop}-hop {em:.3f}" for hop, em in evaluation.em_by_hop.items())
         self.progress.console.print(
-            f"step {evaluation.step}: held-out EM {evaluation.em:.3f}{by_hop}, "
+            f"step {evaluation.step}: {whose.replace('_', ' ')}held-out EM {evaluation.em:.3f}{by_hop}, "
             f"{evaluation.searches:.2f} searches a question"
         )
 
@@ -154,19 +191,22 @@ class RunRecord:
             "em_after": last.em,
             "em_before_by_hop": first.em_by_hop,
             "em_after_by_hop": last.em_by_hop,
+            **({"em_reference": self._reference.em} if self._reference else {}),
             "searches_before": first.searches,
             "searches_after": last.searches,
             "questions": len(last.answered),
             "weight_syncs": weight_syncs,
-            "overlap_s": sum(row["overlap_s"] for row in rows),
+            "overlap_s": sum(row["time/overlap"] for row in rows),
             "logprob_max_diff": max(row["logprob/max_diff"] for row in rows) if recomputed else None,
-            "first_ratio_max_dev": max(row["actor/first_ratio_dev_max"] for row in rows),
+            "first_ratio_max_dev": max(
+                (row[FIRST_RATIO_KEY] for row in rows if row.get(FIRST_RATIO_KEY) is not None), default=None
+            ),
             "tokens_differing_share": sum(row["tokens/differing"] for row in rows)
-            / sum(row["rollout/trained_tokens"] for row in rows),
+            / sum(row["state_tokens/total"] for row in rows),
             "cached_prompt_share": fmean(row["rollout/cached_prompt_share"] for row in rows),
             "steps": len(rows),
             "seed": self.config.trainer.seed,
-            "seconds": {"step": sum(row["time/step_s"] for row in rows), **stage_seconds(self._spans)},
+            "seconds": {"step": sum(row["time/step"] for row in rows), **stage_seconds(self._spans)},
             "evaluations": [evaluation.row() for evaluation in self.evaluations],
         }
 
@@ -193,15 +233,44 @@ class RunRecord:
         running = [span for tracer in self.tracers.values() for span in tracer.running()]
         return self._recent + running
 
+    def _time_figures(self, groups: Sequence[Group], window: Interval) -> dict[str, float]:
+        """Where the seconds of `window` went, and what the actor did in its own."""
+        spans = self._spans_of(window)
+        worked = {stage: spent for stage, spent in stage_seconds(spans, window).items() if spent}
+        seconds = {**dict.fromkeys(EVERY_STEP, 0.0), **worked}
+        training = stage_seconds((span for span in spans if span.group == "actor"), window).get("train", 0.0)
+        flops = 0.0 if self._cost is None else training_flops(groups, self._cost)
+        return {
+            "time/step": (window[1] - window[0]) / 1e9,
+            **{f"time/{STAGE_KEYS.get(stage, stage)}": spent for stage, spent in seconds.items()},
+            "time/overlap": overlap_seconds(spans, window),
+            "time/cpu": tree_cpu_seconds() - self._begun_cpu_s,
+            **{f"idle/{group}": share for group, share in idle_share(spans, window).items()},
+            **(utilisation_figures(flops, training, self.actor_peak) if flops else {}),
+        }
+
     def _write(self, step: int, row: Mapping[str, float]) -> None:
         self._log.log(step, row)
         for tracker in self._trackers:
             tracker.log(step, row)
 
 
-def _join(name: str, updates: Sequence[Mapping[str, float]]) -> float:
-    values = [update[name] for update in updates]
-    return max(values) if name.endswith(MAX_SUFFIX) else sum(values) / len(values)
+def update_figures(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The optimiser steps of a step as one: means, but maxima and minima of those; NaN in one is NaN in all.
+
+    A learner that did not learn in this step (the actor, while the critic warms up) has no figures.
+    """
+    first = updates[0].get(RATIO_KEY) if updates else None
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {
+        **{name: _join(name, [update[name] for update in updates if name in update]) for name in names},
+        **({FIRST_RATIO_KEY: first} if first is not None else {}),
+    }
+
+
+def _join(name: str, values: Sequence[float]) -> float:
+    join = np.max if name.endswith(MAX_SUFFIX) else np.min if name.endswith(MIN_SUFFIX) else np.mean
+    return float(join(values))
 
 
 def _answer_row(one: Answered) -> dict[str, Any]:

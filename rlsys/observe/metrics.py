@@ -1,7 +1,7 @@
 """metrics.jsonl: one line a step, on disk as soon as it is known.
 
-A row is {"step", "time", flat keys}. Keys are "area/name" and end in their unit where it is not obvious
-(`_s` seconds, `_per_s`, `_bytes`). A figure that is NaN or infinite is written as null.
+A row is {"step", "time", flat keys}, "time" in seconds since the epoch. docs/metrics.md lists the keys with their
+units. A figure that is NaN or infinite is written as null.
 """
 
 from __future__ import annotations

@@ -22,12 +22,15 @@ INK, FAINT = "#24292f", "#8c959f"
 EM_COLOUR, REWARD_COLOUR = "#0b5394", "#2a9d8f"
 HOP_COLOURS = ("#5b9bd5", "#e08e45", "#8e6bbf", "#7f7f7f")
 STAGES = (
-    ("rollout", "time/rollout_s", "#5b9bd5"),
-    ("log-probs", "time/logprob_s", "#8e6bbf"),
-    ("training", "time/train_s", "#e08e45"),
-    ("weight sync", "time/sync_s", "#7fb069"),
+    ("rollout", "time/rollout", "#5b9bd5"),
+    ("rewards", "time/reward", "#c9a227"),
+    ("log-probs", "time/inference", "#8e6bbf"),
+    ("values", "time/values", "#b85c8e"),
+    ("training", "time/training", "#e08e45"),
+    ("weight sync", "time/sync_weights", "#7fb069"),
 )
-WALL_KEY = "time/step_s"
+WALL_KEY = "time/step"
+REWARD_KEY = "critic/score/mean"
 DPI = 200
 LABEL_GAP = 0.075
 """Least distance between two labels, in exact match."""
@@ -53,7 +56,7 @@ def draw_curves(history: Rows, evaluations: Rows, out_dir: Path) -> list[Path]:
     panels: list[tuple[str, Callable[[Axes], None]]] = []
     if evaluations:
         panels.append(("em", lambda axes: _draw_em(axes, evaluations)))
-    if _points(history, "reward/mean")[0]:
+    if _points(history, REWARD_KEY)[0]:
         panels.append(("reward", lambda axes: _draw_reward(axes, history)))
     if any(_points(history, key)[0] for _, key, _ in STAGES):
         panels.append(("stage_times", lambda axes: _draw_stages(axes, history)))
@@ -99,7 +102,7 @@ def _draw_em(axes: Axes, evaluations: Rows) -> None:
 
 
 def _draw_reward(axes: Axes, history: Rows) -> None:
-    steps, rewards = _points(history, "reward/mean")
+    steps, rewards = _points(history, REWARD_KEY)
     axes.plot(steps, rewards, color=REWARD_COLOUR, linewidth=1.0, alpha=0.35)
     marker = "o" if len(steps) < MANY_STEPS else None
     axes.plot(steps, _smoothed(rewards), color=REWARD_COLOUR, linewidth=2.2, marker=marker, markersize=3)

@@ -26,7 +26,11 @@ Arg = str | int | float | bool
 Interval = tuple[int, int]
 """Start and end, ns."""
 
-HIDDEN_SPANS = {"actor": ("train.accumulate", "train.apply"), "inference": ("logprob.compute",)}
+HIDDEN_SPANS = {
+    "actor": ("train.accumulate", "train.apply"),
+    "critic": ("values.compute", "train.accumulate", "train.apply"),
+    "inference": ("logprob.compute",),
+}
 """Group -> names of the work that can hide behind generation."""
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
 
@@ -39,7 +43,7 @@ class Span:
     start_ns: int
     end_ns: int
     group: str
-    """Worker group: rollout, inference, actor, driver."""
+    """Worker group: rollout, inference, actor, critic, driver."""
     lane: str
     """Row within the group, such as a rank."""
     args: Mapping[str, Arg] = field(default_factory=dict)

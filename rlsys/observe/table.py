@@ -15,6 +15,7 @@ NAME_WIDTH = 44
 """Of the first column, so that the three tables line up; all fit into 80 columns."""
 STAGE_NAMES = {
     "step": "steps, wall time",
+    "reward": "rewards",
     "logprob": "log-probs",
     "train": "training",
     "sync": "weight sync",

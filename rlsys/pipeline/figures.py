@@ -1,55 +1,139 @@
-"""The figures of a step, from the groups that were trained. Pure."""
+"""The figures of a step, from the groups that were trained. Pure.
+
+docs/metrics.md says what each means and what other systems call it; a test keeps the two together.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
 
-from rlsys.agent.trajectory import Action, Finish
+from rlsys.agent.trajectory import Action, Finish, Trajectory
 from rlsys.algorithms.corrections import CorrectionStats, measure
-from rlsys.config.schema import CorrectionLevel
+from rlsys.config.algorithm import CorrectionLevel
+from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.learning_figures import learning_figures, spread
+from rlsys.reward.exact_match import normalize
+
+TRAINING_PASSES = 3
+"""A forward pass, and a backward pass of twice its operations."""
 
 
 def step_figures(
-    groups: Sequence[Group], version: int | None = None, level: CorrectionLevel | None = None
+    groups: Sequence[Group],
+    version: int | None = None,
+    level: CorrectionLevel = CorrectionLevel.token,
+    kl_coef: float = 0.0,
+    answer_tag: str = "answer",
 ) -> dict[str, float]:
-    """Rewards, lengths, actions, token drift and prefix reuse, as flat keys.
+    """Everything that the groups of a step say, as flat keys.
 
-    With `version`, the policy that was trained, `staleness_figures` too; with `level`, `correction_figures`.
+    With `version`, the policy that was trained, `staleness_figures` too. `level` is that of the off-policy weights,
+    where there are any, `kl_coef` the weight of a KL term that was taken off the rewards. There is at least one group, and no group is empty.
     """
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [sample.trajectory for sample in samples]
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    generated = sum(turn.generated_tokens for turn in turns)
-    trained = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
     return {
-        "reward/mean": fmean(sample.reward for sample in samples),
-        "reward/groups_without_spread": fmean(
-            len({sample.reward for sample in group.samples}) == 1 for group in groups
+        **learning_figures(groups, kl_coef),
+        **group_figures(groups),
+        **answer_figures(groups, answer_tag),
+        **episode_figures(trajectories),
+        **token_figures(trajectories),
+        "logprob/max_diff": max((_logprob_difference(sample, version) for sample in samples), default=0.0),
+        **(staleness_figures(groups, version) if version is not None else {}),
+        **correction_figures(groups, level),
+    }
+
+
+def group_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """How much the episodes of a question differ: means over groups of shares of 1.
+
+    Answers are compared as exact match does, over the episodes that gave one; a group without any says nothing.
+    """
+    answered = [
+        [normalize(answer) for answer in _answers(group.samples)]
+        for group in groups
+        if _answers(group.samples)
+    ]
+    responses = [[_response(sample.trajectory) for sample in group.samples] for group in groups]
+    return {
+        "group/without_spread": fmean(not group.has_spread for group in groups),
+        "group/distinct_responses": fmean(len(set(found)) / len(found) for found in responses),
+        **(
+            {"group/distinct_answers": fmean(len(set(found)) / len(found) for found in answered)}
+            if answered
+            else {}
         ),
+    }
+
+
+def answer_figures(groups: Sequence[Group], tag: str = "answer") -> dict[str, float]:
+    """Signs that answers are written for the reward, not for the question, as shares of all episodes.
+
+    More than one answer is more than one opening or closing tag in what the policy wrote: pages and messages may
+    hold tags of their own. The most frequent answer counts if at least two questions got it, for the episodes of
+    one question may well agree.
+    """
+    episodes = [sample.trajectory for group in groups for sample in group.samples]
+    tags = [
+        max(sum(turn.text.count(one) for turn in episode.turns) for one in (f"<{tag}>", f"</{tag}>"))
+        for episode in episodes
+    ]
+    given: Counter[str] = Counter()
+    asked: dict[str, set[int]] = defaultdict(set)
+    for number, group in enumerate(groups):
+        for answer in map(normalize, _answers(group.samples)):
+            given[answer] += 1
+            asked[answer].add(number)
+    same = max((count for answer, count in given.items() if len(asked[answer]) > 1), default=0)
+    return {
+        "answers/many_share": fmean(count > 1 for count in tags),
+        "answers/same_share": same / len(episodes),
+    }
+
+
+def episode_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What the policy did: actions, searches, ends."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    valid = [sum(turn.action is not Action.INVALID for turn in one.turns) for one in trajectories]
+    acted = [(count, len(one.turns)) for count, one in zip(valid, trajectories, strict=True) if one.turns]
+    return {
+        **spread("env/number_of_actions", [len(one.turns) for one in trajectories]),
+        "env/number_of_valid_action": fmean(valid),
+        "env/ratio_of_valid_action": fmean([count / actions for count, actions in acted] or [0.0]),
+        "env/number_of_valid_search": fmean(one.searches for one in trajectories),
+        "env/finish_ratio": fmean(one.finish is Finish.ANSWER for one in trajectories),
         "rollout/episodes": len(trajectories),
-        "rollout/generated_tokens": generated,
-        "rollout/trained_tokens": trained,
-        "rollout/tokens_mean": fmean(len(trajectory.tokens) for trajectory in trajectories),
-        "rollout/turns_mean": fmean(len(trajectory.turns) for trajectory in trajectories),
-        "rollout/searches_mean": fmean(trajectory.searches for trajectory in trajectories),
+        "rollout/aborted": sum(one.finish is Finish.ABORTED for one in trajectories),
         "rollout/search_errors": sum(bool(turn.search_error) for turn in turns),
         "rollout/search_s_mean": fmean(
             [turn.search_s for turn in turns if turn.action is Action.SEARCH] or [0.0]
         ),
-        "rollout/invalid_share": fmean([turn.action is Action.INVALID for turn in turns] or [0.0]),
-        "rollout/finished_share": fmean(t.finish is Finish.ANSWER for t in trajectories),
-        "rollout/aborted": sum(t.finish is Finish.ABORTED for t in trajectories),
+        "rollout/generated_tokens": sum(turn.generated_tokens for turn in turns),
         "rollout/cached_prompt_share": sum(turn.cached_tokens for turn in turns)
         / max(1, sum(turn.prompt_tokens for turn in turns)),
-        "tokens/differing": sum(trajectory.tokens_differing for trajectory in trajectories),
-        "tokens/differing_share": sum(t.tokens_differing for t in trajectories) / max(1, trained),
-        "logprob/max_diff": max((_logprob_difference(sample, version) for sample in samples), default=0.0),
-        **(staleness_figures(groups, version) if version is not None else {}),
-        **(correction_figures(groups, level) if level is not None else {}),
+    }
+
+
+def token_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Lengths, what of them is trained, and what is not as it was sampled."""
+    prompts = [one.prompt_length for one in trajectories]
+    responses = [len(one.tokens) - one.prompt_length for one in trajectories]
+    trained = sum(int(one.loss_mask.sum()) for one in trajectories)
+    differing = sum(one.tokens_differing for one in trajectories)
+    return {
+        **spread("prompt_length", prompts),
+        **spread("response_length", responses),
+        "response_length/clip_ratio": fmean(one.finish is Finish.TOKEN_LIMIT for one in trajectories),
+        "state_tokens/total": trained,
+        "state_tokens/coverage": trained / max(1, sum(responses)),
+        "state_tokens/coverage_with_prompt": trained / max(1, sum(prompts) + sum(responses)),
+        "tokens/differing": differing,
+        "tokens/differing_share": differing / max(1, trained),
     }
 
 
@@ -107,6 +191,20 @@ def correction_figures(groups: Sequence[Group], level: CorrectionLevel) -> dict[
         "correction/kl_k1": total.k1,
         "correction/kl_k3": total.k3,
     }
+
+
+def training_flops(groups: Sequence[Group], cost: Flops) -> float:
+    """Floating-point operations that the model needs to train once on `groups`; none for anything done twice."""
+    trajectories = [sample.trajectory for group in groups for sample in group.samples]
+    return TRAINING_PASSES * sum(cost.of(len(one.tokens), int(one.loss_mask.sum())) for one in trajectories)
+
+
+def _answers(samples: Sequence[Sample]) -> list[str]:
+    return [answer for sample in samples if (answer := sample.trajectory.answer) is not None]
+
+
+def _response(trajectory: Trajectory) -> bytes:
+    return trajectory.tokens[trajectory.prompt_length :].tobytes()
 
 
 def _logprob_difference(sample: Sample, version: int | None) -> float:

@@ -47,8 +47,8 @@ def test_summary_is_strict_json_with_stable_order(tmp_path: Path) -> None:
 def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     log = MetricsLog(path, clock=lambda: 12.5)
-    log.log(1, {"reward/mean": np.float32(0.25), "time/step_s": float("nan")})
-    row = {"step": 1, "time": 12.5, "reward/mean": 0.25, "time/step_s": None}
+    log.log(1, {"critic/score/mean": np.float32(0.25), "time/step": float("nan")})
+    row = {"step": 1, "time": 12.5, "critic/score/mean": 0.25, "time/step": None}
     assert json.loads(path.read_text()) == row
     log.close()
     log.close()
@@ -58,11 +58,15 @@ def test_a_resumed_run_appends_and_its_rows_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsLog(path)
     for step in (1, 2, 3):
-        first.log(step, {"reward/mean": 0.1 * step})
+        first.log(step, {"critic/score/mean": 0.1 * step})
     first.close()
     with path.open("a") as file:
         file.write('{"step": 4, "rew')  # the crash
     resumed = MetricsLog(path)
-    resumed.log(3, {"reward/mean": 0.9})
+    resumed.log(3, {"critic/score/mean": 0.9})
     resumed.close()
-    assert [(row["step"], row["reward/mean"]) for row in read_metrics(path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert [(row["step"], row["critic/score/mean"]) for row in read_metrics(path)] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.9),
+    ]

@@ -36,6 +36,7 @@ def sample(
         loss_mask=mask,
         rollout_logprobs=np.zeros(11, dtype=np.float32),
         versions=np.array([-1, -1, -1, 4, 4, -1, -1, -1, 4, 5, -1], dtype=np.int32),
+        turn_of_token=np.array([-1, -1, -1, 0, 0, -1, -1, -1, 1, 1, 1], dtype=np.int32),
         tokens_differing=1,
         response="",
         turns=(search, answer),

@@ -120,10 +120,10 @@ def test_a_summary_of_nothing_is_dashes() -> None:
 def _row(step: int) -> dict[str, float]:
     return {
         "step": step,
-        "reward/mean": 0.1 * step,
-        "time/step_s": 9.0,
-        "time/rollout_s": 7.0,
-        "time/train_s": 4.0,
+        "critic/score/mean": 0.1 * step,
+        "time/step": 9.0,
+        "time/rollout": 7.0,
+        "time/training": 4.0,
     }
 
 
@@ -142,7 +142,7 @@ def test_curves_are_pictures_with_something_on_them(tmp_path: Path) -> None:
 
 def test_a_run_cut_short_still_draws_what_it_has(tmp_path: Path) -> None:
     assert draw_curves([], [], tmp_path) == []
-    rows = [_row(1), {"step": 2, "reward/mean": None, "time/step_s": None}]
+    rows = [_row(1), {"step": 2, "critic/score/mean": None, "time/step": None}]
     names = [path.name for path in draw_curves(rows, [], tmp_path)]
     assert names == ["reward.png", "stage_times.png", "curves.png"]
     names = [path.name for path in draw_curves([{"step": 1}], [{"step": 0, "em": 0.5}], tmp_path)]

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlsys.config.schema import TrackingConfig
 from rlsys.observe.trackers import WandbTracker, open_trackers
 
-METRICS = {"reward/mean": 0.25, "time/step_s": float("nan"), "note": "text"}
+METRICS = {"critic/score/mean": 0.25, "time/step": float("nan"), "note": "text"}
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +25,8 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     trackers[0].log(3, METRICS)
     trackers[0].close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["reward/mean"]
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
+    assert events.Tags()["scalars"] == ["critic/score/mean"]
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(3, 0.25)]
 
 
 def test_both_off() -> None:
@@ -40,7 +40,7 @@ from rlsys.config.schema import TrackingConfig
 from rlsys.observe.trackers import open_trackers
 trackers = open_trackers(TrackingConfig(tensorboard=False), Path(sys.argv[1]), "run", {"algorithm": {"kl_coef": 0.5}})
 assert len(trackers) == 1
-trackers[0].log(1, {"reward/mean": 0.8125, "note": "text"})
+trackers[0].log(1, {"critic/score/mean": 0.8125, "note": "text"})
 trackers[0].close()
 """
 

@@ -1,0 +1,150 @@
+"""Guards under sequences of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from rlsys.config.algorithm import GuardsConfig, KlEstimator
+from rlsys.observe.guards import Alarm, Guards
+
+NAN = float("nan")
+K3 = KlEstimator["k3"]
+CONFIG = GuardsConfig(
+    patience=3,
+    entropy_floor=0.1,
+    kl_ceiling=2.0,
+    ratio_ceiling=10.0,
+    many_answers_ceiling=0.2,
+    same_answer_ceiling=0.5,
+)
+HEALTHY = {
+    "actor/entropy": 0.5,
+    "actor/kl": 0.1,
+    "actor/ratio_max": 1.2,
+    "answers/many_share": 0.0,
+    "answers/same_share": 0.1,
+}
+
+
+def watch(
+    rows: Sequence[Mapping[str, float | None]], config: GuardsConfig = CONFIG, estimator: KlEstimator = K3
+) -> list[list[Alarm]]:
+    """The alarms of each row, which come after each other as steps from 1."""
+    guards = Guards(config, estimator)
+    return [guards.check(step, HEALTHY | row) for step, row in enumerate(rows, start=1)]
+
+
+def steps_alarmed(values: Sequence[float | None], figure: str = "actor/entropy") -> list[int]:
+    """Steps with an alarm where `figure` takes these values."""
+    alarms = watch([{figure: value} for value in values])
+    return [step for step, found in enumerate(alarms, start=1) if found]
+
+
+def test_a_healthy_run_is_left_alone() -> None:
+    assert watch([{}] * 10) == [[]] * 10
+
+
+@pytest.mark.parametrize(
+    ("guard", "figure", "kept", "passed"),
+    [
+        ("entropy", "actor/entropy", 0.1, 0.0999),
+        ("kl", "actor/kl", 2.0, 2.001),
+        ("ratio", "actor/ratio_max", 10.0, 10.01),
+        ("many_answers", "answers/many_share", 0.2, 0.201),
+        ("same_answer", "answers/same_share", 0.5, 0.501),
+    ],
+)
+def test_each_bound_may_be_met_but_not_passed(guard: str, figure: str, kept: float, passed: float) -> None:
+    assert steps_alarmed([kept] * 5, figure) == []
+    assert steps_alarmed([passed] * 5, figure) == [3, 4, 5]
+    (alarm,) = watch([{figure: passed}] * 3)[-1]
+    assert (alarm.guard, alarm.figure, alarm.value) == (guard, figure, passed)
+
+
+def test_patience_counts_steps_in_a_row() -> None:
+    low, high = 0.0, 1.0
+    assert steps_alarmed([low, low, high, low, low, high]) == []
+    assert steps_alarmed([low, low, low, high, low, low, low, low]) == [3, 7, 8]
+
+
+def test_an_alarm_is_new_once_in_each_row() -> None:
+    low, high = {"actor/entropy": 0.0}, {"actor/entropy": 1.0}
+    alarms = watch([low, low, low, low, high, low, low, low])
+    assert [(alarm.step, alarm.first, alarm.steps) for found in alarms for alarm in found] == [
+        (3, True, 3),
+        (4, False, 4),
+        (8, True, 3),
+    ]
+
+
+def test_what_is_not_a_number_is_an_alarm_at_once() -> None:
+    assert steps_alarmed([1.0, NAN, 1.0]) == [2]
+    assert steps_alarmed([1.0, None, 1.0]) == [2], "a file has null for NaN"
+    (alarm,) = watch([{"actor/entropy": NAN}])[0]
+    assert alarm.first
+    assert "actor/entropy is not a number at step 1" in str(alarm)
+
+
+def test_infinity_passes_a_ceiling_in_its_time() -> None:
+    assert steps_alarmed([float("inf")] * 3, "actor/kl") == [3]
+
+
+def test_a_figure_that_a_step_does_not_have_ends_the_row() -> None:
+    guards = Guards(CONFIG, K3)
+    rows = [{"actor/entropy": 0.0}] * 2 + [{}] + [{"actor/entropy": 0.0}] * 3
+    assert [bool(guards.check(step, row)) for step, row in enumerate(rows)] == [False] * 5 + [True]
+
+
+def test_guards_do_not_disturb_each_other() -> None:
+    rows = [{"actor/entropy": 0.0}, {"actor/entropy": 0.0, "actor/kl": 9.0}]
+    rows += [{"actor/entropy": 0.0, "actor/kl": 9.0}] * 2
+    assert [[alarm.guard for alarm in found] for found in watch(rows)] == [
+        [],
+        [],
+        ["entropy"],
+        ["entropy", "kl"],
+    ]
+
+
+def test_a_bound_that_is_null_is_not_watched() -> None:
+    config = replace(CONFIG, entropy_floor=None)
+    assert watch([{"actor/entropy": NAN}] * 4, config) == [[]] * 4
+    assert Guards(config, K3).names == ("kl", "ratio", "many_answers", "same_answer")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "figure"),
+    [("k1", "kl/k1"), ("k3++", "kl/k3"), ("k4", "kl/k1"), ("k5", "kl/k5"), ("full_forward", "kl/k5")],
+)
+def test_a_kl_that_is_no_part_of_the_loss_is_taken_from_the_samples(estimator: str, figure: str) -> None:
+    row = {f"kl/{name}": 0.0 for name in ("k1", "k2", "k3", "k5", "abs")} | {figure: 9.0}
+    guards = Guards(replace(CONFIG, patience=1), KlEstimator(estimator))
+    (alarm,) = guards.check(1, row)
+    assert (alarm.guard, alarm.figure) == ("kl", figure)
+    assert guards.check(2, row | {"actor/kl": 0.0}) == [], "the loss knows better"
+
+
+@pytest.mark.parametrize("estimator", KlEstimator)
+def test_every_estimator_has_a_figure(estimator: KlEstimator) -> None:
+    rows: list[dict[str, float | None]] = [{f"kl/{name}": 9.0 for name in ("k1", "k2", "k3", "k5", "abs")}]
+    guards = Guards(replace(CONFIG, patience=1), estimator)
+    assert [alarm.guard for alarm in guards.check(1, rows[0])] == ["kl"]
+
+
+def test_an_alarm_is_one_sentence_with_figure_value_bound_key_and_remedy() -> None:
+    (alarm,) = watch([{"actor/entropy": 0.01234567}] * 3)[-1]
+    text = str(alarm)
+    assert text.startswith(
+        "actor/entropy is 0.01235 at step 3, below guards.entropy_floor=0.1, as in the 2 before it: "
+    )
+    assert "algorithm.entropy_coef" in text
+    assert text.endswith("or set guards.entropy_floor=null to watch it no more.")
+    (ceiling,) = watch([{"actor/kl": 5.0}], replace(CONFIG, patience=1))[0]
+    assert str(ceiling).startswith("actor/kl is 5 at step 1, above guards.kl_ceiling=2: ")
+    for name in ("entropy", "kl", "ratio", "many_answers", "same_answer"):
+        row = dict.fromkeys(HEALTHY, NAN)
+        (found,) = [one for one in watch([row])[0] if one.guard == name]
+        assert hasattr(CONFIG, found.key.removeprefix("guards.")), "the key must be one that can be set"

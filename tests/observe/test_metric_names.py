@@ -1,0 +1,161 @@
+"""docs/metrics.md lists every name that a run can log, and no other.
+
+The names are gathered from a row of a run that has everything, and from the keys of dictionaries in the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import rlsys
+from rlsys.agent.trajectory import Action, Turn
+from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss, reduce_stats
+from rlsys.algorithms.values import ValueLoss, value_figures
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.schema import RunConfig, TrackingConfig
+from rlsys.observe.metrics import read_metrics
+from rlsys.observe.progress import Progress
+from rlsys.pipeline.flops import Flops
+from rlsys.pipeline.group import Group
+from rlsys.record import RunRecord
+from tests.pipeline.build import question, rewarded, trajectory
+
+SOURCE = Path(rlsys.__file__).parent
+DOCUMENT = SOURCE.parent / "docs/metrics.md"
+KEY = re.compile(r"[a-z]+(/[a-z0-9_*]+)+")
+NOT_METRICS = ("search", "config", "cli")
+"""Packages whose dictionaries have other keys with a slash."""
+SPANS = {
+    "rollout": "rollout.group",
+    "driver": "sync.transfer",
+    "inference": "logprob.compute",
+    "actor": "train.apply",
+    "critic": "values.compute",
+}
+
+
+def documented() -> set[str]:
+    """The names of the document's tables, braces spelled out; <x> stands for anything, here a star."""
+    names: set[str] = set()
+    for row in re.findall(r"^\| (`.*?) \|", DOCUMENT.read_text(), re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", row):
+            head, brace, rest = name.partition("{")
+            ends = rest.rstrip("}").split(",") if brace else [""]
+            names |= {re.sub(r"<\w+>", "*", head + end) for end in ends}
+    return names
+
+
+def covers(name: str, key: str) -> bool:
+    """Whether a documented name stands for `key`."""
+    return re.fullmatch(re.escape(name).replace(r"\*", "[^/]+"), key) is not None
+
+
+def in_source() -> set[str]:
+    """Keys with a slash of all dictionaries in the source, with a star where something is filled in."""
+    found: set[str] = set()
+    for file in SOURCE.rglob("*.py"):
+        if file.relative_to(SOURCE).parts[0] not in NOT_METRICS:
+            found |= {key for key in map(spelled, keys(ast.parse(file.read_text()))) if KEY.fullmatch(key)}
+    return found
+
+
+def keys(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            yield from (key for key in node.keys if key is not None)
+        elif isinstance(node, ast.DictComp):
+            yield node.key
+
+
+def spelled(key: ast.expr) -> str:
+    if isinstance(key, ast.Constant):
+        return str(key.value)
+    if isinstance(key, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in key.values)
+    return ""
+
+
+def updates() -> dict[str, float]:
+    """What actor and critic report of an optimiser step."""
+    two = torch.tensor([[-1.0, -2.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    inputs = LossInputs(two, two, two, mask, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64))
+    _, actor = policy_loss(AlgorithmConfig())(two, two, inputs)
+    _, critic = ValueLoss(0.5)(two, two, torch.tensor([[0.0, 1.0]]), mask)
+    applied = {"grad_norm": 1.0, "lr": 1e-6}
+    return {
+        **{
+            f"actor/{name}": value
+            for name, value in (reduce_stats([actor | {DIVISOR: 2.0}]) | applied).items()
+        },
+        **{f"critic/{name}": value for name, value in (value_figures([critic]) | applied).items()},
+    }
+
+
+def full_group() -> Group:
+    """A group of a run that has a critic, a reference with its KL in the reward, and off-policy weights."""
+    turn = Turn("<answer>yes</answer>", Action.ANSWER, "yes", "", 2, 1, 0, 0.1, 0.0)
+    one = trajectory(range(3), turns=[turn], rollout_logprobs=[float("nan"), -1.0, -1.0])
+    logprobs = np.array([0.0, -1.0, -2.0], dtype=np.float32)
+    full = replace(
+        rewarded(one, 1.0),
+        parts={"f1": 1.0},
+        old_logprobs=logprobs,
+        ref_logprobs=logprobs,
+        weights=np.ones(3, dtype=np.float32),
+        values=logprobs,
+        returns=logprobs,
+        kl_sum=0.5,
+    )
+    return Group(question(1), (full, full))
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> Mapping[str, float]:
+    """A row of a run that has everything."""
+    config = RunConfig(tracking=TrackingConfig(tensorboard=False, wandb=False))
+    record = RunRecord(config, tmp_path, Progress(), Flops(per_token=1.0))
+    record.actor_peak = 1e15
+    record.begin_step()
+    for group, name in SPANS.items():
+        with record.tracers[group].span(name):
+            pass
+    for name in ("reward.judge", "switch.acquire"):
+        with record.tracers["driver"].span(name):
+            pass
+    record.step(1, [full_group()], [updates()], {})
+    record.close()
+    (found,) = read_metrics(tmp_path / "metrics.jsonl")
+    return {key: value for key, value in found.items() if key not in ("step", "time")}
+
+
+def test_everything_that_is_logged_is_documented(row: Mapping[str, float]) -> None:
+    names = documented()
+    assert {key for key in row if not any(covers(name, key) for name in names)} == set()
+    fixed = {key for key in in_source() if "*" not in key}
+    assert fixed - names == set()
+
+
+def test_everything_documented_is_logged(row: Mapping[str, float]) -> None:
+    known = in_source()
+    unknown = {
+        name for name in documented() if name not in known and not any(covers(name, key) for key in row)
+    }
+    assert unknown == set()
+
+
+def test_families_in_the_source_are_documented() -> None:
+    """A key that is put together, such as dropped_*, has a name in the document that it can become."""
+    families = {key for key in in_source() if "*" in key}
+    names = documented()
+    assert {
+        key for key in families if not any(covers(key, name.replace("*", "x")) for name in names)
+    } == set()
