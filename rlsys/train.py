@@ -10,7 +10,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from rlsys.config.algorithm import GuardAction
 from rlsys.config.schema import RunConfig
+from rlsys.errors import RunError
+from rlsys.observe.guards import Alarm
 from rlsys.observe.summary import write_summary
 from rlsys.pipeline.group import Group
 from rlsys.pipeline.learn import learn
@@ -27,13 +30,17 @@ async def train(config: RunConfig, run_dir: Path) -> dict[str, Any]:
         async with asyncio.TaskGroup() as background:
             background.create_task(run.flow.run())
             for step in range(1, steps + 1):
-                groups, switched = await one_step(run, step, background)
+                groups, switched, alarms = await one_step(run, step, background)
+                if alarms and config.guards.action is GuardAction.stop:
+                    raise collapsed(alarms[0], await run.save(step))
                 if step == steps or due(step, config.trainer.eval_interval):
                     await switched
                     await run.evaluate(step)
                 if step == steps or due(step, config.trainer.save_interval):
                     checkpoint = await run.save(step)
             run.flow.stop()
+        if config.algorithm.eval_ref_policy:
+            await run.evaluate_reference(steps)
         run.record.samples(groups)
         summary = run.record.summary(len(run.sync.reports))
     summary["checkpoint"] = str(checkpoint)
@@ -43,16 +50,24 @@ async def train(config: RunConfig, run_dir: Path) -> dict[str, Any]:
 
 async def one_step(
     run: Session, step: int, background: asyncio.TaskGroup
-) -> tuple[list[Group], asyncio.Task[None]]:
-    """Train on the next groups and send the new weights; the task ends when every engine has them."""
+) -> tuple[list[Group], asyncio.Task[None], list[Alarm]]:
+    """Train on the next groups and send the new weights; the task ends when every engine has them.
+
+    The last are signs that the run has collapsed.
+    """
     await run.begin_step(step)
-    groups, updates = await learn(run.flow, run.actor, run.devices, run.cut, run.record.say("actor"))
+    learners = run.learners(step)
+    groups, updates = await learn(run.flow, learners, run.devices, run.cut, run.record.say("actor"))
     await run.transfer_weights(version=step)
     switched = background.create_task(run.switch_weights(version=step))
     if run.on_policy:
         await switched
-    run.record.step(step, groups, updates, await run.figures())
-    return groups, switched
+    return groups, switched, await run.end_step(step, groups, updates)
+
+
+def collapsed(alarm: Alarm, checkpoint: Path) -> RunError:
+    """What ends a run that shows signs of collapse, once its checkpoint is written."""
+    return RunError(f"{alarm} The run has ended, as guards.action=stop says; its checkpoint is {checkpoint}.")
 
 
 def due(step: int, interval: int) -> bool:

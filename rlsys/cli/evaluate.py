@@ -45,14 +45,14 @@ def command(
 
 async def ask_heldout(config: RunConfig, engine: str) -> Evaluation:
     """Ask the held-out questions of `config` to its model through `engine`."""
-    from rlsys.data.rows import read_questions
     from rlsys.evaluation.engines import ENGINES
     from rlsys.evaluation.evaluate import evaluate
+    from rlsys.evaluation.heldout import heldout_questions
     from rlsys.search.serving import serving
 
     if engine not in ENGINES:
         raise UserError(f"--engine {engine} is not known: give one of {', '.join(ENGINES)}.")
-    questions = read_questions(config.task.eval_path, config.task.eval_limit)
+    questions = heldout_questions(config)
     with serving(config.search, config.cluster.threads, Path(config.output_dir)) as search:
         search.wait_healthy()
         async with ENGINES[engine](replace(config, search=search.search)) as ask:

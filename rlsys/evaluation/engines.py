@@ -12,6 +12,7 @@ from rlsys.agent.episode import EpisodeTools, TurnSampling, run_episode
 from rlsys.agent.trajectory import Trajectory
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
+from rlsys.errors import UserError
 from rlsys.evaluation.evaluate import Ask
 from rlsys.evaluation.transformers_generator import TransformersGenerator
 from rlsys.search.tool import open_tool
@@ -38,7 +39,14 @@ async def sglang_engine(config: RunConfig) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def transformers_engine(config: RunConfig) -> AsyncIterator[Ask]:
-    """Ask through a Hugging Face model; `search.url` names a running server."""
+    """Ask through a Hugging Face model; `search.url` names a running server.
+
+    Raises UserError for `compat.sampled_validation`: this way is there to compare greedy answers.
+    """
+    if config.compat.sampled_validation:
+        raise UserError(
+            "compat.sampled_validation=true draws answers, and --engine transformers is greedy: use sglang."
+        )
     path, sampling = config.model.path, TurnSampling(0.0, stop=tuple(config.rollout.sampling.stop))
     model = TransformersGenerator(
         path, config.model.dtype, config.cluster.device, config.rollout.engine.max_running

@@ -48,8 +48,13 @@ class RolloutWorker:
         *,
         on_update: OnUpdate = OnUpdate.finish,
         memory_saver: bool = False,
+        sampled_answers: bool = False,
     ) -> None:
-        """`memory_saver` lets `sleep` free the device's memory, for groups that share devices."""
+        """`memory_saver` lets `sleep` free the device's memory, for groups that share devices.
+
+        `sampled_answers` draws as in training what is asked for as `greedy`.
+        """
+        self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
         self._search = open_tool(search)
@@ -204,6 +209,6 @@ class RolloutWorker:
     def _sampling(self, greedy: bool) -> TurnSampling:
         sampling = self._rollout.sampling
         stop = tuple(sampling.stop)
-        if greedy:
+        if greedy and not self._sampled_answers:
             return TurnSampling(temperature=0.0, stop=stop)
         return TurnSampling(sampling.temperature, sampling.top_p, sampling.top_k, stop)
