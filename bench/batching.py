@@ -33,10 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rlsys.agent.trajectory import Finish, Trajectory
-from rlsys.algorithms.losses import ClippedPolicyLoss
+from rlsys.algorithms.losses import policy_loss
+from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.groups.dealer import Dealer, flops_of
-from rlsys.megatron.actor import Actor
+from rlsys.megatron.actor import Actor, Objective
 from rlsys.megatron.parallel import Rendezvous, stop
 from rlsys.pipeline.group import Sample
 from rlsys.pipeline.micro_batch import MicroBatch, collate
@@ -93,9 +94,10 @@ def trajectories(random: np.random.Generator, vocab: int) -> list[Sample]:
         length = round(random.lognormal(log(MEAN) - SIGMA**2 / 2, SIGMA))
         if not 10 <= length <= LONGEST:
             continue
-        mask = np.zeros(length, dtype=np.bool_)
-        for begin, end in TURNS:
-            mask[int(begin * length) : int(end * length)] = True
+        turn_of_token = np.full(length, -1, dtype=np.int32)
+        for turn, (begin, end) in enumerate(TURNS):
+            turn_of_token[int(begin * length) : int(end * length)] = turn
+        mask = turn_of_token >= 0
         trajectory = Trajectory(
             question_uid="",
             sample=0,
@@ -104,13 +106,15 @@ def trajectories(random: np.random.Generator, vocab: int) -> list[Sample]:
             loss_mask=mask,
             rollout_logprobs=np.full(length, np.nan, dtype=np.float32),
             versions=np.where(mask, 0, -1).astype(np.int32),
+            turn_of_token=turn_of_token,
             tokens_differing=0,
             response="",
             turns=(),
             finish=Finish.ANSWER,
         )
         logprobs = np.full(length, -log(vocab), dtype=np.float32)
-        samples.append(Sample(trajectory, 0.0, float(random.standard_normal()), logprobs, logprobs))
+        advantages = np.full(length, random.standard_normal(), dtype=np.float32)
+        samples.append(Sample(trajectory, 0.0, (0.0,), {}, advantages, logprobs, logprobs))
     return samples
 
 
@@ -180,8 +184,7 @@ def start_actor() -> Actor:
         ModelConfig(POLICY, Layers.local, Dtype.float32),
         ParallelConfig(),
         OptimizerConfig(lr=0.0),
-        ClippedPolicyLoss(clip_low=0.2, clip_high=0.28, kl_coef=0.001, entropy_coef=0.0),
-        temperature=1.0,
+        Objective(policy_loss(AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.001)), temperature=1.0),
         total_steps=1,
         seed=0,
     )

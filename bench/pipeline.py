@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,11 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.record_searches import record_searches
+from bench.training_run import training_run
 
-CONFIG = "searchr1_tiny_cpu"
 OUT = Path("outputs/bench")
 RESULT = OUT / "pipeline.json"
-SETTINGS = ("tracking.wandb=false", "tracking.tensorboard=false", "trainer.eval_interval=0")
 GROUPS = ("rollout", "inference", "actor")
 
 
@@ -140,12 +136,12 @@ def _measure(schedule: Schedule, latency: float, cassette: Path, steps: int) -> 
         schedule=schedule.name,
         latency=latency,
         steps=len(rows),
-        step_s=mean("time/step_s"),
-        rollout_s=mean("time/rollout_s"),
-        logprob_s=mean("time/logprob_s"),
-        train_s=mean("time/train_s"),
-        sync_s=mean("time/sync_s"),
-        cpu_s=mean("time/cpu_s"),
+        step_s=mean("time/step"),
+        rollout_s=mean("time/rollout"),
+        logprob_s=mean("time/inference"),
+        train_s=mean("time/training"),
+        sync_s=mean("time/sync_weights"),
+        cpu_s=mean("time/cpu"),
         idle={group: mean(f"idle/{group}") for group in GROUPS},
         search_misses=rows[-1].get("engine/0/search_misses", 0.0),
     )
@@ -167,26 +163,9 @@ def _exact_match(console: Console, cassette: Path, seeds: int) -> dict[str, Any]
 
 
 def _run(name: str, settings: Iterable[str], cassette: Path) -> Path:
-    """One training run in processes of its own; its folder.
-
-    It plays a copy of the cassette, so that what it asks beyond it changes no other run.
-    """
-    outputs = OUT / "pipeline" / name.replace(", ", "-").replace(" ", "-")
-    shutil.rmtree(outputs, ignore_errors=True)
-    outputs.mkdir(parents=True)
-    own = shutil.copy(cassette, outputs / "searches.jsonl")
-    played = ("search.cassette.mode=extend", f"search.cassette.path={own}")
-    command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-name", CONFIG]
-    done = subprocess.run(
-        [*command, f"output_dir={outputs}", *SETTINGS, *played, *settings],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    (run,) = outputs.glob(f"{CONFIG}-*")
-    return run
+    """One training run; its folder."""
+    folder = OUT / "pipeline" / name.replace(", ", "-").replace(" ", "-")
+    return training_run(folder, ["trainer.eval_interval=0", *settings], cassette)
 
 
 def _sequential(rows: Sequence[Measured], latency: float) -> Measured:

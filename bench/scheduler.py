@@ -31,10 +31,10 @@ from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
 from rlsys.pipeline.flow import Bites, Flow, Judges
-from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.group import Group, Sample, Scores
 from rlsys.pipeline.learn import MiniBatches, learn
 from rlsys.pipeline.ledger import Ledger
-from rlsys.pipeline.workers import Floats, Say
+from rlsys.pipeline.workers import Say
 
 RESULT = Path("outputs/bench/scheduler.json")
 IN_FLIGHT, GROUP_SIZES = (1_000, 10_000, 100_000), (8, 1)
@@ -42,6 +42,7 @@ STEPS, REPEATS, BITE = 4, 2, 64
 AIM_MS = 0.2
 """Of processor time for a trajectory."""
 TOKENS = 8
+NO_ADVANTAGES = np.zeros(TOKENS, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,14 @@ class Row:
 class Instant:
     """Rollout group, inference group, actor and devices in one. Groups are under way for one turn of the loop."""
 
+    groups = ("inference",)
+
     def __init__(self, groups: int, group_size: int) -> None:
         self.capacity = groups
         self.running = self.most_running = 0
         self.version = 0
         self._size = group_size
-        self._logprobs = np.zeros(TOKENS, np.float32)
+        self._scores = Scores(np.zeros(TOKENS, np.float32))
 
     async def run_group(self, _: Question) -> list[Trajectory]:
         """The same trajectories for every question."""
@@ -76,10 +79,10 @@ class Instant:
         self.running -= 1
         return [_trajectory(self.version)] * self._size
 
-    async def compute(self, samples: Sequence[Sample]) -> list[tuple[Floats, Floats | None]]:
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Noughts."""
         await asyncio.sleep(0)
-        return [(self._logprobs, None)] * len(samples)
+        return [self._scores] * len(samples)
 
     def enough(self, samples: Sequence[Sample]) -> bool:
         """Any."""
@@ -156,11 +159,11 @@ async def _train(per_step: int, group_size: int) -> Instant:
         workers,
         _say,
     )
-    cut = MiniBatches(1, per_step, whole=False)
+    cut = MiniBatches(1, per_step)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(flow.run())
         for step in range(1, STEPS + 1):
-            await learn(flow, workers, workers, cut, _say("actor"))
+            await learn(flow, {"actor": workers}, workers, cut, _say("actor"))
             workers.version = step
             flow.publish(step)
         flow.stop()
@@ -176,8 +179,8 @@ def _held_mib(per_step: int, group_size: int) -> float:
     return peak / 2**20
 
 
-def _judge(question: Question, trajectories: Sequence[Trajectory]) -> Group:
-    return Group(question, tuple(Sample(one, 0.0, 0.0) for one in trajectories))
+async def _judge(question: Question, trajectories: Sequence[Trajectory]) -> Group:
+    return Group(question, tuple(Sample(one, 0.0, (0.0,), {}, NO_ADVANTAGES) for one in trajectories))
 
 
 def _say(_: str) -> Say:
@@ -194,6 +197,7 @@ def _trajectory(version: int) -> Trajectory:
         loss_mask=mask,
         rollout_logprobs=np.zeros(TOKENS, np.float32),
         versions=np.where(mask, version, -1).astype(np.int32),
+        turn_of_token=np.where(mask, 0, -1).astype(np.int32),
         tokens_differing=0,
         response="",
         turns=(),

@@ -1,0 +1,157 @@
+"""What each preset of configs/algorithm/ learns in a few updates of the demo's policy, over seeds.
+
+    python -m bench.algorithms                      # every preset, three seeds; some two hours on two cores
+    python -m bench.algorithms --preset grpo --preset ema_pg --seeds 5
+
+Every run is one of `rlsys train` with `algorithm=PRESET` and otherwise the same settings: weights, questions,
+episodes and optimiser steps. Held-out exact match is asked greedily before, halfway and after. Runs that
+outputs/bench/algorithms.json already holds, with as many updates, are not repeated; a run that breaks off costs itself
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any
+
+import typer
+import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.record_searches import record_searches
+from bench.training_run import training_run
+
+OUT = Path("outputs/bench")
+RESULT = OUT / "algorithms.json"
+PRESETS = tuple(sorted(file.stem for file in Path("configs/algorithm").glob("*.yaml")))
+MORE = {"ema_pg": ("algorithm.ref_policy_ema_update_period=1",)}
+"""Settings beside the preset: these runs are shorter than ten steps, after which the anchor would first move."""
+COLUMNS = 4
+GREY, INK, LEAD = "#c4cad1", "#24292f", "#0b5394"
+
+Entry = dict[str, Any]
+Results = dict[str, list[Entry]]
+"""Preset -> one entry a seed: seed, em_before, em_after, updates, and curve, a list of (updates, EM)."""
+
+
+def main(
+    preset: Annotated[list[str] | None, typer.Option(help="A preset to run; all by default.")] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each preset, with seeds 1, 2, ...", min=1)] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of a run, of four updates each.", min=2)] = 4,
+    questions: Annotated[int, typer.Option(help="Held-out questions of an evaluation.", min=1)] = 200,
+) -> None:
+    """Run the presets on the demo's world, then print the table and draw the curves of all that is known."""
+    unknown = sorted(set(preset or ()) - set(PRESETS))
+    if unknown:
+        raise typer.BadParameter(f"--preset {unknown[0]} is not a preset: there are {', '.join(PRESETS)}.")
+    console = Console()
+    cassette = record_searches()
+    results: Results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    for seed in range(1, seeds + 1):
+        for name in preset or PRESETS:
+            if any((one["seed"], one["steps"]) == (seed, steps) for one in results.get(name, [])):
+                continue
+            console.print(f"{name}, seed {seed} ...", highlight=False)
+            entry = _entry(name, seed, steps, questions, cassette)
+            kept = [one for one in results.get(name, []) if one["seed"] != seed]
+            results[name] = sorted([*kept, entry], key=lambda one: int(one["seed"]))
+            OUT.mkdir(parents=True, exist_ok=True)
+            RESULT.write_text(json.dumps(results, indent=2) + "\n")
+    console.print(table(results))
+    draw(results, RESULT.with_suffix(".png"))
+    console.print(f"Written to {RESULT} and {RESULT.with_suffix('.png')}.", highlight=False)
+
+
+def _entry(name: str, seed: int, steps: int, questions: int, cassette: Path) -> Entry:
+    settings = [
+        f"algorithm={name}",
+        f"trainer.seed={seed}",
+        f"trainer.steps={steps}",
+        f"trainer.eval_interval={max(1, steps // 2)}",
+        f"task.eval_limit={questions}",
+        *MORE.get(name, ()),
+    ]
+    run = training_run(OUT / "algorithms" / f"{name}-{seed}", settings, cassette)
+    summary = json.loads((run / "summary.json").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    per_step = int(yaml.safe_load((run / "config.yaml").read_text())["trainer"]["mini_batches"])
+    return {
+        "seed": seed,
+        "em_before": summary["em_before"],
+        "em_after": summary["em_after"],
+        "updates": per_step * steps,
+        "steps": steps,
+        "questions": questions,
+        "curve": [[one["step"] * per_step, one["em"]] for one in summary["evaluations"]],
+        "reward": [row["critic/score/mean"] for row in rows],
+        "step_s": fmean(row["time/step"] for row in rows[1:]),
+    }
+
+
+def table(results: Results) -> Table:
+    """One row a preset, the best first."""
+    shown = Table(
+        title="Held-out exact match of the demo's policy, mean and standard deviation over seeds",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    shown.add_column("preset", no_wrap=True)
+    for column in ("seeds", "updates", "before", "after", "spread", "gain", "s a step"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for name in _by_gain(results):
+        entries = results[name]
+        before, after = (_mean(entries, key) for key in ("em_before", "em_after"))
+        spread = stdev(one["em_after"] for one in entries) if len(entries) > 1 else 0.0
+        numbers = (f"{before:.3f}", f"{after:.3f}", f"{spread:.3f}", f"{after - before:+.3f}")
+        seconds = f"{_mean(entries, 'step_s'):.1f}"
+        shown.add_row(name, str(len(entries)), str(entries[0]["updates"]), *numbers, seconds)
+    return shown
+
+
+def draw(results: Results, path: Path) -> None:
+    """A panel a preset: exact match over updates, its seeds, their mean, and everybody's means in grey."""
+    names = _by_gain(results)
+    rows = -(-len(names) // COLUMNS)
+    figure = Figure(figsize=(3.0 * COLUMNS, 2.3 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat
+    for panel, name in zip(axes, names, strict=False):
+        for other in names:
+            panel.plot(*_mean_curve(results[other]), color=GREY, linewidth=0.8)
+        for entry in results[name]:
+            panel.plot(*zip(*entry["curve"], strict=True), color=LEAD, linewidth=0.8, alpha=0.5)
+        updates, ems = _mean_curve(results[name])
+        panel.plot(updates, ems, color=LEAD, linewidth=2.2, marker="o", markersize=3.5)
+        panel.set_title(f"{name}   {ems[-1]:.2f}", loc="left", fontsize=10, color=INK)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#e4e8ec", linewidth=0.6)
+        panel.set_ylim(0.0, 1.0)
+    for panel in list(axes)[len(names) :]:
+        panel.set_visible(False)
+    figure.supxlabel("optimiser steps", fontsize=10)
+    figure.supylabel("held-out exact match", fontsize=10)
+    figure.savefig(path, dpi=150, facecolor="white")
+
+
+def _by_gain(results: Results) -> list[str]:
+    return sorted(results, key=lambda name: _mean(results[name], "em_after"), reverse=True)
+
+
+def _mean(entries: Sequence[Entry], key: str) -> float:
+    return fmean(one[key] for one in entries)
+
+
+def _mean_curve(entries: Sequence[Entry]) -> tuple[list[int], list[float]]:
+    points = zip(*(entry["curve"] for entry in entries), strict=True)
+    return [at for at, _ in entries[0]["curve"]], [fmean(em for _, em in point) for point in points]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,35 @@
+"""A training run of the demo's world, in processes of its own, whose searches come from a cassette."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+CONFIG = "searchr1_tiny_cpu"
+_SETTINGS = ("tracking.wandb=false", "tracking.tensorboard=false")
+
+
+def training_run(outputs: Path, settings: Iterable[str], cassette: Path) -> Path:
+    """Run `rlsys train` with `settings`; the run's folder, in `outputs`, which is made anew.
+
+    It plays a copy of the cassette, so that what it asks beyond it changes no other run. Exits with the run's last
+    words if it fails.
+    """
+    shutil.rmtree(outputs, ignore_errors=True)
+    outputs.mkdir(parents=True)
+    own = shutil.copy(cassette, outputs / "searches.jsonl")
+    played = ("search.cassette.mode=extend", f"search.cassette.path={own}")
+    command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-name", CONFIG]
+    done = subprocess.run(
+        [*command, f"output_dir={outputs}", *_SETTINGS, *played, *settings],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"The run in {outputs} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    (run,) = outputs.glob(f"{CONFIG}-*")
+    return run
