@@ -4,7 +4,7 @@
     python -m bench.algorithms --preset grpo --preset ema_pg --seeds 5
 
 Every run is one of `rlsys train` with `algorithm=PRESET` and otherwise the same settings: weights, questions,
-episodes and optimiser steps. Held-out exact match is asked greedily before, halfway and after. Runs that
+episodes and optimiser steps. Held-out exact match is asked greedily before the first step and after each. Runs that
 outputs/bench/algorithms.json already holds, with as many updates, are not repeated; a run that breaks off costs itself
 alone.
 """
@@ -74,7 +74,7 @@ def _entry(name: str, seed: int, steps: int, questions: int, cassette: Path) -> 
         f"algorithm={name}",
         f"trainer.seed={seed}",
         f"trainer.steps={steps}",
-        f"trainer.eval_interval={max(1, steps // 2)}",
+        "trainer.eval_interval=1",
         f"task.eval_limit={questions}",
         *MORE.get(name, ()),
     ]

@@ -143,28 +143,27 @@ class RunRecord:
         """Keep an evaluation of the policy: every answer in a file of its own, the figures with the trackers."""
         self.evaluations.append(evaluation)
         self.progress.update(em=evaluation.em)
-        self._keep(evaluation)
+        self._keep(evaluation, "", evaluation_figures(evaluation))
 
     def reference_evaluation(self, evaluation: Evaluation) -> None:
         """Keep an evaluation of the reference policy, in the same way."""
         self._reference = evaluation
-        self._keep(evaluation, "reference_")
+        figures = {f"reference/{name}": value for name, value in evaluation_figures(evaluation).items()}
+        self._keep(evaluation, "reference ", figures)
 
-    def _keep(self, evaluation: Evaluation, whose: str = "") -> None:
+    def _keep(self, evaluation: Evaluation, whose: str, figures: Mapping[str, float]) -> None:
         folder = self.run_dir / "evaluations"
         folder.mkdir(exist_ok=True)
-        stem = f"{whose}step_{evaluation.step:06d}"
+        stem = f"{whose.replace(' ', '_')}step_{evaluation.step:06d}"
         with (folder / f"{stem}.jsonl").open("w", encoding="utf-8") as lines:
             for one in evaluation.answered:
                 lines.write(json.dumps(_answer_row(one), ensure_ascii=False) + "\n")
         (folder / f"{stem}.json").write_text(json.dumps(evaluation.row(), indent=2) + "\n")
-        figures = {f"eval/{whose}em": evaluation.em, f"eval/{whose}searches": evaluation.searches}
-        figures |= {f"eval/{whose}em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
         for tracker in self._trackers:
             tracker.log(evaluation.step, figures)
         by_hop = "".join(f", {hop}-hop {em:.3f}" for hop, em in evaluation.em_by_hop.items())
         self.progress.console.print(
-            f"step {evaluation.step}: {whose.replace('_', ' ')}held-out EM {evaluation.em:.3f}{by_hop}, "
+            f"step {evaluation.step}: {whose}held-out EM {evaluation.em:.3f}{by_hop}, "
             f"{evaluation.searches:.2f} searches a question"
         )
 
@@ -253,6 +252,12 @@ class RunRecord:
         self._log.log(step, row)
         for tracker in self._trackers:
             tracker.log(step, row)
+
+
+def evaluation_figures(evaluation: Evaluation) -> dict[str, float]:
+    """What the trackers are told of an evaluation."""
+    by_hop = {f"eval/em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
+    return {"eval/em": evaluation.em, "eval/searches": evaluation.searches, **by_hop}
 
 
 def update_figures(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -50,7 +50,8 @@ class Run:
         )
         self.clock, self.printed, self.folder = Clock(), io.StringIO(), folder
         console = Console(file=self.printed, width=500)
-        self.record = RunRecord(config, folder, Progress(console), cost, peak)
+        self.record = RunRecord(config, folder, Progress(console), cost)
+        self.record.actor_peak = peak
         self.record.tracers |= {name: Tracer(name, self.clock) for name in self.record.tracers}
 
     @contextmanager
