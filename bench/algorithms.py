@@ -27,12 +27,13 @@ from rich.table import Table
 
 from bench.record_searches import record_searches
 from bench.training_run import training_run
+from rlsys.config.compose import PROJECT_CONFIGS
 
 OUT = Path("outputs/bench")
 RESULT = OUT / "algorithms.json"
-PRESETS = tuple(sorted(file.stem for file in Path("configs/algorithm").glob("*.yaml")))
+PRESETS = tuple(sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml")))
 MORE = {"ema_pg": ("algorithm.ref_policy_ema_update_period=1",)}
-"""Settings beside the preset: these runs are shorter than ten steps, after which the anchor would first move."""
+"""Settings beside the preset: the published period, ten steps, is longer than these runs."""
 COLUMNS = 4
 GREY, INK, LEAD = "#c4cad1", "#24292f", "#0b5394"
 
@@ -47,7 +48,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of a run, of four updates each.", min=2)] = 4,
     questions: Annotated[int, typer.Option(help="Held-out questions of an evaluation.", min=1)] = 200,
 ) -> None:
-    """Run the presets on the demo's world, then print the table and draw the curves of all that is known."""
+    """Run the presets on the demo's world, then print the table and draw the curves of all runs of that length."""
     unknown = sorted(set(preset or ()) - set(PRESETS))
     if unknown:
         raise typer.BadParameter(f"--preset {unknown[0]} is not a preset: there are {', '.join(PRESETS)}.")
@@ -56,7 +57,7 @@ def main(
     results: Results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
     for seed in range(1, seeds + 1):
         for name in preset or PRESETS:
-            if any((one["seed"], one["steps"]) == (seed, steps) for one in results.get(name, [])):
+            if any(_setting(one) == (seed, steps, questions) for one in results.get(name, [])):
                 continue
             console.print(f"{name}, seed {seed} ...", highlight=False)
             entry = _entry(name, seed, steps, questions, cassette)
@@ -64,8 +65,13 @@ def main(
             results[name] = sorted([*kept, entry], key=lambda one: int(one["seed"]))
             OUT.mkdir(parents=True, exist_ok=True)
             RESULT.write_text(json.dumps(results, indent=2) + "\n")
-    console.print(table(results))
-    draw(results, RESULT.with_suffix(".png"))
+    shown = {
+        name: alike
+        for name, entries in results.items()
+        if (alike := [one for one in entries if _setting(one)[1:] == (steps, questions)])
+    }
+    console.print(table(shown))
+    draw(shown, RESULT.with_suffix(".png"))
     console.print(f"Written to {RESULT} and {RESULT.with_suffix('.png')}.", highlight=False)
 
 
@@ -105,7 +111,7 @@ def table(results: Results) -> Table:
     shown.add_column("preset", no_wrap=True)
     for column in ("seeds", "updates", "before", "after", "spread", "gain", "s a step"):
         shown.add_column(column, justify="right", no_wrap=True)
-    for name in _by_gain(results):
+    for name in _best_first(results):
         entries = results[name]
         before, after = (_mean(entries, key) for key in ("em_before", "em_after"))
         spread = stdev(one["em_after"] for one in entries) if len(entries) > 1 else 0.0
@@ -117,7 +123,7 @@ def table(results: Results) -> Table:
 
 def draw(results: Results, path: Path) -> None:
     """A panel a preset: exact match over updates, its seeds, their mean, and everybody's means in grey."""
-    names = _by_gain(results)
+    names = _best_first(results)
     rows = -(-len(names) // COLUMNS)
     figure = Figure(figsize=(3.0 * COLUMNS, 2.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
@@ -140,7 +146,12 @@ def draw(results: Results, path: Path) -> None:
     figure.savefig(path, dpi=150, facecolor="white")
 
 
-def _by_gain(results: Results) -> list[str]:
+def _setting(entry: Entry) -> tuple[int, int, int]:
+    """What makes an entry comparable: seed, steps, questions."""
+    return entry["seed"], entry["steps"], entry["questions"]
+
+
+def _best_first(results: Results) -> list[str]:
     return sorted(results, key=lambda name: _mean(results[name], "em_after"), reverse=True)
 
 

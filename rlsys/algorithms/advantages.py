@@ -37,12 +37,10 @@ from numpy.typing import NDArray
 
 from rlsys.algorithms.comparison import centred, spread, spreads, whitened
 from rlsys.algorithms.returns import Floats, Ints, generalised_advantages, placed, to_go
-from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline, Credit
+from rlsys.config.algorithm import SIBLINGS, AdvantageScale, AlgorithmConfig, Baseline, Credit
 from rlsys.config.derived import needs_whole_mini_batch
 
 Mask = NDArray[np.bool_]
-
-_SIBLINGS = (Baseline.group, Baseline.leave_one_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ def group_estimates(episodes: Sequence[Episode], config: AlgorithmConfig) -> lis
     values = np.concatenate([one.values for one in alone])
     peers = np.concatenate([one.peers for one in alone])
     divisors = spreads(values, peers) if config.advantage_scale is AdvantageScale.group else 1.0
-    if config.baseline in _SIBLINGS:
+    if config.baseline in SIBLINGS:
         values = centred(values, peers, leave_one_out=config.baseline is Baseline.leave_one_out) / divisors
     estimates = []
     for episode, one, own in zip(episodes, alone, _split(values, alone), strict=True):
@@ -150,7 +148,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
             f"algorithm.credit=token has no token of another episode to compare with, which algorithm.baseline="
             f"{config.baseline} does: choose baseline none or critic, or credit turn or trajectory."
         )
-    if config.advantage_scale is AdvantageScale.group and config.baseline not in _SIBLINGS:
+    if config.advantage_scale is AdvantageScale.group and config.baseline not in SIBLINGS:
         raise ValueError(
             f"algorithm.advantage_scale=group goes with the mean of siblings, not with algorithm.baseline="
             f"{config.baseline}: choose scale batch, whiten or none."

@@ -47,7 +47,7 @@ async def ask_heldout(config: RunConfig, engine: str) -> Evaluation:
     """Ask the held-out questions of `config` to its model through `engine`."""
     from rlsys.evaluation.engines import ENGINES
     from rlsys.evaluation.evaluate import evaluate
-    from rlsys.evaluation.heldout import heldout_questions
+    from rlsys.evaluation.heldout import heldout_questions, heldout_score
     from rlsys.search.serving import serving
 
     if engine not in ENGINES:
@@ -56,4 +56,4 @@ async def ask_heldout(config: RunConfig, engine: str) -> Evaluation:
     with serving(config.search, config.cluster.threads, Path(config.output_dir)) as search:
         search.wait_healthy()
         async with ENGINES[engine](replace(config, search=search.search)) as ask:
-            return await evaluate(questions, ask, config.rollout.max_episodes)
+            return await evaluate(questions, ask, config.rollout.max_episodes, em=heldout_score(config))

@@ -23,6 +23,10 @@ class Baseline(StrEnum):
     """A learned value, by generalised advantage estimation (PPO); the run then has a critic group."""
 
 
+SIBLINGS = (Baseline.group, Baseline.leave_one_out)
+"""Baselines that compare episodes of one question."""
+
+
 class AdvantageScale(StrEnum):
     """What advantages are divided by."""
 
@@ -81,6 +85,10 @@ KlEstimator = StrEnum(
 )
 """How the divergence is computed. `k1` to `k5` and `abs` need the sampled token's log-probs alone; `full_reverse`,
 KL(policy || reference), and `full_forward`, KL(reference || policy), sum over `kl_topk_tokens`."""
+
+
+FULL_KL = (KlEstimator["full_reverse"], KlEstimator["full_forward"])
+"""Estimators that compare distributions, not the sampled token's log-probs alone."""
 
 
 class KlTail(StrEnum):
@@ -174,7 +182,7 @@ class AlgorithmConfig:
     kl_use_tail_sampling: bool = True
     """Let the sampled token stand for those outside of the top k; else they are left out."""
     use_kl_iw: bool = False
-    """Weight what was sampled by the ratio of the policies that are updated and that sampled."""
+    """Weight what was sampled by the ratio of the policies that are updated and that sampled. The name is EMA-PG's."""
     kl_iw_clip_lower: float | None = None
     kl_iw_clip_upper: float | None = None
     kl_control: KlControl = KlControl.fixed
@@ -195,30 +203,3 @@ class AlgorithmConfig:
     """Take old log-probs from the inference group, not from the engine."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     curation: CurationConfig = field(default_factory=CurationConfig)
-
-
-class GuardAction(StrEnum):
-    """What is done when a run shows signs of collapse."""
-
-    warn = "warn"
-    stop = "stop"
-    """Warn, write a checkpoint and end the run."""
-
-
-@dataclass
-class GuardsConfig:
-    """Signs of collapse. A bound that is null is not watched."""
-
-    action: GuardAction = GuardAction.warn
-    patience: int = 3
-    """Steps in a row that a bound must be passed."""
-    entropy_floor: float | None = 0.01
-    """Least mean entropy of trained tokens, in nats."""
-    kl_ceiling: float | None = 1.0
-    """Largest KL to the reference policy, in nats a token, by the estimator in use."""
-    ratio_ceiling: float | None = 20.0
-    """Largest ratio of new and old probability of a token."""
-    many_answers_ceiling: float | None = 0.1
-    """Largest share of episodes that give more than one answer."""
-    same_answer_ceiling: float | None = 0.5
-    """Largest share of episodes, over all questions of a step, whose answer is one and the same."""

@@ -1,6 +1,7 @@
 """Whether the keys of an algorithm fit together: a sentence for each that does not, with the reason. Pure.
 
-A key that has no effect beside the others is refused too: whoever sets it believes that it has.
+What switches something on that cannot work, or has no effect, beside the others is refused. Settings of something that is
+off, such as the target of a control that is not adaptive, are left alone.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlsys.config.algorithm import (
+    FULL_KL,
+    SIBLINGS,
     AdvantageScale,
     Aggregation,
     AlgorithmConfig,
@@ -29,8 +32,6 @@ from rlsys.config.derived import (
 )
 from rlsys.config.schema import RunConfig
 
-_SIBLINGS = (Baseline.group, Baseline.leave_one_out)
-_FULL = (KlEstimator.full_reverse, KlEstimator.full_forward)
 _AS_REWARD = tuple(KlEstimator[name] for name in ("k1", "k2", "k3", "abs"))
 
 
@@ -50,7 +51,7 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
 
 def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
     baseline, scale, credit = algorithm.baseline, algorithm.advantage_scale, algorithm.credit
-    siblings = baseline in _SIBLINGS
+    siblings = baseline in SIBLINGS
     if algorithm.n_samples == 1 and (siblings or scale is AdvantageScale.group):
         yield (
             f"algorithm.n_samples=1 leaves no sibling to compare with, which algorithm.baseline={baseline} and "
@@ -136,7 +137,7 @@ def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.kl_in is KlPlace.reward and estimator not in _AS_REWARD:
         reason = (
             "needs whole distributions, which the reward does not see"
-            if estimator in _FULL
+            if estimator in FULL_KL
             else "differs from the plain estimators by its gradient, and a reward has none"
         )
         yield (
@@ -174,7 +175,8 @@ def _kl_weight(config: RunConfig) -> Iterator[str]:
     episodes = config.trainer.prompts_per_step * algorithm.n_samples
     if algorithm.kl_control is KlControl.adaptive and algorithm.kl_horizon <= episodes / 5:
         yield (
-            f"algorithm.kl_horizon={algorithm.kl_horizon} is within a fifth of a step's {episodes} episodes, so one step "
+            f"algorithm.kl_horizon={algorithm.kl_horizon} is no more than a fifth of a step's {episodes} episodes, so one "
+            "step "
             "could turn the weight of the KL term negative: raise it."
         )
     low, high = algorithm.kl_iw_clip_lower, algorithm.kl_iw_clip_upper

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline, KlEstimator
+from rlsys.config.algorithm import FULL_KL, AdvantageScale, AlgorithmConfig, Baseline
 from rlsys.config.schema import (
     ActorConfig,
     CassetteMode,
@@ -56,8 +56,7 @@ def moves_reference(algorithm: AlgorithmConfig) -> bool:
 
 def sums_over_vocabulary(algorithm: AlgorithmConfig) -> bool:
     """Whether the KL term compares distributions, not the sampled token's log-probs alone."""
-    full = (KlEstimator.full_reverse, KlEstimator.full_forward)
-    return algorithm.kl_coef > 0 and algorithm.kl_estimator in full
+    return algorithm.kl_coef > 0 and algorithm.kl_estimator in FULL_KL
 
 
 def truncates_sampling(sampling: SamplingConfig) -> bool:

@@ -12,7 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import UnionType
@@ -26,7 +26,7 @@ COMMAND = "python -m rlsys.config.reference"
 _INTRODUCTION = f"""\
 # Configuration
 
-Every key of a run, its type and its default. Made from `rlsys/config/schema.py` by `{COMMAND}`.
+Every key of a run, its type and its default. Made from the schema in `rlsys/config/` by `{COMMAND}`.
 
 A run's config is a YAML file in `configs/`, put together from the folders beside it; `KEY=VALUE` on the
 command line wins over both, for example `rlsys train -c searchr1_tiny_cpu trainer.steps=5`. A key that is
@@ -36,7 +36,7 @@ not listed here is refused, and so is a value of another type.
 
 def render() -> str:
     """The whole page as Markdown."""
-    sections = [_section(path, schema) for path, schema in _sections(RunConfig)]
+    sections = [_section(path, settings) for path, settings in _sections(RunConfig())]
     return "\n".join([_INTRODUCTION, *sections])
 
 
@@ -54,16 +54,17 @@ def explanations(schema: type) -> dict[str, str]:
     return found
 
 
-def _sections(schema: type, path: str = "") -> Iterator[tuple[str, type]]:
-    """The schema's classes in reading order, each with its dotted place."""
-    yield path, schema
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        if is_dataclass(hints[item.name]):
-            yield from _sections(hints[item.name], f"{path}.{item.name}".lstrip("."))
+def _sections(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The schema's parts in reading order, as they are by default, each with its dotted place."""
+    yield path, settings
+    for item in fields(settings):
+        part = getattr(settings, item.name)
+        if is_dataclass(part):
+            yield from _sections(part, f"{path}.{item.name}".lstrip("."))
 
 
-def _section(path: str, schema: type) -> str:
+def _section(path: str, settings: Any) -> str:
+    schema = type(settings)
     hints, about = get_type_hints(schema), explanations(schema)
     rows = []
     for item in fields(schema):
@@ -71,7 +72,8 @@ def _section(path: str, schema: type) -> str:
             key = f"{path}.{item.name}".lstrip(".")
             rule = BOUNDS[key].rule.capitalize() + "." if key in BOUNDS else ""
             text = _cell(f"{about.get(item.name, '')} {rule}".strip())
-            rows.append(f"| `{key}` | {_type(hints[item.name])} | {_default(item)} | {text} |")
+            default = _default(getattr(settings, item.name))
+            rows.append(f"| `{key}` | {_type(hints[item.name])} | {default} | {text} |")
     lines = [f"## {path or 'The run'}", "", inspect.cleandoc(schema.__doc__ or "")]
     if rows:
         lines += ["", "| key | type | default | |", "|---|---|---|---|", *rows]
@@ -93,8 +95,7 @@ def _type(hint: Any) -> str:
     return {str: "text", bool: "true or false", int: "integer", float: "number"}[hint]
 
 
-def _default(item: Field) -> str:
-    value = item.default_factory() if item.default_factory is not MISSING else item.default
+def _default(value: Any) -> str:
     if value == REQUIRED:
         return "required"
     if isinstance(value, float):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rlsys.config.algorithm import AlgorithmConfig, GuardsConfig
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.guards import GuardsConfig
 from rlsys.config.reward import RewardConfig
 
 REQUIRED = "???"

@@ -87,8 +87,9 @@ async def evaluate(
     concurrency: int,
     step: int = 0,
     say: Callable[[str], None] = lambda _: None,
+    em: Callable[[Trajectory, Question], float] = score,
 ) -> Evaluation:
-    """Ask all `questions`, at most `concurrency` at a time."""
+    """Ask all `questions`, at most `concurrency` at a time; `em` says whether the answer is right."""
     slots = asyncio.Semaphore(concurrency)
     done = 0
 
@@ -98,7 +99,7 @@ async def evaluate(
             trajectory = await ask(question)
         done += 1
         say(f"evaluates {done}/{len(questions)} questions")
-        return Answered(question, trajectory, score(trajectory, question))
+        return Answered(question, trajectory, em(trajectory, question))
 
     async with asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(one(question)) for question in questions]

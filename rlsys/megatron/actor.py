@@ -78,7 +78,7 @@ class Actor(Learner):
         if plan is not None:
             copy = PolicyModel(architecture, model, parallel, place)
             copy.load_hf(model.path)
-            self._anchor = Anchor(copy, plan.tau, plan.update_period, plan.reset_period)
+            self._anchor = Anchor(copy, plan)
         self._export_group = owners_group(place)
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:

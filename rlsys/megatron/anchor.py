@@ -54,15 +54,15 @@ class ReferencePlan:
 class Anchor:
     """One process's part of the reference policy."""
 
-    def __init__(self, model: PolicyModel, tau: float, update_period: int, reset_period: int | None) -> None:
-        """Take over `model`, whose weights are loaded, as the reference at version 0; see `ReferencePlan`."""
+    def __init__(self, model: PolicyModel, plan: ReferencePlan) -> None:
+        """Take over `model`, whose weights are loaded, as the reference at version 0."""
         self.model = model
         self.version = 0
         """Of the policy, when the reference last changed."""
-        self._plan = ReferencePlan(tau, update_period, reset_period)
+        self._plan = plan
         model.module.eval().requires_grad_(False)
         self._weights = _weights_of(model)
-        averages = tau < 1.0
+        averages = plan.tau < 1.0
         self._rounded = [w for w in self._weights if averages and w.dtype is not torch.float32]
         """Weights of which there is a master."""
         self._master = [weight.float() for weight in self._rounded]

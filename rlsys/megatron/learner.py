@@ -112,8 +112,8 @@ class Learner(ABC):
         self._step += 1
         if not isfinite(grad_norm):
             raise RunError(
-                f"The gradient of optimiser step {self._step} of {self._owner.lower()} is {grad_norm}; resume and "
-                "look at it."
+                f"The gradient of optimiser step {self._step} of {self._owner.lower()} is {grad_norm}: "
+                "lower its learning rate, and look at the last rows of metrics.jsonl."
             )
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -22,10 +22,10 @@ from torch import Tensor
 from rlsys.config.schema import ModelConfig, ParallelConfig
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.anchor import Anchor, ReferencePlan
-from rlsys.megatron.divergence import logprobs_at, top_tokens
+from rlsys.megatron.divergence import top_tokens
 from rlsys.megatron.export import Export, owners_group
 from rlsys.megatron.forward import forward, to_tensor
-from rlsys.megatron.logprobs import lay_out, token_logprobs
+from rlsys.megatron.logprobs import lay_out, logprobs_at, token_logprobs
 from rlsys.megatron.model import PolicyModel
 from rlsys.megatron.offload import Offload
 from rlsys.megatron.results import LogProbs, Offloaded
@@ -35,7 +35,7 @@ from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
 
-Picks = tuple[Tensor, Tensor]
+DevicePicks = tuple[Tensor, Tensor]
 """Tokens [trained tokens, k] and log-probs of them."""
 
 
@@ -66,7 +66,7 @@ class LogProbWorker:
         `temperature` is the one that samples are drawn at. Without `reference` there is none; `picks` need one.
         """
         if picks is not None and reference is None:
-            raise ValueError("Picks are the tokens to ask a reference about, and there is none.")
+            raise ValueError("DevicePicks are the tokens to ask a reference about, and there is none.")
         self._temperature, self._picks = temperature, picks
         architecture = read_architecture(model.path)
         self.place = groups.start(rendezvous, parallel, seed)
@@ -77,7 +77,7 @@ class LogProbWorker:
         if reference is not None:
             copy = PolicyModel(architecture, model, parallel, self.place)
             copy.load_hf(model.path)
-            self._anchor = Anchor(copy, reference.tau, reference.update_period, reference.reset_period)
+            self._anchor = Anchor(copy, reference)
             self._export_group = owners_group(self.place)
         self._memory = Offload("The log-prob worker", self._tensors)
         self._version: int | None = 0
@@ -199,7 +199,7 @@ class LogProbWorker:
         batches: Sequence[MicroBatch],
         k: int | None,
         chosen: Sequence[Tensor] | None = None,
-    ) -> list[tuple[Tensor, Picks | None]]:
+    ) -> list[tuple[Tensor, DevicePicks | None]]:
         """Log-probs [rows, width] of each micro-batch, and picks: its own top k, or what it makes of `chosen`.
 
         Neither without `k`. `chosen` [trained tokens, k] is one for each micro-batch.
@@ -207,7 +207,7 @@ class LogProbWorker:
         # The last stage sees the micro-batches in their order.
         waiting = None if chosen is None else iter(chosen)
 
-        def on_logits(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Picks | None]:
+        def on_logits(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, DevicePicks | None]:
             shard, temperature = model.vocab_shard, self._temperature
             logprobs, _ = token_logprobs(logits, to_tensor(batch.targets, logits), shard, temperature)
             picks = None
@@ -218,7 +218,7 @@ class LogProbWorker:
                 picks = top_tokens(logits, shard, temperature, k)
             return lay_out(logprobs, to_tensor(batch.loss_mask, logits)), picks
 
-        found: list[tuple[Tensor, Picks | None]] = forward(model, batches, on_logits)
+        found: list[tuple[Tensor, DevicePicks | None]] = forward(model, batches, on_logits)
         return found
 
 
@@ -228,7 +228,7 @@ class _Scores:
 
     policy: Tensor
     reference: Tensor | None
-    picks: Picks | None
+    picks: DevicePicks | None
 
     def as_result(self) -> LogProbs:
         return LogProbs(

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 
-from rlsys.config.algorithm import GuardsConfig, KlEstimator
+from rlsys.config.algorithm import KlEstimator
+from rlsys.config.guards import GuardsConfig
 
 _SAMPLED_KL = {
     KlEstimator["k1"]: "kl/k1",
@@ -133,7 +134,7 @@ def _watches(config: GuardsConfig, estimator: KlEstimator) -> list[_Watch]:
             "entropy",
             ("actor/entropy",),
             config.entropy_floor,
-            "the policy hardly varies what it writes; resume from an earlier checkpoint with a higher "
+            "the policy hardly varies what it writes; begin again with a higher "
             "algorithm.entropy_coef or clip_high, or a lower actor.optimizer.lr",
             is_floor=True,
         ),
@@ -141,7 +142,7 @@ def _watches(config: GuardsConfig, estimator: KlEstimator) -> list[_Watch]:
             "kl",
             ("actor/kl", _SAMPLED_KL[estimator]),
             config.kl_ceiling,
-            "the policy has left its reference; resume from an earlier checkpoint with a higher algorithm.kl_coef or "
+            "the policy has left its reference; begin again with a higher algorithm.kl_coef or "
             "a lower actor.optimizer.lr",
         ),
         _Watch(

@@ -26,6 +26,13 @@ def test_a_row_by_hand() -> None:
     assert '| `cluster.device` | `cpu`, `gpu` | `"gpu"` |' in render()
 
 
+def test_a_part_may_have_defaults_of_its_own() -> None:
+    """A critic learns faster than an actor, though both settings are of one class."""
+    page = render()
+    assert "| `actor.optimizer.lr` | number | `1e-06` |" in page
+    assert "| `critic.optimizer.lr` | number | `1e-05` |" in page
+
+
 def test_an_explanation_belongs_to_the_field_above_it() -> None:
     about = explanations(ModelConfig)
     assert about["recompute"].startswith("Recompute activations")

@@ -132,7 +132,7 @@ class Bench:
         architecture = read_architecture(self._model)
         model = PolicyModel(architecture, self._config, ONE, self._worker.place)
         model.load_hf(self._model)
-        anchor = Anchor(model, plan.tau, plan.update_period, plan.reset_period)
+        anchor = Anchor(model, plan)
         weights = sum(parameter.nbytes for parameter in model.parameters().values())
         return weights, sum(tensor.nbytes for tensor in anchor.tensors())
 
