@@ -30,7 +30,7 @@ from rich.table import Table
 from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
-from rlsys.pipeline.flow import Bites, Flow, Judges
+from rlsys.pipeline.flow import Bites, Flow, Handlers
 from rlsys.pipeline.group import Group, Sample, Scores
 from rlsys.pipeline.learn import MiniBatches, learn
 from rlsys.pipeline.ledger import Ledger
@@ -154,7 +154,7 @@ async def _train(per_step: int, group_size: int) -> Instant:
         prompts,
         workers,
         workers,
-        Judges(_judge, lambda group: group),
+        Handlers(_reward, lambda group: group),
         Bites(1, BITE),
         workers,
         _say,
@@ -179,7 +179,7 @@ def _held_mib(per_step: int, group_size: int) -> float:
     return peak / 2**20
 
 
-async def _judge(question: Question, trajectories: Sequence[Trajectory]) -> Group:
+async def _reward(question: Question, trajectories: Sequence[Trajectory]) -> Group:
     return Group(question, tuple(Sample(one, 0.0, (0.0,), {}, NO_ADVANTAGES) for one in trajectories))
 
 

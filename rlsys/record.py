@@ -106,20 +106,16 @@ class RunRecord:
         groups: Sequence[Group],
         updates: Sequence[Mapping[str, float]],
         more: Mapping[str, float],
-        kl_coef: float | None = None,
     ) -> list[Alarm]:
         """Log one step: figures of its groups and updates (means, extremes kept), its times, and `more`.
 
-        `kl_coef` is the weight of the KL term in this step; None is `algorithm.kl_coef`. Returns the guards' alarms,
-        each of which was shown when it began.
+        Returns the guards' alarms, each of which was shown when it began.
         """
         window = (self._begun_ns, self.tracers["driver"].now())
         algorithm, tag = self.config.algorithm, self.config.task.tags.answer
-        weight = algorithm.kl_coef if kl_coef is None else kl_coef
-        figures = step_figures(groups, step - 1, algorithm.correction.level, weight, tag)
+        figures = step_figures(groups, step - 1, algorithm.correction.level, tag)
         row = {
             **figures,
-            **({"actor/kl_coef": weight} if algorithm.kl_coef > 0 else {}),
             **more,
             **update_figures(updates),
             **self._time_figures(groups, window),
@@ -143,12 +139,14 @@ class RunRecord:
         """Keep an evaluation of the policy: every answer in a file of its own, the figures with the trackers."""
         self.evaluations.append(evaluation)
         self.progress.update(em=evaluation.em)
-        self._keep(evaluation, "", evaluation_figures(evaluation))
+        by_hop = {f"eval/em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
+        self._keep(evaluation, "", {"eval/em": evaluation.em, "eval/searches": evaluation.searches, **by_hop})
 
     def reference_evaluation(self, evaluation: Evaluation) -> None:
         """Keep an evaluation of the reference policy, in the same way."""
         self._reference = evaluation
-        figures = {f"reference/{name}": value for name, value in evaluation_figures(evaluation).items()}
+        by_hop = {f"reference/em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
+        figures = {"reference/em": evaluation.em, "reference/searches": evaluation.searches, **by_hop}
         self._keep(evaluation, "reference ", figures)
 
     def _keep(self, evaluation: Evaluation, whose: str, figures: Mapping[str, float]) -> None:
@@ -252,12 +250,6 @@ class RunRecord:
         self._log.log(step, row)
         for tracker in self._trackers:
             tracker.log(step, row)
-
-
-def evaluation_figures(evaluation: Evaluation) -> dict[str, float]:
-    """What the trackers are told of an evaluation."""
-    by_hop = {f"eval/em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
-    return {"eval/em": evaluation.em, "eval/searches": evaluation.searches, **by_hop}
 
 
 def update_figures(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.data.source import PromptSource
 from rlsys.evaluation.evaluate import Evaluation, evaluate
-from rlsys.evaluation.heldout import heldout_questions
+from rlsys.evaluation.heldout import heldout_questions, heldout_score
 from rlsys.groups.dealer import Dealer, flops_of
 from rlsys.groups.launch import STOP_TIMEOUT_S, build_groups, started_groups
 from rlsys.groups.megatron import (
@@ -37,13 +37,12 @@ from rlsys.groups.megatron import (
 from rlsys.groups.residence import Member, Residence, Tenant
 from rlsys.groups.rollout import RolloutGroup
 from rlsys.groups.weight_sync import Receiver, WeightSync
-from rlsys.observe.guards import Alarm
 from rlsys.observe.progress import Progress
 from rlsys.observe.spans import Tracer
 from rlsys.observe.utilisation import peak_flops
-from rlsys.pipeline.flow import Flow, Judges
+from rlsys.pipeline.flow import Flow, Handlers
 from rlsys.pipeline.group import Group
-from rlsys.pipeline.grouping import finish, judge, mean_kl
+from rlsys.pipeline.grouping import finish, mean_kl, reward_group
 from rlsys.pipeline.learn import MiniBatches
 from rlsys.pipeline.ledger import Reason
 from rlsys.pipeline.masks import MaskOf, trained_tokens, value_mask
@@ -114,15 +113,11 @@ class Session:
             sync.close()
         self.record.reference_evaluation(await self._ask_heldout(step))
 
-    async def end_step(
-        self, step: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]]
-    ) -> list[Alarm]:
-        """Record what `step` has trained, and let the KL term's weight follow; signs of collapse, if there are any."""
-        alarms = self.record.step(step, groups, updates, await self.figures(), self.kl.coef)
+    def steer_kl(self, groups: Sequence[Group]) -> None:
+        """Let the weight of a KL term in the reward follow what the `groups` of a step had."""
         kl = mean_kl(groups)
         if kl is not None:
             self.kl.observe(kl, sum(len(group.samples) for group in groups))
-        return alarms
 
     async def transfer_weights(self, version: int) -> None:
         """Hand the actor's weights out as `version`; engines go on with what they have."""
@@ -168,9 +163,8 @@ class Session:
         await self.search.require()
         self._count_to(step)
         concurrency = self.rollout.capacity * self.config.algorithm.n_samples
-        return await evaluate(
-            self.heldout, self.rollout.answer, concurrency, step, self.record.say("rollout")
-        )
+        say, em = self.record.say("rollout"), heldout_score(self.config)
+        return await evaluate(self.heldout, self.rollout.answer, concurrency, step, say, em)
 
     def _count_to(self, step: int) -> None:
         self.rollout.step = self.devices.step = step
@@ -230,7 +224,7 @@ def _assemble(
     critic = trained.get("critic")
     scorer = WithValues(inference, critic) if isinstance(critic, CriticGroup) else inference
     kl = kl_control(config.algorithm)
-    judges = _judges(config, rewards, kl, driver)
+    handlers = _handlers(config, rewards, kl, driver)
     return Session(
         config=config,
         record=record,
@@ -244,7 +238,9 @@ def _assemble(
         devices=devices,
         rewards=rewards,
         kl=kl,
-        flow=Flow(make_ledger(config), prompts, rollout, scorer, judges, bites(config), devices, record.say),
+        flow=Flow(
+            make_ledger(config), prompts, rollout, scorer, handlers, bites(config), devices, record.say
+        ),
         cut=mini_batches(config),
         on_policy=is_on_policy(config),
     )
@@ -267,14 +263,14 @@ def _megatron(
     return inference, trained
 
 
-def _judges(config: RunConfig, rewards: Rewards, kl: KlController, tracer: Tracer) -> Judges:
+def _handlers(config: RunConfig, rewards: Rewards, kl: KlController, tracer: Tracer) -> Handlers:
     mask_of = value_mask(config.compat)
 
-    async def judged(question: Question, trajectories: Sequence[Trajectory]) -> Group:
-        with tracer.span("reward.judge", question=question.uid):
-            return await judge(question, trajectories, rewards)
+    async def reward(question: Question, trajectories: Sequence[Trajectory]) -> Group:
+        with tracer.span("reward.score", question=question.uid):
+            return await reward_group(question, trajectories, rewards)
 
-    return Judges(judged, lambda group: finish(group, config.algorithm, kl.coef, mask_of))
+    return Handlers(reward, lambda group: finish(group, config.algorithm, kl.coef, mask_of))
 
 
 def _dealer(

@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.algorithm import GuardAction
+from rlsys.config.guards import GuardAction
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError
 from rlsys.observe.guards import Alarm
@@ -31,7 +31,7 @@ async def train(config: RunConfig, run_dir: Path) -> dict[str, Any]:
             background.create_task(run.flow.run())
             for step in range(1, steps + 1):
                 groups, switched, alarms = await one_step(run, step, background)
-                if alarms and config.guards.action is GuardAction.stop:
+                if alarms and config.guards.action is GuardAction.stop and step < steps:
                     raise collapsed(alarms[0], await run.save(step))
                 if step == steps or due(step, config.trainer.eval_interval):
                     await switched
@@ -58,11 +58,12 @@ async def one_step(
     await run.begin_step(step)
     learners = run.learners(step)
     groups, updates = await learn(run.flow, learners, run.devices, run.cut, run.record.say("actor"))
+    run.steer_kl(groups)
     await run.transfer_weights(version=step)
     switched = background.create_task(run.switch_weights(version=step))
     if run.on_policy:
         await switched
-    return groups, switched, await run.end_step(step, groups, updates)
+    return groups, switched, run.record.step(step, groups, updates, await run.figures())
 
 
 def collapsed(alarm: Alarm, checkpoint: Path) -> RunError:

@@ -31,9 +31,9 @@ from rlsys.groups.residence import Residence
 from rlsys.groups.weight_sync import WeightSync
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.flow import Flow, Judges
+from rlsys.pipeline.flow import Flow, Handlers
 from rlsys.pipeline.group import Group, Sample, Scores
-from rlsys.pipeline.grouping import finish, judge
+from rlsys.pipeline.grouping import finish, reward_group
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
 from rlsys.pipeline.workers import Say
@@ -260,8 +260,8 @@ def _session(
     prompts = PromptSource(questions, config.trainer.seed)
     devices = Residence({}, tracer)
     rewards, kl = Rewards(config.reward, config.task, config.compat), kl_control(config.algorithm)
-    judges = Judges(
-        functools.partial(judge, rewards=rewards),
+    handlers = Handlers(
+        functools.partial(reward_group, rewards=rewards),
         functools.partial(finish, config=config.algorithm, kl_coef=kl.coef),
     )
     rollout: Any = Playback(config, recording, arrivals, seen)
@@ -282,7 +282,7 @@ def _session(
         devices=devices,
         rewards=rewards,
         kl=kl,
-        flow=Flow(make_ledger(config), prompts, rollout, scorer, judges, bites(config), devices, seen.say),
+        flow=Flow(make_ledger(config), prompts, rollout, scorer, handlers, bites(config), devices, seen.say),
         cut=mini_batches(config),
         on_policy=is_on_policy(config),
         **stand_ins,

@@ -21,9 +21,9 @@ trajectory, group, batch; PPO token, critic, whiten.
 
 Pure numpy in float64, and nothing depends on what was computed before. Only tokens of a turn take part: what stands
 on others, be it NaN, changes nothing, and their advantage is 0. Which tokens those are is the caller's: with
-`compat.observations_in_values` observation tokens get the number of the turn before them and stand in the masks,
-and are then as good as any. A group's part is known with its last episode; the rest waits for the mini-batch.
-Returns that do not differ among peers give exact zeros under every baseline that is a mean.
+`compat.observations_in_values` observation tokens get the number of the turn before them, and are then as good as
+any. A group's part is known with its last episode; the rest waits for the mini-batch. Returns that do not differ
+among peers give exact zeros under every baseline that is a mean.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ from numpy.typing import NDArray
 from rlsys.algorithms.comparison import centred, spread, spreads, whitened
 from rlsys.algorithms.returns import Floats, Ints, generalised_advantages, placed, to_go
 from rlsys.config.algorithm import SIBLINGS, AdvantageScale, AlgorithmConfig, Baseline, Credit
-from rlsys.config.derived import needs_whole_mini_batch
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,31 +111,27 @@ def group_estimates(episodes: Sequence[Episode], config: AlgorithmConfig) -> lis
     return estimates
 
 
-def batch_estimates(
-    groups: Sequence[Sequence[Estimate]], masks: Sequence[Sequence[Mask]], config: AlgorithmConfig
-) -> list[list[Estimate]]:
-    """The estimates of one whole mini-batch, with what only all of its groups together settle.
+def batch_advantages(groups: Sequence[Sequence[Units]], config: AlgorithmConfig) -> list[list[Floats]]:
+    """Advantages [seq] of one whole mini-batch, with what only all of its groups together settle.
 
-    `masks`, one [seq] for each estimate, are the tokens that whitening is over, those that took part in
-    `group_estimates`; others come out 0. Estimates come back as they are where the config needs none of it. Doing it
-    twice is doing it once, for what the group settled stays in `Estimate.units`.
+    `groups` are the `Estimate.units` of each; where the config needs nothing of the mini-batch this gives the
+    advantages that `group_estimates` gave.
 
     The scale `batch` is the spread among siblings, not that between easy and hard questions, for it is of centred
     returns: REINFORCE++ with baseline takes it so; Lite PPO's authors' code takes it of rewards as they are.
     """
-    flat, flat_masks = list(chain.from_iterable(groups)), list(chain.from_iterable(masks))
-    if not flat or not needs_whole_mini_batch(config):
-        return [list(group) for group in groups]
-    values = np.concatenate([one.units.values for one in flat])
+    flat = list(chain.from_iterable(groups))
+    if not flat:
+        return [[] for _ in groups]
+    values = np.concatenate([one.values for one in flat])
     if config.baseline is Baseline.batch:
-        values = centred(values, np.concatenate([one.units.peers for one in flat]))
+        values = centred(values, np.concatenate([one.peers for one in flat]))
     if config.advantage_scale is AdvantageScale.batch:
         values = values / spread(values)
-    units = [one.units for one in flat]
-    tokens = [one.on_tokens(own) for one, own in zip(units, _split(values, units), strict=True)]
+    tokens = [one.on_tokens(own) for one, own in zip(flat, _split(values, flat), strict=True)]
     if config.advantage_scale is AdvantageScale.whiten:
-        tokens = _whitened(tokens, flat_masks)
-    found = iter(replace(one, advantages=own) for one, own in zip(flat, tokens, strict=True))
+        tokens = _whitened(tokens, [one.of_token >= 0 for one in flat])
+    found = iter(tokens)
     return [[next(found) for _ in group] for group in groups]
 
 
@@ -214,7 +207,7 @@ def _values(episode: Episode) -> Floats:
     return episode.values[episode.turn_of_token >= 0].astype(np.float64)
 
 
-def _whitened(tokens: Sequence[Floats], masks: Sequence[Mask]) -> list[Floats]:
+def _whitened(tokens: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> list[Floats]:
     """Advantages [seq] of each episode, whitened over all that is in the masks; 0 elsewhere."""
     every = whitened(np.concatenate([own[mask] for own, mask in zip(tokens, masks, strict=True)]))
     ends = np.cumsum([mask.sum() for mask in masks])

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from rlsys.config.algorithm import Aggregation
 
 TOKEN_MEAN = Aggregation("token-mean")
-TOKEN_SUM = Aggregation("seq-mean-token-sum")
 SEQUENCE_MEAN = Aggregation("seq-mean-token-mean")
 FIXED_LENGTH = Aggregation("fixed-length")
 

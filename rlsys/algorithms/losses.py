@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms import surrogates
-from rlsys.algorithms.kl import DISTINCT, K1, K3, estimate, importance_weights
-from rlsys.config.algorithm import AlgorithmConfig, KlPlace
+from rlsys.algorithms.kl import K1, K3, estimate, importance_weights
+from rlsys.config.algorithm import FULL_KL, AlgorithmConfig, KlPlace
 from rlsys.config.algorithm import PolicyLoss as Kind
 
 TOKENS = "tokens"
@@ -79,9 +79,9 @@ class ConfiguredLoss:
 
         Statistics, sums over trained tokens but for the suffixes above: `tokens`; of the tokens' ratios to
         the old policy `ratio`, `ratio_max`, `ratio_min` and `ratio_dev_max`, the largest |ratio - 1|;
-        `clipped_low`, `clipped_high`, `clipped` (both) and `dual_clipped` of what the loss clips;
-        `approx_kl` from the old policy (k3); `policy_loss`. With a reference `kl_` and each estimator that
-        differs in value, and `kl` by the one in use; with a KL term `kl_loss`; with an entropy `entropy`.
+        `clip_fraction_low`, `clip_fraction_high`, `clip_fraction` (both) and `dual_clip_fraction`, the tokens
+        that the loss clips; `approx_kl` from the old policy (k3); `policy_loss`. With a reference `kl` by the
+        estimator in use; with a KL term `kl_loss`; with an entropy `entropy`.
 
         Raises ValueError if a term with a coefficient lacks its input.
         """
@@ -136,19 +136,15 @@ class ConfiguredLoss:
         return value * importance_weights(logprobs, inputs.old_logprobs, lower, upper)
 
     def _kl_stats(self, logprobs: Tensor, inputs: LossInputs) -> Stats:
-        stats: Stats = {}
-        if inputs.ref_logprobs is not None:
-            for one in DISTINCT:
-                stats[f"kl_{one}"] = estimate(one, logprobs, inputs.ref_logprobs).sum()
         if inputs.divergence is not None:
-            stats["kl"] = inputs.divergence.sum()
-        elif inputs.ref_logprobs is not None and not self._compares_distributions:
-            stats["kl"] = estimate(self.config.kl_estimator, logprobs, inputs.ref_logprobs).sum()
-        return stats
+            return {"kl": inputs.divergence.sum()}
+        if inputs.ref_logprobs is None or self._compares_distributions:
+            return {}
+        return {"kl": estimate(self.config.kl_estimator, logprobs, inputs.ref_logprobs).sum()}
 
     @property
     def _compares_distributions(self) -> bool:
-        return self.config.kl_estimator.startswith("full_")
+        return self.config.kl_estimator in FULL_KL
 
     def _require(self, entropy: Tensor | None, inputs: LossInputs) -> None:
         config = self.config
@@ -260,8 +256,8 @@ def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
 def _clip_stats(surrogate: surrogates.Surrogate) -> Stats:
     low, high = surrogate.low.sum(), surrogate.high.sum()
     return {
-        "clipped": low + high,
-        "clipped_low": low,
-        "clipped_high": high,
-        "dual_clipped": surrogate.dual.sum(),
+        "clip_fraction": low + high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "dual_clip_fraction": surrogate.dual.sum(),
     }

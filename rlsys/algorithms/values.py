@@ -1,4 +1,4 @@
-"""The critic's loss as a sum over trained tokens, and what its statistics say.
+"""The critic's loss as a sum over trained tokens, and how much its values know of the returns.
 
 Contract: as the policy's, the loss is a SUM and its statistics are sums and counts; whoever accumulates
 micro-batches divides once, by the number of trained tokens of the whole mini-batch over all ranks.
@@ -9,16 +9,14 @@ value, old value or return, NaN and infinity included. A trained token that is N
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.algorithms.losses import TOKENS, Stats, join_stats
-
-ERROR, ERROR_SQUARED = "value_error", "value_error_squared"
-RETURN, RETURN_SQUARED = "value_return", "value_return_squared"
+from rlsys.algorithms.losses import DIVISOR, TOKENS, Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,8 @@ class ValueLoss:
     ) -> tuple[Tensor, Stats]:
         """The loss summed over trained tokens (scalar), and sums of its statistics (detached scalars).
 
-        All [rows, width]; gradient flows into `values` alone. `value_clipped` counts tokens whose loss the clip
-        has raised, whose gradient is zero. Errors are return less value.
+        All [rows, width]; gradient flows into `values` alone. `vf_clipfrac` counts tokens whose loss the clip has
+        raised, whose gradient is zero; `value_error` is return less value. The names are veRL's.
         """
 
         def trained(tensor: Tensor) -> Tensor:
@@ -53,40 +51,22 @@ class ValueLoss:
             near = torch.clamp(values, old - self.clip, old + self.clip)
             clipped = (near - returns).square()
         loss = 0.5 * torch.maximum(squared, clipped).sum()
-        # In float64, because a variance is the small difference of these.
-        exact = returns.detach().double()
-        error = exact - values.detach().double()
         return loss, {
             TOKENS: mask.sum(),
-            "value_loss": loss.detach(),
-            "value_clipped": (clipped > squared).sum(),
-            "value_mean": values.detach().sum(),
-            ERROR: error.sum(),
-            ERROR_SQUARED: error.square().sum(),
-            RETURN: exact.sum(),
-            RETURN_SQUARED: exact.square().sum(),
+            DIVISOR: mask.sum(),
+            "vf_loss": loss.detach(),
+            "vf_clipfrac": (clipped > squared).sum(),
+            "vpred_mean": values.detach().sum(),
+            "value_error": (returns - values.detach()).sum(),
         }
 
 
-def value_figures(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Statistics of `ValueLoss` joined over micro-batches and ranks, as means over trained tokens.
+def explained_variance(values: NDArray[np.floating], returns: NDArray[np.floating]) -> float:
+    """1 - Var(returns - values) / Var(returns), over [n] tokens, at least one; NaN where all returns are equal.
 
-    `tokens` stays a sum. Instead of the squares there is `value_explained`, the explained variance
-    1 - Var(R - v) / Var(R): 1 of perfect values, 0 of constant ones, below that of worse; it is left out where
-    all returns are equal, of which it says nothing. Without a trained token there are no means either.
+    1 where the critic knows the returns, 0 where it knows no more than their mean, below where it misleads.
     """
-    totals = {TOKENS: 0.0, **join_stats(parts)}
-    tokens = totals[TOKENS]
-    if not tokens:
-        return {TOKENS: 0.0}
-    means = {name: total / tokens for name, total in totals.items() if name != TOKENS}
-    left = _variance(means[ERROR], means.pop(ERROR_SQUARED))
-    whole = _variance(means[RETURN], means.pop(RETURN_SQUARED))
-    explained = {"value_explained": 1.0 - left / whole} if whole else {}
-    return {TOKENS: tokens, **means, **explained}
-
-
-def _variance(mean: float, mean_square: float) -> float:
-    """0 where what is left is rounding alone."""
-    variance = mean_square - mean * mean
-    return variance if variance > 1e-12 * mean_square else 0.0
+    if np.ptp(returns) == 0:
+        return float("nan")
+    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    return 1.0 - float((returns - values).var() / returns.var())

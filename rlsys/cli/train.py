@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rlsys.config.algorithm_checks import algorithm_notes
 from rlsys.config.compose import load_config
 from rlsys.config.plan import make_plan, render_plan
 from rlsys.config.schema import RunConfig
@@ -51,6 +52,8 @@ def _run(config: RunConfig) -> None:
     from rlsys.record import new_run_dir
     from rlsys.train import train
 
+    for note in algorithm_notes(config):
+        typer.echo(f"Note: {note}", err=True)
     run_dir = new_run_dir(config)
     summary = run_to_end(train(config, run_dir))
     render_summary(summary, Console())

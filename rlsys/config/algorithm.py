@@ -145,7 +145,8 @@ class CurationConfig:
     oversample: float = 1.0
     """Groups started for each one that a step needs; the slowest are aborted and their prompts asked again."""
     drop_no_spread: bool = False
-    """Replace groups whose rewards are all equal, which teach nothing (dynamic sampling, DAPO)."""
+    """Replace groups whose answers all earned the same, by the reward's terms of the answer or, without one, by the whole
+    reward: they teach nothing of right and wrong (dynamic sampling, DAPO)."""
     max_replaced: float = 3.0
     """Most groups replaced in a step, in units of `trainer.prompts_per_step`; further ones are trained as they are."""
 

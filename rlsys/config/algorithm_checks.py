@@ -32,6 +32,8 @@ from rlsys.config.derived import (
 )
 from rlsys.config.schema import RunConfig
 
+_WIDE_SEQUENCE_CLIP = 0.05
+"""Some hundred times the published bounds, 3e-4 and 4e-4."""
 _AS_REWARD = tuple(KlEstimator[name] for name in ("k1", "k2", "k3", "abs"))
 
 
@@ -47,6 +49,21 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     yield from _reference(algorithm)
     yield from _critic(config)
     yield from _sampler(config)
+
+
+def algorithm_notes(config: RunConfig) -> Iterator[str]:
+    """What runs, and probably not as it is meant: a sentence each."""
+    algorithm, mini_batches = config.algorithm, config.trainer.mini_batches
+    if algorithm.policy_loss is PolicyLoss.gspo and algorithm.clip_high > _WIDE_SEQUENCE_CLIP:
+        yield (
+            f"algorithm.clip_high={algorithm.clip_high:g} hardly ever clips the ratio of a whole sequence: "
+            "algorithm=gspo has the published bounds."
+        )
+    if algorithm.policy_loss is PolicyLoss.policy_gradient and mini_batches > 1:
+        yield (
+            f"algorithm.policy_loss=policy_gradient has no ratio, so with trainer.mini_batches={mini_batches} all but the "
+            "first optimiser step of a step take late samples for its own: 1 is exact."
+        )
 
 
 def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -89,7 +106,7 @@ def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if algorithm.curation.drop_no_spread and not siblings:
         yield (
-            f"algorithm.curation.drop_no_spread drops groups of equal rewards, which do teach with "
+            f"algorithm.curation.drop_no_spread drops groups whose answers all earned the same, which do teach with "
             f"algorithm.baseline={baseline}: set it to false."
         )
 
@@ -152,6 +169,13 @@ def _vocabulary_sum(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"algorithm.kl_topk_tokens={picks} is read with a KL term by full_reverse or full_forward, not with "
             f"kl_coef={algorithm.kl_coef:g} and kl_estimator={algorithm.kl_estimator}: set it to null, or choose one."
+        )
+    whole = sums_over_vocabulary(algorithm) and picks is None
+    no_tail = picks is not None and not algorithm.kl_use_tail_sampling
+    if algorithm.use_kl_iw and (whole or no_tail):
+        yield (
+            "algorithm.use_kl_iw=true weights what was sampled, and the KL term samples nothing with kl_topk_tokens="
+            f"{picks} and kl_use_tail_sampling={str(algorithm.kl_use_tail_sampling).lower()}: set it to false."
         )
     for key, value, default in (
         ("kl_topk_tail", algorithm.kl_topk_tail, KlTail.exact),

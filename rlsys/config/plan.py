@@ -2,7 +2,8 @@
 
 The memory of a Megatron process counts weights, gradients (4 bytes a parameter), the optimiser
 (float32 master where weights are not, and two moments) cut by what shards it, and the logits of one
-micro-batch (of a critic, none); a reference that moves has a float32 master too; activations beyond those are not
+micro-batch (of a critic, none; where the reference is in the actor, its own for a full pipeline); a reference that
+moves has a float32 master too; activations beyond those are not
 counted.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlsys.config.algorithm import Baseline
+from rlsys.config.algorithm_checks import algorithm_notes
 from rlsys.config.derived import (
     has_critic,
     has_reference,
@@ -90,6 +92,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
         },
         "token_mode": str(config.task.token_mode),
         "search": _search(config.search),
+        "notes": list(algorithm_notes(config)),
     }
 
 
@@ -110,7 +113,7 @@ def render_plan(plan: dict[str, Any]) -> str:
         sizes = ", ".join(f"{key} {value}" for key, value in group.items() if key in _SIZES)
         ranks = ",".join(map(str, group["ranks"]))
         lines.append(f"  {name:10} ranks {ranks}: {sizes}, about {group['memory_gib_per_rank']:.3g} GiB each")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  note       {note}" for note in plan["notes"])])
 
 
 def overlap(config: RunConfig) -> str:
@@ -156,7 +159,10 @@ def _megatron_group(
     dp = len(ranks) // (parallel.tp * parallel.pp * parallel.cp)
     own = parameters / (parallel.tp * parallel.pp)
     columns = 1 if name == "critic" else int(shape["vocab_size"]) / parallel.tp
-    memory = own * _bytes_a_parameter(config, name, dp) + settings.micro_batch_tokens * columns * 4
+    logits = columns * (
+        4 + (parallel.pp * BYTES[config.model.dtype] if _holds_reference(config, name) else 0)
+    )
+    memory = own * _bytes_a_parameter(config, name, dp) + settings.micro_batch_tokens * logits
     return {
         "ranks": list(ranks),
         "tp": parallel.tp,
@@ -176,8 +182,13 @@ def _bytes_a_parameter(config: RunConfig, name: str, dp: int) -> float:
         return weight + (reference if has_reference(algorithm) else 0)
     optimizer = config.critic.optimizer if name == "critic" else config.actor.optimizer
     trained = weight + 4 + (8 + master) / (dp if optimizer.distributed else 1)
-    holds_reference = name == "actor" and sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
-    return trained + (reference if holds_reference else 0)
+    return trained + (reference if _holds_reference(config, name) else 0)
+
+
+def _holds_reference(config: RunConfig, name: str) -> bool:
+    """Whether the actor's processes have the reference too, for a KL over the whole vocabulary."""
+    algorithm = config.algorithm
+    return name == "actor" and sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
 
 
 def _kv_bytes(config: RunConfig, shape: dict[str, Any]) -> float:

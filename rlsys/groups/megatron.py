@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.algorithms.losses import reduce_stats
-from rlsys.algorithms.values import value_figures
+from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
 from rlsys.groups.dealer import Dealer
@@ -32,7 +31,26 @@ Answers = Sequence[tuple[int, Sequence[Any]] | None]
 """Of each process: its data-parallel rank and a result for each micro-batch, or None if it does not report."""
 
 
-class InferenceGroup:
+class MegatronGroup:
+    """What every group has: processes, a dealer for them, and memory on their devices."""
+
+    def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
+        self.workers = workers
+        self.step = 0
+        """That what it does is counted to."""
+        self._dealer = dealer
+        self._tracer = tracer
+
+    async def offload(self) -> dict[str, float]:
+        """Release the memory of the group's devices until `restore`; what it cost, as `switch_figures` says."""
+        return switch_figures(await self.workers.call("offload"))
+
+    async def restore(self) -> dict[str, float]:
+        """Bring back what `offload` released; what it cost."""
+        return switch_figures(await self.workers.call("restore"))
+
+
+class InferenceGroup(MegatronGroup):
     """Recomputes log-probs, and holds the reference policy.
 
     Contract: nothing is computed from `begin_update` to the end of `finish_update`; each waits for the other.
@@ -41,10 +59,7 @@ class InferenceGroup:
     groups: tuple[str, ...] = ("inference",)
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
-        self.workers = workers
-        self.step = 0
-        self._dealer = dealer
-        self._tracer = tracer
+        super().__init__(workers, dealer, tracer)
         self._weights = asyncio.Lock()
 
     @property
@@ -89,23 +104,12 @@ class InferenceGroup:
         with self._tracer.span("checkpoint.save", step=self.step):
             await self.workers.call("save_reference", str(folder), extra)
 
-    async def offload(self) -> dict[str, float]:
-        """Release the memory of the group's devices until `restore`; what it cost, as `switch_figures` says."""
-        return switch_figures(await self.workers.call("offload"))
 
-    async def restore(self) -> dict[str, float]:
-        """Bring back what `offload` released; what it cost."""
-        return switch_figures(await self.workers.call("restore"))
-
-
-class TrainedGroup(ABC):
+class TrainedGroup(MegatronGroup, ABC):
     """A group that learns: gradients accumulate, then one optimiser step for all."""
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
-        self.workers = workers
-        self.step = 0
-        self._dealer = dealer
-        self._tracer = tracer
+        super().__init__(workers, dealer, tracer)
         self._stats: list[Mapping[str, float]] = []
 
     @abstractmethod
@@ -134,14 +138,6 @@ class TrainedGroup(ABC):
         """Write a checkpoint of all ranks, and `extra` with it."""
         with self._tracer.span("checkpoint.save", step=self.step):
             await self.workers.call("save", str(folder), extra)
-
-    async def offload(self) -> dict[str, float]:
-        """Release the memory of the group's devices until `restore`; what it cost, as `switch_figures` says."""
-        return switch_figures(await self.workers.call("offload"))
-
-    async def restore(self) -> dict[str, float]:
-        """Bring back what `offload` released; what it cost."""
-        return switch_figures(await self.workers.call("restore"))
 
 
 class ActorGroup(TrainedGroup):
@@ -178,7 +174,8 @@ class CriticGroup(TrainedGroup):
         await super().accumulate([replace(sample, picks=None) for sample in samples])
 
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return value_figures(stats)
+        # Its tokens are counted by the actor already.
+        return {name: value for name, value in reduce_stats(stats).items() if name != TOKENS}
 
 
 class EngineLogprobs:
@@ -220,7 +217,7 @@ def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
     nothing: list[None] = [None] * len(batch.lengths)
     references = nothing if result.reference is None else batch.split(result.reference)
     picks: list[Picks] | list[None] = nothing
-    if result.picks is not None:
+    if result.picks is not None and len(batch.lengths):  # np.split makes one part of nothing.
         ends = np.cumsum(batch.trained_lengths)[:-1]
         picks = [Picks(*pair) for pair in zip(*(np.split(one, ends) for one in result.picks), strict=True)]
     parts = zip(batch.split(result.policy), references, picks, strict=True)
@@ -243,25 +240,10 @@ async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) ->
     meetings = [
         (rank, size, *address, config.cluster.device, config.cluster.call_timeout_s) for rank in range(size)
     ]
-    await workers.build(_BUILDERS[kind], [(config, meeting) for meeting in meetings], timeout_s)
+    await workers.build(_build, [(kind, config, meeting) for meeting in meetings], timeout_s)
 
 
-def _build_actor(config: RunConfig, rendezvous: tuple) -> Any:
-    from rlsys.groups.processes import make_actor  # loads Megatron, which the driver has no use for
+def _build(kind: str, config: RunConfig, rendezvous: tuple) -> Any:
+    from rlsys.groups.processes import make_process  # loads Megatron, which the driver has no use for
 
-    return make_actor(config, rendezvous)
-
-
-def _build_inference(config: RunConfig, rendezvous: tuple) -> Any:
-    from rlsys.groups.processes import make_inference
-
-    return make_inference(config, rendezvous)
-
-
-def _build_critic(config: RunConfig, rendezvous: tuple) -> Any:
-    from rlsys.groups.processes import make_critic
-
-    return make_critic(config, rendezvous)
-
-
-_BUILDERS = {"actor": _build_actor, "critic": _build_critic, "inference": _build_inference}
+    return make_process(kind, config, rendezvous)

@@ -7,6 +7,7 @@ each process takes its own. Imported in worker processes only: it loads Megatron
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -178,16 +179,15 @@ def pick_plan(algorithm: AlgorithmConfig) -> PickPlan | None:
     return PickPlan(k, forward=algorithm.kl_estimator is KlEstimator.full_forward)
 
 
-def make_inference(config: RunConfig, rendezvous: tuple) -> InferenceProcess:
-    """Build one process of the inference group; `rendezvous` as in `Rendezvous`."""
-    return InferenceProcess(config, Rendezvous(*rendezvous))
+Process = InferenceProcess | ActorProcess | CriticProcess
+
+_KINDS: Mapping[str, Callable[[RunConfig, Rendezvous], Process]] = {
+    "inference": InferenceProcess,
+    "actor": ActorProcess,
+    "critic": CriticProcess,
+}
 
 
-def make_actor(config: RunConfig, rendezvous: tuple) -> ActorProcess:
-    """Build one process of the actor; `rendezvous` as in `Rendezvous`."""
-    return ActorProcess(config, Rendezvous(*rendezvous))
-
-
-def make_critic(config: RunConfig, rendezvous: tuple) -> CriticProcess:
-    """Build one process of the critic; `rendezvous` as in `Rendezvous`."""
-    return CriticProcess(config, Rendezvous(*rendezvous))
+def make_process(kind: str, config: RunConfig, rendezvous: tuple) -> Process:
+    """Build one process of the group `kind`: inference, actor or critic; `rendezvous` as in `Rendezvous`."""
+    return _KINDS[kind](config, Rendezvous(*rendezvous))

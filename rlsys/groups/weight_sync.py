@@ -71,8 +71,8 @@ class SyncReport:
     def figures(self) -> dict[str, float]:
         """For the log of the step."""
         return {
-            "time/sync_transfer_s": self.transfer_s,
-            "time/sync_switch_s": self.switch_s,
+            "time/sync_transfer": self.transfer_s,
+            "time/sync_switch": self.switch_s,
             "sync/bytes": self.sent_bytes,
             "sync/gb_s": self.gb_s,
             "sync/copy_gb_s": self.copy_gb_s,

@@ -123,6 +123,13 @@ class Actor(Learner):
         objective = self._objective
         return divisor(objective.aggregation, batch.trained_lengths, objective.loss_length)
 
+    def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
+        if self._anchor is None:
+            return super()._runs(micro_batches)
+        # The reference's logits of a run are held until its losses are taken: no more than fill the pipeline.
+        size = self.place.pp_size
+        return (micro_batches[start : start + size] for start in range(0, len(micro_batches), size))
+
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
         ref_logits: Iterator[Tensor | None] = repeat(None)
         if self._anchor is not None:

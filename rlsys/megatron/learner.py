@@ -67,6 +67,10 @@ class Learner(ABC):
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
         """The loss, which is asked for each of `micro_batches` once and in order, on the last stage alone."""
 
+    def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
+        """`micro_batches`, in the runs that go through the pipeline together."""
+        return (micro_batches,)
+
     @property
     def step(self) -> int:
         """Optimiser steps taken."""
@@ -87,8 +91,9 @@ class Learner(ABC):
         for batch in micro_batches:
             self._check(batch)
         self._pending = True
-        loss_of = self._loss_for(micro_batches)
-        parts: list[Stats] = forward_backward(self._model, self._wrapped, micro_batches, loss_of)
+        parts: list[Stats] = []
+        for run in self._runs(micro_batches):
+            parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run))
         self._divisor += sum(map(self._divisor_of, micro_batches))
         return Accumulated(
             stats=join_stats(parts) if self.place.reports else {},

@@ -16,8 +16,9 @@ from rlsys.algorithms.corrections import CorrectionStats, measure
 from rlsys.config.algorithm import CorrectionLevel
 from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group, Sample
-from rlsys.pipeline.learning_figures import learning_figures, spread
+from rlsys.pipeline.learning_figures import extremes, learning_figures
 from rlsys.reward.exact_match import normalize
+from rlsys.reward.reading import count_answer_tags
 
 TRAINING_PASSES = 3
 """A forward pass, and a backward pass of twice its operations."""
@@ -25,26 +26,25 @@ TRAINING_PASSES = 3
 
 def step_figures(
     groups: Sequence[Group],
-    version: int | None = None,
-    level: CorrectionLevel = CorrectionLevel.token,
-    kl_coef: float = 0.0,
-    answer_tag: str = "answer",
+    version: int,
+    level: CorrectionLevel,
+    answer_tag: str,
 ) -> dict[str, float]:
     """Everything that the groups of a step say, as flat keys.
 
-    With `version`, the policy that was trained, `staleness_figures` too. `level` is that of the off-policy weights,
-    where there are any, `kl_coef` the weight of a KL term that was taken off the rewards. There is at least one group, and no group is empty.
+    `version` is the policy that was trained, `level` that of the off-policy weights where there are any. There is at
+    least one group, and no group is empty.
     """
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [sample.trajectory for sample in samples]
     return {
-        **learning_figures(groups, kl_coef),
+        **learning_figures(groups),
         **group_figures(groups),
         **answer_figures(groups, answer_tag),
         **episode_figures(trajectories),
         **token_figures(trajectories),
         "logprob/max_diff": max((_logprob_difference(sample, version) for sample in samples), default=0.0),
-        **(staleness_figures(groups, version) if version is not None else {}),
+        **staleness_figures(groups, version),
         **correction_figures(groups, level),
     }
 
@@ -71,18 +71,13 @@ def group_figures(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def answer_figures(groups: Sequence[Group], tag: str = "answer") -> dict[str, float]:
+def answer_figures(groups: Sequence[Group], tag: str) -> dict[str, float]:
     """Signs that answers are written for the reward, not for the question, as shares of all episodes.
 
-    More than one answer is more than one opening or closing tag in what the policy wrote: pages and messages may
-    hold tags of their own. The most frequent answer counts if at least two questions got it, for the episodes of
-    one question may well agree.
+    More than one answer is more than one opening or closing `tag`. The most frequent answer counts if at least two
+    questions got it, for the episodes of one question may well agree.
     """
     episodes = [sample.trajectory for group in groups for sample in group.samples]
-    tags = [
-        max(sum(turn.text.count(one) for turn in episode.turns) for one in (f"<{tag}>", f"</{tag}>"))
-        for episode in episodes
-    ]
     given: Counter[str] = Counter()
     asked: dict[str, set[int]] = defaultdict(set)
     for number, group in enumerate(groups):
@@ -91,7 +86,7 @@ def answer_figures(groups: Sequence[Group], tag: str = "answer") -> dict[str, fl
             asked[answer].add(number)
     same = max((count for answer, count in given.items() if len(asked[answer]) > 1), default=0)
     return {
-        "answers/many_share": fmean(count > 1 for count in tags),
+        "answers/many_share": fmean(count_answer_tags(one.turns, tag) > 1 for one in episodes),
         "answers/same_share": same / len(episodes),
     }
 
@@ -102,7 +97,7 @@ def episode_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     valid = [sum(turn.action is not Action.INVALID for turn in one.turns) for one in trajectories]
     acted = [(count, len(one.turns)) for count, one in zip(valid, trajectories, strict=True) if one.turns]
     return {
-        **spread("env/number_of_actions", [len(one.turns) for one in trajectories]),
+        **extremes("env/number_of_actions", [len(one.turns) for one in trajectories]),
         "env/number_of_valid_action": fmean(valid),
         "env/ratio_of_valid_action": fmean([count / actions for count, actions in acted] or [0.0]),
         "env/number_of_valid_search": fmean(one.searches for one in trajectories),
@@ -126,8 +121,8 @@ def token_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     trained = sum(int(one.loss_mask.sum()) for one in trajectories)
     differing = sum(one.tokens_differing for one in trajectories)
     return {
-        **spread("prompt_length", prompts),
-        **spread("response_length", responses),
+        **extremes("prompt_length", prompts),
+        **extremes("response_length", responses),
         "response_length/clip_ratio": fmean(one.finish is Finish.TOKEN_LIMIT for one in trajectories),
         "state_tokens/total": trained,
         "state_tokens/coverage": trained / max(1, sum(responses)),
@@ -207,18 +202,16 @@ def _response(trajectory: Trajectory) -> bytes:
     return trajectory.tokens[trajectory.prompt_length :].tobytes()
 
 
-def _logprob_difference(sample: Sample, version: int | None) -> float:
+def _logprob_difference(sample: Sample, version: int) -> float:
     """The largest difference of recomputed and sampled log-probs of the same tokens and the same policy.
 
-    A token that `version` sampled was recomputed by it as well; an older one may not have been. Without
-    `version` all tokens are taken for its.
+    A token that `version` sampled was recomputed by it as well; an older one may not have been.
     """
     trajectory = sample.trajectory
     if trajectory.tokens_differing or sample.old_logprobs is None:
         return 0.0
-    comparable = trajectory.loss_mask & np.isfinite(trajectory.rollout_logprobs)
-    if version is not None:
-        comparable &= trajectory.versions == version
+    sampled = np.isfinite(trajectory.rollout_logprobs) & (trajectory.versions == version)
+    comparable = trajectory.loss_mask & sampled
     if not comparable.any():
         return 0.0
     return float(np.abs(sample.old_logprobs - trajectory.rollout_logprobs)[comparable].max())

@@ -2,13 +2,14 @@
 
 Contract: `run` rolls and scores until `stop`; meanwhile the driver `take`s scored groups, oldest first, trains
 on them, and says when a step is closed and when the engines have a new version. All decisions are the
-ledger's; this module carries them out: it starts and cancels episodes, has their groups judged, hands groups
-from stage to stage and gives prompts back. A stage that fails ends `run` with its error: run it in the task group of those who `take`.
+ledger's; this module carries them out: it starts and cancels episodes, has their groups rewarded, hands groups
+from stage to stage and gives prompts back. A stage that fails ends `run` with its error: run it in the task
+group of those who `take`.
 
-Invariants: a group is judged, scored and handed out at most once; a cancelled group's episodes, or what judges
-them, have ended before `run` does; a group that is judged keeps no room in the engines; what the ledger dooms is dropped at once; when `run` has ended, every prompt is
-trained, dropped for good or back in the source. Runs on asyncio alone, so that it can be tested under any
-clock and interleaving.
+Invariants: a group is rewarded, scored and handed out at most once; a cancelled group's episodes, or what
+rewards them, have ended before `run` does; a group that is being rewarded keeps no room in the engines; what
+the ledger dooms is dropped at once; when `run` has ended, every prompt is trained, dropped for good or back in
+the source. Runs on asyncio alone, so that it can be tested under any clock and interleaving.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from rlsys.pipeline.routing import GroupLost
 from rlsys.pipeline.workers import Devices, Generator, Prompts, Say, Scorer
 
 MOST_LOSSES = 3
-"""A question whose group was lost so often is not asked again before the next epoch, and then once: it may be what
-kills the engines."""
+"""A question whose group was lost so often is not asked again before the next epoch, and then once: it may be
+what kills the engines."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judges:
+class Handlers:
     """What is done to a group on its way."""
 
-    judge: Callable[[Question, Sequence[Trajectory]], Awaitable[Group]]
-    """Rewards, once its episodes are done. It may take long, and is cancelled where the group is dropped meanwhile."""
+    reward: Callable[[Question, Sequence[Trajectory]], Awaitable[Group]]
+    """Once its episodes are done. It may take long, and is cancelled where the group is dropped meanwhile."""
     finish: Callable[[Group], Group]
     """Advantages, and weights of off-policy tokens, once it is scored. A pure function."""
 
@@ -49,7 +50,7 @@ class Bites:
     """How many groups the scorer takes at a time."""
 
     least: float
-    """It waits for so many, or until all rollouts are judged and none may begin; infinity is the latter alone."""
+    """It waits for so many, or until all rollouts are rewarded and none may begin; infinity is the latter."""
     most: int
 
 
@@ -71,18 +72,18 @@ class Flow:
         prompts: Prompts,
         generator: Generator,
         scorer: Scorer,
-        judges: Judges,
+        handlers: Handlers,
         bites: Bites,
         devices: Devices,
         say: Callable[[str], Say],
     ) -> None:
         self.ledger = ledger
         self._prompts, self._generator, self._scorer = prompts, generator, scorer
-        self._judges, self._bites, self._devices = judges, bites, devices
+        self._handlers, self._bites, self._devices = handlers, bites, devices
         self._say_rollout, self._say_scorer = say("rollout"), say("inference")
         self._rolling: dict[Ticket, asyncio.Task[None]] = {}
         """Until the task has ended, which is later than the ticket if it was cancelled."""
-        self._judged: set[Ticket] = set()
+        self._rewarding: set[Ticket] = set()
         """Of them, those whose episodes are done."""
         # Not a dict: that finds its first key ever more slowly, the more were removed before it.
         self._rolled: OrderedDict[Ticket, Group] = OrderedDict()
@@ -149,10 +150,10 @@ class Flow:
         group = None
         try:
             trajectories = await self._generator.run_group(ticket.question)
-            self._judged.add(ticket)
+            self._rewarding.add(ticket)
             self._changed.set()
             if ticket.stage is Stage.rolling:
-                group = await self._judges.judge(ticket.question, trajectories)
+                group = await self._handlers.reward(ticket.question, trajectories)
         except GroupLost:
             pass
         if ticket.stage is not Stage.rolling:
@@ -167,7 +168,7 @@ class Flow:
 
     def _ended(self, ticket: Ticket, _: asyncio.Task[None]) -> None:
         del self._rolling[ticket]
-        self._judged.discard(ticket)
+        self._rewarding.discard(ticket)
         self._changed.set()
 
     async def _score_all(self) -> None:
@@ -189,13 +190,13 @@ class Flow:
         for ticket, group in bite:
             scored = replace(group, samples=tuple(islice(samples, len(group.samples))))
             if ticket.stage is Stage.ready:
-                finished = self._judges.finish(scored)
+                finished = self._handlers.finish(scored)
                 heappush(self._scored, _Scored(ticket.oldest, ticket.number, ticket, finished))
         self._changed.set()
 
     def _may_roll(self) -> bool:
         # With no engine left one group is asked for all the same: the error that this raises ends the run.
-        room = max(1, self._generator.capacity) - (len(self._rolling) - len(self._judged))
+        room = max(1, self._generator.capacity) - (len(self._rolling) - len(self._rewarding))
         return not self._stopping and room > 0 and self.ledger.may_admit()
 
     def _worth_scoring(self) -> bool:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.agent.trajectory import Trajectory
-from rlsys.algorithms.advantages import Estimate
+from rlsys.algorithms.advantages import Units
 from rlsys.data.question import Question
+from rlsys.reward.terms import ANSWER_TERMS
 
 Floats = NDArray[np.float32]
 
@@ -65,11 +66,13 @@ class Sample:
     """[seq] the critic's, before the update; None without a critic."""
     returns: Floats | None = None
     """[seq] what the critic is trained on; None without one."""
-    estimate: Estimate | None = None
-    """What `advantages` and `returns` are of, and the mini-batch works on; None until they are worked out."""
+    units: Units | None = None
+    """What its group has settled, where advantages depend on the mini-batch too; None elsewhere."""
     kl_sum: float | None = None
     """KL to the reference policy that was taken off the rewards, without its weight and summed over trained tokens,
     in nats; None where it is no part of the reward."""
+    kl_coef: float = 0.0
+    """The weight with which it was."""
 
     def with_scores(self, scores: Scores) -> Sample:
         """The same sample after the scoring stage."""
@@ -102,10 +105,20 @@ class Group:
 
     @property
     def has_spread(self) -> bool:
-        """Whether the rewards differ, without which episodes teach nothing by comparison with each other."""
-        return len({sample.reward for sample in self.samples}) > 1
+        """Whether some answers earned more than others, so that the group tells right from wrong.
+
+        What is compared are the reward's terms of the answer: all right, or all wrong, is no spread, whatever a
+        penalty of length makes of it (DAPO, arXiv 2503.14476, eq. 11). A reward without one is compared as a whole.
+        """
+        return len({_earned(sample) for sample in self.samples}) > 1
 
     @property
     def tokens(self) -> int:
         """Tokens of all samples, prompts included."""
         return sum(len(sample.trajectory.tokens) for sample in self.samples)
+
+
+def _earned(sample: Sample) -> tuple[float, ...]:
+    """By the answer, term by term."""
+    of_answer = tuple(sample.parts[term] for term in sorted(ANSWER_TERMS & sample.parts.keys()))
+    return of_answer or (sample.reward,)

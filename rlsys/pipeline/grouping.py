@@ -1,7 +1,7 @@
 """What is worked out for a group between the stages: its rewards; advantages, and weights of late tokens.
 
-`judge` needs the episodes alone, `finish` also their scores, `over_mini_batch` the other groups of the mini-batch.
-Only `judge` takes time; the others are pure.
+`reward_group` needs the episodes alone, `finish` also their scores, `over_mini_batch` the other groups of the
+mini-batch. Only `reward_group` takes time; the others are pure.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import torch
 from numpy.typing import NDArray
 
 from rlsys.agent.trajectory import Trajectory
-from rlsys.algorithms.advantages import Episode, Estimate, batch_estimates, group_estimates
+from rlsys.algorithms.advantages import Episode, Units, batch_advantages, group_estimates
 from rlsys.algorithms.corrections import correct
 from rlsys.algorithms.kl import estimate
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlPlace
+from rlsys.config.derived import needs_whole_mini_batch
 from rlsys.data.question import Question
 from rlsys.pipeline.group import Floats, Group, Sample
 from rlsys.pipeline.masks import MaskOf, trained_tokens
 from rlsys.pipeline.workers import Rewards
-from rlsys.reward.reward import Scored
+from rlsys.reward.scored import Scored
 
 
-async def judge(question: Question, trajectories: Sequence[Trajectory], rewards: Rewards) -> Group:
+async def reward_group(question: Question, trajectories: Sequence[Trajectory], rewards: Rewards) -> Group:
     """Reward every episode of `question`, all at once. The first failure, or cancellation, ends the others."""
     async with asyncio.TaskGroup() as tasks:
         scores = [tasks.create_task(rewards.score(question, one)) for one in trajectories]
@@ -48,10 +49,14 @@ def finish(group: Group, config: AlgorithmConfig, kl_coef: float, mask_of: MaskO
         for sample, kl in zip(group.samples, kls, strict=True)
     ]
     found = group_estimates(episodes, config)
+    goes_on = needs_whole_mini_batch(config)
     samples = [
         replace(
-            _estimated(sample, one),
+            _with_advantages(sample, one.advantages),
+            returns=None if one.returns is None else one.returns.astype(np.float32),
+            units=one.units if goes_on else None,
             kl_sum=None if kl is None else float(kl.sum()),
+            kl_coef=kl_coef if in_reward else 0.0,
             weights=correct(
                 _old_logprobs(sample),
                 sample.trajectory.rollout_logprobs,
@@ -64,18 +69,15 @@ def finish(group: Group, config: AlgorithmConfig, kl_coef: float, mask_of: MaskO
     return replace(group, samples=tuple(samples))
 
 
-def over_mini_batch(
-    groups: Sequence[Group], config: AlgorithmConfig, mask_of: MaskOf = trained_tokens
-) -> list[Group]:
+def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
     """Finished groups of one whole mini-batch, with advantages that depend on all of them.
 
-    `mask_of` as for `finish`. Raises ValueError for a group that was not finished. Twice is as good as once.
+    Raises ValueError for a group that was not finished, or not with a config that needs this.
     """
-    estimates = [[_estimate(sample) for sample in group.samples] for group in groups]
-    masks = [[mask_of(sample.trajectory) for sample in group.samples] for group in groups]
+    units = [[_units(sample) for sample in group.samples] for group in groups]
     return [
-        replace(group, samples=tuple(map(_estimated, group.samples, found)))
-        for group, found in zip(groups, batch_estimates(estimates, masks, config), strict=True)
+        replace(group, samples=tuple(map(_with_advantages, group.samples, found)))
+        for group, found in zip(groups, batch_advantages(units, config), strict=True)
     ]
 
 
@@ -116,13 +118,8 @@ def _episode(sample: Sample, penalties: NDArray[np.float64] | None, mask_of: Mas
     )
 
 
-def _estimated(sample: Sample, found: Estimate) -> Sample:
-    return replace(
-        sample,
-        advantages=found.advantages.astype(np.float32),
-        returns=None if found.returns is None else found.returns.astype(np.float32),
-        estimate=found,
-    )
+def _with_advantages(sample: Sample, advantages: NDArray[np.float64]) -> Sample:
+    return replace(sample, advantages=advantages.astype(np.float32))
 
 
 def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
@@ -144,10 +141,10 @@ def _old_logprobs(sample: Sample) -> Floats:
     return sample.old_logprobs
 
 
-def _estimate(sample: Sample) -> Estimate:
-    if sample.estimate is None:
-        raise ValueError(f"{_name(sample)} has no advantages of its group: finish that first.")
-    return sample.estimate
+def _units(sample: Sample) -> Units:
+    if sample.units is None:
+        raise ValueError(f"{_name(sample)} has nothing that its group has settled: finish that first.")
+    return sample.units
 
 
 def _name(sample: Sample) -> str:

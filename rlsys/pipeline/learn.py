@@ -1,7 +1,8 @@
 """The learners' side of a step: gradients accumulate as groups arrive, one optimiser step a mini-batch.
 
 Actor and critic learn side by side from the same groups. Invariants: every learner accumulates every group taken
-once; each optimiser step is taken on `groups_per_update` groups.
+once; each optimiser step is taken on `groups_per_update` groups. Where scores depend on a learner (a critic's values),
+no optimiser step is taken before all groups of the step are scored: within a step all scores are of the same weights.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class MiniBatches:
     groups_per_update: int
     whole: Callable[[Sequence[Group]], list[Group]] | None = None
     """What has to be worked out over a whole mini-batch, for which training then waits; None if nothing has."""
+    scored_first: bool = False
+    """No optimiser step comes before the step's last score."""
 
 
 async def learn(
@@ -33,12 +36,13 @@ async def learn(
     `learners` are those that learn in this step, at least one, by the names of their groups; the name and a slash
     stand before that of each statistic.
     """
+    supply = _Supply(flow, cut.updates * cut.groups_per_update)
     trained: list[Group] = []
     updates: list[Mapping[str, float]] = []
     for update in range(1, cut.updates + 1):
         while (missing := update * cut.groups_per_update - len(trained)) > 0:
             say("waits for log-probs")
-            groups = await _worth_a_call(flow, [*learners.values()], missing, cut)
+            groups = await _worth_a_call(supply, [*learners.values()], missing, cut)
             say(f"trains on {len(groups)} groups")
             await devices.need(*learners)
             samples = [sample for group in groups for sample in group.samples]
@@ -46,9 +50,36 @@ async def learn(
                 for learner in learners.values():
                     tasks.create_task(learner.accumulate(samples))
             trained += groups
+        if cut.scored_first:
+            await supply.fill()
         updates.append(await _apply(learners))
     flow.close_step()
     return trained, updates
+
+
+class _Supply:
+    """The scored groups of one step."""
+
+    def __init__(self, flow: Flow, groups: int) -> None:
+        self._flow, self._missing = flow, groups
+        self._held: list[Group] = []
+
+    async def take(self, most: int) -> list[Group]:
+        """At least one group, at most `most`, which is at least 1; waits for the first."""
+        if self._held:
+            taken, self._held = self._held[:most], self._held[most:]
+            return taken
+        return await self._from_flow(most)
+
+    async def fill(self) -> None:
+        """Wait until the step's last group is scored."""
+        while self._missing:
+            self._held += await self._from_flow(self._missing)
+
+    async def _from_flow(self, most: int) -> list[Group]:
+        groups = await self._flow.take(most)
+        self._missing -= len(groups)
+        return groups
 
 
 async def _apply(learners: Mapping[str, Learner]) -> dict[str, float]:
@@ -59,13 +90,13 @@ async def _apply(learners: Mapping[str, Learner]) -> dict[str, float]:
 
 
 async def _worth_a_call(
-    flow: Flow, learners: Sequence[Learner], missing: int, cut: MiniBatches
+    supply: _Supply, learners: Sequence[Learner], missing: int, cut: MiniBatches
 ) -> list[Group]:
     """Groups for one call: enough to fill every learner, or all that the mini-batch still lacks."""
     held: list[Group] = []
     samples: list[Sample] = []
     while len(held) < missing:
-        more = await flow.take(missing - len(held))
+        more = await supply.take(missing - len(held))
         held += more
         samples += [sample for group in more for sample in group.samples]
         if cut.whole is None and all(learner.enough(samples) for learner in learners):

@@ -15,23 +15,24 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from rlsys.algorithms.kl import DISTINCT, estimate
+from rlsys.algorithms.values import explained_variance
 from rlsys.pipeline.group import Floats, Group, Sample
 from rlsys.pipeline.grouping import mean_kl
 from rlsys.reward.exact_match import score
 
 
-def learning_figures(groups: Sequence[Group], kl_coef: float = 0.0) -> dict[str, float]:
-    """Rewards, advantages, returns, values and divergences of a step's groups; `kl_coef` as for `reward_figures`."""
+def learning_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, advantages, returns, values and divergences of a step's groups."""
     samples = [sample for group in groups for sample in group.samples]
     return {
-        **reward_figures(groups, kl_coef),
+        **reward_figures(groups),
         **advantage_figures(samples),
-        **value_figures(samples),
+        **critic_figures(samples),
         **divergence_figures(samples),
     }
 
 
-def spread(name: str, values: ArrayLike) -> dict[str, float]:
+def extremes(name: str, values: ArrayLike) -> dict[str, float]:
     """`name`/mean, /max and /min of `values`; nothing of none."""
     found = np.asarray(values, dtype=np.float64)
     if not found.size:
@@ -43,20 +44,21 @@ def spread(name: str, values: ArrayLike) -> dict[str, float]:
     }
 
 
-def reward_figures(groups: Sequence[Group], kl_coef: float = 0.0) -> dict[str, float]:
+def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards of episodes, their parts term by term, and exact match of the same episodes whatever the reward is.
 
-    Where a KL term of weight `kl_coef` is taken off the rewards, `critic/kl` is that KL in nats a token, episodes
-    weighing alike, and `critic/rewards` is what it leaves of an episode's reward.
+    Where a KL term is taken off the rewards, `critic/kl` is that KL in nats a token, episodes weighing alike,
+    `critic/kl_coef` its weight, and `critic/rewards` is what it leaves of an episode's reward.
     """
     samples = [sample for group in groups for sample in group.samples]
     terms = sorted({term for sample in samples for term in sample.parts})
-    left = [sample.reward - kl_coef * sample.kl_sum for sample in samples if sample.kl_sum is not None]
+    lowered = [sample for sample in samples if sample.kl_sum is not None]
+    left = [sample.reward - sample.kl_coef * (sample.kl_sum or 0.0) for sample in lowered]
     kl = mean_kl(groups)
     return {
-        **spread("critic/score", [sample.reward for sample in samples]),
-        **spread("critic/rewards", left),
-        **({} if kl is None else {"critic/kl": kl}),
+        **extremes("critic/score", [sample.reward for sample in samples]),
+        **extremes("critic/rewards", left),
+        **({} if kl is None else {"critic/kl": kl, "critic/kl_coef": fmean(one.kl_coef for one in lowered)}),
         "reward/exact_match": fmean(
             score(sample.trajectory, group.question) for group in groups for sample in group.samples
         ),
@@ -73,28 +75,26 @@ def advantage_figures(samples: Sequence[Sample]) -> dict[str, float]:
     if not advantages.size:
         return {}
     return {
-        **spread("critic/advantages", advantages),
+        **extremes("critic/advantages", advantages),
         "critic/advantages/std": float(advantages.std()),
         "critic/advantages/zero_share": float((advantages == 0).mean()),
     }
 
 
-def value_figures(samples: Sequence[Sample]) -> dict[str, float]:
+def critic_figures(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns and values over all trained tokens, and how much of the returns the values explain.
 
-    1 - Var(returns - values) / Var(returns): 1 where the critic knows the returns, 0 where it knows no more than
-    their mean, below where it misleads. NaN where the returns do not vary. Nothing without a critic.
+    Of the values before the step's updates. Nothing without a critic.
     """
     learned = [sample for sample in samples if sample.values is not None and sample.returns is not None]
     values = _trained(learned, (sample.values for sample in learned))
     returns = _trained(learned, (sample.returns for sample in learned))
     if not values.size:
         return {}
-    unexplained, variance = float((returns - values).var()), float(returns.var())
     return {
-        **spread("critic/returns", returns),
-        **spread("critic/values", values),
-        "critic/vf_explained_var": 1.0 - unexplained / variance if variance else float("nan"),
+        **extremes("critic/returns", returns),
+        **extremes("critic/values", values),
+        "critic/vf_explained_var": explained_variance(values, returns),
     }
 
 

@@ -11,7 +11,6 @@ from rlsys.pipeline.flow import Bites
 from rlsys.pipeline.grouping import over_mini_batch
 from rlsys.pipeline.learn import MiniBatches
 from rlsys.pipeline.ledger import Ledger
-from rlsys.pipeline.masks import value_mask
 
 
 def is_on_policy(config: RunConfig) -> bool:
@@ -40,11 +39,12 @@ def bites(config: RunConfig) -> Bites:
 def mini_batches(config: RunConfig) -> MiniBatches:
     """How a step is cut into optimiser steps."""
     trainer, algorithm = config.trainer, config.algorithm
-    whole = partial(over_mini_batch, config=algorithm, mask_of=value_mask(config.compat))
+    whole = partial(over_mini_batch, config=algorithm)
     return MiniBatches(
         updates=trainer.mini_batches,
         groups_per_update=trainer.prompts_per_step // trainer.mini_batches,
         whole=whole if needs_whole_mini_batch(algorithm) else None,
+        scored_first=has_critic(algorithm) and trainer.mini_batches > 1,
     )
 
 

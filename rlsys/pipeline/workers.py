@@ -8,7 +8,7 @@ from typing import Protocol
 from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
 from rlsys.pipeline.group import Sample, Scores
-from rlsys.reward.reward import Scored
+from rlsys.reward.scored import Scored
 
 Say = Callable[[str], None]
 """Tells people what a stage does or waits for."""

@@ -16,7 +16,7 @@ from rlsys.config.schema import TaskConfig
 from rlsys.errors import UserError
 from rlsys.reward.own import load
 from rlsys.reward.prompt import PLACEHOLDERS
-from rlsys.reward.terms import ALIASES, JUDGE, pure_terms
+from rlsys.reward.terms import ALIASES, JUDGE, PENALTIES, pure_terms
 from rlsys.search.address import is_url
 
 
@@ -35,6 +35,8 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[str]:
     for name, weight in weights.items():
         if not math.isfinite(weight):
             yield f"reward.terms.{name}={weight} must be finite."
+        elif name in PENALTIES and weight > 0:
+            yield f"reward.terms.{name}={weight:g} pays for what the term is to punish: give it a weight below 0."
     for alias, name in ALIASES.items():
         if alias in weights and name in weights:
             yield f"reward.terms.{alias} and reward.terms.{name} are one term: take one of them out."

@@ -34,7 +34,7 @@ _MOST_ASKED_S = 60.0
 _KEPT_ALIVE_S = 2.0
 """Of an idle connection: less than the 5 s after which uvicorn ends it, maybe under a request."""
 _QUOTED_CHARS = 200
-_PAUSE = wait_exponential_jitter(multiplier=1.0, max=30.0, jitter=0.5)
+_PAUSE = wait_exponential_jitter(max=30.0, jitter=0.5)
 
 
 class ChatEndpoint:

@@ -2,22 +2,21 @@
 
 It returns a number for the whole episode, or a sequence of numbers, one a turn. A plain function runs in a thread,
 so that it cannot stall the episodes; an async one runs on their event loop and must not block it. Whatever goes
-wrong is one sentence that names the term.
+wrong is one sentence that names the term. A function that never returns does not keep the process from ending.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
 
-from rlsys.agent.trajectory import Trajectory
-from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.reward.reading import Reading
 
@@ -50,12 +49,12 @@ def load(name: str) -> Callable[..., Any]:
 
 
 class OwnTerm:
-    """The term `name`, a function loaded by `load`; `threads` run it unless it is async."""
+    """The term `name`, a function loaded by `load`; unless it is async, `slots` bound how many run at a time."""
 
-    def __init__(self, name: str, threads: Executor) -> None:
+    def __init__(self, name: str, slots: asyncio.Semaphore) -> None:
         self._name = name
         self._function = load(name)
-        self._threads = threads
+        self._slots = slots
 
     async def __call__(self, reading: Reading) -> Sequence[float]:
         """[slots] what the function gives. Raises RunError where it raises, or gives anything but finite numbers."""
@@ -82,22 +81,43 @@ class OwnTerm:
         question, trajectory = reading.question, reading.trajectory
         if inspect.iscoroutinefunction(self._function):
             return await self._function(question, trajectory)
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._threads, self._call, question, trajectory)
+        async with self._slots:
+            result = await in_daemon_thread(lambda: self._function(question, trajectory))
         return await result if inspect.isawaitable(result) else result
-
-    def _call(self, question: Question, trajectory: Trajectory) -> Any:
-        try:
-            return self._function(question, trajectory)
-        except StopIteration as error:
-            # A future refuses this one, and whoever waits for it would wait for ever.
-            raise RuntimeError("StopIteration") from error
 
     def _mistake(self, reading: Reading, result: Any, wanted: str) -> RunError:
         return RunError(f"{self._where(reading)} returned {repr(result)[:_QUOTED_CHARS]}: {wanted}.")
 
     def _where(self, reading: Reading) -> str:
         return f"reward.terms.{self._name}, asked about sample {reading.trajectory.sample} of {reading.question.uid},"
+
+
+async def in_daemon_thread(call: Callable[[], Any]) -> Any:
+    """What `call` returns or raises, called in a thread that the process does not wait for when it ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():  # Cancelled: nobody waits any more.
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            # A future refuses StopIteration, and whoever waits for it would wait for ever.
+            stops = isinstance(error, StopIteration)
+            future.set_exception(RuntimeError("StopIteration") if stops else error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as raised:  # noqa: BLE001 (whoever waits gets it)
+            error = raised
+        with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await future
 
 
 def _said(error: Exception) -> str:

@@ -33,7 +33,7 @@ class Reading:
     found_in: int | None
     """The first turn whose search brought text that holds an accepted answer."""
     answer_tags: int
-    """Opening or closing answer tags that the policy wrote, whichever are more."""
+    """As `count_answer_tags`."""
 
     @property
     def slots(self) -> int:
@@ -64,7 +64,7 @@ class Reader:
             answer=self._last_match(question, trajectory) if self._over_prompt else trajectory.answer,
             well_formed=self._well_formed(trajectory.turns),
             found_in=self._found_in(trajectory.turns, question.answers),
-            answer_tags=self._answer_tags(trajectory.turns),
+            answer_tags=count_answer_tags(trajectory.turns, self._tags.answer),
         )
 
     def _last_match(self, question: Question, trajectory: Trajectory) -> str | None:
@@ -101,11 +101,10 @@ class Reader:
         opening, closing = f"<{self._tags.information}>", f"</{self._tags.information}>"
         return turn.observation.strip().removeprefix(opening).removesuffix(closing)
 
-    def _answer_tags(self, turns: Sequence[Turn]) -> int:
-        opening, closing = f"<{self._tags.answer}>", f"</{self._tags.answer}>"
-        return max(
-            sum(turn.text.count(opening) for turn in turns), sum(turn.text.count(closing) for turn in turns)
-        )
+
+def count_answer_tags(turns: Sequence[Turn], tag: str) -> int:
+    """Opening or closing tags that the policy wrote, whichever are more. Pages and messages may have their own."""
+    return max(sum(turn.text.count(one) for turn in turns) for one in (f"<{tag}>", f"</{tag}>"))
 
 
 def searched(turn: Turn) -> bool:

@@ -7,10 +7,9 @@ reward to the last bit, whichever turns they fell on: a group without spread is 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import httpx
 
@@ -23,24 +22,14 @@ from rlsys.reward.check import check_terms, weights_of
 from rlsys.reward.judge import Judge
 from rlsys.reward.own import OwnTerm
 from rlsys.reward.reading import Reader, Reading
+from rlsys.reward.scored import Scored
 from rlsys.reward.terms import ANSWER_TERMS, JUDGE, PureTerm, pure_terms
 
-_THREADS = 8
+_AT_A_TIME = 8
 """For terms of the user's own; what does not run yet waits."""
 
 Term = Callable[[Reading], Awaitable[Sequence[float]]]
 """[slots] values, unweighted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """The reward of one episode."""
-
-    reward: float
-    turn_rewards: tuple[float, ...]
-    """[turns], at least one: what of the reward fell on each turn."""
-    parts: Mapping[str, float]
-    """Term -> its value over the episode, unweighted."""
 
 
 class Rewards:
@@ -65,8 +54,9 @@ class Rewards:
         self._weights = weights_of(config)
         self._reader = Reader(task.tags, compat)
         self._judge = Judge(config.judge, transport) if JUDGE in self._weights else None
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="reward")
-        self._terms = {name: self._term(name, pure_terms(config, task)) for name in self._weights}
+        self._slots = asyncio.Semaphore(_AT_A_TIME)
+        pure = pure_terms(config, task)
+        self._terms = {name: self._term(name, pure) for name in self._weights}
 
     async def score(self, question: Question, trajectory: Trajectory) -> Scored:
         """The reward of one episode of `question`.
@@ -92,15 +82,14 @@ class Rewards:
         return self._judge.figures() if self._judge else {}
 
     async def close(self) -> None:
-        """Give connections, files and threads back. A function of the user's own that runs is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Give connections and files back. A function of the user's own that runs is not waited for."""
         if self._judge:
             await self._judge.close()
 
     def _term(self, name: str, pure: Mapping[str, PureTerm]) -> Term:
         if name == JUDGE and self._judge:
             return self._judge
-        return _awaited(pure[name]) if name in pure else OwnTerm(name, self._threads)
+        return _awaited(pure[name]) if name in pure else OwnTerm(name, self._slots)
 
     def _bounded(self, name: str, reading: Reading, values: Sequence[float]) -> Sequence[float]:
         """`values` of an answer's term, no more than `many_answers_score` for an episode of too many answers."""

@@ -23,6 +23,8 @@ ALIASES = {"correct_answer": "exact_match"}
 """Second name -> first name."""
 ANSWER_TERMS = frozenset({"exact_match", "correct_answer", "sub_em", "f1", "format", JUDGE})
 """Those that the answer earns, which `max_answer_tags` bounds."""
+PENALTIES = frozenset({"search_penalty", "invalid_format", "invalid_turns", "overlong"})
+"""Those that grow with what is not wanted: their weights are below 0."""
 
 
 def pure_terms(config: RewardConfig, task: TaskConfig) -> Mapping[str, PureTerm]:

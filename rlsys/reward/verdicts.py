@@ -41,9 +41,6 @@ class Verdicts:
         if content and not content.endswith(b"\n"):
             self._append(b"\n")  # or the next verdict would join the line that was cut off
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def get(self, key: str) -> bool | None:
         """The verdict, or None where there is none."""
         return self._known.get(key)

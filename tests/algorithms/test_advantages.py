@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algorithms.advantages import Episode, Estimate, batch_estimates, group_estimates
+from rlsys.algorithms.advantages import Episode, Estimate, batch_advantages, group_estimates
 from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline, Credit
 from rlsys.config.derived import needs_whole_mini_batch
 from tests.algorithms.exact import GAMMAS, SETTINGS, called, mini_batches, oracle, setting
@@ -48,8 +48,16 @@ def single(*rewards: float) -> list[Episode]:
 
 
 def estimated(groups: Sequence[Sequence[Episode]], config: AlgorithmConfig) -> list[list[Estimate]]:
-    masks = [[one.turn_of_token >= 0 for one in group] for group in groups]
-    return batch_estimates([group_estimates(group, config) for group in groups], masks, config)
+    return over_all([group_estimates(group, config) for group in groups], config)
+
+
+def over_all(groups: Sequence[Sequence[Estimate]], config: AlgorithmConfig) -> list[list[Estimate]]:
+    """With the advantages that the mini-batch makes of them."""
+    found = batch_advantages([[one.units for one in group] for group in groups], config)
+    return [
+        [replace(one, advantages=own) for one, own in zip(*both, strict=True)]
+        for both in zip(groups, found, strict=True)
+    ]
 
 
 def advantages(groups: Sequence[Sequence[Episode]], config: AlgorithmConfig) -> list[list[list[float]]]:
@@ -146,8 +154,8 @@ def test_a_penalty_belongs_to_its_turn_and_to_the_whole_episode() -> None:
     assert advantages([[one]], setting("token", "none", "none")) == [[[-1.75, -1.5, -1.0]]]
 
 
-def test_observations_in_values_are_a_matter_of_the_mask() -> None:
-    """With observation tokens in turns and masks they are states of GAE and count in whitening."""
+def test_observations_in_values_are_a_matter_of_their_turns() -> None:
+    """With observation tokens in turns they are states of GAE and count in whitening."""
     config = replace(PPO, gamma=0.5, gae_lambda=0.0)
     values = [9.0, 0.5, 0.25, 1.0]
     without = estimated([[episode([0.0, 1.0], [-1, 0, -1, 1], values=values)]], config)[0][0]
@@ -190,12 +198,10 @@ def test_what_stands_on_other_tokens_and_what_came_before_changes_no_bit(
 ) -> None:
     groups = [[one.episode() for one in group] for group in batch]
     junk = [[one.episode(elsewhere=math.nan) for one in group] for group in batch]
-    masks = [[one.turn_of_token >= 0 for one in group] for group in groups]
     alone = [group_estimates(group, config) for group in groups]
-    found = batch_estimates(alone, masks, config)
+    found = over_all(alone, config)
     assert dump(estimated(junk, config)) == dump(found)
     assert dump([group_estimates(group, config) for group in reversed(groups)][::-1]) == dump(alone)
-    assert dump(batch_estimates(found, masks, config)) == dump(found), "nothing is done twice"
     if not needs_whole_mini_batch(config):
         assert dump(found) == dump(alone)
     for group in found:
@@ -229,8 +235,8 @@ def test_the_order_of_the_same_rewards_is_no_difference_between_siblings(order: 
 @pytest.mark.parametrize("config", SETTINGS, ids=called)
 def test_nothing_to_estimate(config: AlgorithmConfig) -> None:
     assert group_estimates([], config) == []
-    assert batch_estimates([], [], config) == []
-    assert batch_estimates([[]], [[]], config) == [[]]
+    assert batch_advantages([], config) == []
+    assert batch_advantages([[]], config) == [[]]
     untrained = episode([1.0], [-1, -1], values=[0.0, 0.0])
     assert advantages([[untrained]], config) == [[[0.0, 0.0]]]
     empty = episode([], [], values=[])

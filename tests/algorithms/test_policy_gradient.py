@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from rlsys.algorithms.advantages import Episode, batch_estimates, group_estimates
+from rlsys.algorithms.advantages import Episode, batch_advantages, group_estimates
 from rlsys.config.algorithm import AlgorithmConfig
 from tests.algorithms.exact import setting
 
@@ -53,12 +53,10 @@ def expected_gradient(config: AlgorithmConfig, values: Values = lambda _: 0.0) -
             Episode(REWARDS[path], np.array([0, 1]), None, np.array([values(()), values(path[:1])]))
             for path in paths
         ]
-        estimates = group_estimates(group, config)
-        masks = [np.ones(2, dtype=np.bool_)] * SAMPLES
-        [estimates] = batch_estimates([estimates], [masks], config)
+        [advantages] = batch_advantages([[one.units for one in group_estimates(group, config)]], config)
         chance = np.prod([chances(LOGITS, path) for path in paths])
-        for path, one in zip(paths, estimates, strict=True):
-            total += chance * one.advantages @ score_gradients(path) / SAMPLES
+        for path, own in zip(paths, advantages, strict=True):
+            total += chance * own @ score_gradients(path) / SAMPLES
     return total
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.losses import join_stats
-from rlsys.algorithms.values import ValueLoss, value_figures
+from rlsys.algorithms.losses import join_stats, reduce_stats
+from rlsys.algorithms.values import ValueLoss, explained_variance
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ def make_case(rows: int, width: int, seed: int, scale: float = 1.0) -> Case:
 
 def by_loop(case: Case, clip: float | None) -> dict[str, float]:
     """Every sum, token by token."""
-    found = dict.fromkeys(("tokens", "value_loss", "value_clipped", "value_mean", "value_error"), 0.0)
+    found = dict.fromkeys(("tokens", "vf_loss", "vf_clipfrac", "vpred_mean", "value_error"), 0.0)
     for row, column in zip(*np.nonzero(case.mask.numpy()), strict=True):
         v, old, target = (float(part[row, column]) for part in (case.values, case.old_values, case.returns))
         loss = (v - target) ** 2
         if clip is not None:
             near = min(max(v, old - clip), old + clip)
-            found["value_clipped"] += (near - target) ** 2 > loss
+            found["vf_clipfrac"] += (near - target) ** 2 > loss
             loss = max(loss, (near - target) ** 2)
         found["tokens"] += 1
-        found["value_loss"] += loss / 2
-        found["value_mean"] += v
+        found["vf_loss"] += loss / 2
+        found["vpred_mean"] += v
         found["value_error"] += target - v
     return found
 
@@ -62,7 +62,7 @@ clips = st.sampled_from([None, 0.0, 0.2, 0.5, 1e3])
 def test_equals_a_loop_over_tokens(case: Case, clip: float | None) -> None:
     loss, stats = case.loss(clip)
     expected = by_loop(case, clip)
-    assert float(loss) == pytest.approx(expected["value_loss"], rel=1e-12, abs=1e-12)
+    assert float(loss) == pytest.approx(expected["vf_loss"], rel=1e-12, abs=1e-12)
     for name, value in expected.items():
         assert float(stats[name]) == pytest.approx(value, rel=1e-12, abs=1e-9), name
     assert all(math.isfinite(float(value)) for value in stats.values())
@@ -91,7 +91,7 @@ def test_a_value_that_has_moved_far_enough_has_no_gradient() -> None:
     assert float(loss) == pytest.approx((0.81 + 0.64 + 1.69 + 1.0) / 2)
     assert values.grad is not None
     assert values.grad[0].tolist() == pytest.approx([-0.9, 0.0, -1.3, -1.0])
-    assert int(stats["value_clipped"]) == 1
+    assert int(stats["vf_clipfrac"]) == 1
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -1e30])
@@ -135,38 +135,37 @@ def test_nothing_trained_is_a_zero_that_backpropagates() -> None:
     assert float(loss) == 0.0
     assert values.grad is not None
     assert not values.grad.any()
-    assert value_figures([stats]) == {"tokens": 0.0}
+    assert reduce_stats([stats])["tokens"] == 0
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(cases, min_size=1, max_size=4))
-def test_figures_are_those_of_all_tokens_together(parts: list[Case]) -> None:
-    whole = [torch.cat([getattr(part, name)[part.mask] for part in parts]) for name in ("values", "returns")]
-    values, returns = (part.numpy() for part in whole)
-    stats = [join_stats([part.loss(0.5)[1]]) for part in parts]
-    figures = value_figures(stats)
-    assert figures["tokens"] == len(values)
-    if not len(values):
-        return
-    assert figures["value_mean"] == pytest.approx(values.mean(), abs=1e-9)
-    assert figures["value_return"] == pytest.approx(returns.mean(), abs=1e-9)
-    assert figures["value_error"] == pytest.approx((returns - values).mean(), abs=1e-9)
-    assert not any(name.endswith("squared") for name in figures)
-    if len(values) > 1:
-        expected = 1.0 - (returns - values).var() / returns.var()
-        assert figures["value_explained"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+@given(st.lists(cases, min_size=1, max_size=4), clips)
+def test_means_are_those_of_all_tokens_together(parts: list[Case], clip: float | None) -> None:
+    sums = [by_loop(part, clip) for part in parts]
+    figures = reduce_stats(join_stats([part.loss(clip)[1]]) for part in parts)
+    tokens = sum(one["tokens"] for one in sums)
+    assert figures.keys() == sums[0].keys()
+    assert figures["tokens"] == tokens
+    for name in figures.keys() - {"tokens"}:
+        total = sum(one[name] for one in sums)
+        expected = total / tokens if tokens else math.nan
+        assert figures[name] == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True), name
 
 
-def test_explained_variance_of_what_is_known() -> None:
-    def explained(values: list[float], returns: list[float]) -> float | None:
-        tensors = [torch.tensor([numbers], dtype=torch.float32) for numbers in (values, values, returns)]
-        return value_figures(
-            [ValueLoss(None)(*tensors, torch.ones(1, len(values), dtype=torch.bool))[1]]
-        ).get("value_explained")
-
-    assert explained([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == 1.0
-    assert explained([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]) == pytest.approx(0.0)
-    assert explained([3.0, 2.0, 1.0], [1.0, 2.0, 3.0]) == pytest.approx(-3.0)
-    # Small against the mean: float32 sums of squares would not show it.
-    assert explained([1000.0, 1000.0], [1000.0, 1000.25]) == pytest.approx(0.0, abs=1e-6)
-    assert explained([0.1, 0.7], [0.3, 0.3]) is None
+@pytest.mark.parametrize(
+    ("values", "returns", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 1.0),
+        ([2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0.0),
+        ([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], -3.0),
+        # Small against the mean: float32 sums of squares would not show it.
+        ([1000.0, 1000.0], [1000.0, 1000.25], 0.0),
+        ([0.1, 0.7, 0.2], [0.3, 0.3, 0.3], math.nan),
+    ],
+)
+def test_explained_variance_of_what_is_known(
+    values: list[float], returns: list[float], expected: float
+) -> None:
+    for dtype in (np.float32, np.float64):
+        found = explained_variance(np.array(values, dtype), np.array(returns, dtype))
+        assert found == pytest.approx(expected, abs=1e-6, nan_ok=True)

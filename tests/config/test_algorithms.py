@@ -11,6 +11,7 @@ import pytest
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.algorithm_checks import algorithm_problems
 from rlsys.config.compose import PROJECT_CONFIGS, load_config, schema_keys
+from rlsys.config.plan import make_plan
 from rlsys.config.schema import RunConfig
 from rlsys.config.validate import validate
 from rlsys.errors import UserError
@@ -125,6 +126,14 @@ def test_quirks_are_off_unless_asked_for() -> None:
         ),
         (["rollout.sampling.top_k=20"], ["top_k=20", "truncated"]),
         (["task.tags.answer=think"], ["answer=think", "none of them think"]),
+        (
+            ["algorithm=ema_pg", "algorithm.kl_topk_tokens=null"],
+            ["algorithm.use_kl_iw=true", "samples nothing"],
+        ),
+        (
+            ["algorithm=ema_pg", "algorithm.kl_use_tail_sampling=false"],
+            ["algorithm.use_kl_iw=true", "set it to false"],
+        ),
         (["algorithm.credit=token"], ["algorithm.credit=token", "baseline=group", "turn or trajectory"]),
         (["algorithm.gamma=0.9"], ["algorithm.gamma=0.9", "discounts nothing"]),
         (["algorithm.gae_lambda=0.9"], ["algorithm.gae_lambda=0.9", "no critic"]),
@@ -190,7 +199,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
         ["algorithm=ppo", "cluster.placement.critic=3"],
         ["algorithm.kl_in=reward", "algorithm.kl_control=adaptive"],
         ["algorithm=ema_pg", "algorithm.eval_ref_policy=true"],
-        ["algorithm=ema_pg", "algorithm.kl_topk_tokens=null"],
+        ["algorithm=ema_pg", "algorithm.kl_topk_tokens=null", "algorithm.use_kl_iw=false"],
         ["algorithm.credit=turn", "algorithm.gamma=0.9"],
         ["reward.terms={correct_answer: 10.0, search_penalty: -0.1, invalid_format: -5.0}"],
     ],
@@ -198,3 +207,22 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 )
 def test_what_fits_is_taken(tiny_run: TinyRun, overrides: list[str]) -> None:
     validate(tiny_run(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["algorithm.policy_loss=gspo"], ["algorithm.clip_high=0.2", "algorithm=gspo"]),
+        (["algorithm=rloo"], ["policy_gradient", "trainer.mini_batches=4", "1 is exact"]),
+        (["algorithm=rloo", "trainer.mini_batches=1"], None),
+        (["algorithm=gspo"], None),
+    ],
+)
+def test_what_runs_otherwise_than_meant_is_noted(
+    tiny_run: TinyRun, overrides: list[str], named: list[str] | None
+) -> None:
+    config = tiny_run(*overrides)
+    validate(config)
+    notes = make_plan(config)["notes"]
+    assert len(notes) == (named is not None)
+    assert all(part in notes[0] for part in named or ())

@@ -38,8 +38,10 @@ def answer(batch: MicroBatch, full: bool) -> LogProbs:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("full", [False, True])
-def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool) -> None:
-    asked = samples()
+@pytest.mark.parametrize("count", [7, 1])
+def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
+    """One sample leaves a rank with micro-batches that only fill up."""
+    asked = samples()[:count]
     dealer = Dealer(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
     plan, batches = dealer.deal(asked)
     answers: list[tuple[int, list[LogProbs]] | None] = [

@@ -235,8 +235,8 @@ async def test_every_living_process_has_its_place_and_a_death_opens_anew(
 def test_the_speed_is_told_in_bytes_and_in_parts_of_the_hosts_own() -> None:
     report = SyncReport(3, "", sent_bytes=6_000_000_000, copy_gb_s=12.0, transfer_s=1.5, switch_s=0.25)
     assert report.figures() == {
-        "time/sync_transfer_s": 1.5,
-        "time/sync_switch_s": 0.25,
+        "time/sync_transfer": 1.5,
+        "time/sync_switch": 0.25,
         "sync/bytes": 6e9,
         "sync/gb_s": 4.0,
         "sync/copy_gb_s": 12.0,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlsys.config.algorithm import GuardsConfig, KlEstimator
+from rlsys.config.algorithm import KlEstimator
+from rlsys.config.guards import GuardsConfig
 from rlsys.observe.guards import Alarm, Guards
 
 NAN = float("nan")

@@ -17,10 +17,11 @@ import torch
 
 import rlsys
 from rlsys.agent.trajectory import Action, Turn
-from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss, reduce_stats
-from rlsys.algorithms.values import ValueLoss, value_figures
+from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss
+from rlsys.algorithms.values import ValueLoss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RunConfig, TrackingConfig
+from rlsys.groups.megatron import ActorGroup, CriticGroup
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
 from rlsys.pipeline.flops import Flops
@@ -91,13 +92,10 @@ def updates() -> dict[str, float]:
     _, actor = policy_loss(AlgorithmConfig())(two, two, inputs)
     _, critic = ValueLoss(0.5)(two, two, torch.tensor([[0.0, 1.0]]), mask)
     applied = {"grad_norm": 1.0, "lr": 1e-6}
-    return {
-        **{
-            f"actor/{name}": value
-            for name, value in (reduce_stats([actor | {DIVISOR: 2.0}]) | applied).items()
-        },
-        **{f"critic/{name}": value for name, value in (value_figures([critic]) | applied).items()},
-    }
+    groups = {"actor": ActorGroup, "critic": CriticGroup}
+    stats = {"actor": actor | {DIVISOR: torch.tensor(2)}, "critic": critic}
+    found = {name: group(*[None] * 3)._figures([stats[name]]) for name, group in groups.items()}  # type: ignore
+    return {f"{group}/{name}": value for group in groups for name, value in (found[group] | applied).items()}
 
 
 def full_group() -> Group:
@@ -128,7 +126,7 @@ def row(tmp_path: Path) -> Mapping[str, float]:
     for group, name in SPANS.items():
         with record.tracers[group].span(name):
             pass
-    for name in ("reward.judge", "switch.acquire"):
+    for name in ("reward.score", "switch.acquire"):
         with record.tracers["driver"].span(name):
             pass
     record.step(1, [full_group()], [updates()], {})

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlsys.config.algorithm import AlgorithmConfig, GuardsConfig
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.guards import GuardsConfig
 from rlsys.config.schema import RunConfig, TrackingConfig
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
@@ -108,7 +109,7 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
     assert (row["time/training"], row["time/sync_weights"], row["time/reward"]) == (5, 1, 0)
     assert row["time/overlap"] == 7
     assert (row["idle/actor"], row["idle/critic"]) == (pytest.approx(9 / 12), pytest.approx(10 / 12))
-    assert (row["extra"], row["actor/lr"], row["actor/kl_coef"]) == (7.0, 1.0, 0.25)
+    assert (row["extra"], row["actor/lr"]) == (7.0, 1.0)
     assert row["perf/actor_tflops"] == pytest.approx(3 * 5 / 3)
     assert row["mfu/actor"] == pytest.approx(3 * 5 / 3 / 10)
     assert not [key for key in row if key.startswith("time/eval")], "what lies between steps counts to none"
@@ -141,11 +142,3 @@ def test_guards_leave_a_mark_in_every_row_and_one_line_when_they_begin(tmp_path:
         line for line in run.printed.getvalue().splitlines() if line.startswith("Warning: actor/entropy")
     ]
     assert [line.split(" at step ")[1][0] for line in lines] == ["2", "6"]
-
-
-def test_the_weight_in_use_is_the_one_that_rewards_were_worked_out_with(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.record.begin_step()
-    run.clock.seconds += 1
-    run.record.step(1, GROUPS, [{}], {}, kl_coef=0.75)
-    assert run.rows()[0]["actor/kl_coef"] == 0.75

@@ -159,13 +159,13 @@ class ScoresTooEarly(Flow):
         self._bites = Bites(1, self._bites.most)
 
 
-class ScoresUnjudged(Flow):
-    """Takes the rollouts for ended as soon as the episodes are, while the last are still judged."""
+class ScoresUnrewarded(Flow):
+    """Takes the rollouts for ended as soon as the episodes are, while the last are still rewarded."""
 
     def _worth_scoring(self) -> bool:
         rolling, self._rolling = (
             self._rolling,
-            {t: r for t, r in self._rolling.items() if t not in self._judged},
+            {t: r for t, r in self._rolling.items() if t not in self._rewarding},
         )
         try:
             return super()._worth_scoring()
@@ -174,14 +174,14 @@ class ScoresUnjudged(Flow):
 
 
 class KeepsRoom(Flow):
-    """The engines have no room for another group while one is judged."""
+    """The engines have no room for another group while one is rewarded."""
 
     def _may_roll(self) -> bool:
-        judged, self._judged = self._judged, set()
+        rewarding, self._rewarding = self._rewarding, set()
         try:
             return super()._may_roll()
         finally:
-            self._judged = judged
+            self._rewarding = rewarding
 
 
 class MixesUp(Flow):
@@ -212,7 +212,7 @@ PLANTED: Sequence[tuple[Property, Parts]] = [
     (Property.dropped, Parts(ledger=Undead)),
     (Property.update, Parts(ledger=ForgetsAtUpdate)),
     (Property.sequence, Parts(flow=ScoresTooEarly)),
-    (Property.sequence, Parts(flow=ScoresUnjudged)),
+    (Property.sequence, Parts(flow=ScoresUnrewarded)),
     (Property.own, Parts(flow=MixesUp)),
 ]
 """The property that each must be seen to break."""

@@ -120,7 +120,7 @@ class Script:
             flat=pick([0.0, 0.0, 0.3, 0.9]),
             scale_s={
                 stage: pick([0.0, 0.1, 1.0, 1.0, 10.0])
-                for stage in ("roll", "abort", "judge", "score", "train", "apply", "update", "devices")
+                for stage in ("roll", "abort", "reward", "score", "train", "apply", "update", "devices")
             },
             deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))]
             if odd
@@ -135,7 +135,7 @@ class Script:
             script.ending = pick([Ending.fail, Ending.stop, Ending.cancel])
             script.end_at = pick([0.0, below(), 20 * below()])
             if script.ending is Ending.fail:
-                workers = ["generate", "judge", "score", "finish", "train", "apply", "need"]
+                workers = ["generate", "reward", "score", "finish", "train", "apply", "need"]
                 script.fails = (pick(workers), rng.randint(1, 6))
         return script
 

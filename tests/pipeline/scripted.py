@@ -1,4 +1,4 @@
-"""Workers that a seed scripts, for simulations of the pipeline: engines, judge, scorer, learners, devices.
+"""Workers that a seed scripts, for simulations of the pipeline: engines, rewards, scorer, learners, devices.
 
 They sleep for seeded times, many of them equal or nought, and some very long; answer twice, late or never;
 die, and take new weights in while they generate. What they see that must not be raises `Breach`.
@@ -318,25 +318,25 @@ class SharedDevices(Devices):
         await self.script.pause("devices")
 
 
-class Judging:
+class Handling:
     """What is done to groups between the stages."""
 
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
 
-    async def judge(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
+    async def reward(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
         """Rewards, which are all equal in some groups. May take long, and wind down slowly if cancelled."""
         flat = self.script.rng.random() < self.script.flat
         samples = tuple(rewarded(one, 0.0 if flat else float(one.sample)) for one in trajectories)
-        with self.record.judging(call_of(samples[0])):
+        with self.record.rewarding(call_of(samples[0])):
             try:
-                await self.script.pause("judge")
+                await self.script.pause("reward")
             except asyncio.CancelledError:
                 if self.script.rng.random() < 0.5:
                     await self.script.pause("abort")
                 if self.script.rng.random() < 0.8:
                     raise
-            self.record.fail_if_due("judge")
+            self.record.fail_if_due("reward")
         return Group(question, samples)
 
     def finish(self, group: Group) -> Group:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from rlsys.data.source import PromptSource
 from rlsys.errors import root_cause
-from rlsys.pipeline.flow import MOST_LOSSES, Bites, Flow, Judges
+from rlsys.pipeline.flow import MOST_LOSSES, Bites, Flow, Handlers
 from rlsys.pipeline.learn import MiniBatches, learn
 from rlsys.pipeline.ledger import Ledger, Reason
 from tests.pipeline.build import question
 from tests.pipeline.script import Ending, Script
-from tests.pipeline.scripted import Devices, Engines, Judging, Learner, Scorer, SharedDevices
+from tests.pipeline.scripted import Devices, Engines, Handling, Learner, Scorer, SharedDevices
 from tests.pipeline.virtual_time import EndlessError, HangError, run_virtually
 from tests.pipeline.watched import Breach, Failure, Property, Record, watched
 
@@ -55,13 +55,13 @@ class Simulation:
             script.steps if script.knows_end else None,
         )
         self.ledger.record = record
-        judging = Judging(script, record)
+        handling = Handling(script, record)
         self.flow = parts.flow(
             self.ledger,
             self.prompts,
             self.engines,
             Scorer(script, record),
-            Judges(judging.judge, judging.finish),
+            Handlers(handling.reward, handling.finish),
             Bites(script.least, script.most),
             self.devices,
             record.say,
@@ -135,7 +135,7 @@ class Simulation:
             raise record.breach(Property.waiting, "a prompt waits although it may be admitted")
         if record.offered and waits.get("actor") == "waits for log-probs":
             raise record.breach(Property.waiting, f"the learner waits although {record.offered} are scored")
-        no_more = not record.running and not record.judged_now and not self.ledger.may_admit()
+        no_more = not record.running and not record.rewarded_now and not self.ledger.may_admit()
         enough = len(record.unscored) >= self.script.least or (record.unscored and no_more)
         scorer_waits = waits["inference"] == "waits for rollouts" and not self.devices.pending["inference"]
         if scorer_waits and enough:

@@ -56,8 +56,15 @@ GROUPS = [
 ]
 
 
+def figures_of(
+    groups: Sequence[Group], version: int = 0, level: CorrectionLevel = CorrectionLevel.token
+) -> dict[str, float]:
+    """Those of a step without a KL in the reward."""
+    return step_figures(groups, version, level, answer_tag="answer")
+
+
 def test_every_figure_by_hand() -> None:
-    assert step_figures(GROUPS) == {
+    assert figures_of(GROUPS) == {
         "critic/score/mean": 0.5,
         "critic/score/max": 2.0,
         "critic/score/min": 0.0,
@@ -102,12 +109,16 @@ def test_every_figure_by_hand() -> None:
         "tokens/differing": 6,
         "tokens/differing_share": pytest.approx(6 / 17),
         "logprob/max_diff": 0.25,
+        "staleness/lag_0": 1.0,
+        "staleness/max": 0,
+        "staleness/mean": 0.0,
+        "staleness/unversioned_tokens": 0,
     }
 
 
 def test_coverage_counts_what_is_trained_of_a_response() -> None:
     one = trajectory(range(6), [False, False, True, False, True, False])
-    figures = step_figures([Group(question(1), (sample(one, 0.0), sample(one, 0.0)))])
+    figures = figures_of([Group(question(1), (sample(one, 0.0), sample(one, 0.0)))])
     assert figures["state_tokens/total"] == 4
     assert figures["state_tokens/coverage"] == 2 / 5
     assert figures["state_tokens/coverage_with_prompt"] == 2 / 6
@@ -115,7 +126,7 @@ def test_coverage_counts_what_is_trained_of_a_response() -> None:
 
 def test_an_episode_that_ended_before_its_first_turn_has_figures_too() -> None:
     empty = trajectory([1], [False], finish=Finish.ABORTED)
-    figures = step_figures([Group(question(1), (sample(empty, 0.0),))], version=0)
+    figures = figures_of([Group(question(1), (sample(empty, 0.0),))])
     assert all(math.isfinite(value) for value in figures.values())
     assert figures["env/number_of_actions/max"] == figures["env/ratio_of_valid_action"] == 0
     assert figures["state_tokens/coverage"] == 0
@@ -148,10 +159,10 @@ def test_responses_are_told_apart_by_their_tokens() -> None:
 
 def test_the_most_frequent_answer_counts_over_different_questions() -> None:
     alike = [answered("Paris", "paris", "Paris!", "Rome"), answered("Rome", None, None, None, number=2)]
-    assert answer_figures(alike)["answers/same_share"] == 2 / 8, "Paris is of one question alone"
+    assert answer_figures(alike, "answer")["answers/same_share"] == 2 / 8, "Paris is of one question alone"
     spread = [answered("Paris", "x", number=1), answered("the Paris", "y", number=2)]
-    assert answer_figures(spread)["answers/same_share"] == 2 / 4
-    assert answer_figures([answered(None, None)])["answers/same_share"] == 0.0
+    assert answer_figures(spread, "answer")["answers/same_share"] == 2 / 4
+    assert answer_figures([answered(None, None)], "answer")["answers/same_share"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,7 @@ def test_many_answers_are_many_tags_that_the_policy_wrote(texts: Sequence[str], 
     page = "<information><answer>x</answer><answer>y</answer></information>"
     turns = [replace(SEARCH, text=text, observation=page) for text in texts]
     groups = [Group(question(1), (sample(trajectory(turns=turns), 0.0),))]
-    assert answer_figures(groups)["answers/many_share"] == float(many)
+    assert answer_figures(groups, "answer")["answers/many_share"] == float(many)
     assert answer_figures(groups, "reply")["answers/many_share"] == float("<reply>" in "".join(texts))
 
 
@@ -223,9 +234,8 @@ def test_log_probs_are_compared_where_one_policy_gave_both() -> None:
     late = replace(RIGHT, versions=np.array([-1] + [3] * 5 + [4] * 4, dtype=np.int32))
     old = np.array([0.0] + [-1.5] * 5 + [-1.0] * 3 + [-1.25], dtype=np.float32)
     groups = [Group(question(1), (sample(late, 1.0, old_logprobs=old),))]
-    assert step_figures(groups, version=4)["logprob/max_diff"] == 0.25
-    assert step_figures(groups, version=5)["logprob/max_diff"] == 0.0
-    assert step_figures(groups)["logprob/max_diff"] == 0.5
+    assert figures_of(groups, version=4)["logprob/max_diff"] == 0.25
+    assert figures_of(groups, version=5)["logprob/max_diff"] == 0.0
 
 
 def weighed(old: Sequence[float], rollout: Sequence[float], weights: Sequence[float] | None) -> Sample:
@@ -274,10 +284,9 @@ def test_without_weights_there_are_no_correction_figures() -> None:
 
 def test_a_step_has_the_figures_that_it_is_asked_for() -> None:
     groups = [Group(question(1), (weighed([0.9, 0.6], [0.1, 0.4], [1, 1.5]),))]
-    figures = step_figures(groups, version=2, level=CorrectionLevel.sequence)
+    figures = figures_of(groups, version=2, level=CorrectionLevel.sequence)
     staleness = staleness_figures(groups, 2)
     assert figures.items() >= staleness.items()
     assert staleness["staleness/lag_2"] == 1
     assert figures.items() >= correction_figures(groups, CorrectionLevel.sequence).items()
-    assert not any(key.startswith("staleness/") for key in step_figures(groups))
     assert all(isinstance(value, int | float) for value in figures.values()), "trackers leave others out"

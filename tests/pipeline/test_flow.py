@@ -16,7 +16,7 @@ from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
 from rlsys.errors import root_cause
-from rlsys.pipeline.flow import Bites, Flow, Judges
+from rlsys.pipeline.flow import Bites, Flow, Handlers
 from rlsys.pipeline.group import Group, Sample, Scores
 from rlsys.pipeline.learn import MiniBatches, learn
 from rlsys.pipeline.ledger import Ledger, Reason
@@ -60,7 +60,7 @@ def _breach(seed: int, parts: Parts) -> Property | None:
     return None
 
 
-@pytest.mark.parametrize("worker", ["generate", "judge", "score", "finish", "train", "apply", "need"])
+@pytest.mark.parametrize("worker", ["generate", "reward", "score", "finish", "train", "apply", "need"])
 def test_a_failing_worker_ends_the_run_with_its_own_error(worker: str) -> None:
     """And prompts are accounted for all the same: `run` checks it."""
     reported = []
@@ -127,10 +127,10 @@ def test_where_advantages_need_the_whole_mini_batch_only_scoring_overlaps() -> N
 
 
 @pytest.mark.parametrize(("sequential", "end_s"), [(False, 40 + 25 + 1 + 2), (True, 40 + 25 + 4 + 8)])
-def test_engines_generate_while_groups_are_judged(sequential: bool, end_s: float) -> None:
-    """25 s for each; the last is judged when all but it are trained, or, in sequence, before any is scored."""
+def test_engines_generate_while_groups_are_rewarded(sequential: bool, end_s: float) -> None:
+    """25 s for each; the last is rewarded when all but it are trained, or, in sequence, before any is scored."""
     least = float("inf") if sequential else 1
-    settings = {"sequential": sequential, "least": least, "times": {**TIMES, "judge": [25]}}
+    settings = {"sequential": sequential, "least": least, "times": {**TIMES, "reward": [25]}}
     _, end = timed(steps=1, groups_per_step=4, slots=1, most=4, **settings)
     assert end == pytest.approx(end_s)
 
@@ -179,9 +179,9 @@ def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> 
     assert (len(asked), end) == (6, pytest.approx(2 + 1))
 
 
-def test_a_group_that_is_dropped_while_it_is_judged_is_waited_for_no_longer() -> None:
+def test_a_group_that_is_dropped_while_it_is_rewarded_is_waited_for_no_longer() -> None:
     simulation, end = timed(
-        steps=1, groups_per_step=2, oversample=1.5, slots=3, times={"roll": [1], "judge": [2, 99, 3]}
+        steps=1, groups_per_step=2, oversample=1.5, slots=3, times={"roll": [1], "reward": [2, 99, 3]}
     )
     assert simulation.record.dropped == [(simulation.record.tickets[1].question, Reason.surplus)]
     assert end == pytest.approx(1 + 3)
@@ -253,10 +253,12 @@ class Bare:
 
     def flow(self, ledger: Ledger) -> tuple[Flow, PromptSource]:
         prompts = PromptSource([question(number) for number in range(5)], seed=0)
-        judges = Judges(self.judge, lambda group: group)
-        return Flow(ledger, prompts, self, self, judges, Bites(1, 1), self, lambda _: lambda _: None), prompts
+        handlers = Handlers(self.reward, lambda group: group)
+        return Flow(
+            ledger, prompts, self, self, handlers, Bites(1, 1), self, lambda _: lambda _: None
+        ), prompts
 
-    async def judge(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+    async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
         return Group(asked, tuple(rewarded(one, 0.0) for one in trajectories))
 
 
@@ -289,9 +291,9 @@ def test_no_more_groups_are_generated_at_a_time_than_there_is_room_for() -> None
             self.running -= 1
             return await super().run_group(asked)
 
-        async def judge(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+        async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
             await asyncio.sleep(0.5)
-            return await super().judge(asked, trajectories)
+            return await super().reward(asked, trajectories)
 
     workers = Counting()
     flow, _ = workers.flow(Ledger(groups_per_step=8, max_staleness=0))
@@ -306,11 +308,11 @@ def test_no_more_groups_are_generated_at_a_time_than_there_is_room_for() -> None
     assert workers.most == workers.capacity
 
 
-def test_a_group_that_is_dropped_before_it_could_be_judged_is_not_judged() -> None:
+def test_a_group_that_is_dropped_before_it_could_be_rewarded_is_not_rewarded() -> None:
     class Deaf(Bare):
         """Answers although it was told to end."""
 
-        asked = judged = 0
+        asked = rewarded_groups = 0
 
         async def run_group(self, asked: Question) -> list[Trajectory]:
             self.asked += 1
@@ -318,9 +320,9 @@ def test_a_group_that_is_dropped_before_it_could_be_judged_is_not_judged() -> No
                 await asyncio.sleep(99)
             return await super().run_group(asked)
 
-        async def judge(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
-            self.judged += 1
-            return await super().judge(asked, trajectories)
+        async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+            self.rewarded_groups += 1
+            return await super().reward(asked, trajectories)
 
     workers = Deaf()
     flow, prompts = workers.flow(Ledger(groups_per_step=1, max_staleness=0))
@@ -332,7 +334,7 @@ def test_a_group_that_is_dropped_before_it_could_be_judged_is_not_judged() -> No
         await running
 
     run_virtually(stop_meanwhile())
-    assert (workers.asked, workers.judged, len(prompts.given_back)) == (1, 0, 1)
+    assert (workers.asked, workers.rewarded_groups, len(prompts.given_back)) == (1, 0, 1)
 
 
 def test_nothing_is_admitted_after_a_stop_that_came_while_devices_were_awaited() -> None:

@@ -29,9 +29,9 @@ from rlsys.config.algorithm import (
 from rlsys.config.schema import CompatConfig
 from rlsys.data.question import Question
 from rlsys.pipeline.group import Group, Picks, Sample, Scores
-from rlsys.pipeline.grouping import finish, judge, mean_kl, over_mini_batch, turns_of
+from rlsys.pipeline.grouping import finish, mean_kl, over_mini_batch, reward_group, turns_of
 from rlsys.pipeline.masks import response_tokens, trained_tokens, value_mask
-from rlsys.reward.reward import Scored
+from rlsys.reward.scored import Scored
 from tests.pipeline.build import question, rewarded, trajectory
 from tests.pipeline.virtual_time import now, run_virtually
 
@@ -43,7 +43,7 @@ MASK = [turn >= 0 for turn in TURNS]
 
 
 @dataclass
-class Judge:
+class Scripted:
     """Gives each sample what is written for it, after that many seconds."""
 
     given: Sequence[Scored]
@@ -63,12 +63,12 @@ def scored(number: int) -> Scored:
     return Scored(0.5 * number, (0.2 * number, 0.3 * number), {"exact_match": float(number)})
 
 
-def test_a_group_is_judged_at_once_and_keeps_what_was_said_of_each_episode() -> None:
-    asked = Judge([scored(number) for number in range(3)], seconds=10.0)
+def test_a_group_is_rewarded_at_once_and_keeps_what_was_said_of_each_episode() -> None:
+    asked = Scripted([scored(number) for number in range(3)], seconds=10.0)
     episodes = [trajectory(range(6), MASK, sample=number) for number in range(3)]
 
     async def timed() -> tuple[Group, float]:
-        return await judge(question(1), episodes, asked), now()
+        return await reward_group(question(1), episodes, asked), now()
 
     group, seconds = run_virtually(timed())
     assert seconds == 30, "the slowest alone"
@@ -84,19 +84,21 @@ def test_a_group_is_judged_at_once_and_keeps_what_was_said_of_each_episode() -> 
 
 
 def test_a_reward_that_fails_ends_the_others() -> None:
-    asked = Judge([], seconds=10.0)
+    asked = Scripted([], seconds=10.0)
     episodes = [trajectory(sample=number) for number in range(3)]
     with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(judge(question(1), episodes, asked))
+        run_virtually(reward_group(question(1), episodes, asked))
     assert [type(error) for error in caught.value.exceptions] == [IndexError]
     assert sorted(asked.ended) == [0, 1, 2]
 
 
-def test_a_judgement_that_is_cancelled_ends_all_its_requests() -> None:
-    asked = Judge([scored(0)] * 3, seconds=10.0)
+def test_rewards_that_are_cancelled_end_all_its_requests() -> None:
+    asked = Scripted([scored(0)] * 3, seconds=10.0)
 
     async def cancel() -> None:
-        running = asyncio.create_task(judge(question(1), [trajectory(sample=n) for n in range(3)], asked))
+        running = asyncio.create_task(
+            reward_group(question(1), [trajectory(sample=n) for n in range(3)], asked)
+        )
         await asyncio.sleep(15)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -142,8 +144,6 @@ def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
         [x / spread for x in every]
     )
     assert [len(group.samples) for group in scaled] == [2, 4, 3, 5]
-    again = over_mini_batch(scaled, config)
-    assert [advantages(group) for group in again] == [advantages(group) for group in scaled]
     assert over_mini_batch([], config) == []
 
 
@@ -262,7 +262,7 @@ def test_whitening_is_over_what_the_critic_sees(quirk: bool) -> None:
     before = [one.advantages for group in groups for one in group.samples]
     part = np.array(MASK) if not quirk else np.arange(6) > 0
     every = [float(value) for one in before for value in one[part]]
-    whitened = over_mini_batch(groups, config, mask_of)
+    whitened = over_mini_batch(groups, config)
     for one, found in zip(before, (one for group in whitened for one in group.samples), strict=True):
         expected = np.where(part, (one - fmean(every)) / (stdev(every) + 1e-6), 0.0)
         assert_allclose(found.advantages, expected, atol=1e-6)
@@ -310,3 +310,31 @@ def test_a_group_that_is_not_scored_cannot_be_finished() -> None:
     unscored = Group(question(1), (rewarded(trajectory(), 1.0), rewarded(trajectory(), 0.0)))
     with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* score it first"):
         finish(unscored, GRPO, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "spread"),
+    [
+        # Reward, and its parts.
+        ([(1.0, {"exact_match": 1.0, "overlong": 0.0}), (0.5, {"exact_match": 1.0, "overlong": 0.5})], False),
+        ([(0.0, {"exact_match": 0.0}), (-5.0, {"exact_match": 0.0})], False),
+        # Equal on the whole: one is right and long, the other wrong and short.
+        ([(0.0, {"exact_match": 1.0, "overlong": 1.0}), (0.0, {"exact_match": 0.0, "overlong": 0.0})], True),
+        ([(0.5, {"f1": 0.5, "judge": 0.0}), (0.5, {"f1": 0.0, "judge": 0.5})], True),
+        ([(1.0, {"mine.own": 1.0}), (0.0, {"mine.own": 0.0})], True),
+        ([(1.0, {"search_penalty": 1.0}), (1.0, {"search_penalty": 1.0})], False),
+        ([(1.0, {}), (0.0, {})], True),
+        ([(1.0, {"exact_match": 1.0})], False),
+    ],
+)
+def test_a_group_has_spread_where_answers_earned_different_amounts(
+    episodes: list[tuple[float, dict[str, float]]], spread: bool
+) -> None:
+    samples = tuple(replace(rewarded(trajectory(), reward), parts=parts) for reward, parts in episodes)
+    assert Group(question(1), samples).has_spread is spread
+
+
+def test_only_what_the_mini_batch_goes_on_with_is_kept() -> None:
+    assert all(sample.units is None for sample in finish(of_rewards(1, 0), GRPO, 0.0).samples)
+    batch = replace(GRPO, advantage_scale=AdvantageScale.batch)
+    assert all(sample.units is not None for sample in finish(of_rewards(1, 0), batch, 0.0).samples)

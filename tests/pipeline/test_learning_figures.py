@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rlsys.pipeline.group import Group, Sample
 from rlsys.pipeline.learning_figures import (
     advantage_figures,
+    critic_figures,
     divergence_figures,
     learning_figures,
     reward_figures,
-    value_figures,
 )
 from tests.pipeline.build import question, rewarded, trajectory
 
@@ -99,7 +99,7 @@ def critic(values: Sequence[float], returns: Sequence[float]) -> list[Sample]:
 def test_explained_variance_by_hand(
     values: Sequence[float], returns: Sequence[float], explained: float
 ) -> None:
-    figures = value_figures(critic(values, returns))
+    figures = critic_figures(critic(values, returns))
     assert figures["critic/vf_explained_var"] == pytest.approx(explained)
     assert (figures["critic/values/max"], figures["critic/values/min"]) == (max(values), min(values))
     assert figures["critic/values/mean"] == pytest.approx(np.mean(values))
@@ -108,27 +108,30 @@ def test_explained_variance_by_hand(
 
 
 def test_returns_that_do_not_vary_leave_nothing_to_explain() -> None:
-    assert math.isnan(value_figures(critic([1, 2], [3, 3]))["critic/vf_explained_var"])
+    assert math.isnan(critic_figures(critic([1, 2], [3, 3]))["critic/vf_explained_var"])
 
 
 def test_without_a_critic_there_are_no_values() -> None:
-    assert value_figures([sample([False, True], returns=[0, 1])]) == {}
+    assert critic_figures([sample([False, True], returns=[0, 1])]) == {}
 
 
 def test_a_kl_in_the_reward_shows_beside_the_score() -> None:
     first, second = (
         rewarded(trajectory(range(5), [False, *mask]), 1.0) for mask in ([1, 1, 0, 0], [1, 1, 1, 1])
     )
-    group = Group(question(1), (replace(first, kl_sum=3.0), replace(second, kl_sum=-2.0)))
-    figures = reward_figures([group], kl_coef=0.1)
+    group = Group(
+        question(1), (replace(first, kl_sum=3.0, kl_coef=0.1), replace(second, kl_sum=-2.0, kl_coef=0.2))
+    )
+    figures = reward_figures([group])
     assert figures["critic/score/mean"] == 1.0
     assert figures["critic/rewards/min"] == pytest.approx(1 - 0.1 * 3)
-    assert figures["critic/rewards/max"] == pytest.approx(1 + 0.1 * 2)
-    assert figures["critic/rewards/mean"] == pytest.approx(1 - 0.1 / 2)
+    assert figures["critic/rewards/max"] == pytest.approx(1 + 0.2 * 2)
+    assert figures["critic/rewards/mean"] == pytest.approx(1 + 0.1 / 2)
+    assert figures["critic/kl_coef"] == pytest.approx(0.15)
     assert figures["critic/kl"] == pytest.approx((3 / 2 - 2 / 4) / 2), "episodes weigh alike, tokens do not"
 
 
 def test_a_run_without_reference_and_critic_has_none_of_their_figures() -> None:
-    figures = learning_figures([Group(question(1), (sample([False, True]),))], kl_coef=0.5)
+    figures = learning_figures([Group(question(1), (sample([False, True]),))])
     areas = {key.rsplit("/", 1)[0] for key in figures}
     assert areas == {"critic/score", "critic/advantages", "reward"}

@@ -61,8 +61,8 @@ class Record:
         """Of `run_group`; each is a ticket's."""
         self.running = 0
         """Calls of `run_group` that have not ended, those that wind down included."""
-        self.judged_now = 0
-        """Groups that are judged, also those whose judge winds down."""
+        self.rewarded_now = 0
+        """Groups that are being rewarded, also those whose rewards wind down."""
         self.late_answers = self.mixed_groups = 0
         self.lags: Counter[int] = Counter()
         """Versions between a trained token and the one that samples it -> tokens."""
@@ -85,7 +85,7 @@ class Record:
         """The first."""
         self._ticket_of: dict[int, int] = {}
         self._ended: dict[int, str] = {}
-        self._judged = 0
+        self._rewarded = 0
         self._scored: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[str, int, int]] = set()
         """(learner, call, sample)"""
@@ -140,17 +140,17 @@ class Record:
             raise self.breach(Property.livelock, f"{len(self.tickets)} tickets")
 
     @contextmanager
-    def judging(self, call: int) -> Iterator[None]:
-        """The group of this call is judged; if it becomes ready, that is next after the end."""
-        self.judged_now += 1
+    def rewarding(self, call: int) -> Iterator[None]:
+        """The group of this call is being rewarded; if it becomes ready, that is next after the end."""
+        self.rewarded_now += 1
         try:
             yield
         finally:
-            self.judged_now -= 1
-        self._judged = call
+            self.rewarded_now -= 1
+        self._rewarded = call
 
     def ready(self, ticket: Ticket) -> None:
-        self._ticket_of[self._judged] = ticket.number
+        self._ticket_of[self._rewarded] = ticket.number
         self.unscored.add(ticket.number)
 
     def ask(self, call: int, sample: int) -> None:
@@ -269,10 +269,10 @@ class Record:
         rolled = len(self.taken) + sum(
             self.tickets[n].stage is Stage.ready for n in self.open if n not in self.taken
         )
-        if self.running or self.judged_now or rolled != self.script.groups_per_step:
+        if self.running or self.rewarded_now or rolled != self.script.groups_per_step:
             raise self.breach(
                 Property.sequence,
-                f"{stage} begins while {self.running} groups roll, {self.judged_now} are judged, {rolled} are ready",
+                f"{stage} begins while {self.running} groups roll, {self.rewarded_now} are rewarded, {rolled} are ready",
             )
         if stage in LEARNERS and self.unscored:
             raise self.breach(Property.sequence, f"training begins while {self.unscored} are not scored")

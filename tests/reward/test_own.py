@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,13 @@ TWO_TURNS = episode((think("search", "Mali"), "Bamako"), think("answer", "Bamako
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
+async def slots() -> asyncio.Semaphore:
+    return asyncio.Semaphore(2)
 
 
-async def value(name: str, threads: ThreadPoolExecutor, *said: str) -> Sequence[float]:
+async def value(name: str, slots: asyncio.Semaphore, *said: str) -> Sequence[float]:
     reading = read(episode(*said) if said else TWO_TURNS, "Bamako", "Bko")
-    return await asyncio.wait_for(OwnTerm(f"{HERE}.{name}", threads)(reading), 20)
+    return await asyncio.wait_for(OwnTerm(f"{HERE}.{name}", slots)(reading), 20)
 
 
 @pytest.mark.parametrize(
@@ -39,20 +38,20 @@ async def value(name: str, threads: ThreadPoolExecutor, *said: str) -> Sequence[
         ("hidden_coroutine", [0.0, 0.5]),
     ],
 )
-async def test_what_a_term_gives(name: str, expected: list[float], threads: ThreadPoolExecutor) -> None:
-    assert await value(name, threads) == expected
+async def test_what_a_term_gives(name: str, expected: list[float], slots: asyncio.Semaphore) -> None:
+    assert await value(name, slots) == expected
 
 
-async def test_an_episode_without_turns_has_a_place_for_it(threads: ThreadPoolExecutor) -> None:
+async def test_an_episode_without_turns_has_a_place_for_it(slots: asyncio.Semaphore) -> None:
     reading = read(episode())
-    assert await OwnTerm(f"{HERE}.per_turn", threads)(reading) == [0.0]
-    assert await OwnTerm(f"{HERE}.answers", threads)(reading) == [3.0]
-    assert await OwnTerm(f"{HERE}.too_many", threads)(reading) == [1.0], "or gives one for that place"
+    assert await OwnTerm(f"{HERE}.per_turn", slots)(reading) == [0.0]
+    assert await OwnTerm(f"{HERE}.answers", slots)(reading) == [3.0]
+    assert await OwnTerm(f"{HERE}.too_many", slots)(reading) == [1.0], "or gives one for that place"
 
 
-async def test_plain_functions_run_beside_each_other_in_threads(threads: ThreadPoolExecutor) -> None:
+async def test_plain_functions_run_beside_each_other_in_threads(slots: asyncio.Semaphore) -> None:
     """Each waits for the other, so on the event loop the first would never return."""
-    both = [value("meets_another", threads) for _ in range(2)]
+    both = [value("meets_another", slots) for _ in range(2)]
     assert await asyncio.gather(*both) == [[0.0, 1.0], [0.0, 1.0]]
 
 
@@ -70,9 +69,9 @@ async def test_plain_functions_run_beside_each_other_in_threads(threads: ThreadP
         ("too_many", "returned [1.0, 1.0, 1.0]: one number for each of the 2 turns"),
     ],
 )
-async def test_a_bad_value_is_one_sentence(name: str, said: str, threads: ThreadPoolExecutor) -> None:
+async def test_a_bad_value_is_one_sentence(name: str, said: str, slots: asyncio.Semaphore) -> None:
     with pytest.raises(RunError) as error:
-        await value(name, threads)
+        await value(name, slots)
     sentence = str(error.value)
     assert sentence.startswith(f"reward.terms.{HERE}.{name}, asked about sample 2 of q:1,")
     assert said in sentence
@@ -105,3 +104,23 @@ def test_a_module_that_fails_says_what_it_said(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
         load("broken_terms.brevity")
     assert "broken_terms" not in sys.modules
+
+
+def test_a_function_that_never_returns_does_not_keep_the_process() -> None:
+    program = """
+import asyncio, threading
+from rlsys.reward.own import in_daemon_thread
+
+async def main():
+    try:
+        await asyncio.wait_for(in_daemon_thread(threading.Event().wait), 0.05)
+    except TimeoutError:
+        print("went on")
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "went on\n"
+    assert done.stderr == ""

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from rlsys.agent.trajectory import Trajectory
 from rlsys.config.reward import RewardConfig
 from rlsys.config.schema import CompatConfig
-from rlsys.reward.reward import Rewards, Scored
-from rlsys.reward.terms import pure_terms
+from rlsys.reward.reward import Rewards
+from rlsys.reward.scored import Scored
+from rlsys.reward.terms import PENALTIES, pure_terms
 from tests.reward.episodes import TASK, Said, episode, question, task_of, terms, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
@@ -77,9 +78,9 @@ async def test_a_term_of_the_users_own_counts_beside_others() -> None:
 
 
 async def test_equal_totals_are_equal_rewards_to_the_last_bit() -> None:
-    """Where a term falls must not give a group a spread: turn by turn, these add up to 1.8 and to a little less."""
+    """Where a term falls must not give a group a spread: turn by turn, these add up to 0.2 and to a little less."""
     blind = (think("search", "Mali"), "nothing")
-    config = terms(exact_match=1.0, search_penalty=0.1, retrieval=0.5)
+    config = terms(exact_match=1.0, search_penalty=-0.3, retrieval=0.1)
     first = await scored(config, episode(SEARCH, blind, blind, RIGHT))
     second = await scored(config, episode(blind, blind, SEARCH, RIGHT))
     assert sum(first.turn_rewards) != sum(second.turn_rewards)
@@ -129,7 +130,11 @@ PIECES = st.sampled_from(
     ]
 )
 TEXTS = st.lists(PIECES | st.text(st.characters(), max_size=5), max_size=8).map("".join)
-EVERY_TERM = dict.fromkeys(set(pure_terms(RewardConfig(), TASK)) - {"correct_answer"}, 0.3)
+EVERY_TERM = {
+    name: -0.3 if name in PENALTIES else 0.3
+    for name in pure_terms(RewardConfig(), TASK)
+    if name != "correct_answer"
+}
 
 
 @given(
@@ -148,6 +153,8 @@ async def test_any_text_is_scored(
     result = await scored(config, trajectory, over_prompt=over_prompt, answer=answer)
     assert len(result.turn_rewards) == max(1, len(trajectory.turns))
     assert sum(result.turn_rewards) == pytest.approx(result.reward, abs=1e-9)
-    assert result.reward == pytest.approx(0.3 * sum(result.parts.values()), abs=1e-9)
+    assert result.reward == pytest.approx(
+        sum(EVERY_TERM[name] * part for name, part in result.parts.items()), abs=1e-9
+    )
     assert result.parts["exact_match"] <= result.parts["f1"]
     assert result.parts["exact_match"] <= result.parts["sub_em"]

@@ -1,0 +1,103 @@
+"""When the learners of a step accumulate and step, by what they are given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from rlsys.config.algorithm import AlgorithmConfig, Baseline
+from rlsys.config.schema import RunConfig, TrainerConfig
+from rlsys.pipeline.flow import Flow
+from rlsys.pipeline.group import Group, Sample
+from rlsys.pipeline.learn import MiniBatches, learn
+from rlsys.pipeline.schedule import mini_batches
+from tests.pipeline.build import question, rewarded, trajectory
+
+Event = tuple[str, int]
+
+
+def groups(count: int) -> list[Group]:
+    one = trajectory(range(3), [False, True, True])
+    return [
+        Group(question(number), (rewarded(replace(one, question_uid=question(number).uid), 1.0),))
+        for number in range(count)
+    ]
+
+
+class OneAtATime:
+    """A flow in which groups are scored one after the other, each when it is waited for."""
+
+    def __init__(self, made: Sequence[Group], events: list[Event]) -> None:
+        self._made, self._events = list(made), events
+
+    async def take(self, most: int) -> list[Group]:
+        assert most >= 1
+        self._events.append(("scored", 1))
+        return [self._made.pop(0)]
+
+    def close_step(self) -> None:
+        self._events.append(("closed", len(self._made)))
+
+
+class Logged:
+    """A learner that writes down what it is told."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+        self.seen: list[str] = []
+
+    def enough(self, _: Sequence[Sample]) -> bool:
+        return True
+
+    async def accumulate(self, samples: Sequence[Sample]) -> None:
+        self.seen += [sample.trajectory.question_uid for sample in samples]
+        self._events.append(("accumulated", len(samples)))
+
+    async def apply(self) -> Mapping[str, float]:
+        self._events.append(("applied", len(self.seen)))
+        return {"lr": 1.0}
+
+
+class Everywhere:
+    async def need(self, *names: str) -> None: ...
+
+
+def run(cut: MiniBatches) -> tuple[list[Event], Logged]:
+    events: list[Event] = []
+    learner = Logged(events)
+    made = groups(cut.updates * cut.groups_per_update)
+    flow = cast(Flow, cast(Any, OneAtATime(made, events)))
+    trained, updates = asyncio.run(learn(flow, {"critic": learner}, Everywhere(), cut, lambda _: None))
+    assert [group.question.uid for group in trained] == [group.question.uid for group in made] == learner.seen
+    assert updates == [{"critic/lr": 1.0}] * cut.updates
+    return events, learner
+
+
+def test_a_step_is_taken_as_soon_as_its_mini_batch_is_there() -> None:
+    events, _ = run(MiniBatches(updates=2, groups_per_update=2))
+    one_update = [("scored", 1), ("accumulated", 1)] * 2
+    assert events == [*one_update, ("applied", 2), *one_update, ("applied", 4), ("closed", 0)]
+
+
+def test_what_scores_does_not_step_before_the_last_score() -> None:
+    """Else values of the second mini-batch would be of one critic or the other, by who is faster."""
+    events, _ = run(MiniBatches(updates=2, groups_per_update=3, scored_first=True))
+    first_step = events.index(("applied", 3))
+    assert events[:first_step].count(("scored", 1)) == 6
+    assert ("scored", 1) not in events[first_step:]
+    assert events[-2:] == [("applied", 6), ("closed", 0)]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "updates", "waits"), [("critic", 2, True), ("critic", 1, False), ("group", 2, False)]
+)
+def test_who_waits_for_the_last_score(baseline: str, updates: int, waits: bool) -> None:
+    config = RunConfig(
+        algorithm=AlgorithmConfig(baseline=Baseline(baseline)),
+        trainer=TrainerConfig(prompts_per_step=4, mini_batches=updates),
+    )
+    assert mini_batches(config).scored_first == waits
