@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from examples.searchr1.tiny.demo import prepare_world
-
-PROJECT = Path(__file__).resolve().parents[1]
-SETTINGS = ["trainer.eval_interval=0", "task.eval_limit=16", "trainer.prompts_per_step=16"]
-SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorboard=false"]
+from tests.runs import Finished
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-
-class Finished:
-    """The folder of a finished run."""
-
-    def __init__(self, outputs: Path, *settings: str) -> None:
-        prepare_world(Console(quiet=True))
-        command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
-        done = subprocess.run(
-            [*command, f"output_dir={outputs}", *SETTINGS, *settings],
-            cwd=PROJECT,
-            capture_output=True,
-            text=True,
-            timeout=550,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        (folder,) = outputs.glob("searchr1_tiny_cpu-*")
-        self.rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        self.spans: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())["traceEvents"]
-        self.folder = folder
 
 
 def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
