@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from rlsys.config.schema import Device, SyncMode
+from rlsys.config.schema import Device, ParallelConfig, SyncMode
 from rlsys.megatron.actor import Actor, Objective
 from rlsys.megatron.parallel import Rendezvous
 from rlsys.weights.buckets import Bucket, digest, unpack
@@ -72,3 +73,31 @@ def digest_of(buckets: list[Bucket]) -> str:
 def weights_of(actor: Actor) -> dict[str, Tensor]:
     """Every exported tensor by name, on rank 0."""
     return {r.name: tensor.clone() for bucket in export(actor, 50_000) for r, tensor in unpack(bucket)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model under test is cut."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    pp_layers: tuple[int, ...] | None = None
+    sequence_parallel: bool = False
+    tied: bool = True
+    recompute: bool = False
+    distributed: bool = True
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        layers = list(self.pp_layers) if self.pp_layers else None
+        return ParallelConfig(self.tp, self.pp, 1, layers, self.sequence_parallel)
+
+    @property
+    def processes(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def reporting(self) -> list[int]:
+        """Rank of each data-parallel rank that returns results."""
+        return [self.tp * (self.dp * (self.pp - 1) + dp) for dp in range(self.dp)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.megatron.anchor import ReferencePlan
@@ -21,7 +20,16 @@ from rlsys.pipeline.micro_batch import MicroBatch, collate
 from rlsys.weights.buckets import Bucket, ChecksumError, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
-from tests.megatron.harness import OBJECTIVE, digest_of, export, free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import (
+    OBJECTIVE,
+    Layout,
+    digest_of,
+    export,
+    free_port,
+    rendezvous,
+    run_group,
+    weights_of,
+)
 
 STEPS, PER_STEP = 3, 8
 FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
@@ -34,27 +42,6 @@ OPTIMIZER = OptimizerConfig(
     eps=1e-2,
     clip_grad=8.0,
 )
-
-
-@dataclass(frozen=True)
-class Layout:
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    pp_layers: tuple[int, ...] | None = None
-    sequence_parallel: bool = False
-    tied: bool = True
-    recompute: bool = False
-    distributed: bool = True
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        layers = list(self.pp_layers) if self.pp_layers else None
-        return ParallelConfig(self.tp, self.pp, 1, layers, self.sequence_parallel)
-
-    @property
-    def processes(self) -> int:
-        return self.tp * self.pp * self.dp
 
 
 LAYOUTS = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +19,11 @@ from rlsys.megatron import parallel as groups
 from rlsys.megatron.critic import Critic
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group
+from tests.megatron.harness import Layout, free_port, rendezvous, run_group
 
 # Large eps, so that Adam's update depends on the size of the gradient and not only on its sign.
 OPTIMIZER = OptimizerConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)
 CLIP, STEPS, PER_STEP = 0.3, 2, 4
-
-
-@dataclass(frozen=True)
-class Layout:
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    pp_layers: tuple[int, ...] | None = None
-    sequence_parallel: bool = False
-    tied: bool = True
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        layers = list(self.pp_layers) if self.pp_layers else None
-        return ParallelConfig(self.tp, self.pp, 1, layers, self.sequence_parallel)
-
-    @property
-    def reporting(self) -> list[int]:
-        """Rank of each data-parallel rank that returns values."""
-        return [self.tp * (self.dp * (self.pp - 1) + dp) for dp in range(self.dp)]
 
 
 LAYOUTS = [
