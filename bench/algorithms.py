@@ -104,12 +104,13 @@ def _entry(name: str, seed: int, steps: int, questions: int, cassette: Path) -> 
 def table(results: Results) -> Table:
     """One row a preset, the best first."""
     shown = Table(
-        title="Held-out exact match of the demo's policy, mean and standard deviation over seeds",
+        title="Held-out exact match of the demo's policy: means and deviation over seeds",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     shown.add_column("preset", no_wrap=True)
-    for column in ("seeds", "updates", "before", "after", "spread", "gain", "s a step"):
+    for column in ("seeds", "updates", "before", "after", "dev.", "gain", "s/step"):
         shown.add_column(column, justify="right", no_wrap=True)
     for name in _best_first(results):
         entries = results[name]
@@ -127,7 +128,7 @@ def draw(results: Results, path: Path) -> None:
     rows = -(-len(names) // COLUMNS)
     figure = Figure(figsize=(3.0 * COLUMNS, 2.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat
+    axes = list(figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat)
     for panel, name in zip(axes, names, strict=False):
         for other in names:
             panel.plot(*_mean_curve(results[other]), color=GREY, linewidth=0.8)
@@ -139,7 +140,7 @@ def draw(results: Results, path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="#e4e8ec", linewidth=0.6)
         panel.set_ylim(0.0, 1.0)
-    for panel in list(axes)[len(names) :]:
+    for panel in axes[len(names) :]:
         panel.set_visible(False)
     figure.supxlabel("optimiser steps", fontsize=10)
     figure.supylabel("held-out exact match", fontsize=10)
