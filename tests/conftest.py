@@ -5,3 +5,9 @@ import os
 # On a few cores, threads of torch and of an engine's processes only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from hypothesis import settings  # noqa: E402
+
+# How long an example takes tells how busy the machine is, and nothing of the code.
+settings.register_profile("rlsys", deadline=None)
+settings.load_profile("rlsys")

@@ -91,7 +91,6 @@ class Outcome:
         groups: Sequence[Group],
         updates: Sequence[Mapping[str, float]],
         _figures: Mapping[str, float],
-        _kl_coef: float,
     ) -> list[Alarm]:
         """See `RunRecord`."""
         self.trained.append([group.question.uid for group in groups])
