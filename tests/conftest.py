@@ -6,7 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 # How long an example takes tells how busy the machine is, and nothing of the code.
 settings.register_profile("rlsys", deadline=None)
