@@ -31,7 +31,9 @@ def test_ppo_learns_values_first_and_the_policy_with_them(tmp_path: Path) -> Non
         assert row["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-5)
         assert row["critic/advantages/std"] == pytest.approx(1.0, abs=0.01)
     assert run.rows[1]["actor/first_ratio_dev_max"] < 1e-3
-    assert others[-1]["critic/vf_loss"] < first["critic/vf_loss"]
+    last = others[-1]
+    missed = abs(last["critic/values/mean"] - last["critic/returns/mean"])
+    assert missed < abs(last["critic/returns/mean"]), "it expects more rightly than nothing at all"
     assert checkpoints(run, 3) == {"actor", "critic"}
 
 
