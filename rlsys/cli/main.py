@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import typer
 
-from rlsys.cli import convert, doctor, evaluate, search, train
+from rlsys.cli import convert, data, doctor, evaluate, search, train
 from rlsys.errors import Interrupted, RunError, UserError, root_cause
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("train", help="Train a policy as a config says.")(train.command)
 app.command("eval", help="Ask a model the held-out questions, greedily.")(evaluate.command)
 app.command("convert", help="Turn a Megatron checkpoint into a Hugging Face folder.")(convert.command)
+app.add_typer(data.app, name="data")
 app.add_typer(search.app, name="search")
 app.command("doctor", help="Say what is installed, what is missing, and what to do.")(doctor.command)
 

@@ -18,3 +18,5 @@ class Question:
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's `extra_info`: `hops` (1 or 2) where the data set has it, among others."""
+    text: str = ""
+    """The question itself, without a template; empty where the row does not have it."""

@@ -2,39 +2,41 @@
 
 Invariants: every epoch hands out each question exactly once, in an order that depends on the seed and
 the epoch alone; a question that was given back is handed out again before new ones. `position` counts
-new ones; a source that is given that position, and the questions that were given back, goes on there.
+new ones; a source that is given the state of another goes on where that was.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlsys.data.question import Question
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """Where a source is. Questions are whole: one that the data file has no more is asked all the same."""
+
+    position: int
+    given_back: tuple[Question, ...]
 
 
 class PromptSource:
     """Hands out questions."""
 
-    def __init__(
-        self,
-        questions: Sequence[Question],
-        seed: int,
-        position: int = 0,
-        given_back: Iterable[Question] = (),
-    ) -> None:
+    def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None = None) -> None:
         self._questions = list(questions)
         self._seed = seed
-        self._given_back = deque(given_back)
+        self._given_back = deque(state.given_back if state else ())
         self._epoch = -1
         self._order: list[int] = []
-        self.position = position
+        self.position = state.position if state else 0
 
-    @property
-    def given_back(self) -> list[Question]:
-        """Questions that wait to be asked again."""
-        return list(self._given_back)
+    def state(self) -> SourceState:
+        """For another source of the same questions and seed to go on from."""
+        return SourceState(self.position, tuple(self._given_back))
 
     def next(self) -> Question:
         """The next question, from the next epoch where one ends."""

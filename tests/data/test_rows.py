@@ -93,7 +93,7 @@ def target(value: Any) -> dict[str, Any]:
         ([1, 2], "is not an object"),
         ("text", "is not an object"),
         ({}, '"prompt"'),
-        ({**RIVER, "prompt": "Which river?"}, '"prompt"'),
+        ({**RIVER, "prompt": 7}, '"prompt"'),
         ({**RIVER, "prompt": []}, '"prompt"'),
         ({**RIVER, "prompt": ["Which river?"]}, '"prompt"'),
         ({**RIVER, "prompt": [{"role": "user", "content": ""}]}, '"prompt"'),
@@ -142,3 +142,22 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: bytes, named: s
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.jsonl does not exist"):
         read_questions(tmp_path / "gone.jsonl")
+
+
+def test_rows_of_rlinf_and_of_flashrag_are_questions_too(tmp_path: Path) -> None:
+    rlinf = {"prompt": "Ask. Question: Who?\n", "solutions": ["me", "I"]}
+    flashrag = {"id": "test_0", "question": "who", "golden_answers": ["me"]}
+    one, two = read_questions(write_jsonl(tmp_path / "mixed.jsonl", [rlinf, flashrag]))
+    assert (one.prompt, one.answers, one.text) == ("Ask. Question: Who?\n", ("me", "I"), "")
+    assert two.prompt.startswith(
+        "Answer the given question. You must conduct reasoning inside <think> and </think>"
+    )
+    assert two.prompt.endswith("Question: who?\n")
+    assert (two.answers, two.text) == (("me",), "who")
+
+
+def test_the_raw_question_is_kept_where_a_row_has_it(tmp_path: Path) -> None:
+    beside = {**RIVER, "question": "Which river?"}
+    within = {**RIVER, "extra_info": {"question": "Which river?", "index": 1}}
+    found = read_questions(write_jsonl(tmp_path / "train.jsonl", [beside, within, RIVER]))
+    assert [question.text for question in found] == ["Which river?", "Which river?", ""]

@@ -1,0 +1,217 @@
+"""Files of questions made ready to train and evaluate on: public sets, own files, and several as one.
+
+Contract: a prepared file is jsonl of Search-R1 rows, each with the raw question beside the prompt; it appears under its
+name only when every row is checked, with a record of where it comes from and of its SHA-256 in `<file>.json`. A row that
+cannot be used is a UserError with its file and line; nothing is left out in silence. The same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsys.data.question import Question
+from rlsys.data.rows import question_of, read_rows
+from rlsys.data.template import search_prompt
+from rlsys.errors import UserError
+from rlsys.observe.files import write_atomically
+
+QUESTION_FIELDS = ("question", "query", "problem")
+ANSWER_FIELDS = ("golden_answers", "answers", "answer", "solutions", "target")
+_TABLES = {".csv": ",", ".tsv": "\t"}
+_MOST_SAID = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A file that was made."""
+
+    path: Path
+    rows: int
+    sha256: str
+
+
+def prepare_set(source: Path, name: str, split: str, out: Path, limit: int | None = None) -> Prepared:
+    """Make `out` from the FlashRAG file `source` of the set `name`."""
+    return _prepare([source], out, lambda: _asked(source, name, split, QUESTION_FIELDS, ANSWER_FIELDS), limit)
+
+
+def prepare_own(
+    source: Path,
+    name: str,
+    split: str,
+    out: Path,
+    question: str | None,
+    answers: str | None,
+    limit: int | None = None,
+) -> Prepared:
+    """Make `out` from a file of one's own: jsonl, parquet, csv or tsv.
+
+    `question` and `answers` name its fields; without them the usual names are tried. Answers are a list or one text.
+    """
+    fields = ((question,) if question else QUESTION_FIELDS, (answers,) if answers else ANSWER_FIELDS)
+    return _prepare([source], out, lambda: _asked(source, name, split, *fields), limit)
+
+
+def merge(sources: Sequence[Path], out: Path, seed: int | None) -> Prepared:
+    """Make `out` of all rows of prepared files, in their order or shuffled by `seed`; their index is unique in it."""
+
+    def rows() -> Iterator[Question]:
+        found = [question_of(file, line, row) for file in sources for line, row in read_rows(file)]
+        if seed is not None:
+            random.Random(seed).shuffle(found)
+        yield from found
+
+    return _prepare(sources, out, rows, None)
+
+
+def _prepare(
+    sources: Sequence[Path], out: Path, questions: Callable[[], Iterable[Question]], limit: int | None
+) -> Prepared:
+    if out.suffix != ".jsonl":
+        raise UserError(f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.")
+    if any(source.resolve() == out.resolve() for source in sources):
+        raise UserError(f"{out} is read and cannot be written too: give another file.")
+    for source in sources:
+        if not source.is_file():
+            raise UserError(f"{source} does not exist: give a file of questions.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        rows, sha256 = _write(partial, questions(), limit)
+        if not rows:
+            raise UserError(
+                f"{', '.join(map(str, sources))} has no question: give a file with at least one row."
+            )
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    origin = [{"file": str(source), "sha256": _sha256(source)} for source in sources]
+    record = {"rows": rows, "sha256": sha256, "from": origin}
+    write_atomically(out.with_name(f"{out.name}.json"), json.dumps(record, indent=2) + "\n")
+    return Prepared(out, rows, sha256)
+
+
+def _write(path: Path, questions: Iterable[Question], limit: int | None) -> tuple[int, str]:
+    digest, rows = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for question in questions:
+            if rows == limit:
+                break
+            line = (json.dumps(_row(question, rows), ensure_ascii=False) + "\n").encode()
+            digest.update(line)
+            file.write(line)
+            rows += 1
+        file.flush()
+        os.fsync(file.fileno())
+    return rows, digest.hexdigest()
+
+
+def _row(question: Question, index: int) -> dict[str, Any]:
+    """As Search-R1 writes it, with the raw question."""
+    return {
+        "data_source": question.data_source,
+        **({"question": question.text} if question.text else {}),
+        "prompt": [{"role": "user", "content": question.prompt}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": list(question.answers)}},
+        "extra_info": {**question.extra, "index": index},
+    }
+
+
+def _asked(
+    source: Path, name: str, split: str, question_fields: Sequence[str], answer_fields: Sequence[str]
+) -> Iterator[Question]:
+    """The questions of raw rows. All bad rows are told at once, at the end."""
+    bad: list[str] = []
+    rows = _raw_rows(source)
+    while True:
+        try:
+            line, row = next(rows)
+        except StopIteration:
+            break
+        except UserError as problem:  # Behind what is no row at all, nothing can be read.
+            bad.append(str(problem))
+            break
+        try:
+            yield _question(source, line, row, name, split, question_fields, answer_fields)
+        except UserError as problem:
+            bad.append(str(problem))
+    if bad:
+        more = f"\nand {len(bad) - _MOST_SAID} more rows" if len(bad) > _MOST_SAID else ""
+        raise UserError("\n".join(bad[:_MOST_SAID]) + more)
+
+
+def _question(
+    source: Path,
+    line: int,
+    row: Any,
+    name: str,
+    split: str,
+    question_fields: Sequence[str],
+    answer_fields: Sequence[str],
+) -> Question:
+    where = f"{source}, line {line}"
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where} is not an object: write one JSON object a line.")
+    text = _field(row, question_fields)
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(
+            f"{where} has no question: {_named(question_fields)} must be a text that is not empty."
+        )
+    answers = _field(row, answer_fields)
+    answers = [answers] if isinstance(answers, str) else answers
+    if (
+        not isinstance(answers, list)
+        or not answers
+        or not all(isinstance(one, str) and one.strip() for one in answers)
+    ):
+        raise UserError(
+            f"{where} has no answer: {_named(answer_fields)} must be a text or a list of texts, none of them empty."
+        )
+    return Question(
+        uid=f"{source.stem}:{line}",
+        prompt=search_prompt(text),
+        answers=tuple(answers),
+        data_source=name,
+        extra={"split": split},
+        text=text.strip(),
+    )
+
+
+def _field(row: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _named(fields: Sequence[str]) -> str:
+    return " or ".join(f'"{field}"' for field in fields)
+
+
+def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of jsonl and parquet as they are, of csv and tsv by their header."""
+    if source.suffix not in _TABLES:
+        yield from read_rows(source)
+        return
+    with source.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            table = csv.DictReader(file, delimiter=_TABLES[source.suffix])
+            for row in table:
+                yield table.line_num, row
+        except UnicodeDecodeError as problem:
+            raise UserError(f"{source} is not UTF-8: save the file as UTF-8.") from problem
+        except csv.Error as problem:
+            raise UserError(
+                f"{source}, line {table.line_num} is no {source.suffix[1:]} ({problem}): mend it."
+            ) from problem
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
