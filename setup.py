@@ -16,4 +16,5 @@ def requirements(name: str) -> list[str]:
 setup(
     install_requires=requirements("base"),
     extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev")},
+    package_data={"rlsys.weights": ["family/*.yaml"]},
 )

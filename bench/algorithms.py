@@ -80,8 +80,8 @@ def _entry(name: str, seed: int, steps: int, questions: int, cassette: Path) -> 
         f"algorithm={name}",
         f"trainer.seed={seed}",
         f"trainer.steps={steps}",
-        "trainer.eval_interval=1",
-        f"task.eval_limit={questions}",
+        "eval.interval=1",
+        f"eval.limit={questions}",
         *MORE.get(name, ()),
     ]
     run = training_run(OUT / "algorithms" / f"{name}-{seed}", settings, cassette)

@@ -123,7 +123,7 @@ def _measure(schedule: Schedule, latency: float, cassette: Path, steps: int) -> 
     settings = [
         *schedule.settings,
         f"trainer.steps={steps}",
-        "task.eval_limit=8",
+        "eval.limit=8",
         f"search.cassette.latency_scale={latency}",
     ]
     run = _run(f"{schedule.name}-{latency:g}", settings, cassette)
@@ -152,7 +152,7 @@ def _exact_match(console: Console, cassette: Path, seeds: int) -> dict[str, Any]
     found: dict[str, list[float]] = {}
     for schedule in (PIPELINED, ASYNC[0]):
         for seed in range(1, seeds + 1):
-            settings = [*schedule.settings, f"trainer.seed={seed}", "task.eval_limit=400"]
+            settings = [*schedule.settings, f"trainer.seed={seed}", "eval.limit=400"]
             run = _run(f"em-{schedule.name}-{seed}", settings, cassette)
             em = json.loads((run / "summary.json").read_text())["em_after"]
             found.setdefault(schedule.name, []).append(em)
@@ -165,7 +165,7 @@ def _exact_match(console: Console, cassette: Path, seeds: int) -> dict[str, Any]
 def _run(name: str, settings: Iterable[str], cassette: Path) -> Path:
     """One training run; its folder."""
     folder = OUT / "pipeline" / name.replace(", ", "-").replace(" ", "-")
-    return training_run(folder, ["trainer.eval_interval=0", *settings], cassette)
+    return training_run(folder, ["eval.interval=0", *settings], cassette)
 
 
 def _sequential(rows: Sequence[Measured], latency: float) -> Measured:

@@ -13,7 +13,7 @@ from rich.console import Console
 from examples.searchr1.tiny.demo import prepare_world
 
 PROJECT = Path(__file__).resolve().parents[1]
-SETTINGS = ["trainer.eval_interval=0", "task.eval_limit=16", "trainer.prompts_per_step=16"]
+SETTINGS = ["eval.interval=0", "eval.limit=16", "trainer.prompts_per_step=16"]
 SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorboard=false"]
 
 

@@ -9,6 +9,8 @@ counted.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from rlsys.config.algorithm import Baseline
@@ -33,44 +35,57 @@ from rlsys.config.schema import (
     Schedule,
     SearchConfig,
 )
-from rlsys.config.validate import model_shape
+from rlsys.weights.families import Architecture, read_architecture, rules_of
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 GIB = 1024**3
 
 
-def parameter_count(shape: dict[str, Any]) -> int:
-    """Parameters of a decoder with grouped-query attention and a gated MLP, from its `config.json`."""
-    hidden, layers = int(shape["hidden_size"]), int(shape["num_hidden_layers"])
-    heads = int(shape["num_attention_heads"])
-    head = int(shape.get("head_dim") or hidden // heads)
-    kv_width = int(shape.get("num_key_value_heads", heads)) * head
-    biases = heads * head + 2 * kv_width if shape.get("model_type") == "qwen2" else 0
-    attention = 2 * hidden * heads * head + 2 * hidden * kv_width + biases
-    mlp = 3 * hidden * int(shape["intermediate_size"])
-    embeddings = int(shape["vocab_size"]) * hidden * (1 if shape.get("tie_word_embeddings") else 2)
-    return layers * (attention + mlp + 2 * hidden) + hidden + embeddings
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """How many a model has."""
+
+    shared: int
+    """All but the experts'."""
+    experts: int
+
+    @property
+    def all(self) -> int:
+        """Of the whole model."""
+        return self.shared + self.experts
+
+
+def count_parameters(model: Architecture) -> Parameters:
+    """Of the model's tensors, a tied one once."""
+    shared = experts = 0
+    for rule in rules_of(model):
+        numbers = sum(map(prod, rule.shapes)) * (model.layers if rule.per_layer else 1) * rule.exported
+        if rule.per_expert:
+            experts += numbers * model.experts
+        else:
+            shared += numbers
+    return Parameters(shared, experts)
 
 
 def make_plan(config: RunConfig) -> dict[str, Any]:
     """Everything that the config settles, as plain data."""
     ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
-    shape = model_shape(config.model.path)
-    parameters = parameter_count(shape)
+    model = read_architecture(config.model.path)
+    parameters = count_parameters(model)
     trainer, algorithm = config.trainer, config.algorithm
     episodes = trainer.prompts_per_step * algorithm.n_samples
     groups: dict[str, Any] = {}
     for name in ("actor", "inference", "critic"):
         if name in ranks:
-            groups[name] = _megatron_group(config, shape, parameters, ranks[name], name)
+            groups[name] = _megatron_group(config, model, parameters, ranks[name], name)
     engines = len(ranks["rollout"]) // config.rollout.engine.tp
     groups["rollout"] = {
         "ranks": list(ranks["rollout"]),
         "engines": engines,
         "tp": config.rollout.engine.tp,
         "memory_gib_per_rank": _gib(
-            parameters * BYTES[config.rollout.engine.dtype] / config.rollout.engine.tp
-            + _kv_bytes(config, shape) / config.rollout.engine.tp
+            parameters.all * BYTES[config.rollout.engine.dtype] / config.rollout.engine.tp
+            + _kv_bytes(config, model) / config.rollout.engine.tp
         ),
     }
     return {
@@ -78,7 +93,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
         "device": str(config.cluster.device),
         "world_size": len({rank for held in ranks.values() for rank in held}),
         "groups": groups,
-        "model": {"path": config.model.path, "parameters": parameters, "dtype": str(config.model.dtype)},
+        "model": {"path": config.model.path, "parameters": parameters.all, "dtype": str(config.model.dtype)},
         "batch": {
             "prompts_per_step": trainer.prompts_per_step,
             "episodes_per_step": episodes,
@@ -148,17 +163,18 @@ def _search(search: SearchConfig) -> str:
     return ", ".join([search.url, *search.replicas])
 
 
-_SIZES = ("tp", "pp", "cp", "dp", "engines")
+_SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 
 
 def _megatron_group(
-    config: RunConfig, shape: dict[str, Any], parameters: int, ranks: tuple[int, ...], name: str
+    config: RunConfig, model: Architecture, parameters: Parameters, ranks: tuple[int, ...], name: str
 ) -> dict[str, Any]:
     settings = megatron_groups(config)[name]
     parallel = settings.parallel
     dp = len(ranks) // (parallel.tp * parallel.pp * parallel.cp)
-    own = parameters / (parallel.tp * parallel.pp)
-    columns = 1 if name == "critic" else int(shape["vocab_size"]) / parallel.tp
+    # Experts are spread over ep, and not cut by tp.
+    own = (parameters.shared / parallel.tp + parameters.experts / parallel.ep) / parallel.pp
+    columns = 1 if name == "critic" else model.vocab / parallel.tp
     logits = columns * (
         4 + (parallel.pp * BYTES[config.model.dtype] if _holds_reference(config, name) else 0)
     )
@@ -168,6 +184,7 @@ def _megatron_group(
         "tp": parallel.tp,
         "pp": parallel.pp,
         "cp": parallel.cp,
+        "ep": parallel.ep,
         "dp": dp,
         "memory_gib_per_rank": _gib(memory),
     }
@@ -191,13 +208,11 @@ def _holds_reference(config: RunConfig, name: str) -> bool:
     return name == "actor" and sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
 
 
-def _kv_bytes(config: RunConfig, shape: dict[str, Any]) -> float:
+def _kv_bytes(config: RunConfig, model: Architecture) -> float:
     """Of the KV cache where its size is set; where SGLang fills the device, of one full episode."""
-    heads = int(shape["num_attention_heads"])
-    head = int(shape.get("head_dim") or int(shape["hidden_size"]) // heads)
-    width = 2 * int(shape.get("num_key_value_heads", heads)) * head
+    width = 2 * model.kv_heads * model.head_dim
     tokens = config.rollout.engine.kv_cache_tokens or config.task.max_total_tokens
-    return int(shape["num_hidden_layers"]) * width * tokens * BYTES[config.rollout.engine.dtype]
+    return model.layers * width * tokens * BYTES[config.rollout.engine.dtype]
 
 
 def _gib(size: float) -> float:

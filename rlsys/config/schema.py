@@ -122,6 +122,8 @@ class ParallelConfig:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    """Neighbouring ranks of a pipeline stage, tensor-parallel ones included, that the experts are spread over."""
     pp_layers: list[int] | None = None
     """Layers of each pipeline stage where they are uneven; null splits evenly."""
     sequence_parallel: bool = False
@@ -241,8 +243,6 @@ class TaskConfig:
     """Questions to train on: jsonl or parquet of Search-R1 rows."""
     eval_path: str = REQUIRED
     """Held-out questions."""
-    eval_limit: int | None = None
-    """Most held-out questions asked at an evaluation during training; null asks all."""
     tags: TagsConfig = field(default_factory=TagsConfig)
     invalid_message: str = (
         "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
@@ -357,11 +357,43 @@ class TrainerConfig:
     prompts_per_step: int = 512
     mini_batches: int = 1
     """Optimiser steps of one step; divides `prompts_per_step`."""
-    eval_interval: int = 0
-    """Steps between held-out evaluations; 0 evaluates only before and after."""
-    save_interval: int = 0
-    """Steps between checkpoints; 0 saves only the last."""
     seed: int = 1234
+
+
+@dataclass
+class EvalConfig:
+    """Held-out questions during training."""
+
+    interval: int = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+    limit: int | None = None
+    """Most questions asked at an evaluation; null asks all."""
+    samples: int = 1
+    """Answers to each question."""
+    temperature: float = 0.0
+    """At which answers are drawn; 0 is greedy."""
+    engines: int | None = None
+    """Engines that are asked while the others go on with rollouts; null asks all, between steps."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What is saved, when, and what is kept of it."""
+
+    interval: int = 0
+    """Steps between checkpoints; 0 saves only the last."""
+    background: bool = True
+    """Go on training while a checkpoint is written."""
+    keep_last: int | None = None
+    """The newest so many are kept; null keeps all."""
+    keep_every: int | None = None
+    """Those of steps that this divides are kept besides."""
+    keep_best: bool = False
+    """The one of the best evaluation is kept besides."""
+    fall_back: bool = False
+    """Resume from the one before where the newest is damaged."""
+    may_differ: list[str] = field(default_factory=list)
+    """Keys that may have another value in a resumed run although that changes what it learns."""
 
 
 @dataclass
@@ -384,6 +416,9 @@ class RunConfig:
 
     name: str = "run"
     output_dir: str = "outputs"
+    resume: str = "none"
+    """Where to go on: `auto` with the newest run of this name that has a checkpoint, if there is one, a folder of a run
+    or of a checkpoint, or `none`."""
     model: ModelConfig = field(default_factory=ModelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -397,4 +432,6 @@ class RunConfig:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     compat: CompatConfig = field(default_factory=CompatConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

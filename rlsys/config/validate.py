@@ -30,6 +30,7 @@ from rlsys.config.schema import (
 from rlsys.errors import UserError
 from rlsys.reward.check import check_terms
 from rlsys.search.address import is_url
+from rlsys.weights.families import Architecture, read_architecture
 from rlsys.weights.sizes import largest_tensor_bytes
 
 Ranks = dict[str, tuple[int, ...]]
@@ -43,8 +44,8 @@ def validate(config: RunConfig) -> None:
         raise UserError("\n".join(problems))
 
 
-def model_shape(path: str) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face folder."""
+def check_shape(path: str) -> None:
+    """Raise UserError unless `path` is a Hugging Face folder whose `config.json` has the sizes of a language model."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise UserError(
@@ -59,7 +60,6 @@ def model_shape(path: str) -> dict[str, Any]:
         raise UserError(
             f"model.path={path}: {file} has no number for {missing[0]}; give a folder of a language model."
         )
-    return dict(shape)
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
@@ -79,17 +79,18 @@ def _problems(config: RunConfig) -> Iterator[str]:
         return
     yield from _placement(config, ranks)
     try:
-        shape = model_shape(config.model.path)
+        check_shape(config.model.path)
+        architecture = read_architecture(config.model.path)
     except UserError as problem:
         yield str(problem)
         return
     for group, settings in megatron_groups(config).items():
-        yield from _parallel(group, settings.parallel, len(ranks[group]), shape)
-    yield from _engine(config, len(ranks["rollout"]), shape)
-    picks, vocabulary = config.algorithm.kl_topk_tokens, int(shape["vocab_size"])
-    if picks is not None and picks > vocabulary:
+        yield from _parallel(group, settings.parallel, len(ranks[group]), architecture)
+    yield from _engine(config, len(ranks["rollout"]), architecture)
+    picks = config.algorithm.kl_topk_tokens
+    if picks is not None and picks > architecture.vocab:
         yield (
-            f"algorithm.kl_topk_tokens={picks} is above the model's {vocabulary} tokens: lower it, or set it to null for "
+            f"algorithm.kl_topk_tokens={picks} is above the model's {architecture.vocab} tokens: lower it, or set it to null for "
             "the whole vocabulary."
         )
     largest = largest_tensor_bytes(config.model.path, config.model.dtype)
@@ -249,9 +250,9 @@ def _placement(config: RunConfig, ranks: Ranks) -> Iterator[str]:
         )
 
 
-def _parallel(group: str, parallel: ParallelConfig, world: int, shape: dict[str, Any]) -> Iterator[str]:
+def _parallel(group: str, parallel: ParallelConfig, world: int, model: Architecture) -> Iterator[str]:
     key = f"{group}.parallel"
-    if min(parallel.tp, parallel.pp, parallel.cp) < 1:
+    if min(parallel.tp, parallel.pp, parallel.cp, parallel.ep) < 1:
         return
     if parallel.cp > 1:
         yield f"{key}.cp={parallel.cp}: context parallelism is not available yet; set it to 1."
@@ -261,9 +262,21 @@ def _parallel(group: str, parallel: ParallelConfig, world: int, shape: dict[str,
             f"cluster.placement.{group} has {world} ranks, which {key} tp*pp*cp = {parallel.tp}*{parallel.pp}*"
             f"{parallel.cp} = {model_ranks} does not divide: change the placement or the parallel sizes."
         )
+    elif world // parallel.pp % parallel.ep:
+        yield (
+            f"{key}.ep={parallel.ep} does not divide the {world // parallel.pp} ranks of a pipeline stage: lower it, or "
+            "give the group more ranks."
+        )
+    if parallel.ep > 1 and (not model.experts or model.experts % parallel.ep):
+        yield (
+            f"{key}.ep={parallel.ep} spreads experts, and the model has {model.experts or 'none'}: set a divisor of "
+            "their number, or 1."
+        )
+    if model.experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        yield f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it."
     if parallel.sequence_parallel and parallel.tp == 1:
         yield f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp."
-    layers = int(shape["num_hidden_layers"])
+    layers = model.layers
     if parallel.pp_layers is not None:
         if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != layers:
             yield (
@@ -274,29 +287,40 @@ def _parallel(group: str, parallel: ParallelConfig, world: int, shape: dict[str,
             yield f"{key}.pp_layers={parallel.pp_layers}: every stage needs at least one layer."
     elif layers % parallel.pp:
         yield f"{key}.pp={parallel.pp} does not divide the model's {layers} layers: set {key}.pp_layers."
-    for name, count in (
-        ("attention heads", shape["num_attention_heads"]),
-        ("key/value heads", shape.get("num_key_value_heads", shape["num_attention_heads"])),
-    ):
-        if int(count) % parallel.tp:
-            yield f"{key}.tp={parallel.tp} does not divide the model's {count} {name}: choose a divisor."
+    if model.heads % parallel.tp:
+        yield f"{key}.tp={parallel.tp} does not divide the model's {model.heads} attention heads: choose a divisor."
+    if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
+        yield (
+            f"{key}.tp={parallel.tp} neither divides the model's {model.kv_heads} key/value heads nor is a multiple of "
+            "them: choose another."
+        )
 
 
-def _engine(config: RunConfig, world: int, shape: dict[str, Any]) -> Iterator[str]:
-    tp = config.rollout.engine.tp
+def _engine(config: RunConfig, world: int, model: Architecture) -> Iterator[str]:
+    tp, aside = config.rollout.engine.tp, config.eval.engines
     if tp < 1:
         return
+    if aside is not None and config.cluster.mode is Mode.collocated:
+        yield (
+            f"eval.engines={aside} sets engines aside while others work, but with cluster.mode=collocated all take turns: "
+            "set eval.engines to null."
+        )
+    elif aside is not None and aside >= world // tp:
+        yield (
+            f"eval.engines={aside} leaves none of the {world // tp} engines for rollouts: lower it, add engines, or set it "
+            "to null to evaluate between steps."
+        )
     if world % tp:
         yield (
             f"cluster.placement.rollout has {world} ranks, which rollout.engine.tp={tp} does not divide: "
             "change one of them."
         )
-    elif int(shape["num_attention_heads"]) % tp:
-        yield f"rollout.engine.tp={tp} does not divide the model's {shape['num_attention_heads']} heads."
+    elif model.heads % tp:
+        yield f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads."
     if config.cluster.device is Device.cpu and tp > 1:
         yield f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead."
-    positions = shape.get("max_position_embeddings")
-    if positions is not None and config.task.max_total_tokens > int(positions):
+    if config.task.max_total_tokens > model.max_positions:
         yield (
-            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {positions} positions: lower it."
+            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_positions} positions: "
+            "lower it."
         )

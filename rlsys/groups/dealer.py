@@ -67,6 +67,6 @@ def flops_of(architecture: Architecture) -> Flops:
         hidden=architecture.hidden,
         attention=architecture.heads * architecture.head_dim,
         key_value=architecture.kv_heads * architecture.head_dim,
-        ffn=architecture.ffn,
+        ffn=architecture.experts_per_token * architecture.expert_ffn or architecture.ffn,
         vocab=architecture.vocab,
     )

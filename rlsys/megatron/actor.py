@@ -20,6 +20,7 @@ from torch import Tensor
 from rlsys.algorithms.aggregation import TOKEN_MEAN, divisor, token_weights
 from rlsys.algorithms.losses import DIVISOR, LossInputs, PolicyLoss, Stats
 from rlsys.checkpoint import sharded
+from rlsys.checkpoint.writing import Content
 from rlsys.config.algorithm import Aggregation
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.megatron import parallel as groups
@@ -30,6 +31,7 @@ from rlsys.megatron.forward import forward, to_tensor
 from rlsys.megatron.learner import Learner, LossOf
 from rlsys.megatron.logprobs import lay_out, token_logprobs
 from rlsys.megatron.model import PolicyModel
+from rlsys.megatron.results import Loaded
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
@@ -95,23 +97,21 @@ class Actor(Learner):
             self._memory.require("end a step")
             self._anchor.follow(self._policy, version)
 
-    def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
-        """See `Learner`. A reference that is kept here is saved beside `folder`, before it."""
-        if self._anchor is not None:
-            self._memory.require("save")
-            self._anchor.save(_beside(folder), {})
-        super().save(folder, extra)
-
-    def load(self, folder: str | Path) -> dict[str, Any]:
+    def load(self, folder: str | Path) -> Loaded:
         """See `Learner`. With weights alone, a reference that is kept here stays what it was."""
-        extra = super().load(folder)
+        loaded = super().load(folder)
         if self._anchor is not None and sharded.read_about(folder)["optimizer"]:
-            self._anchor.load(_beside(folder))
-        return extra
+            self._anchor.load(_beside(Path(folder)))
+        return loaded
 
     def _kept(self) -> Iterable[Tensor]:
         anchor = () if self._anchor is None else self._anchor.tensors()
         return chain(super()._kept(), anchor)
+
+    def _contents(self, folder: Path, extra: dict[str, Any]) -> list[Content]:
+        """With a reference that is kept here, which lies beside `folder` and is complete before it."""
+        own = super()._contents(folder, extra)
+        return own if self._anchor is None else [self._anchor.content(_beside(folder), {}), *own]
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None:
@@ -184,6 +184,6 @@ class Actor(Learner):
         )
 
 
-def _beside(folder: str | Path) -> Path:
+def _beside(folder: Path) -> Path:
     """Where the reference of the checkpoint `folder` is."""
-    return Path(folder).with_name(f"{Path(folder).name}_reference")
+    return folder.with_name(f"{folder.name}_reference")

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.optimizer import (
 from torch import Tensor
 
 from rlsys.checkpoint import sharded
+from rlsys.checkpoint.writing import Content
 from rlsys.megatron.model import PolicyModel
 
 _MODEL, _MASTER = "model", "master"
@@ -88,11 +89,8 @@ class Anchor:
         """All memory that the reference takes."""
         return chain(self._weights, self._master)
 
-    def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
-        """Write a new checkpoint, which converts and loads as a model's does, and `extra` (plain JSON) with it.
-
-        All ranks call this together. Raises UserError if `folder` holds one already.
-        """
+    def content(self, folder: Path, extra: dict[str, Any]) -> Content:
+        """What its checkpoint is made of, which converts and loads as a model's does; `extra` is plain JSON."""
         about = {
             "step": 0,
             "optimizer": False,
@@ -101,10 +99,10 @@ class Anchor:
             "master": bool(self._master),
             "extra": extra,
         }
-        sharded.save(folder, self._sharded_state(bool(self._master)), about)
+        return Content(folder, self._sharded_state(bool(self._master)), about)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Continue from a checkpoint, saved under any TP, PP and DP; returns its `extra`.
+        """Continue from a checkpoint, saved under any TP, PP and DP; returns what it says of itself.
 
         A master that it does not hold begins as its weights. All ranks call this together. Raises UserError
         if the checkpoint is incomplete or of another model.
@@ -116,8 +114,7 @@ class Anchor:
         for number, master in enumerate(self._master):
             master.copy_(state[_MASTER][number] if with_master else self._rounded[number])
         self.version = about.get("version", 0)
-        extra: dict[str, Any] = about["extra"]
-        return extra
+        return about
 
     def _sharded_state(self, with_master: bool) -> dict[str, Any]:
         model = self.model.sharded_state()

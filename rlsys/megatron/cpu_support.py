@@ -35,7 +35,11 @@ _TARGETS: dict[str, frozenset[str]] = {
             "VocabParallelEmbedding.__init__",
             "LinearWithGradAccumulationAndAsyncCommunication.backward",
         ),
-        "tensor_parallel.mappings": ("_gather_along_first_dim", "_reduce_scatter_along_first_dim"),
+        "tensor_parallel.mappings": (
+            "_gather_along_first_dim",
+            "_reduce_scatter_along_first_dim",
+            "_AllToAll.forward",
+        ),
         "pipeline_parallel.p2p_communication": (
             "P2PCommunicator._communicate",
             "P2PCommunicator._communicate_shapes",
@@ -62,6 +66,10 @@ _TARGETS: dict[str, frozenset[str]] = {
         "models.common.embeddings.rotary_pos_embedding": ("RotaryEmbedding.__init__",),
         "transformer.utils": (),
         "transformer.transformer_layer": (),
+        "transformer.moe.token_dispatcher": (
+            "MoEAlltoAllTokenDispatcher.__init__",
+            "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+        ),
         "dist_checkpointing.exchange_utils": (),
         "dist_checkpointing.strategies.torch": (),
         "dist_checkpointing.strategies.state_dict_saver": (),
@@ -96,6 +104,7 @@ def enable() -> None:
     for name, required in _TARGETS.items():
         retarget(importlib.import_module(name), required)
     _share_the_cpu_generator(importlib.import_module(_CORE + "tensor_parallel.random"))
+    _count_on_the_host(importlib.import_module(_CORE + "transformer.moe.token_dispatcher"))
 
 
 def retarget(module: ModuleType, required: frozenset[str]) -> None:
@@ -141,6 +150,29 @@ def _share_the_cpu_generator(random: ModuleType) -> None:
 
 def _not_about_rng_state(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
+
+
+class _HostStream(torch.cpu.Stream):
+    """torch's stand-in for a stream, with the event that it promises and does not give."""
+
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        return torch.cpu.Event()
+
+
+def _count_on_the_host(dispatcher: ModuleType) -> None:
+    """Megatron copies the numbers of tokens that experts get to the host: they are there already."""
+    for scope, name in (
+        (dispatcher, "maybe_move_tensor_to_cpu"),
+        (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
+    ):
+        if not hasattr(scope, name):
+            raise UnsupportedMegatron(f"{scope.__name__} has no {name}; install megatron-core 0.16.1.")
+
+    def on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = on_host  # type: ignore[attr-defined]
+    dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _HostStream()
 
 
 def _functions(scope: Any, module: str) -> Iterator[FunctionType]:

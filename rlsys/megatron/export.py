@@ -1,6 +1,6 @@
 """One version of a model's weights on its way out of its group, bucket by bucket.
 
-Whole tensors under their Hugging Face names are gathered over tensor parallelism by the first rank of their
+Whole tensors under their Hugging Face names are gathered over tensor and expert parallelism by the first rank of their
 pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0.
 Every process of the group makes an export and calls `next` equally often, together, for gathering is
 collective. The weights must not change until it has returned None on rank 0.
@@ -24,7 +24,6 @@ from rlsys.errors import RunError
 from rlsys.megatron.model import PolicyModel
 from rlsys.megatron.parallel import Place
 from rlsys.weights.buckets import Bucket, BucketFullError, digest, pack, pack_into
-from rlsys.weights.sizes import ALIGNMENT
 from rlsys.weights.transport import Parcel, Sender
 
 
@@ -33,7 +32,7 @@ def owners_group(place: Place) -> dist.ProcessGroup:
 
     Over host memory, whatever the Megatron group's own backend is. All ranks call this together.
     """
-    owners = [stage * place.tp_size * place.dp_size for stage in range(place.pp_size)]
+    owners = [stage * place.stage_size for stage in range(place.pp_size)]
     return dist.new_group(owners, backend="gloo")
 
 
@@ -84,12 +83,9 @@ class Export:
 
     def _plan(self) -> Iterator[tuple[int, list[str]]]:
         """Stage and Megatron names of each bucket of the whole model; names only for this process's stage."""
-        if self._place.dp:
+        if not self._place.exports:
             return iter(())
-        weights = self._model.weights
-        # What aligning may cost at most.
-        padding = ALIGNMENT * sum(len(weights.entry(name).hf) for name in self._model.parameters())
-        own = self._model.export_plan(max(self._bucket_bytes - padding, 1))
+        own = self._model.export_plan(self._bucket_bytes)
         counts = [0] * self._place.pp_size
         dist.all_gather_object(counts, len(own), group=parallel_state.get_pipeline_model_parallel_group())
         return (
@@ -112,7 +108,7 @@ class Export:
         if stage != self._place.pp:
             return
         tensors = list(self._model.whole_tensors(names))
-        if stage and self._place.tp == 0:
+        if stage and self._place.in_stage == 0:
             # The plan has cut them to size.
             (bucket,) = pack(tensors, sys.maxsize)
             dist.send_object_list([(bucket.records, bucket.data.nbytes)], dst=0, group=self._owners)
@@ -120,7 +116,7 @@ class Export:
 
     def _take(self, stage: int, room: NDArray[np.uint8]) -> Bucket:
         """What the first rank of a later stage gives, in `room`."""
-        owner = stage * self._place.tp_size * self._place.dp_size
+        owner = stage * self._place.stage_size
         box: list[Any] = [None]
         dist.recv_object_list(box, src=owner, group=self._owners)
         records, nbytes = box[0]

@@ -2,6 +2,7 @@
 
 Megatron's own ("local") layers lack a norm that allows sequence parallelism and an attention that does
 not hold a matrix of [seq, seq]; both are here. Weights and checkpoints of the two kinds are interchangeable.
+A mixture of experts is routed as transformers and SGLang route it, with either kind.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from rlsys.config.schema import Layers
 from rlsys.errors import UserError
@@ -45,16 +48,51 @@ def choose_layers(layers: Layers) -> Layers:
 def block_spec(config: TransformerConfig, layers: Layers) -> Any:
     """What GPTModel builds its decoder of; `layers` is resolved."""
     if layers is Layers.te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+        )
+        return _routed(layer, config)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[_routed(layer, config)] * get_num_layers_to_build(config), layer_norm=RMSNorm
     )
+
+
+def _routed(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """`layer`, with our router if it has experts."""
+    if config.num_moe_experts is not None:
+        layer.submodules.mlp.submodules.router = ExpertRouter
+        # Transformer Engine fuses this norm into a dense MLP alone; in checkpoints it is named as there.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return layer
+
+
+class ExpertRouter(Router):
+    """Sends each token to its k most likely experts: none is dropped, no loss balances them.
+
+    In the dtypes of transformers' Qwen3MoeTopKRouter, so that what is trained is what samples: logits in the
+    model's, probabilities in float32 over all experts, their shares among the k (if `norm_topk_prob`, which is
+    not `moe_router_pre_softmax`) rounded to the model's.
+    """
+
+    def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`logits` [tokens, experts]; of the same shape, weights (0 for experts not chosen), and who is chosen."""
+        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.config.moe_router_topk, dim=-1)
+        if not self.config.moe_router_pre_softmax:
+            weights = weights / weights.sum(-1, keepdim=True)
+        spread = torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype))
+        return spread, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+
+    def forward(self, input: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """As `routing`, of `input` [seq, batch, hidden], flattened."""
+        return self.routing(linear(input.flatten(0, 1), self.weight))
 
 
 class RMSNorm(torch.nn.RMSNorm):

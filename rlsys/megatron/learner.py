@@ -19,7 +19,8 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from rlsys.algorithms.losses import Stats, join_stats
-from rlsys.checkpoint import sharded
+from rlsys.checkpoint import rng, sharded
+from rlsys.checkpoint.writing import CheckpointWriter, Content
 from rlsys.config.schema import Dtype, OptimizerConfig
 from rlsys.errors import RunError
 from rlsys.megatron import optimizer as adam
@@ -27,7 +28,7 @@ from rlsys.megatron.forward import forward_backward
 from rlsys.megatron.learning_rate import learning_rate
 from rlsys.megatron.model import StageModel
 from rlsys.megatron.offload import Offload, gradient_buffers, training_state
-from rlsys.megatron.results import Accumulated, Applied, Offloaded
+from rlsys.megatron.results import Accumulated, Applied, Loaded, Offloaded, Written
 from rlsys.pipeline.micro_batch import MicroBatch
 
 LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Stats]]
@@ -54,6 +55,7 @@ class Learner(ABC):
         self._divisor = 0
         self._pending = False
         self._memory = Offload(owner, self._kept, lambda: gradient_buffers(self._wrapped))
+        self._writer = CheckpointWriter()
 
     @abstractmethod
     def _check(self, batch: MicroBatch) -> None:
@@ -125,16 +127,31 @@ class Learner(ABC):
         self._divisor, self._pending = 0, False
         return Applied(self._step, float(grad_norm), rate, int(divisor))
 
-    def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
-        """Write weights, optimiser state and step, and `extra` (plain JSON) to a new checkpoint."""
+    def begin_save(self, folder: str | Path, extra: dict[str, Any], background: bool) -> None:
+        """Copy weights, optimiser state, step and random generators, and begin to write them to a new checkpoint.
+
+        `extra` is plain JSON and goes with them. Training may go on while files are written; without `background`
+        they are before this returns. A save before it is finished first. Raises RunError if gradients wait for
+        `apply`, which a checkpoint does not hold, and what `finish_save` raises.
+        """
         self._memory.require("save")
-        about = {"step": self._step, "optimizer": True, "dtype": self._dtype.value, "extra": extra}
-        sharded.save(folder, self._sharded_state(loading=False), about)
+        if self._pending:
+            raise RunError(f"{self._owner} has gradients that were not applied: call apply before saving.")
+        self._writer.begin(self._contents(Path(folder), extra), background)
 
-    def load(self, folder: str | Path) -> dict[str, Any]:
-        """Continue from a checkpoint, saved under any TP, PP and DP; returns its `extra`.
+    def saving(self) -> bool:
+        """Whether files of this process are still being written."""
+        return self._writer.writing
 
-        A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser.
+    def finish_save(self) -> Written:
+        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
+        return self._writer.finish()
+
+    def load(self, folder: str | Path) -> Loaded:
+        """Continue from a checkpoint, saved under any TP, PP, EP and DP.
+
+        A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if
+        the checkpoint is incomplete, damaged or of another model.
         """
         self._memory.require("load")
         about = sharded.read_about(folder)
@@ -146,8 +163,7 @@ class Learner(ABC):
             self._model.load_checkpoint(folder)
             self._optimizer.reload_model_params()
         self._step = about["step"]
-        extra: dict[str, Any] = about["extra"]
-        return extra
+        return Loaded(about["extra"], rng.restore(Path(folder), about))
 
     def offload(self, scratch: str | Path) -> Offloaded:
         """Release the memory of weights, gradients and optimiser state until `restore`.
@@ -166,6 +182,11 @@ class Learner(ABC):
     def _kept(self) -> Iterable[Tensor]:
         """All memory that has to come back as it was."""
         return training_state(self._model.module, self._optimizer)
+
+    def _contents(self, folder: Path, extra: dict[str, Any]) -> list[Content]:
+        """What a checkpoint is made of, each part in a folder of its own."""
+        about = {"step": self._step, "optimizer": True, "dtype": self._dtype.value, "extra": extra}
+        return [Content(folder, self._sharded_state(loading=False), about)]
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
         model = self._model.sharded_state()

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlsys.checkpoint import rng
+from rlsys.checkpoint.writing import CheckpointWriter
 from rlsys.config.schema import ModelConfig, ParallelConfig
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.anchor import Anchor, ReferencePlan
@@ -28,7 +30,7 @@ from rlsys.megatron.forward import forward, to_tensor
 from rlsys.megatron.logprobs import lay_out, logprobs_at, token_logprobs
 from rlsys.megatron.model import PolicyModel
 from rlsys.megatron.offload import Offload
-from rlsys.megatron.results import LogProbs, Offloaded
+from rlsys.megatron.results import Loaded, LogProbs, Offloaded, Written
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
@@ -80,6 +82,7 @@ class LogProbWorker:
             self._anchor = Anchor(copy, reference)
             self._export_group = owners_group(self.place)
         self._memory = Offload("The log-prob worker", self._tensors)
+        self._writer = CheckpointWriter()
         self._version: int | None = 0
         self._update: ShardLoader | None = None
         entries = [self._policy.weights.entry(name) for name in self._policy.parameters()]
@@ -141,13 +144,23 @@ class LogProbWorker:
         if self._anchor is not None:
             self._anchor.follow(self._policy, version)
 
-    def save_reference(self, folder: str | Path, extra: dict[str, Any]) -> None:
-        """Write the reference to a new checkpoint; see `Anchor.save`."""
-        self._reference("save the reference").save(folder, extra)
+    def begin_save_reference(self, folder: str | Path, extra: dict[str, Any], background: bool) -> None:
+        """Copy the reference, and begin to write it to a new checkpoint; as `Learner.begin_save`."""
+        content = self._reference("save the reference").content(Path(folder), extra)
+        self._writer.begin([content], background)
 
-    def load_reference(self, folder: str | Path) -> dict[str, Any]:
+    def saving_reference(self) -> bool:
+        """Whether files of this process are still being written."""
+        return self._writer.writing
+
+    def finish_save_reference(self) -> Written:
+        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
+        return self._writer.finish()
+
+    def load_reference(self, folder: str | Path) -> Loaded:
         """Continue with the reference of a checkpoint, in place of `model.path`'s; see `Anchor.load`."""
-        return self._reference("load the reference").load(folder)
+        about = self._reference("load the reference").load(folder)
+        return Loaded(about["extra"], rng.restore(Path(folder), about))
 
     def export_reference(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the reference out; it must not follow the policy until the export has ended.

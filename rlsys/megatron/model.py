@@ -1,15 +1,18 @@
 """One process's part of a model: a Megatron GPTModel, and its way to and from Hugging Face tensors.
 
 `StageModel` is what the policy shares with the critic's value model; `PolicyModel` has logits, and its
-tensors go out to the other groups.
+tensors go out to the other groups. Parameters go by their canonical names (`rlsys.weights.bijection`), which number
+layers and experts globally.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +28,11 @@ from rlsys.megatron.layers import block_spec, choose_layers
 from rlsys.megatron.parallel import Place
 from rlsys.megatron.target_logits import TargetLogitsModel, TargetModel
 from rlsys.megatron.vocabulary import VocabShard
-from rlsys.weights.bijection import ShardLoader, WeightMap
-from rlsys.weights.families import Architecture, Cut
+from rlsys.weights.bijection import Entry, ShardLoader, WeightMap
+from rlsys.weights.families import Architecture
 from rlsys.weights.hf_io import HfReader
+from rlsys.weights.rope import inverse_frequencies
+from rlsys.weights.sizes import aligned
 from rlsys.weights.stages import stage_layers
 
 CHECKPOINT_METADATA: dict[str, Any] = {
@@ -35,19 +40,24 @@ CHECKPOINT_METADATA: dict[str, Any] = {
     "chained_optim_avoid_prefix": True,
 }
 """Makes Megatron write checkpoints that load under any TP, PP and DP."""
-_LAYERS_PREFIX = "decoder.layers."
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 
 
 class StageModel(ABC):
     """The stage and shard of a model that one process holds."""
+
+    _VALUES: ClassVar[bool]
+    """Whether it has a value head in place of an output layer."""
 
     def __init__(
         self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, place: Place
     ) -> None:
         """Builds with undefined weights: load some. Raises UserError if the model cannot be cut so."""
         self.architecture, self.place = architecture, place
-        self.weights = WeightMap(architecture)
+        self.weights = WeightMap(architecture, values=self._VALUES)
         self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[place.pp]
+        self.experts = _experts(architecture, place)
         self.config = transformer_config(architecture, model, parallel)
         module = self._module(
             config=self.config,
@@ -61,7 +71,14 @@ class StageModel(ABC):
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
         )
+        # Of the scaled ones Megatron knows a single kind of model.
+        module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
         self.module = module.cuda() if torch.cuda.is_available() else module
+        for name, parameter in self.parameters().items():
+            if self.weights.entry(name).expert is not None:
+                # Megatron takes an expert's gradients to be like any other's where experts are not spread. But no
+                # expert is cut by TP, whose ranks each give theirs for other tokens.
+                parameter.allreduce = False  # type: ignore[attr-defined]
 
     @classmethod
     @abstractmethod
@@ -73,8 +90,10 @@ class StageModel(ABC):
         """Load the Hugging Face folder `path`. Raises UserError if it does not fit the architecture."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This process's parameters by their Megatron name with the global layer number."""
-        return {self._global_name(name): p for name, p in self.module.named_parameters()}
+        """This process's parameters by their canonical name."""
+        return {
+            self.weights.entry(self._global_name(name)).name: p for name, p in self.module.named_parameters()
+        }
 
     def sharded_state(self) -> dict[str, Any]:
         """The model's part of a distributed checkpoint."""
@@ -98,14 +117,15 @@ class StageModel(ABC):
             loader.feed(name, reader.get(name))
 
     def _global_name(self, name: str) -> str:
-        if not name.startswith(_LAYERS_PREFIX):
-            return name
-        layer, _, rest = name.removeprefix(_LAYERS_PREFIX).partition(".")
-        return f"{_LAYERS_PREFIX}{int(layer) + self.layers.start}.{rest}"
+        """Megatron's name with the numbers of layer and expert that they have in the whole model."""
+        name = _LAYER.sub(lambda number: str(int(number[0]) + self.layers.start), name)
+        return _EXPERT.sub(lambda number: str(int(number[0]) + self.experts.start), name)
 
 
 class PolicyModel(StageModel):
     """The stage and shard of a policy that one process holds."""
+
+    _VALUES = False
 
     @classmethod
     def _module(cls, **options: Any) -> TargetLogitsModel:
@@ -133,51 +153,88 @@ class PolicyModel(StageModel):
         self._load(self.parameters(), reader)
 
     def export_plan(self, bucket_bytes: int) -> list[list[str]]:
-        """This stage's exported parameters, in order, in runs of at most `bucket_bytes` when whole.
+        """This stage's exported parameters, in order, in runs that take at most `bucket_bytes` of a bucket.
 
-        All ranks of the TP group get the same plan. A larger parameter is a run of its own.
+        All ranks of the stage get the same plan. A larger parameter is a run of its own.
         """
         runs: list[list[str]] = []
         size = 0
-        for name, parameter in self.parameters().items():
-            rule = self.weights.entry(name).rule
-            if not rule.exported:
-                continue
-            nbytes = parameter.nbytes * (1 if rule.cut is Cut.WHOLE else self.place.tp_size)
+        for entry in self._stage_entries():
+            itemsize = self.config.params_dtype.itemsize
+            nbytes = sum(aligned(prod(shape) * itemsize) for shape in self.weights.hf_shapes(entry))
             if not runs or size + nbytes > bucket_bytes:
                 runs.append([])
                 size = 0
-            runs[-1].append(name)
+            runs[-1].append(entry.name)
             size += nbytes
         return runs
 
     @torch.no_grad()
     def whole_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as whole Hugging Face tensors, gathered over TP; yielded on TP rank 0.
+        """Parameters as whole Hugging Face tensors, yielded on the first rank of the stage.
 
-        All ranks of the TP group iterate together; the others get nothing.
+        The ranks that `exports` of the stage iterate together; the others get nothing.
         """
         parameters = self.parameters()
         for name in names:
-            shards = self._gather(parameters[name].data)
-            if self.place.tp == 0:
-                yield from self.weights.merge(self.weights.entry(name), shards)
+            entry = self.weights.entry(name)
+            if entry.expert is not None:
+                shards = self._fetch(entry, parameters.get(name))
+            else:
+                shards = self._gather(parameters[name].data) if self.place.dp == 0 else []
+            if self.place.in_stage == 0:
+                yield from self.weights.merge(entry, shards)
+
+    def _stage_entries(self) -> Iterator[Entry]:
+        """What the ranks of this stage hold between them, of what is exported."""
+        held = self.parameters()
+        for entry in self.weights.entries():
+            if entry.name in held or (entry.expert is not None and entry.layer in self.layers):
+                yield entry
 
     def _gather(self, shard: Tensor) -> list[Tensor]:
+        """The pieces of all TP ranks."""
         if self.place.tp_size == 1:
             return [shard]
         shards = [torch.empty_like(shard) for _ in range(self.place.tp_size)]
         dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
         return shards
 
+    def _fetch(self, entry: Entry, own: torch.nn.Parameter | None) -> list[Tensor]:
+        """An expert's tensor, of which `own` is there on the ranks that hold it, on the first rank of the stage."""
+        assert entry.expert is not None
+        owner = entry.expert // len(self.experts)
+        if self.place.in_stage == owner:
+            assert own is not None
+            if owner:
+                first = self.place.rank - owner
+                dist.send(own.data.contiguous(), first, parallel_state.get_expert_model_parallel_group())
+            return [own.data]
+        if self.place.in_stage:
+            return []
+        device = next(self.module.parameters()).device
+        whole = torch.empty(self.weights.whole_shape(entry, 1), dtype=self.config.params_dtype, device=device)
+        dist.recv(whole, self.place.rank + owner, parallel_state.get_expert_model_parallel_group())
+        return [whole]
+
+
+def _experts(architecture: Architecture, place: Place) -> range:
+    """The experts of each layer that a process holds. Raises UserError if they cannot be spread so."""
+    if not architecture.experts and place.ep_size > 1:
+        raise UserError(f"ep is {place.ep_size}, but the model has no experts; set it to 1.")
+    if architecture.experts % place.ep_size:
+        raise UserError(
+            f"ep is {place.ep_size}, which does not divide the model's {architecture.experts} experts; change it."
+        )
+    count = architecture.experts // place.ep_size
+    return range(place.ep * count, (place.ep + 1) * count)
+
 
 def transformer_config(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig
 ) -> TransformerConfig:
-    """Megatron's config of the model. Raises UserError if TP does not divide its sizes."""
-    for key, size in (("attention heads", architecture.heads), ("MLP width", architecture.ffn)):
-        if size % parallel.tp:
-            raise UserError(f"tp is {parallel.tp}, which does not divide the model's {size} {key}; lower it.")
+    """Megatron's config of the model. Raises UserError if TP does not divide its sizes, or if experts forbid it."""
+    _check_tp(architecture, parallel)
     dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
     return TransformerConfig(
         num_layers=architecture.layers,
@@ -205,6 +262,7 @@ def transformer_config(
         variable_seq_lengths=True,
         # Megatron asks for this dispatcher with variable lengths, also for dense models.
         moe_token_dispatcher_type="alltoall",
+        **_experts_config(architecture, parallel),
         batch_p2p_comm=False,
         # The values are overwritten, but only then are weights marked as cut by TP, and the gradient norm
         # counts each shard.
@@ -216,6 +274,38 @@ def transformer_config(
         calculate_per_token_loss=True,
         **(_FULL_RECOMPUTE if model.recompute else {}),
     )
+
+
+def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
+    cut = {"attention heads": architecture.heads}
+    if not architecture.experts:
+        cut["MLP width"] = architecture.ffn
+    for key, size in cut.items():
+        if size % parallel.tp:
+            raise UserError(f"tp is {parallel.tp}, which does not divide the model's {size} {key}; lower it.")
+    if max(parallel.tp, architecture.kv_heads) % min(parallel.tp, architecture.kv_heads):
+        raise UserError(
+            f"tp is {parallel.tp} and the model has {architecture.kv_heads} key-value heads: one must divide the other."
+        )
+    if architecture.experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            f"tp is {parallel.tp} and the model has experts: set sequence_parallel to true, or every one of the {parallel.tp} "
+            "ranks would send all tokens to the experts."
+        )
+
+
+def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    if not architecture.experts:
+        return {}
+    return {
+        "num_moe_experts": architecture.experts,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_ffn_hidden_size": architecture.expert_ffn,
+        "moe_router_pre_softmax": not architecture.norm_topk,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 _FULL_RECOMPUTE: dict[str, Any] = {

@@ -64,13 +64,16 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], loading: bool) ->
     return state
 
 
-def load_state(optimizer: Any, state: dict[str, Any]) -> None:
+def load_state(optimizer: Any, state: dict[Any, Any]) -> None:
     """Take what was loaded into the result of `sharded_state(..., loading=True)`."""
-    (member,) = optimizer.chained_optimizers
-    moments = state.pop("param_state", None)
+    members = optimizer.chained_optimizers
+    # Experts have an optimiser of their own; Megatron numbers the states where there are two.
+    states = [state] if len(members) == 1 else [state[number] for number in range(len(members))]
+    moments = [of_member.pop("param_state", None) for of_member in states]
     optimizer.load_state_dict(state)
-    if moments is not None:
-        _load_moments(member, moments)
+    for member, of_member in zip(members, moments, strict=True):
+        if of_member is not None:
+            _load_moments(member, of_member)
 
 
 def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None:

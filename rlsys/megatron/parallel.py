@@ -1,6 +1,8 @@
 """Where a process stands in its Megatron group, and how the group comes about.
 
-Ranks are ordered as Megatron orders them: tensor parallel fastest, then data parallel, then pipeline.
+Ranks are ordered as Megatron orders them: tensor parallel fastest, then data parallel, then pipeline. Experts
+are spread over the ranks of a stage, whatever these are in tensor and data parallelism: over each run of `ep`
+neighbours. No expert is cut itself, so tensor-parallel ranks count as data-parallel ones where experts are concerned.
 """
 
 from __future__ import annotations
@@ -41,6 +43,24 @@ class Place:
     dp_size: int
     pp: int
     pp_size: int
+    ep: int
+    """Which of the blocks of experts it holds."""
+    ep_size: int
+
+    @property
+    def in_stage(self) -> int:
+        """Its number within its pipeline stage."""
+        return self.dp * self.tp_size + self.tp
+
+    @property
+    def stage_size(self) -> int:
+        """Processes of a pipeline stage."""
+        return self.dp_size * self.tp_size
+
+    @property
+    def exports(self) -> bool:
+        """It holds something of the one copy of its stage that is handed out: the first's pieces and experts."""
+        return self.in_stage < max(self.tp_size, self.ep_size)
 
     @property
     def first_stage(self) -> bool:
@@ -72,14 +92,21 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
             "sequence_parallel is true but tp is 1; set tp above 1 or sequence_parallel to false."
         )
     dp_size = world_size // model
+    stage_size = parallel.tp * dp_size
+    if stage_size % parallel.ep:
+        raise UserError(
+            f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage; change one."
+        )
     return Place(
         rank=rank,
         tp=rank % parallel.tp,
         tp_size=parallel.tp,
         dp=rank // parallel.tp % dp_size,
         dp_size=dp_size,
-        pp=rank // (parallel.tp * dp_size),
+        pp=rank // stage_size,
         pp_size=parallel.pp,
+        ep=rank % stage_size % parallel.ep,
+        ep_size=parallel.ep,
     )
 
 
@@ -108,6 +135,8 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, round(rendezvous.timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

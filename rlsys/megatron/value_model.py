@@ -7,13 +7,11 @@ A fresh head is zero, so that all values are 0 at first: advantages then begin a
 a value is at once as far from its return as the return is large. A random head would begin with noise, which
 value clipping lets it leave only slowly.
 
-Names: the head is `value_head` in Megatron, and `score` in Hugging Face's token classification, with one
-label; all other tensors are named as the policy's are.
+In Hugging Face's terms it is a token classification with one label.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rlsys.config.schema import ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.megatron.model import StageModel
-from rlsys.megatron.parallel import Place
 from rlsys.megatron.target_logits import TargetModel
-from rlsys.weights.families import Architecture
 from rlsys.weights.hf_io import HfReader
 
-HEAD = {"value_head.weight": "score.weight", "value_head.bias": "score.bias"}
-"""Megatron's name -> Hugging Face's, [1, hidden] and [1]."""
+_HEAD = {"value_head.weight", "value_head.bias"}
 
 
 class TargetValuesModel(TargetModel):
@@ -57,12 +51,7 @@ class TargetValuesModel(TargetModel):
 class ValueModel(StageModel):
     """The stage and shard of a value model that one process holds."""
 
-    def __init__(
-        self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, place: Place
-    ) -> None:
-        """See `StageModel`; `architecture` is the policy's."""
-        # Without an output layer it has the tensors of a model whose output layer is tied.
-        super().__init__(replace(architecture, tied=True), model, parallel, place)
+    _VALUES = True
 
     @classmethod
     def _module(cls, **options: Any) -> TargetValuesModel:
@@ -75,20 +64,21 @@ class ValueModel(StageModel):
         """
         reader = HfReader(path)
         names = reader.names()
-        self.weights.check_hf_names(names - {*HEAD.values(), "lm_head.weight"})
+        self.weights.check_hf_names(names, headless=True)
         parameters = self.parameters()
-        own = {name: parameters.pop(name) for name in HEAD if name in parameters}
-        for name, parameter in own.items():
-            parameter.data.zero_()
-            if HEAD[name] in names:
-                parameter.data.copy_(_of_one_label(reader.get(HEAD[name]), HEAD[name], parameter, path))
+        for name in _HEAD & parameters.keys():
+            (hf,) = self.weights.entry(name).hf
+            if hf in names:
+                _require_one_label(reader, hf, parameters[name], path)
+            else:
+                parameters.pop(name).data.zero_()
         self._load(parameters, reader)
 
 
-def _of_one_label(head: Tensor, name: str, parameter: Tensor, path: str | Path) -> Tensor:
-    if head.shape != parameter.shape:
+def _require_one_label(reader: HfReader, name: str, parameter: Tensor, path: str | Path) -> None:
+    shape = list(reader.get(name).shape)
+    if shape != list(parameter.shape):
         raise UserError(
-            f"{path} has a head {name} of shape {list(head.shape)}, but a value is one number, "
+            f"{path} has a head {name} of shape {shape}, but a value is one number, "
             f"{list(parameter.shape)}: give a model with num_labels=1, or one without a head."
         )
-    return head

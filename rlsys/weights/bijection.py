@@ -1,81 +1,106 @@
 """THE map between Hugging Face tensors and Megatron shards. Pure: no process, no device, no file.
 
-Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP size and split into stages. Loading,
+Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP and EP size and split into stages. Loading,
 live synchronisation and conversion all go through here, so they cannot disagree.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlsys.errors import UserError
-from rlsys.weights.families import Architecture, Cut, Rule, rules_of
+from rlsys.weights.families import FAMILIES, Architecture, Cut, Rule, rules_of
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
+"""A layer or an expert in a Megatron name; Transformer Engine writes the expert at the end."""
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron tensor of one model: its rule with the layer filled in."""
+    """One Megatron tensor of one model: its rule with the numbers filled in."""
 
     hf: tuple[str, ...]
     rule: Rule
+    name: str
+    """The first of its names, with the global numbers of layer and expert."""
+    layer: int | None = None
+    expert: int | None = None
 
 
 class WeightMap:
     """The map for one architecture."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> None:
+        """`values`: of a critic, with a value head and no output layer. `folder` holds the family's file."""
         self.architecture = architecture
-        self._rules = rules_of(architecture)
-        self._by_name = {name: rule for rule in self._rules for name in rule.megatron}
+        self._rules = rules_of(architecture, values, folder)
+        self._by_name = {_shape_of(name): rule for rule in self._rules for name in rule.megatron}
+        policy = rules_of(replace(architecture, tied=False), folder=folder)
+        self._of_policy = {hf for rule in policy if not rule.per_layer for hf in rule.hf}
 
     def entry(self, megatron: str) -> Entry:
-        """Look up a Megatron parameter by its name with the global layer number. KeyError if unknown."""
-        layer = _LAYER.search(megatron)
-        number = layer[1] if layer else ""
-        rule = self._by_name[_LAYER.sub(".layers.{}.", megatron)]
-        return Entry(tuple(name.format(number) for name in rule.hf), rule)
+        """Look up a Megatron tensor by any of its names, with global numbers. KeyError if there is none."""
+        rule = self._by_name[_NUMBER.sub("#", megatron)]
+        entry = _entry(rule, *map(int, _NUMBER.findall(megatron)))
+        if (entry.layer or 0) >= self.architecture.layers or (
+            entry.expert is not None and entry.expert >= self.architecture.experts
+        ):
+            raise KeyError(megatron)
+        return entry
 
-    def stage_names(self, layers: range, first: bool, last: bool) -> list[str]:
+    def entries(self) -> list[Entry]:
+        """Every exported Megatron tensor of the model, in the order of export: layer by layer."""
+        everything = self._stage(
+            range(self.architecture.layers), True, True, range(self.architecture.experts)
+        )
+        return [entry for entry in everything if entry.rule.exported]
+
+    def stage_names(self, layers: range, first: bool, last: bool, experts: range | None = None) -> list[str]:
         """Megatron names of a pipeline stage, as the local layers name them, in the order of export.
 
-        A stage that is both first and last has no output layer of its own when embeddings are tied.
+        `experts` are those that the expert-parallel rank holds, by default all. A stage that is both first and
+        last has no output layer of its own when embeddings are tied.
         """
-        names: list[str] = []
-        per_layer = [rule for rule in self._rules if "{}" in rule.megatron[0]]
-        embedding, final_norm, output = (rule for rule in self._rules if "{}" not in rule.megatron[0])
-        if first:
-            names.append(embedding.megatron[0])
-        names += [rule.megatron[0].format(layer) for layer in layers for rule in per_layer]
-        if last:
-            names.append(final_norm.megatron[0])
-        if last and (output.exported or not first):
-            names.append(output.megatron[0])
-        return names
+        held = range(self.architecture.experts) if experts is None else experts
+        return [entry.name for entry in self._stage(layers, first, last, held)]
 
     def hf_names(self) -> set[str]:
         """Every Hugging Face tensor of the model."""
-        every = self.stage_names(range(self.architecture.layers), first=True, last=True)
-        return {name for megatron in every for name in self.entry(megatron).hf}
+        return {name for entry in self.entries() for name in entry.hf}
 
-    def check_hf_names(self, found: set[str]) -> None:
-        """Raise UserError unless a checkpoint with the tensors `found` is one of this architecture."""
+    def hf_shapes(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the whole Hugging Face tensors, in the order of `entry.hf`."""
+        return entry.rule.shapes
+
+    def whole_shape(self, entry: Entry, tp: int) -> tuple[int, ...]:
+        """Shape of the Megatron tensor before it is cut; the vocabulary is padded for `tp`."""
+        shapes = entry.rule.shapes
+        rows = sum(shape[0] for shape in shapes)
+        return (self.architecture.padded_vocab(tp) if entry.rule.cut is Cut.VOCAB else rows, *shapes[0][1:])
+
+    def check_hf_names(self, found: set[str], headless: bool = False) -> None:
+        """Raise UserError unless a checkpoint with the tensors `found` is one of this architecture.
+
+        `headless` also takes a critic without its head. A policy's output layer is ignored where there is none.
+        """
         expected = self.hf_names()
+        head = {hf for rule in self._rules if not rule.per_layer for hf in rule.hf} - self._of_policy
+        if headless and not head & found:
+            expected -= head
         missing = sorted(expected - found)
         if missing:
             raise UserError(
                 f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; is it complete?"
             )
-        # Some checkpoints repeat the tied matrix under the output layer's name.
-        optional = {"lm_head.weight"} if self.architecture.tied else set()
-        unknown = sorted(name for name in found - expected - optional if not _IGNORED.search(name))
+        # Some checkpoints repeat a tied matrix under the output layer's name.
+        unknown = sorted(name for name in found - expected - self._of_policy if not _IGNORED.search(name))
         if unknown:
             raise UserError(
                 f"The checkpoint has {len(unknown)} tensors that a {self.architecture.family} model does "
@@ -85,10 +110,11 @@ class WeightMap:
     def shard(self, entry: Entry, parts: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
         """Rank `tp_rank`'s piece of a Megatron tensor, made from its whole Hugging Face `parts`.
 
-        Parts come in the order of `entry.hf`. The result may share memory with a part.
+        Parts come in the order of `entry.hf`. The result may share memory with a part. Raises UserError where
+        `tp_size` does not divide the tensor; it may exceed the query groups, whose rows are then cut as well.
         """
         if entry.rule.cut is Cut.GATE_UP:
-            return torch.cat([part.chunk(tp_size)[tp_rank] for part in parts])
+            return torch.cat([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in parts])
         return _piece(self._fuse(entry.rule.cut, parts, tp_size), entry.rule.cut, tp_rank, tp_size)
 
     def merge(self, entry: Entry, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
@@ -110,6 +136,18 @@ class WeightMap:
             parts = [rows[: self.architecture.vocab]] if cut is Cut.VOCAB else parts
         return list(zip(entry.hf, parts, strict=True))
 
+    def _stage(self, layers: range, first: bool, last: bool, experts: range) -> Iterator[Entry]:
+        blocks = [number for number, rule in enumerate(self._rules) if rule.per_layer]
+        whole = [(number > blocks[0], rule) for number, rule in enumerate(self._rules) if not rule.per_layer]
+        block = [self._rules[number] for number in blocks]
+        if first:
+            yield from (_entry(rule) for after, rule in whole if not after)
+        for layer in layers:
+            yield from (_entry(rule, layer) for rule in block if not rule.per_expert)
+            yield from (_entry(rule, layer, e) for e in experts for rule in block if rule.per_expert)
+        if last:
+            yield from (_entry(rule) for after, rule in whole if after and (rule.exported or not first))
+
     def _fuse(self, cut: Cut, parts: Sequence[Tensor], tp_size: int) -> Tensor:
         if cut is Cut.QKV:
             # Per query group: its query heads, then its key head, then its value head.
@@ -127,6 +165,17 @@ class WeightMap:
         sizes = [arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim, arch.head_dim]
         grouped = fused.reshape(arch.kv_heads, sum(sizes), *fused.shape[1:])
         return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+
+
+def _shape_of(name: str) -> str:
+    """A name of a rule with `#` for its numbers."""
+    return name.format(layer="#", expert="#")
+
+
+def _entry(rule: Rule, layer: int | None = None, expert: int | None = None) -> Entry:
+    numbers = {"layer": layer, "expert": expert}
+    hf = tuple(name.format(**numbers) for name in rule.hf)
+    return Entry(hf, rule, rule.megatron[0].format(**numbers), layer, expert)
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -148,7 +197,8 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
 class ShardLoader:
     """Turns a stream of whole Hugging Face tensors, in any order, into one rank's shards.
 
-    A fused tensor waits until all its parts are in; nothing else is kept.
+    A fused tensor waits until all its parts are in; nothing else is kept. No expert is cut: a rank holds it whole
+    or not at all.
     """
 
     def __init__(
@@ -159,7 +209,10 @@ class ShardLoader:
         tp_size: int,
         store: Callable[[str, Tensor], None],
     ) -> None:
-        """`names` are this rank's Megatron tensors; `store(name, shard)` takes each shard."""
+        """`names` are this rank's Megatron tensors; `store(name, shard)` takes each shard.
+
+        Experts are not cut by TP: they are spread whole, and `names` holds those that the rank has.
+        """
         self._weights, self._store = weights, store
         self._tp = (tp_rank, tp_size)
         self._entries = {name: weights.entry(name) for name in names}
@@ -174,7 +227,8 @@ class ShardLoader:
         entry, parts = self._entries[name], self._parts[name]
         parts[hf_name] = tensor
         if len(parts) == len(entry.hf):
-            self._store(name, self._weights.shard(entry, [parts[hf] for hf in entry.hf], *self._tp))
+            tp = self._tp if entry.expert is None else (0, 1)
+            self._store(name, self._weights.shard(entry, [parts[hf] for hf in entry.hf], *tp))
             del self._parts[name]
 
     def missing(self) -> list[str]:

@@ -1,22 +1,40 @@
 """Model families as data: how a Hugging Face config and its tensor names speak of a Megatron model.
 
-A family is a row of `FAMILIES` (what its config implies) and the shared name table `_RULES`. Adding a
-family with the same block (RMSNorm, rotary attention with query groups, SwiGLU) is adding a row.
-Megatron names carry the *global* layer number, also under pipeline parallelism.
+A family is the file `family/<model_type>.yaml`, and adding one is adding such a file. Its sections:
+
+- `extends`: another file, whose entries hold unless this one has its own (an entry of null takes it away).
+- `config`: a field of `Architecture` -> the key of config.json that gives it, or a value, or a list of these,
+  the first that is there. The keys of `rope_parameters` (once `rope_scaling`) count as keys of config.json.
+- `only`: a key -> the values that are supported; what is left out or null is. `else` says what others mean.
+- `tensors`: a Megatron tensor -> how it is `cut`, the Hugging Face tensors in it (`hf`, with their shapes),
+  another name for it (`also`: Transformer Engine fuses norms into the linear layer behind them, and keeps the
+  weights of all experts in one module), and `when` it is there: a flag of `Architecture`, or `logits` or
+  `values` for a head of that kind. `tied` names the tensor that it is a copy of where embeddings are tied.
+
+Megatron names carry the *global* numbers of layer and expert, also under pipeline and expert parallelism.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
+from functools import cache
 from math import lcm
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rlsys.errors import UserError
 
 VOCAB_MULTIPLE = 128
 """Megatron's vocabulary is padded to a multiple of this, so that its shape is the same for most TP."""
+FAMILIES = Path(__file__).with_name("family")
+"""The folder of the families."""
+_SECTIONS = ("config", "only", "tensors")
+_HEADS = ("logits", "values")
 
 
 class Cut(Enum):
@@ -37,6 +55,16 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch rotary positions; `rlsys.weights.rope` has the formula."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """The sizes and choices of one model, read from its Hugging Face config."""
 
@@ -47,6 +75,7 @@ class Architecture:
     kv_heads: int
     head_dim: int
     ffn: int
+    """Width of the MLP; of no use where there are experts."""
     vocab: int
     tied: bool
     """Input embedding and output layer share one matrix."""
@@ -55,6 +84,14 @@ class Architecture:
     norm_eps: float
     rope_theta: float
     max_positions: int
+    rope: RopeScaling | None = None
+    experts: int = 0
+    """In every layer; 0 is a dense model."""
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    """Width of one expert's MLP."""
+    norm_topk: bool = False
+    """Whether the weights of a token's experts add up to 1."""
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding under tensor parallelism of `tp`."""
@@ -62,136 +99,186 @@ class Architecture:
         return -(-self.vocab // multiple) * multiple
 
 
+_NUMBERS: dict[Any, type] = {"int": int, "float": float, "bool": bool}
+_FIELDS = {field.name: _NUMBERS[field.type] for field in fields(Architecture) if field.type in _NUMBERS}
+"""What `config` may say, and the kind of number that it is."""
+_FLAGS = [name for name, kind in _FIELDS.items() if kind is bool]
+_SIZES: dict[str, Callable[[Architecture], int]] = {
+    "hidden": lambda model: model.hidden,
+    "query": lambda model: model.heads * model.head_dim,
+    "key_value": lambda model: model.kv_heads * model.head_dim,
+    "head_dim": lambda model: model.head_dim,
+    "ffn": lambda model: model.ffn,
+    "experts": lambda model: model.experts,
+    "expert_ffn": lambda model: model.expert_ffn,
+    "vocab": lambda model: model.vocab,
+}
+"""What the shapes in `tensors` may be made of, next to numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One Megatron tensor and the Hugging Face tensors that it is made of."""
 
     megatron: tuple[str, ...]
-    """Its names; `{}` is the layer. Transformer Engine fuses norms into the next linear layer and
-    names them after it, so a norm has two names."""
+    """Its names, the one to use first, with `{layer}` and `{expert}` for their numbers."""
     hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the Hugging Face tensors, whole."""
     cut: Cut
-    needs: str | None = None
-    """Attribute of `Architecture` without which the tensor does not exist."""
     exported: bool = True
     """False for a copy of a tensor that another rule exports."""
 
+    @property
+    def per_layer(self) -> bool:
+        """Whether every layer has one."""
+        return "{layer}" in self.megatron[0]
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What a `model_type` implies about tensors that exist."""
-
-    qkv_bias: bool | str
-    """Whether query, key and value have a bias, or the config key that says so."""
-    qk_norm: bool
-
-
-FAMILIES: dict[str, Family] = {
-    "qwen2": Family(qkv_bias=True, qk_norm=False),
-    "qwen3": Family(qkv_bias="attention_bias", qk_norm=True),
-    "llama": Family(qkv_bias="attention_bias", qk_norm=False),
-}
-
-_M, _H = "decoder.layers.{}.", "model.layers.{}."
-_RULES: tuple[Rule, ...] = (
-    Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Cut.VOCAB),
-    Rule(
-        (f"{_M}input_layernorm.weight", f"{_M}self_attention.linear_qkv.layer_norm_weight"),
-        (f"{_H}input_layernorm.weight",),
-        Cut.WHOLE,
-    ),
-    Rule(
-        (f"{_M}self_attention.linear_qkv.weight",),
-        tuple(f"{_H}self_attn.{part}_proj.weight" for part in "qkv"),
-        Cut.QKV,
-    ),
-    Rule(
-        (f"{_M}self_attention.linear_qkv.bias",),
-        tuple(f"{_H}self_attn.{part}_proj.bias" for part in "qkv"),
-        Cut.QKV,
-        needs="qkv_bias",
-    ),
-    Rule(
-        (f"{_M}self_attention.q_layernorm.weight",), (f"{_H}self_attn.q_norm.weight",), Cut.WHOLE, "qk_norm"
-    ),
-    Rule(
-        (f"{_M}self_attention.k_layernorm.weight",), (f"{_H}self_attn.k_norm.weight",), Cut.WHOLE, "qk_norm"
-    ),
-    Rule((f"{_M}self_attention.linear_proj.weight",), (f"{_H}self_attn.o_proj.weight",), Cut.COLUMNS),
-    Rule(
-        (f"{_M}pre_mlp_layernorm.weight", f"{_M}mlp.linear_fc1.layer_norm_weight"),
-        (f"{_H}post_attention_layernorm.weight",),
-        Cut.WHOLE,
-    ),
-    Rule(
-        (f"{_M}mlp.linear_fc1.weight",),
-        (f"{_H}mlp.gate_proj.weight", f"{_H}mlp.up_proj.weight"),
-        Cut.GATE_UP,
-    ),
-    Rule((f"{_M}mlp.linear_fc2.weight",), (f"{_H}mlp.down_proj.weight",), Cut.COLUMNS),
-    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE),
-)
-_OUTPUT = "output_layer.weight"
+    @property
+    def per_expert(self) -> bool:
+        """Whether every expert of a layer has one."""
+        return "{expert}" in self.megatron[0]
 
 
-def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
-    """The tensors that a model of this architecture has, in the order in which they are exported.
+def rules_of(architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> tuple[Rule, ...]:
+    """The tensors that a model of this architecture has: those before the layers, of a layer, after them.
 
-    With tied embeddings the last pipeline stage still holds a matrix of its own: a copy of the
-    embedding that is loaded but not exported.
+    `values` gives it a value head in place of the output layer. With tied embeddings the last pipeline stage
+    still holds a matrix of its own: a copy of the embedding that is loaded but not exported.
     """
-    rules = tuple(rule for rule in _RULES if rule.needs is None or getattr(architecture, rule.needs))
-    if architecture.tied:
-        return (*rules, Rule((_OUTPUT,), ("model.embed_tokens.weight",), Cut.VOCAB, exported=False))
-    return (*rules, Rule((_OUTPUT,), ("lm_head.weight",), Cut.VOCAB))
+    tensors = _family(architecture.family, folder)["tensors"]
+    sizes = {word: size(architecture) for word, size in _SIZES.items()}
+    absent = _HEADS[0 if values else 1]
+    rules = []
+    for name, tensor in tensors.items():
+        when = tensor.get("when")
+        if when == absent or not (when is None or when in _HEADS or getattr(architecture, when)):
+            continue
+        copy = architecture.tied and "tied" in tensor
+        source = tensors[tensor["tied"]] if copy else tensor
+        names = (name, tensor["also"]) if "also" in tensor else (name,)
+        shapes = (tuple(sizes.get(size, size) for size in shape) for shape in source["hf"].values())
+        rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), Cut(tensor["cut"]), exported=not copy))
+    return tuple(rules)
 
 
-def read_architecture(path: str | Path) -> Architecture:
-    """Read the config of the Hugging Face folder `path`.
+def read_architecture(path: str | Path, folder: Path = FAMILIES) -> Architecture:
+    """Read the config of the Hugging Face folder `path`, of a family in `folder` or of one of rlsys' own.
 
-    Raises UserError if it is no model folder, of an unknown family, or uses what no family here has
-    (rotary scaling, sliding windows, biases in the MLP).
+    Raises UserError if it is no model folder, of an unknown family, lacks a size, or uses what is not
+    supported of its family.
     """
-    from transformers import AutoConfig
-
-    if not (Path(path) / "config.json").is_file():
+    file = Path(path) / "config.json"
+    if not file.is_file():
         raise UserError(f"model.path is {path}, which has no config.json; give a Hugging Face model folder.")
-    return architecture_of(AutoConfig.from_pretrained(path))
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as problem:
+        raise UserError(f"{file} is not JSON ({problem}); copy it from the original model.") from problem
+    return architecture_of(config if isinstance(config, dict) else {}, folder)
 
 
-def architecture_of(config: Any) -> Architecture:
-    """The architecture of a transformers config object. Raises UserError as `read_architecture` does."""
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise UserError(
-            f"model_type is {config.model_type}, which is not supported; use one of {', '.join(FAMILIES)}."
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(f"rope_type is {rope['rope_type']}, which is not supported; only default is.")
-    if getattr(config, "use_sliding_window", False):
-        raise UserError("use_sliding_window is true, which is not supported; set it to false.")
-    if getattr(config, "mlp_bias", False):
-        raise UserError("mlp_bias is true, which is not supported; use a model without it.")
-    if config.hidden_act != "silu":
-        raise UserError(f"hidden_act is {config.hidden_act}, which is not supported; only silu is.")
-    return Architecture(
-        family=config.model_type,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        ffn=config.intermediate_size,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        qkv_bias=_flag(config, family.qkv_bias),
-        qk_norm=family.qk_norm,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
-        max_positions=config.max_position_embeddings,
+def architecture_of(config: Any, folder: Path = FAMILIES) -> Architecture:
+    """The architecture of what a config.json holds, or of a transformers config object.
+
+    Raises UserError as `read_architecture` does.
+    """
+    keys: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
+    keys |= _rope(keys)
+    kind = keys.get("model_type")
+    if kind not in family_names(folder):
+        choices = ", ".join(family_names(folder))
+        raise UserError(f"model_type is {kind}, which is not supported; use one of {choices}.")
+    family = _family(kind, folder)
+    for key, rule in family["only"].items():
+        _require(key, keys.get(key), rule["values"], rule["else"])
+    values = {name: _read(keys, source, _FIELDS[name]) for name, source in family["config"].items()}
+    values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
+    return Architecture(family=kind, rope=_scaling(keys), **values)
+
+
+def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys about rotary positions, which older configs write under other names."""
+    rope = dict(keys.get("rope_parameters") or keys.get("rope_scaling") or {})
+    return rope | {"rope_type": rope.get("rope_type", rope.get("type"))}
+
+
+def _scaling(keys: Mapping[str, Any]) -> RopeScaling | None:
+    if keys["rope_type"] != "llama3":
+        return None
+    original = ["original_max_position_embeddings", "max_position_embeddings"]
+    return RopeScaling(
+        factor=_read(keys, "factor", float),
+        low_freq_factor=_read(keys, "low_freq_factor", float),
+        high_freq_factor=_read(keys, "high_freq_factor", float),
+        original_max_positions=_read(keys, original, int),
     )
 
 
-def _flag(config: Any, choice: bool | str) -> bool:
-    return bool(getattr(config, choice)) if isinstance(choice, str) else choice
+def _require(key: str, value: Any, supported: Sequence[Any], otherwise: str) -> None:
+    if value is None or value in supported:
+        return
+    choices = " or ".join(map(_written, supported)) or "leaving it out"
+    raise UserError(
+        f"{key} is {_written(value)}, which means {otherwise}; that is not supported, only {choices} is."
+    )
+
+
+def _written(value: Any) -> str:
+    """As config.json writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
+    """The first of the sources that is there, as a number of this kind; None where the last source is null."""
+    sources = source if isinstance(source, list) else [source]
+    for one in sources:
+        value = keys.get(one) if isinstance(one, str) else one
+        if isinstance(value, int | float):
+            return kind(value)
+        if value is not None:
+            raise UserError(
+                f"{one} is {_written(value)} in config.json; give a number, as the original model does."
+            )
+    if sources[-1] is None:
+        return None
+    raise UserError(f"config.json lacks {sources[0]}; copy config.json from the original model.")
+
+
+def family_names(folder: Path = FAMILIES) -> list[str]:
+    """Every `model_type` that can be read, sorted."""
+    files = {*folder.glob("*.yaml"), *FAMILIES.glob("*.yaml")}
+    return sorted({file.stem for file in files if not file.stem.startswith("_")})
+
+
+@cache
+def _family(name: str, folder: Path) -> dict[str, Any]:
+    """The sections of a family's file, over those of what it extends. Raises ValueError if it is not one."""
+    file = folder / f"{name}.yaml"
+    file = file if file.is_file() else FAMILIES / file.name
+    own: dict[str, Any] = yaml.safe_load(file.read_text())
+    base = _family(own.pop("extends"), folder) if "extends" in own else {}
+    merged = {section: base.get(section, {}) | own.pop(section, {}) for section in _SECTIONS}
+    family = {
+        section: {key: value for key, value in entries.items() if value is not None}
+        for section, entries in merged.items()
+    }
+    unknown = [*own, *_unknown_words(family)]
+    if unknown:
+        raise ValueError(f"{file} says {unknown[0]}, which has no meaning; see rlsys/weights/families.py.")
+    return family
+
+
+def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
+    """What a family's sections say that nothing here understands."""
+    cuts, whens = {cut.value for cut in Cut}, {*_HEADS, *_FLAGS}
+    yield from family["config"].keys() - _FIELDS.keys()
+    for key, rule in family["only"].items():
+        yield from (f"{key}: {word}" for word in rule.keys() ^ {"values", "else"})
+    for name, tensor in family["tensors"].items():
+        yield from (f"{name}: {word}" for word in tensor.keys() - {"cut", "hf", "also", "when", "tied"})
+        words = {tensor["cut"]} - cuts | {tensor.get("when", _HEADS[0])} - whens
+        words |= {size for shape in tensor["hf"].values() for size in shape if isinstance(size, str)} - {
+            *_SIZES
+        }
+        yield from (f"{name}: {word}" for word in words)

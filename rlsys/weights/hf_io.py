@@ -1,134 +1,230 @@
-"""Hugging Face safetensors folders, in and out, one tensor at a time.
+"""Safetensors, in and out, one tensor at a time: the files of a Hugging Face model folder.
 
-A written folder appears under its final name only when it is complete.
+Reading maps a tensor into memory by itself, and writing streams, so neither holds more than one tensor: the
+library's own map of a whole file counts as memory of the process as it is read, and its writer takes all tensors
+of a file at once. A written file appears under its final name only when it is complete.
+
+Format: 8 bytes with the length of the header, little endian; the header, JSON by tensor name of dtype, shape and
+[begin, end) in what follows; the tensors' bytes, row-major, without gaps
+(https://huggingface.co/docs/safetensors/index#format).
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsys.errors import UserError
 
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 1000**3
-"""Most bytes of one safetensors file, as Hugging Face writes them."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", INDEX)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Safetensors' name of each dtype."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH_BYTES, _ALIGNMENT = 8, 8
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14, which Python does not name: map all pages at once, a third faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What is known of a tensor before it is read or written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor lies."""
+
+    spec: TensorSpec
+    file: Path
+    offset: int
+    """Bytes from the start of the file."""
 
 
 class HfReader:
-    """Reads tensors by name from a folder with one or more safetensors files."""
+    """Reads tensors by name from a folder with one or more safetensors files. May be pickled."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises UserError if `path` holds no safetensors."""
-        self._folder = Path(path)
-        self._files: dict[str, Any] = {}
-        self._file_of = self._index()
+        """Reads the headers. Raises UserError if `path` holds no safetensors, or a file is damaged."""
+        folder = Path(path)
+        index = folder / INDEX
+        if index.is_file():
+            self._stored = _indexed(folder, index)
+            return
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{folder} holds no safetensors; give a folder with a Hugging Face checkpoint.")
+        self._stored = {name: stored for file in files for name, stored in _read_header(file).items()}
 
     def names(self) -> set[str]:
         """Every tensor in the folder."""
-        return set(self._file_of)
+        return set(self._stored)
+
+    def spec(self, name: str) -> TensorSpec:
+        """What one tensor is, without reading it. KeyError if there is none."""
+        return self._stored[name].spec
+
+    def files(self) -> list[Path]:
+        """The files that hold tensors, in order."""
+        return sorted({stored.file for stored in self._stored.values()})
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in the dtype it is stored in. KeyError if there is none."""
-        return self._open(self._file_of[name]).get_tensor(name)
+        """One tensor, on the CPU, in the dtype it is stored in. KeyError if there is none.
 
-    def _index(self) -> dict[str, str]:
-        index = self._folder / INDEX
-        if index.is_file():
-            return dict(json.loads(index.read_text())["weight_map"])
-        files = sorted(self._folder.glob("*.safetensors"))
-        if not files:
-            raise UserError(
-                f"{self._folder} holds no safetensors; give a folder with a Hugging Face checkpoint."
-            )
-        return {name: file.name for file in files for name in sorted(self._open(file.name).keys())}
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self._folder / file
-            if not path.is_file():
-                raise UserError(f"{path} is named in {INDEX} but is not there; complete the checkpoint.")
-            self._files[file] = safe_open(path, framework="pt")
-        return self._files[file]
+        It is the file's own bytes, mapped for as long as the tensor lives; what is written to it is not
+        written to the file.
+        """
+        stored = self._stored[name]
+        spec = stored.spec
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        flat = map_bytes(stored.file, stored.offset, spec.nbytes)
+        if stored.offset % spec.dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(spec.dtype).view(spec.shape)
 
 
-def write_hf(
-    tensors: Iterable[tuple[str, Tensor]],
-    out: str | Path,
-    original: str | Path,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write `tensors` as a Hugging Face folder `out` with the config and tokenizer of `original`.
+def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
+    """[nbytes] uint8: that part of a file, mapped for as long as the tensor lives. `nbytes` is positive.
 
-    `out` must not exist. Raises UserError.
+    What is written to it is not written to the file. Raises ValueError if the file is shorter, OSError.
     """
-    out, original = Path(out), Path(original)
-    if out.exists():
-        raise UserError(f"{out} exists already; give a folder that does not, or remove it first.")
-    if not (original / "config.json").is_file():
-        raise UserError(f"{original} has no config.json; give the original Hugging Face folder.")
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
+    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    lead = offset - begin
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), lead + nbytes, access=mmap.ACCESS_COPY, offset=begin)
+    with suppress(OSError, ValueError):
+        mapped.madvise(_POPULATE_READ)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=lead)
+
+
+def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write the file `path` with the tensors that `specs` announces, which `tensors` gives in that order.
+
+    Larger dtypes should come first, so that every tensor lies where its dtype can be read in place. Raises
+    ValueError if a tensor is not the one announced.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        dtype = _write_shards(tensors, partial, shard_bytes)
-        _copy_companions(original, partial, dtype)
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        with partial.open("wb", buffering=0) as file:
+            _write_all(file, _header(specs))
+            given = iter(tensors)
+            for spec in specs:
+                name, tensor = next(given, ("", torch.empty(0)))
+                if (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
+                    raise ValueError(
+                        f"{path.name} was to hold {spec}, and got {name or 'nothing'}, {tensor.dtype}, "
+                        f"{tuple(tensor.shape)}."
+                    )
+                _write_all(file, _bytes_of(tensor))
+                del tensor
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> torch.dtype:
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = 0
-    dtype = torch.float32
-
-    def flush() -> None:
-        if pending:
-            save_file(pending, folder / f"shard-{len(shards):05d}", metadata={"format": "pt"})
-            shards.append(list(pending))
-            pending.clear()
-
-    for name, tensor in tensors:
-        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
-            flush()
-        # Tensors may be views of a buffer that is reused; safetensors wants memory of their own.
-        pending[name] = tensor.detach().cpu().clone().contiguous()
-        total, dtype = total + tensor.nbytes, tensor.dtype
-    flush()
-    _name_shards(folder, shards, total)
-    return dtype
+def file_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Size of the file that `write_safetensors` writes."""
+    return len(_header(specs)) + sum(spec.nbytes for spec in specs)
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    if len(shards) == 1:
-        (folder / "shard-00000").rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{number:05d}").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        begin, end = end, end + spec.nbytes
+        entries[spec.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _copy_companions(original: Path, folder: Path, dtype: torch.dtype) -> None:
-    for file in original.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHTS):
-            shutil.copyfile(file, folder / file.name)
-    config = json.loads((folder / "config.json").read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _write_all(file: BinaryIO | Any, data: bytes | memoryview) -> None:
+    # One call of the system writes 2 GB at the most.
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, _Stored]:
+    try:
+        file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{index} is damaged; get it again.") from None
+    headers: dict[str, dict[str, _Stored]] = {}
+    stored: dict[str, _Stored] = {}
+    for name, file in file_of.items():
+        if file not in headers:
+            if not (folder / file).is_file():
+                raise UserError(
+                    f"{folder / file} is named in {INDEX} but is not there; complete the checkpoint."
+                )
+            headers[file] = _read_header(folder / file)
+        if name not in headers[file]:
+            raise UserError(f"{folder / file} does not hold {name}, as {INDEX} says; get both again.")
+        stored[name] = headers[file][name]
+    return stored
+
+
+def _read_header(path: Path) -> dict[str, _Stored]:
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), size)
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        start = _LENGTH_BYTES + length
+        stored = {name: _stored(path, start, name, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no whole safetensors file ({error}); get it again.") from None
+    end = max((one.offset + one.spec.nbytes for one in stored.values()), default=start)
+    if end > size:
+        raise UserError(f"{path} is no whole safetensors file (it has {size} bytes of {end}); get it again.")
+    return stored
+
+
+def _stored(path: Path, start: int, name: str, entry: Mapping[str, Any]) -> _Stored:
+    begin, end = entry["data_offsets"]
+    spec = TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    if begin < 0 or end - begin != spec.nbytes:
+        raise ValueError(f"{name} does not have the bytes of its shape")
+    return _Stored(spec, path, start + begin)

@@ -1,8 +1,9 @@
-"""Which layers a pipeline stage holds."""
+"""Which layers a pipeline stage holds, and which experts an expert-parallel rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from rlsys.errors import UserError
 
@@ -22,5 +23,34 @@ def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -
         raise UserError(
             f"pp_layers is {list(pp_layers)}; give {pp} counts of at least 1 that add up to {layers} layers."
         )
-    starts = [sum(pp_layers[:stage]) for stage in range(pp)]
-    return [range(start, start + count) for start, count in zip(starts, pp_layers, strict=True)]
+    return _runs(pp_layers)
+
+
+def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[range]]:
+    """The global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank].
+
+    `counts` [pp][virtual] says how many layers each chunk holds, some maybe none. A micro-batch passes the
+    first chunk of every rank, then the second of every rank and so on (interleaved schedule: Narayanan et al.,
+    arXiv:2104.04473, section 2.2). Raises UserError if the chunks do not add up to the model.
+    """
+    virtual = max(map(len, counts))
+    if any(len(rank) != virtual for rank in counts) or sum(map(sum, counts)) != layers:
+        raise UserError(
+            f"The pipeline's chunks hold {[list(rank) for rank in counts]} layers; every rank must have as many "
+            f"chunks as the others, and all must add up to {layers} layers."
+        )
+    in_order = _runs([rank[chunk] for chunk in range(virtual) for rank in counts])
+    return [[in_order[chunk * len(counts) + rank] for chunk in range(virtual)] for rank in range(len(counts))]
+
+
+def expert_block(experts: int, ep: int, ep_rank: int) -> range:
+    """The global numbers of the experts that one expert-parallel rank holds. Raises UserError."""
+    if experts % ep:
+        raise UserError(f"ep is {ep}, which does not divide the model's {experts} experts; lower ep.")
+    held = experts // ep
+    return range(held * ep_rank, held * (ep_rank + 1))
+
+
+def _runs(counts: Sequence[int]) -> list[range]:
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

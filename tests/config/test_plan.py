@@ -8,12 +8,21 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from typer.testing import CliRunner
 
 from rlsys.cli.main import app
-from rlsys.config.plan import make_plan, parameter_count, render_plan
+from rlsys.config.plan import count_parameters, make_plan, render_plan
 from rlsys.config.schema import RunConfig
+from rlsys.weights.families import architecture_of
 
 TinyRun = Callable[..., RunConfig]
 SMALL = {
@@ -35,11 +44,17 @@ SMALL = {
         (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=False)),
         (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
         (LlamaForCausalLM, LlamaConfig(**SMALL, head_dim=16, tie_word_embeddings=False)),
+        (
+            Qwen3MoeForCausalLM,
+            Qwen3MoeConfig(
+                **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+            ),
+        ),
     ],
 )
 def test_the_count_is_that_of_the_real_model(model: type, config: PretrainedConfig) -> None:
     # `num_parameters` counts a tied tensor once.
-    assert parameter_count(config.to_dict()) == model(config).num_parameters()
+    assert count_parameters(architecture_of(config)).all == model(config).num_parameters()
 
 
 def test_the_count_of_the_published_model() -> None:
@@ -52,10 +67,11 @@ def test_the_count_of_the_published_model() -> None:
         "num_attention_heads": 16,
         "num_key_value_heads": 2,
         "vocab_size": 151936,
+        "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     }
-    assert round(parameter_count(shape) / 1e9, 2) == 3.09
-    assert round((parameter_count(shape) - 151936 * 2048) / 1e9, 2) == 2.77
+    assert round(count_parameters(architecture_of(shape)).all / 1e9, 2) == 3.09
+    assert round((count_parameters(architecture_of(shape)).all - 151936 * 2048) / 1e9, 2) == 2.77
 
 
 def test_groups_and_batches_by_hand(tiny_run: TinyRun) -> None:

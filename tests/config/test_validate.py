@@ -112,8 +112,14 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
             ["actor.parallel.pp_layers=[4, 0]", "at least one layer"],
         ),
         (
-            ["cluster.placement={actor: 0-3, inference: 4, rollout: 5}", "actor.parallel.tp=4"],
-            ["actor.parallel.tp=4", "2 key/value heads"],
+            ["cluster.placement={actor: 0-2, inference: 3, rollout: 4}", "actor.parallel.tp=3"],
+            ["actor.parallel.tp=3", "4 attention heads"],
+        ),
+        ([APART, "actor.parallel.ep=2"], ["actor.parallel.ep=2", "the model has none"]),
+        ([APART, "eval.engines=1"], ["eval.engines=1", "leaves none"]),
+        (
+            ["cluster=one_slot", "trainer.schedule.kind=sequential", "eval.engines=1"],
+            ["eval.engines=1", "cluster.mode=collocated"],
         ),
         ([APART, "actor.parallel.cp=2"], ["actor.parallel.cp=2", "not available"]),
         (["actor.parallel.sequence_parallel=true"], ["actor.parallel.sequence_parallel=true", "tp above 1"]),
@@ -255,12 +261,12 @@ def test_no_number_may_be_far_below_zero_or_infinite(tiny_run: TinyRun) -> None:
         ("trainer.steps=0", False),
         ("cluster.threads=0", False),
         ("actor.optimizer.lr=0.0", False),
-        ("trainer.eval_interval=0", True),
+        ("eval.interval=0", True),
         ("search.retries=0", True),
         ("task.max_turns=0", True),
         ("actor.optimizer.warmup_fraction=1.0", True),
         ("algorithm.kl_coef=0.0", True),
-        ("task.eval_limit=null", True),
+        ("eval.limit=null", True),
     ],
 )
 def test_the_edges_of_a_bound(tiny_run: TinyRun, setting: str, allowed: bool) -> None:
@@ -286,3 +292,37 @@ def test_a_model_folder_with_another_config_is_refused(
 )
 def test_ranks_are_read_in_their_order(text: str, ranks: tuple[int, ...]) -> None:
     assert parse_ranks(text, "key") == ranks
+
+
+MIXTURE = {
+    **SHAPE,
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["actor.parallel.ep=4"], ["actor.parallel.ep=4", "the model has 6", "a divisor"]),
+        (["actor.parallel.pp=2", "actor.parallel.ep=3"], ["ep=3", "the 2 ranks of a pipeline stage"]),
+        (["actor.parallel.tp=2"], ["actor.parallel.sequence_parallel=true"]),
+        (
+            ["actor.parallel.tp=4", "actor.parallel.sequence_parallel=true"],
+            ["actor.parallel.tp=4", "6 key/value heads"],
+        ),
+    ],
+)
+def test_what_cannot_run_of_a_mixture(
+    tiny_run: TinyRun, tmp_path: Path, settings: list[str], named: list[str]
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
+    place = "cluster.placement={actor: 0-3, inference: 4, rollout: 5}"
+    found = "\n".join(complaints(tiny_run(place, *settings)))
+    for word in named:
+        assert word in found

@@ -82,6 +82,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
     pp_layers: tuple[int, ...] | None = None
     sequence_parallel: bool = False
     tied: bool = True
@@ -91,7 +92,13 @@ class Layout:
     @property
     def parallel(self) -> ParallelConfig:
         layers = list(self.pp_layers) if self.pp_layers else None
-        return ParallelConfig(self.tp, self.pp, 1, layers, self.sequence_parallel)
+        return ParallelConfig(
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+            pp_layers=layers,
+            sequence_parallel=self.sequence_parallel,
+        )
 
     @property
     def processes(self) -> int:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rlsys.algorithms.losses import LossInputs, PolicyLoss, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
@@ -28,6 +35,38 @@ def tiny_config(layers: int = 3, tied: bool = True, kv_heads: int = 2) -> Pretra
 
 def tiny_qwen3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
     return Qwen3Config(**_sizes(layers, tied, 2), head_dim=24)
+
+
+def tiny_qwen3_moe(layers: int = 3, tied: bool = False, norm_topk: bool = True) -> PretrainedConfig:
+    return Qwen3MoeConfig(
+        **_sizes(layers, tied, 2),
+        head_dim=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        norm_topk_prob=norm_topk,
+    )
+
+
+def tiny_llama3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
+    """With the rotary scaling of Llama 3.1, of which a context of 100 shows all three ranges of frequencies."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1234.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    return LlamaConfig(**{**_sizes(layers, tied, 2), "rope_parameters": rope})
+
+
+TINY: dict[str, Callable[..., PretrainedConfig]] = {
+    "llama": tiny_llama3,
+    "qwen2": tiny_config,
+    "qwen3": tiny_qwen3,
+    "qwen3_moe": tiny_qwen3_moe,
+}
 
 
 def _sizes(layers: int, tied: bool, kv_heads: int) -> dict[str, object]:
@@ -151,5 +190,15 @@ def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: PolicyLoss = LOSS) 
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """As a checkpoint names them: a tied matrix appears once."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """As a checkpoint names them: a tied matrix appears once, and every expert by itself."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        experts, _, kind = name.rpartition(".")
+        if not experts.endswith("mlp.experts"):
+            tensors[name] = parameter.detach()
+            continue
+        for number, whole in enumerate(parameter.detach()):
+            parts = {"gate_proj": whole.chunk(2)[0], "up_proj": whole.chunk(2)[1]}
+            for part, tensor in (parts if kind == "gate_up_proj" else {"down_proj": whole}).items():
+                tensors[f"{experts}.{number}.{part}.weight"] = tensor
+    return tensors

@@ -25,18 +25,18 @@ from rlsys.config.schema import (
     ParallelConfig,
     RunConfig,
 )
+from rlsys.convert.to_hf import megatron_to_hf
 from rlsys.errors import RunError
-from rlsys.groups.megatron import launch_megatron
+from rlsys.groups.megatron import InferenceGroup, launch_megatron
 from rlsys.groups.weight_sync import WeightSync
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.anchor import Anchor, ReferencePlan
 from rlsys.megatron.log_prob_worker import LogProbWorker, PickPlan
 from rlsys.megatron.model import PolicyModel
-from rlsys.megatron.results import LogProbs
+from rlsys.megatron.results import Loaded, LogProbs
 from rlsys.observe.spans import Tracer
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from rlsys.weights.buckets import digest, pack, unpack
-from rlsys.weights.convert import megatron_to_hf
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import Parcel, TransportSpec, open_receiver
@@ -94,7 +94,7 @@ class Bench:
         place = rendezvous(rank, world, port)
         self._worker = LogProbWorker(place, self._config, parallel, reference.TEMPERATURE, 1, plan, picks)
         self.offload, self.restore = self._worker.offload, self._worker.restore
-        self.save, self.load = self._worker.save_reference, self._worker.load_reference
+        self.load = self._worker.load_reference
 
     def update(self, version: int, drift: float = 0.02) -> None:
         tensors = policy(self._model, version, self._dtype, drift)
@@ -103,6 +103,9 @@ class Bench:
         for bucket in buckets:
             self._worker.load_bucket(bucket)
         self._worker.finish_update(version, digest_of(buckets))
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        self._worker.begin_save_reference(folder, extra, background=False)
 
     def updates(self, first: int, last: int, drift: float = 0.02) -> None:
         for version in range(first, last + 1):
@@ -139,7 +142,7 @@ class Bench:
     def convert(self, checkpoint: str, out: str) -> None:
         """The last thing that is asked for."""
         groups.stop()
-        megatron_to_hf(checkpoint, out, self._model)
+        megatron_to_hf(checkpoint, out, self._model, processes=1)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +224,7 @@ async def test_a_reference_goes_on_under_another_cut(
     assert not same(saved, uninterrupted)
 
     group = await start(pipes, other, model, AVERAGE, dtype)
-    assert await group.call("load", folder) == [extra] * SIZES[other][1]
+    assert [loaded.extra for loaded in await group.call("load", folder)] == [extra] * SIZES[other][1]
     assert same(saved, await reference_of(group))
     # The weights that a run sends when it resumes are those of a version that was followed.
     await group.call("update", 4, drift)
@@ -457,9 +460,11 @@ async def test_the_inference_group_hands_the_reference_out(
     await sync.send(13)
     assert taker.version == 13
     assert same({name: one.float() for name, one in taker.weights.items()}, policy(model, 0, Dtype.float32))
-    folder = str(tmp_path / "reference")
-    await inference.call("save_reference", folder, {"step": 1})
-    assert await inference.call("load_reference", folder) == [{"step": 1}] * 4
+    checkpoints = InferenceGroup(inference, None, Tracer("inference")).reference  # type: ignore[arg-type]
+    await checkpoints.begin_save(tmp_path / "saved", {"step": 1}, background=True)
+    await checkpoints.finish_save()
+    assert not await checkpoints.saving()
+    assert await checkpoints.load(tmp_path / "saved") == Loaded({"step": 1}, generators=True)
     answers = await inference.call("compute", [reference.make_batches(2)])
     ((dp_rank, results),) = [answer for answer in answers if answer is not None]
     assert dp_rank == 0

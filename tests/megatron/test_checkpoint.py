@@ -10,10 +10,11 @@ import torch
 
 from rlsys.checkpoint import sharded
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.convert.to_hf import megatron_to_hf
+from rlsys.convert.to_megatron import hf_to_megatron
 from rlsys.errors import UserError
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
-from rlsys.weights.convert import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, free_port, rendezvous, run_group, weights_of
@@ -50,23 +51,23 @@ def _resume(
     actor.load_hf(model)
     _train(actor, 0)
     _train(actor, 1)
-    actor.save(checkpoint, EXTRA)
+    actor.begin_save(checkpoint, EXTRA, background=False)
     with pytest.raises(UserError, match="already"):
-        actor.save(checkpoint, EXTRA)
+        actor.begin_save(checkpoint, EXTRA, background=False)
     results = {"saved": weights_of(actor)}
     _train(actor, 2)
     results["uninterrupted"] = weights_of(actor)
     for name, parallel, port in (("resumed", dp2, ports[1]), ("resharded", tp2, ports[2])):
         groups.stop()
         actor = _actor(rank, port, model, parallel, distributed, dtype)
-        assert actor.load(checkpoint) == EXTRA
+        assert actor.load(checkpoint).extra == EXTRA
         assert actor.step == 2
         _train(actor, 2)
         results[name] = weights_of(actor)
     groups.stop()
     if rank == 0:
         torch.save(results, f"{out}/results.pt")
-        megatron_to_hf(checkpoint, f"{out}/hf", model, shard_bytes=60_000)
+        megatron_to_hf(checkpoint, f"{out}/hf", model, shard_bytes=60_000, processes=1)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +106,10 @@ def _convert(rank: int, _: int, model: str, out: str, port: int) -> None:
         megatron_to_hf(f"{out}/megatron", f"{out}/back", model)
         with pytest.raises(UserError, match="already"):
             megatron_to_hf(f"{out}/megatron", f"{out}/back", model)
-        with pytest.raises(UserError, match="another model"):
+        with pytest.raises(UserError, match="weights that this model does not have"):
             megatron_to_hf(f"{out}/megatron", f"{out}/other", f"{out}/shallow")
     actor = _actor(rank, port, model, ParallelConfig(pp=2, pp_layers=[1, 2]))
-    assert actor.load(f"{out}/megatron") == {}
+    assert actor.load(f"{out}/megatron").extra == {}
     weights = weights_of(actor)
     groups.stop()
     if rank == 0:

@@ -140,7 +140,7 @@ def _diverging(
     actor.load_hf(start)
     step(actor)
     actor.end_step(1)
-    actor.save(out / "saved" / "actor", {})
+    actor.begin_save(out / "saved" / "actor", {}, background=False)
     actor.offload(out)
     actor.restore()
     step(actor)

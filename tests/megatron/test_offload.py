@@ -227,7 +227,7 @@ def _switching(rank: int, _: int, model: str, out: str, variant: str, ports: lis
     _away_and_back(actor, scratch)
     _away_and_back(actor, scratch)
     exported = {**weights_of(actor), "norm": plain[1]["norm"]}
-    actor.save(checkpoint, {})
+    actor.begin_save(checkpoint, {}, background=False)
     switched.append(_train(actor, 2))
     groups.stop()
 
@@ -279,7 +279,7 @@ def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
             "accumulate": lambda: actor.accumulate(STEPS[0]),
             "apply": actor.apply,
             "export": begun.next,
-            "save": lambda: actor.save(f"{out}/checkpoint", {}),
+            "save": lambda: actor.begin_save(f"{out}/checkpoint", {}, background=False),
             "load": lambda: actor.load(f"{out}/checkpoint"),
         },
         "actor",

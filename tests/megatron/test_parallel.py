@@ -17,11 +17,22 @@ def test_tensor_parallel_is_fastest_then_data_then_pipeline() -> None:
     assert [place.rank for place in places if place.reports] == [6, 8, 10]
 
 
+def test_experts_are_spread_over_neighbours_of_a_stage() -> None:
+    places = [place_of(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
+    assert [place.ep for place in places] == [0, 1, 2] * 4
+    assert [place.in_stage for place in places] == [*range(6)] * 2
+    # The first three have one copy of all experts between them, the first two of all the rest.
+    assert [place.rank for place in places if place.exports] == [0, 1, 2, 6, 7, 8]
+    alone = [place_of(rank, 4, ParallelConfig(tp=2)) for rank in range(4)]
+    assert [place.rank for place in alone if place.exports] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("parallel", "sentence"),
     [
         (ParallelConfig(tp=3), "tp x pp is 3, which does not divide the group's 8 processes"),
         (ParallelConfig(cp=2), "cp is 2"),
+        (ParallelConfig(pp=2, ep=3), "ep is 3, which does not divide the 4 processes of a pipeline stage"),
         (ParallelConfig(sequence_parallel=True), "sequence_parallel is true but tp is 1"),
     ],
 )

@@ -1,19 +1,38 @@
-"""Hugging Face folders are read as transformers writes them, and written so that it reads them."""
+"""Safetensors are read as the library and transformers write them, and written so that these read them."""
 
 from __future__ import annotations
 
 import json
+import pickle
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlsys.errors import UserError
-from rlsys.weights.families import read_architecture
-from rlsys.weights.hf_io import HfReader, write_hf
+from rlsys.weights.hf_io import DTYPES, INDEX, HfReader, TensorSpec, file_bytes, write_safetensors
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Also where a number is none."""
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+
+
+def of_dtype(dtype: torch.dtype, *shape: int) -> Tensor:
+    numbers = torch.randn(shape) * 10
+    return (numbers > 0) if dtype is torch.bool else numbers.abs().to(dtype)
 
 
 @pytest.fixture(scope="module")
@@ -31,84 +50,146 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="20KB")
-    (folder / "tokenizer.json").write_text('{"hello": 1}')
     return folder
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    reader = HfReader(folder)
-    for name in sorted(reader.names()):
-        yield name, reader.get(name)
-
-
-@pytest.mark.parametrize("shard_bytes", [10_000, 10**9])
-def test_what_is_written_is_what_was_read(original: Path, tmp_path: Path, shard_bytes: int) -> None:
-    out = tmp_path / "out"
-    write_hf(_tensors(original), out, original, shard_bytes)
-    shards = list(out.glob("*.safetensors"))
-    assert (len(shards) == 1) == (shard_bytes == 10**9)
-    # 8 bytes of length and a JSON header come before the tensors.
-    assert all(shard.stat().st_size <= shard_bytes + 4000 for shard in shards)
-    expected = AutoModelForCausalLM.from_pretrained(original).state_dict()
-    actual = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    assert actual.keys() == expected.keys()
+def test_what_transformers_wrote_is_read(original: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16).state_dict()
+    reader = pickle.loads(pickle.dumps(HfReader(original)))
+    assert len(reader.files()) > 1
+    assert reader.names() == expected.keys()
     for name, tensor in expected.items():
-        assert actual[name].dtype == torch.bfloat16
-        assert torch.equal(actual[name], tensor), name
-    assert (out / "tokenizer.json").read_text() == '{"hello": 1}'
-    assert read_architecture(out) == read_architecture(original)
+        assert reader.spec(name) == spec_of(name, tensor)
+        assert torch.equal(reader.get(name), tensor), name
 
 
-def test_the_written_config_names_the_written_dtype(original: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    write_hf(((name, tensor.float()) for name, tensor in _tensors(original)), out, original)
-    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+def test_every_dtype_goes_both_ways(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {str(dtype): of_dtype(dtype, 3, 5) for dtype in DTYPES.values()}
+    tensors |= {"scalar": torch.tensor(2.0), "empty": torch.empty(0, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = HfReader(tmp_path)
+    for name, tensor in tensors.items():
+        assert reader.spec(name) == spec_of(name, tensor)
+        assert same_bytes(reader.get(name), tensor), name
+
+    written = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    specs = [spec_of(*item) for item in written]
+    write_safetensors(tmp_path / "again.safetensors", specs, iter(written))
+    assert (tmp_path / "again.safetensors").stat().st_size == file_bytes(specs)
+    back = load_file(tmp_path / "again.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(same_bytes(back[name], tensor) for name, tensor in tensors.items())
+    with safe_open(tmp_path / "again.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers refuses files that do not say so"
 
 
-def test_a_failed_write_leaves_nothing_behind(original: Path, tmp_path: Path) -> None:
-    def broken() -> Iterator[tuple[str, Tensor]]:
-        yield "model.norm.weight", torch.zeros(3)
-        raise RuntimeError("the disk is full")
-
-    with pytest.raises(RuntimeError, match="disk"):
-        write_hf(broken(), tmp_path / "out", original)
-    assert list(tmp_path.iterdir()) == []
+shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 
-def test_nothing_is_overwritten(original: Path) -> None:
-    with pytest.raises(UserError, match="exists already"):
-        write_hf(_tensors(original), original, original)
+@settings(max_examples=40)
+@given(
+    contents=st.dictionaries(
+        st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(list(DTYPES.values())), shapes),
+        max_size=6,
+    )
+)
+def test_any_file_is_one_that_the_library_reads(
+    contents: dict[str, tuple[torch.dtype, tuple[int, ...]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In any order of dtypes: then some are not aligned."""
+    path = tmp_path_factory.mktemp("any") / "model.safetensors"
+    tensors = {name: of_dtype(dtype, *shape) for name, (dtype, shape) in contents.items()}
+    write_safetensors(path, [spec_of(*item) for item in tensors.items()], iter(tensors.items()))
+    reader = HfReader(path.parent)
+    assert load_file(path).keys() == tensors.keys() == reader.names()
+    for name, tensor in tensors.items():
+        assert same_bytes(reader.get(name), tensor)
 
 
-def test_folders_that_are_no_model_are_refused(original: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.json"):
-        read_architecture(tmp_path)
-    with pytest.raises(UserError, match="safetensors"):
-        HfReader(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(UserError, match=r"gone\.safetensors"):
-        HfReader(tmp_path).get("a")
-    config = json.loads((original / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
-    with pytest.raises(UserError, match="model_type is gpt2"):
-        read_architecture(tmp_path)
+def test_views_are_written_as_they_read(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    views = {"columns": whole[:, 2:4], "turned": whole.T}
+    write_safetensors(
+        tmp_path / "model.safetensors", [spec_of(*item) for item in views.items()], iter(views.items())
+    )
+    back = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(back[name], view) for name, view in views.items())
+
+
+def test_a_tensor_is_a_copy_to_whoever_writes_to_it(original: Path) -> None:
+    name = "model.norm.weight"
+    before = HfReader(original).get(name).clone()
+    HfReader(original).get(name).fill_(7)
+    assert torch.equal(HfReader(original).get(name), before)
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    "tensors",
     [
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type is linear",
-        ),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        [("a", torch.zeros(2)), ("c", torch.zeros(3))],
+        [("a", torch.zeros(2)), ("b", torch.zeros(4))],
+        [("a", torch.zeros(2)), ("b", torch.zeros(3, dtype=torch.float16))],
+        [("a", torch.zeros(2))],
     ],
 )
-def test_models_that_would_be_computed_wrongly_are_refused(
-    original: Path, tmp_path: Path, change: dict[str, object], sentence: str
-) -> None:
-    config = json.loads((original / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(UserError, match=sentence):
-        read_architecture(tmp_path)
+def test_other_tensors_than_announced_make_no_file(tensors: list[tuple[str, Tensor]], tmp_path: Path) -> None:
+    specs = [TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (3,))]
+    with pytest.raises(ValueError, match="was to hold"):
+        write_safetensors(tmp_path / "model.safetensors", specs, iter(tensors))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(2)
+        raise RuntimeError("the source is gone")
+
+    specs = [TensorSpec(name, torch.float32, (2,)) for name in "ab"]
+    with pytest.raises(RuntimeError, match="gone"):
+        write_safetensors(tmp_path / "model.safetensors", specs, broken())
+    assert list(tmp_path.iterdir()) == []
+
+
+def header(text: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+F32 = '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, %d]}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        header(b"{}", 10**15),
+        header(b"not json"),
+        header(b"[]"),
+        header(b'{"a": 3}'),
+        header((F32 % 8).encode()),
+        header((F32 % 4).encode()) + bytes(8),
+        header((F32 % 8).replace("F32", "Q2").encode()) + bytes(8),
+    ],
+)
+def test_a_damaged_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="no whole safetensors file") as error:
+        HfReader(tmp_path)
+    assert "\n" not in str(error.value)
+    assert "model.safetensors" in str(error.value)
+
+
+def test_folders_that_are_no_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no safetensors"):
+        HfReader(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(UserError, match=r"gone\.safetensors"):
+        HfReader(tmp_path)
+    save_file({"b": torch.zeros(1)}, tmp_path / "gone.safetensors")
+    with pytest.raises(UserError, match="does not hold a"):
+        HfReader(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps([1]))
+    with pytest.raises(UserError, match="damaged"):
+        HfReader(tmp_path)

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rlsys.config.schema import Dtype
 from rlsys.weights.bijection import WeightMap
@@ -32,6 +40,16 @@ CONFIGS = {
     "query, key, value": Qwen3Config(
         vocab_size=100, intermediate_size=52, num_key_value_heads=6, head_dim=24, **SIZES
     ),
+    "gate and up of an expert": Qwen3MoeConfig(
+        vocab_size=100,
+        intermediate_size=999,
+        moe_intermediate_size=301,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        **SIZES,
+    ),
 }
 
 
@@ -39,12 +57,11 @@ CONFIGS = {
 @pytest.mark.parametrize("largest", CONFIGS)
 def test_every_parameter_fits_and_none_would_in_less(largest: str, dtype: Dtype, tmp_path: Path) -> None:
     config: PretrainedConfig = CONFIGS[largest]
-    config.save_pretrained(tmp_path)
-    size = largest_tensor_bytes(tmp_path, dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    tensors = dict(model.named_parameters())
-    weights = WeightMap(architecture_of(config))
-    parameters = [weights.entry(name).hf for name in weights.stage_names(range(1), first=True, last=True)]
+    model.save_pretrained(tmp_path)
+    size = largest_tensor_bytes(tmp_path, dtype)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parameters = [entry.hf for entry in WeightMap(architecture_of(config)).entries()]
     assert {name for parts in parameters for name in parts} == set(tensors)
     room = torch.empty(size, dtype=torch.uint8).numpy()
     full = 0
@@ -59,8 +76,16 @@ def test_every_parameter_fits_and_none_would_in_less(largest: str, dtype: Dtype,
     assert full >= 1
 
 
-def test_it_needs_neither_torch_nor_defaults(tmp_path: Path) -> None:
-    shape = {"hidden_size": 10, "num_attention_heads": 5, "intermediate_size": 3, "vocab_size": 4}
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 10,
+        "num_attention_heads": 5,
+        "num_hidden_layers": 1,
+        "intermediate_size": 3,
+        "vocab_size": 4,
+        "max_position_embeddings": 8,
+    }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     script = (
         "import sys; from rlsys.config.schema import Dtype; from rlsys.weights.sizes import largest_tensor_bytes\n"
