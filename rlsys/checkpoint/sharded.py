@@ -1,24 +1,29 @@
-"""Megatron's distributed checkpoints (torch_dist) in a folder that says when it is complete.
+"""Megatron's distributed checkpoints (torch_dist) in a folder that says when it is complete; how they are read.
 
-Invariant: a folder with `complete.json` holds everything that was saved; that file is written last, by
-rename. TP, PP and DP may differ between saving and loading.
+Invariant: a folder with `complete.json` holds everything that was saved; that file is written last, by rename (see
+`rlsys.checkpoint.writing`). TP, PP, EP and DP may differ between saving and loading.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlsys.errors import UserError
 
 COMPLETE = "complete.json"
+_PLAN = ".metadata"
+_NOT_WEIGHTS = ("optimizer.", "master.")
+"""How the names of tensors begin that a model may be loaded without."""
 
 
 def is_complete(folder: str | Path) -> bool:
@@ -27,45 +32,75 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def read_about(folder: str | Path) -> dict[str, Any]:
-    """What was handed to `save` as `about`. Raises UserError if the checkpoint is not complete."""
+    """What was saved as `about`. Raises UserError if the checkpoint is not complete."""
     if not is_complete(folder):
         raise UserError(f"{folder} holds no complete checkpoint; give a folder with {COMPLETE} in it.")
-    about: dict[str, Any] = json.loads((Path(folder) / COMPLETE).read_text())
+    file = Path(folder) / COMPLETE
+    try:
+        about: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: take an earlier checkpoint. ({error})") from error
     return about
-
-
-def save(folder: str | Path, sharded_state: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write a checkpoint; all ranks call this together, on a file system that they share.
-
-    `about` is plain JSON. Raises UserError if `folder` already holds a complete checkpoint.
-    """
-    folder = Path(folder)
-    if is_complete(folder):
-        raise UserError(f"{folder} holds a checkpoint already; save to another folder.")
-    text = json.dumps(about)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(sharded_state, str(folder))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        partial = folder / f".{COMPLETE}.partial"
-        partial.write_text(text)
-        os.replace(partial, folder / COMPLETE)
-    dist.barrier()
 
 
 def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
     """Fill `sharded_state` from a checkpoint and return it; all ranks call this together.
 
-    Raises UserError if the checkpoint is incomplete or of another model.
+    Raises UserError if the checkpoint is incomplete, damaged or of another model.
     """
+    folder = Path(folder)
     read_about(folder)
     try:
-        loaded: dict[str, Any] = dist_checkpointing.load(sharded_state, str(folder))
-    except (CheckpointingException, CheckpointException) as error:
-        raise UserError(
-            f"{folder} holds a checkpoint of another model; give one of this model. ({error})"
-        ) from error
+        state, unused, lacking = dist_checkpointing.load(
+            sharded_state, str(folder), strict=StrictHandling.RETURN_ALL
+        )
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise _as_user_error(folder, error) from error
+    weights = [name for name in unused if not name.startswith(_NOT_WEIGHTS) and "_extra_state" not in name]
+    for names, what in ((lacking, "lacks"), (weights, "has, and the model lacks,")):
+        if names:
+            raise _of_another_model(folder, f"it {what} {min(names)}")
+    loaded: dict[str, Any] = state
     return loaded
+
+
+def _as_user_error(folder: Path, error: BaseException) -> UserError:
+    """What is wrong with the checkpoint `folder`, which could not be loaded."""
+    damage = _damage(folder)
+    if damage:
+        return UserError(f"{damage}: take an earlier checkpoint.")
+    inner = error
+    if isinstance(error, CheckpointException) and error.failures:
+        inner = min(error.failures.items())[1][0]
+    reason = (str(inner) or type(inner).__name__).splitlines()[0]
+    if isinstance(inner, CheckpointingException | KeyError):
+        return _of_another_model(folder, reason)
+    return UserError(f"{folder} could not be loaded: take an earlier checkpoint. ({reason})")
+
+
+def _of_another_model(folder: Path, reason: str) -> UserError:
+    return UserError(f"{folder} holds a checkpoint of another model; give one of this model. ({reason})")
+
+
+def _damage(folder: Path) -> str | None:
+    """The first file of a checkpoint that is missing, cut short or unreadable, and that it is; None if none is seen."""
+    for name in (CONFIG_FNAME, COMMON_STATE_FNAME, _PLAN):
+        if not (folder / name).is_file():
+            return f"{folder / name} is missing"
+    try:
+        json.loads((folder / CONFIG_FNAME).read_text())
+    except ValueError:
+        return f"{folder / CONFIG_FNAME} is damaged"
+    if not zipfile.is_zipfile(folder / COMMON_STATE_FNAME):
+        return f"{folder / COMMON_STATE_FNAME} is damaged"
+    try:
+        pieces = FileSystemReader(folder).read_metadata().storage_data.values()
+    except Exception:  # noqa: BLE001 - a pickle that is damaged may raise anything
+        return f"{folder / _PLAN} is damaged"
+    for piece in pieces:
+        file = folder / piece.relative_path
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size < piece.offset + piece.length:
+            return f"{file} was cut short, to {file.stat().st_size} bytes"
+    return None

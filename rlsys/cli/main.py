@@ -23,8 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", help="Train a policy as a config says.")(train.command)
-app.command("eval", help="Ask a model the held-out questions, greedily.")(evaluate.command)
-app.command("convert", help="Turn a Megatron checkpoint into a Hugging Face folder.")(convert.command)
+app.command("eval", help="Ask a model sets of questions, and say how well it answers.")(evaluate.command)
+app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")
 app.add_typer(search.app, name="search")
 app.command("doctor", help="Say what is installed, what is missing, and what to do.")(doctor.command)

@@ -56,10 +56,10 @@ def test_a_process_ends_with_the_sentence_alone() -> None:
 
 
 def test_converting_what_is_no_checkpoint_is_one_sentence_without_libraries_warnings(tmp_path: Path) -> None:
-    done = subprocess_of("convert", str(tmp_path), str(tmp_path / "out"), "--hf", str(tmp_path))
+    done = subprocess_of("convert", "mg2hf", str(tmp_path), str(tmp_path / "out"), "--hf", str(tmp_path))
     assert done.returncode == 2
     assert is_one_sentence(done.stderr), done.stderr
-    assert done.stderr.startswith(f"{tmp_path} holds no complete checkpoint")
+    assert done.stderr.startswith(f"{tmp_path} holds no checkpoint of Megatron's")
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,197 @@
+"""Our frozen dataclasses in one file, without pickle: what is read can hold values, and nothing that runs.
+
+A tree of dataclasses, numpy arrays, enums, tuples, mappings, unions and scalars is written as its type hints say, and
+read by the same hints. The file is an `.npz` of few members: the tree as JSON, and for each dtype that occurs all arrays
+of it in a row.
+
+Invariants: what is loaded equals what was saved, to the bit and the dtype (NaN and infinities too), in the same order;
+every array that is loaded owns its memory, so that keeping one does not keep all; a file is there under its name only
+when it is complete; one that is damaged, or of other types, raises UserError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlsys.errors import RunError, UserError
+
+_TREE = "tree"
+_SCALARS: Mapping[Any, tuple[type, ...]] = {
+    bool: (bool, np.bool_),
+    int: (int, np.integer),
+    float: (float, int, np.floating, np.integer),
+    str: (str,),
+}
+"""Hint -> what may stand there."""
+T = TypeVar("T")
+
+
+def save_values(path: Path, value: Any) -> None:
+    """Write `value`, a dataclass, to `path`.
+
+    Raises TypeError for a value that its hints do not allow or that no file can hold, RunError if it cannot be written.
+    """
+    arrays = _Arrays()
+    tree = json.dumps(_encoded(value, type(value), arrays), separators=(",", ":"))
+    members = {_TREE: np.frombuffer(tree.encode(), np.uint8), **arrays.joined()}
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, allow_pickle=False, **members)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as problem:
+        raise RunError(f"{path} could not be written: {problem.strerror or problem}.") from problem
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_values(path: Path, kind: type[T]) -> T:
+    """What `save_values` wrote to `path`, a `kind`. Raises UserError unless the file is whole and holds one."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            members = {name: file[name] for name in file.files}
+        tree = json.loads(members.pop(_TREE).tobytes())
+    except FileNotFoundError as problem:
+        raise UserError(f"{path} does not exist: give a checkpoint that is whole.") from problem
+    except Exception as problem:  # Whatever a damaged file makes its readers raise.
+        raise UserError(
+            f"{path} is damaged ({_first_line(problem)}): take an earlier checkpoint."
+        ) from problem
+    try:
+        loaded: T = _decoded(tree, kind, members)
+    except (TypeError, ValueError, LookupError, AttributeError) as problem:
+        raise UserError(
+            f"{path} does not hold a {kind.__name__} as this version of rlsys knows it ({_first_line(problem)}): "
+            "take another checkpoint, or the version that wrote it."
+        ) from problem
+    return loaded
+
+
+class _Arrays:
+    """Arrays on their way into a file."""
+
+    def __init__(self) -> None:
+        self._of_dtype: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        self._lengths: dict[str, int] = defaultdict(int)
+
+    def add(self, array: NDArray[Any]) -> dict[str, Any]:
+        """Where to find it: the member, the first of its values, and its shape."""
+        if array.dtype.hasobject or array.dtype.names:
+            raise TypeError(f"An array of {array.dtype} cannot be saved without pickle.")
+        name = array.dtype.str
+        start = self._lengths[name]
+        self._of_dtype[name].append(array.ravel())
+        self._lengths[name] += array.size
+        return {"in": name, "from": start, "shape": list(array.shape)}
+
+    def joined(self) -> dict[str, NDArray[Any]]:
+        """Members of the file."""
+        return {name: np.concatenate(found) for name, found in self._of_dtype.items()}
+
+
+def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
+    """`value`, which is a `hint`, as JSON."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return _encoded_member(value, inner, arrays)
+    if origin is Any:
+        return value
+    if not isinstance(value, _SCALARS.get(origin, origin)):
+        raise TypeError(f"A {type(value).__name__} stands where a {origin.__name__} should.")
+    if origin in _SCALARS:
+        return origin(value)
+    if origin is np.ndarray:
+        return arrays.add(value)
+    if issubclass(origin, Enum):
+        return value.value
+    if _is_record(origin):
+        hints = _hints(origin)
+        return {name: _encoded(getattr(value, name), hints[name], arrays) for name in hints}
+    if issubclass(origin, Mapping):
+        key, item = inner
+        return [[_encoded(k, key, arrays), _encoded(v, item, arrays)] for k, v in value.items()]
+    if origin is tuple:
+        return [_encoded(one, of, arrays) for one, of in zip(value, _items(inner, len(value)), strict=True)]
+    raise TypeError(f"Values of type {hint} cannot be saved.")
+
+
+def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
+    """The `hint` that `tree` stands for."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType):
+        return _decoded_member(tree, inner, members)
+    if origin is Any:
+        return tree
+    if origin in _SCALARS:
+        if type(tree) is not origin:
+            raise TypeError(f"{tree!r} stands where a {origin.__name__} should")
+        return tree
+    if origin is np.ndarray:
+        start, shape = tree["from"], tree["shape"]
+        return members[tree["in"]][start : start + int(np.prod(shape))].reshape(shape).copy()
+    if issubclass(origin, Enum):
+        return origin(tree)
+    if _is_record(origin):
+        hints = _hints(origin)
+        if tree.keys() != hints.keys():
+            raise TypeError(f"{sorted(tree.keys() ^ hints.keys())} are on one side only")
+        return origin(**{name: _decoded(tree[name], hints[name], members) for name in hints})
+    if issubclass(origin, Mapping):
+        key, item = inner
+        return {_decoded(k, key, members): _decoded(v, item, members) for k, v in tree}
+    return tuple(_decoded(one, of, members) for one, of in zip(tree, _items(inner, len(tree)), strict=True))
+
+
+def _encoded_member(value: Any, kinds: tuple[Any, ...], arrays: _Arrays) -> Any:
+    """A value of a union: null is None, another is told by its class where several are possible."""
+    if value is None and NoneType in kinds:
+        return None
+    others = [kind for kind in kinds if kind is not NoneType]
+    if len(others) == 1:
+        return _encoded(value, others[0], arrays)
+    if type(value) not in others:
+        raise TypeError(f"A {type(value).__name__} stands where one of {others} should.")
+    return {type(value).__name__: _encoded(value, type(value), arrays)}
+
+
+def _decoded_member(tree: Any, kinds: tuple[Any, ...], members: Mapping[str, NDArray[Any]]) -> Any:
+    if tree is None and NoneType in kinds:
+        return None
+    others = [kind for kind in kinds if kind is not NoneType]
+    if len(others) == 1:
+        return _decoded(tree, others[0], members)
+    ((name, inner),) = tree.items()
+    return _decoded(inner, {kind.__name__: kind for kind in others}[name], members)
+
+
+def _items(inner: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """The hint of each item of a tuple."""
+    return (inner[0],) * length if inner[1:] == (Ellipsis,) else inner
+
+
+def _is_record(kind: Any) -> bool:
+    return is_dataclass(kind)
+
+
+@cache
+def _hints(kind: type[Any]) -> Mapping[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _first_line(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]

@@ -1,0 +1,219 @@
+"""Megatron's checkpoints of one file a rank, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, read tensor by tensor.
+
+A file holds the layers of its stage, numbered from 0, and of its share of the experts; with virtual stages it holds
+several models. Which layers those are follows from how many each holds. The files are untrusted pickles: settings and
+states of random generators are tolerated but neither imported nor made, and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlsys.checkpoint.on_disk import Inert, OnDisk, find_tensors
+from rlsys.checkpoint.stored import MegatronCheckpoint, Stored
+from rlsys.errors import UserError
+
+FILE = "model_optim_rng.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_MODEL = re.compile(r"model(\d*)")
+_WRAPPERS = re.compile(r"^(?:module\.)+")
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
+_EXPERT = re.compile(r"(\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
+_TOLERATED = re.compile(
+    r"(megatron|transformer_engine|apex)\..*|argparse\.Namespace|types\.SimpleNamespace|_?io\.BytesIO"
+    r"|numpy\.(dtype|ndarray|dtypes\.\w+|_?core\.multiarray\.(_reconstruct|scalar))"
+    r"|pathlib(\._local)?\.(Pure)?PosixPath|datetime\.timedelta"
+)
+"""Classes of what lies beside the weights."""
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rank:
+    """Whose file it is."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What one file says: its models in the order of virtual stages, the ranks in all, and the step."""
+
+    models: tuple[dict[str, OnDisk], ...]
+    sizes: dict[str, int]
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The ranks that there are. A rank of the experts' tensor parallelism holds what `etp` ranks cut an expert in."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    def pairs(self) -> set[tuple[int, int]]:
+        """Tensor and expert rank of each file of a stage."""
+        count = lcm(self.tp, self.etp * self.ep)
+        return {(rank % self.tp, rank // self.etp % self.ep) for rank in range(count)}
+
+
+class LegacyCheckpoint(MegatronCheckpoint):
+    """A folder with a folder for every rank."""
+
+    format = "mp_rank"
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError if a rank's file is missing, damaged, or asks to run code."""
+        files = {rank: _read_file(file) for rank, file in sorted(_rank_files(folder))}
+        files = _with_expert_ranks(files)
+        grid = _grid(folder, files)
+        self._pieces = _assemble(files, grid)
+        self._stored = {
+            name: Stored(tuple(piece.shape for piece in pieces), pieces[0].dtype)
+            for name, pieces in self._pieces.items()
+        }
+        stages = max(len(file.models) for file in files.values())
+        layout = f"tp {grid.tp}, pp {grid.pp}, ep {grid.ep}" + (
+            f", {stages} virtual stages" if stages > 1 else ""
+        )
+        super().__init__(folder, next(iter(files.values())).step, layout)
+
+    def names(self) -> Mapping[str, Stored]:
+        """See `MegatronCheckpoint`."""
+        return self._stored
+
+    def _read(self, name: str) -> list[Tensor]:
+        """See `MegatronCheckpoint`."""
+        return [piece.read() for piece in self._pieces[name]]
+
+
+def _rank_files(folder: Path) -> Iterator[tuple[Rank, Path]]:
+    """With one number after the tensor rank it is taken for the pipeline's; see `_with_expert_ranks`."""
+    for path in folder.glob("mp_rank_*"):
+        if named := _RANK.fullmatch(path.name):
+            if not (path / FILE).is_file():
+                raise UserError(f"{path / FILE} is not there; complete the checkpoint, or copy it again.")
+            yield Rank(*(int(number or 0) for number in named.groups())), path / FILE
+
+
+def _read_file(file: Path) -> RankFile:
+    with file.open("rb") as stream:
+        loaded, locate = find_tensors(file, stream, is_inert=lambda name: bool(_TOLERATED.fullmatch(name)))
+    if not isinstance(loaded, dict):
+        raise UserError(f"{file} holds no checkpoint of Megatron's; give another folder.")
+    chunks = {
+        int(named[1] or 0): value for key, value in loaded.items() if (named := _MODEL.fullmatch(str(key)))
+    }
+    if not chunks or sorted(chunks) != list(range(len(chunks))):
+        raise UserError(
+            f"{file} holds {', '.join(map(str, loaded))}, but no model; give a checkpoint of a model."
+        )
+    models = []
+    for _, chunk in sorted(chunks.items()):
+        if "language_model" in chunk:
+            raise UserError(
+                f"{file} is of Megatron's old models, which are not read; convert it to Megatron-core."
+            )
+        weights = {
+            name: value for name, value in chunk.items() if isinstance(value, Tensor) and _is_weight(name)
+        }
+        models.append({_WRAPPERS.sub("", name): locate(tensor) for name, tensor in weights.items()})
+    step = loaded.get("iteration")
+    return RankFile(tuple(models), _sizes(loaded.get("args")), step if isinstance(step, int) else None)
+
+
+def _is_weight(name: str) -> bool:
+    return "_extra_state" not in name
+
+
+def _sizes(settings: Any) -> dict[str, int]:
+    """Ranks that there should be, where Megatron's settings lie beside the weights."""
+    if not isinstance(settings, Inert):
+        return {}
+    found = {short: getattr(settings, name, None) for short, name in _SIZES.items()}
+    return {short: size for short, size in found.items() if isinstance(size, int)}
+
+
+def _with_expert_ranks(files: dict[Rank, RankFile]) -> dict[Rank, RankFile]:
+    """Without pipeline stages, the one number after the tensor rank is the expert rank.
+
+    Then every file begins with the embedding; of pipeline stages only the first does.
+    """
+    first = "embedding.word_embeddings.weight"
+    if any(rank.ep for rank in files) or not all(first in file.models[0] for file in files.values()):
+        return files
+    return {Rank(rank.tp, 0, rank.pp): file for rank, file in files.items()}
+
+
+def _grid(folder: Path, files: dict[Rank, RankFile]) -> Grid:
+    """Raises UserError if a rank of a regular layout is missing."""
+    said = next(iter(files.values())).sizes
+    tp, pp, ep = (
+        max(1 + max(getattr(rank, axis) for rank in files), said.get(axis, 1)) for axis in ("tp", "pp", "ep")
+    )
+    grids = [Grid(tp, pp, ep, etp) for etp in range(tp, 0, -1) if tp % etp == 0]
+    for grid in grids:
+        if all(
+            {(rank.tp, rank.ep) for rank in files if rank.pp == stage} == grid.pairs() for stage in range(pp)
+        ):
+            return grid
+    missing = min(Rank(t, p, e) for p in range(pp) for t, e in grids[0].pairs() if Rank(t, p, e) not in files)
+    name = f"mp_rank_{missing.tp:02d}" + (f"_{missing.pp:03d}" if pp > 1 else "")
+    name += f"_{missing.ep:03d}" if ep > 1 else ""
+    raise UserError(f"{folder / name / FILE} is not there; complete the checkpoint, or copy it again.")
+
+
+def _assemble(files: dict[Rank, RankFile], grid: Grid) -> dict[str, list[OnDisk]]:
+    """The pieces of every weight in the order of tensor ranks, by its name with global numbers."""
+    pieces: dict[str, list[OnDisk]] = {}
+    first_layer = 0
+    virtual = max(len(file.models) for file in files.values())
+    for chunk in range(virtual):
+        for stage in range(grid.pp):
+            ranks = [rank for rank in files if rank.pp == stage and chunk < len(files[rank].models)]
+            layers = 0
+            for rank in ranks:
+                model = files[rank].models[chunk]
+                experts = 1 + max(
+                    (int(found[2]) for name in model if (found := _EXPERT.search(name))), default=-1
+                )
+                for name, piece in model.items():
+                    layers = max(layers, _local_layer(name) + 1)
+                    if _holds(rank, name, grid):
+                        pieces.setdefault(_renumbered(name, first_layer, rank.ep * experts), []).append(piece)
+            first_layer += layers
+    return pieces
+
+
+def _holds(rank: Rank, name: str, grid: Grid) -> bool:
+    """Whether a rank's piece counts: of what several ranks hold alike, it is the first one's."""
+    pairs = grid.pairs()
+    if not _EXPERT.search(name):
+        return rank.ep == min(ep for tp, ep in pairs if tp == rank.tp)
+    alike = [tp for tp, ep in pairs if ep == rank.ep and tp % grid.etp == rank.tp % grid.etp]
+    return rank.tp == min(alike)
+
+
+def _local_layer(name: str) -> int:
+    found = _LAYER.match(name)
+    return int(found[2]) if found else -1
+
+
+def _renumbered(name: str, first_layer: int, first_expert: int) -> str:
+    name = _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + first_layer}{found[3]}", name)
+    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", name)

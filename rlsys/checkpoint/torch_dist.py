@@ -1,0 +1,237 @@
+"""Megatron's distributed checkpoints, read tensor by tensor.
+
+`.metadata` says which chunk of which tensor lies where; a chunk is what `torch.save` writes. That file is a pickle and
+untrusted, so it may name the classes that such metadata is made of and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
+from math import prod
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from rlsys.checkpoint import keys
+from rlsys.checkpoint.on_disk import OnDisk, find_tensors
+from rlsys.checkpoint.stored import MegatronCheckpoint, Stored
+from rlsys.errors import UserError
+from rlsys.weights.bijection import Entry, WeightMap
+from rlsys.weights.families import Cut
+
+METADATA, BACKEND, COMPLETE = ".metadata", "metadata.json", "complete.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a weight within a chunk."""
+
+    file: str
+    start: int
+    """Bytes into the file, to what `torch.save` wrote."""
+    length: int
+    sizes: tuple[int, ...]
+    """Of the chunk."""
+    within: tuple[int, ...]
+    """Where along the chunk's leading axes the weight is."""
+    at: tuple[int, ...]
+    """Where in the weight the piece begins."""
+
+
+class TorchDistCheckpoint(MegatronCheckpoint):
+    """A folder with `.metadata` and `.distcp` files."""
+
+    format = "torch_dist"
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError if the folder is incomplete, or its metadata is damaged or is none."""
+        self._stored, self._pieces = _index(folder / METADATA)
+        super().__init__(folder, _step(folder), self._cuts(folder))
+
+    def names(self) -> Mapping[str, Stored]:
+        """See `MegatronCheckpoint`."""
+        return self._stored
+
+    def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
+        """See `MegatronCheckpoint`; what lies in one piece is not copied."""
+        self._check_shape(entry, weights)
+        if entry.rule.cut not in (Cut.GATE_UP, Cut.VOCAB):
+            return super().parts(entry, weights)
+        # In the whole tensor they follow one another, and it is often cut between them.
+        name, shapes = self._stored_name(entry), weights.hf_shapes(entry)
+        bounds = pairwise(accumulate((shape[0] for shape in shapes), initial=0))
+        return [(hf, self._rows(name, *rows)) for hf, rows in zip(entry.hf, bounds, strict=True)]
+
+    def _read(self, name: str) -> list[Tensor]:
+        """See `MegatronCheckpoint`: always whole."""
+        (shape,) = self._stored[name].shapes
+        return [self._rows(name, 0, shape[0])]
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Some rows of a weight, which has at least one dimension."""
+        stored = self._stored[name]
+        (shape,) = stored.shapes
+        found: list[tuple[tuple[int, ...], OnDisk]] = []
+        for piece in self._pieces[name]:
+            first, rows = piece.at[0], piece.sizes[len(piece.within)]
+            begin, end = max(start - first, 0), min(stop - first, rows)
+            if begin < end:
+                place = self._locate(name, piece, stored.dtype).rows(begin, end)
+                found.append(((first + begin - start, *piece.at[1:]), place))
+        if sum(prod(place.shape) for _, place in found) != prod((stop - start, *shape[1:])):
+            raise UserError(
+                f"{self.folder / METADATA} does not say where all of {name} is; use another checkpoint."
+            )
+        if len(found) == 1:
+            return found[0][1].read()
+        whole = torch.empty((stop - start, *shape[1:]), dtype=stored.dtype)
+        for origin, place in found:
+            region = tuple(slice(at, at + size) for at, size in zip(origin, place.shape, strict=True))
+            whole[region].copy_(place.read())
+        return whole
+
+    def _locate(self, name: str, piece: Piece, dtype: torch.dtype) -> OnDisk:
+        file = self.folder / piece.file
+        if not file.is_file():
+            raise UserError(f"{file} is not there, but holds {name}; complete the checkpoint.")
+        if file.stat().st_size < piece.start + piece.length:
+            raise UserError(
+                f"{file} is cut short, and {name} was in it; complete the checkpoint, or copy it again."
+            )
+        with file.open("rb") as stream:
+            view: Any = _create_file_view(stream, piece.start, piece.length)
+            tensor, locate = find_tensors(file, view, piece.start)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.dtype != dtype:
+            raise UserError(f"{file} does not hold {name} as {METADATA} says; use another checkpoint.")
+        chunk, axes = locate(tensor), len(piece.within)
+        skipped = sum(number * step for number, step in zip(piece.within, chunk.stride, strict=False))
+        return replace(
+            chunk,
+            offset=chunk.offset + skipped * dtype.itemsize,
+            shape=chunk.shape[axes:],
+            stride=chunk.stride[axes:],
+        )
+
+    def _cuts(self, folder: Path) -> str:
+        """A distributed checkpoint is whole; only the chunks tell of the tensor parallelism that wrote it."""
+        cuts = [len(self._pieces[name]) for name in self._stored if name.endswith("linear_proj.weight")]
+        files = len(list(folder.glob("*.distcp")))
+        return f"whole tensors, saved under tp {max(cuts, default=1)} in {files} files"
+
+
+class _MegatronMetadata(metadata.Metadata):
+    """Older Megatrons wrote classes of their own, of which only torch's fields matter here."""
+
+
+_OF_TORCH: dict[ModuleType, tuple[str, ...]] = {
+    metadata: (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    planner: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    filesystem: ("_StorageInfo", "_StoragePrefix"),
+}
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_OLD_TORCH = "torch.distributed._shard.sharded_tensor.metadata"
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(place.__name__, name): getattr(place, name) for place, names in _OF_TORCH.items() for name in names},
+    (_OLD_TORCH, "TensorProperties"): metadata.TensorProperties,
+    (_OLD_TORCH, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
+    (_MEGATRON, "MCoreMetadata"): _MegatronMetadata,
+    (_MEGATRON, "MCoreSavePlan"): planner.SavePlan,
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+"""What `.metadata` may name, by module and name, and what is made for it."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes nothing but metadata of tensors."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(io.BytesIO(file.read_bytes()))
+        self._file = file
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class on the list, or a dtype. Raises UserError for any other."""
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise UserError(
+            f"{self._file} asks for {module}.{name}, which is no metadata of tensors; it is not read, for it could run "
+            "code. Use a checkpoint from a source that you trust."
+        )
+
+
+def _index(file: Path) -> tuple[dict[str, Stored], dict[str, list[Piece]]]:
+    """Every weight, and the pieces that it is made of."""
+    stored: dict[str, Stored] = {}
+    pieces: dict[str, list[Piece]] = {}
+    try:
+        found = _MetadataUnpickler(file).load()
+        for key, tensor in found.state_dict_metadata.items():
+            if isinstance(tensor, metadata.TensorStorageMetadata) and keys.is_weight(key):
+                _add(key, tensor, found.storage_data, stored, pieces)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle may fail in any way
+        raise UserError(f"{file} is damaged or cut short ({error}); copy the checkpoint again.") from error
+    return stored, pieces
+
+
+def _add(
+    key: str,
+    tensor: metadata.TensorStorageMetadata,
+    places: Mapping[metadata.MetadataIndex, Any],
+    stored: dict[str, Stored],
+    pieces: dict[str, list[Piece]],
+) -> None:
+    plain = keys.unwrapped(key)
+    axes, half = keys.leading_axes(plain), keys.half_of(plain)
+    rows, *others = tuple(tensor.size)[axes:] or (1,)
+    shape = tuple(tensor.size)[axes:] if half is None else (2 * rows, *others)
+    for chunk in tensor.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        place = places[metadata.MetadataIndex(key, offsets)]
+        if Path(place.relative_path).name != place.relative_path or getattr(
+            place, "transform_descriptors", None
+        ):
+            raise UserError(
+                f"{place.relative_path} holds {key} in a way that is not read here; use torch_dist as is."
+            )
+        at = offsets[axes:] if half is None else (offsets[axes] + half * rows, *offsets[axes + 1 :])
+        for within in product(*(range(size) for size in sizes[:axes])):
+            numbers = tuple(map(sum, zip(offsets, within, strict=False)))
+            name = keys.name_of(plain, numbers)
+            stored[name] = Stored((shape,), tensor.properties.dtype)
+            piece = Piece(place.relative_path, place.offset, place.length, sizes, within, at)
+            pieces.setdefault(name, []).append(piece)
+
+
+def _step(folder: Path) -> int | None:
+    """The step it was saved at, as rlsys notes it or Megatron names the folder."""
+    note = folder / COMPLETE
+    if note.is_file():
+        try:
+            step = json.loads(note.read_text())["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{note} is damaged; copy the checkpoint again.") from error
+        return int(step)
+    named = re.fullmatch(r"iter_(\d+)", folder.name)
+    return int(named[1]) if named else None
