@@ -1,9 +1,9 @@
 """The pipeline's properties over many seeds: whole runs with scripted workers under a virtual clock.
 
-    python -m bench.interleavings --seeds 100000        # some minutes on one core; the suite takes 10,000
+    python -m bench.interleavings --seeds 100000        # a quarter of an hour on one core; the suite takes some thousand
     python -m bench.interleavings --first 4711 --seeds 1   # one seed again
 
-What a seed decides, and what is held against its run, is told in docs/pipeline.md. Every seed that fails is
+Each seed is run through, and once more with the run killed and resumed. What a seed decides, and what is held against its run, is told in docs/pipeline.md. Every seed that fails is
 shown with the property that it breaks; the exit status is 1 if there is one.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tests.pipeline.simulation import Simulation, simulate
+from tests.pipeline.simulation import Simulation, simulate, simulate_lives
 from tests.pipeline.watched import Breach
 
 RESULT = Path("outputs/bench/interleavings.json")
@@ -43,6 +44,7 @@ def main(
         for seed in range(first, first + seeds):
             try:
                 seen += _seen(simulate(seed))
+                seen += _seen_saved(simulate_lives(seed))
             except Exception as error:  # noqa: BLE001, each is a finding, and the other seeds are still run
                 failures[seed] = str(error) if isinstance(error, Breach) else repr(error)
                 progress.update(task, description=f"[red]{len(failures)} failures")
@@ -78,6 +80,22 @@ def _seen(simulation: Simulation) -> Counter[str]:
         **{f"tokens trained {lag} versions late": count for lag, count in record.lags.items() if lag},
     }
     return dropped + Counter(counts)
+
+
+def _seen_saved(lives: Sequence[Simulation]) -> Counter[str]:
+    """What was under way in the lives of a run when they were saved."""
+    counts: Counter[str] = Counter()
+    for state in (life.saved.state.flow for life in lives if life.saved is not None):
+        counts += Counter(
+            {
+                "runs killed and resumed": 1,
+                "saved: groups that roll": len(state.ledger.rolling),
+                "saved: of them with something begun": len(state.begun),
+                "saved: groups that wait for scores": len(state.rolled),
+                "saved: groups that are scored": len(state.scored),
+            }
+        )
+    return counts
 
 
 def _table(seeds: int, cpu_seconds: float, seen: Counter[str], failures: dict[int, str]) -> Table:

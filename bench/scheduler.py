@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from rlsys.agent.begun import Begun
 from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
@@ -71,13 +72,17 @@ class Instant:
         self._size = group_size
         self._scores = Scores(np.zeros(TOKENS, np.float32))
 
-    async def run_group(self, _: Question) -> list[Trajectory]:
+    async def run_group(self, _: Question, _ticket: int, _begun: Sequence[Begun] = ()) -> list[Trajectory]:
         """The same trajectories for every question."""
         self.running += 1
         self.most_running = max(self.running, self.most_running)
         await asyncio.sleep(0)
         self.running -= 1
         return [_trajectory(self.version)] * self._size
+
+    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+        """Nothing is ever half done."""
+        return {}
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Noughts."""
@@ -166,6 +171,7 @@ async def _train(per_step: int, group_size: int) -> Instant:
             await learn(flow, {"actor": workers}, workers, cut, _say("actor"))
             workers.version = step
             flow.publish(step)
+            flow.ledger.ended()
         flow.stop()
     return workers
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlsys.agent.begun import Begun
 from rlsys.agent.trajectory import Trajectory
 from rlsys.algorithms.kl_control import kl_control
 from rlsys.config.schema import Packing, RunConfig
@@ -119,7 +120,9 @@ class Playback:
         # With fewer places than groups, those that wait for one could not keep to their wave.
         self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
 
-    async def run_group(self, question: Question) -> list[Trajectory]:
+    async def run_group(
+        self, question: Question, _ticket: int, _begun: Sequence[Begun] = ()
+    ) -> list[Trajectory]:
         """See `RolloutGroup`."""
         version = self._version
         place = self._begun % self._groups
@@ -128,6 +131,10 @@ class Playback:
         await asyncio.sleep(wave * WAVE_S + self._random.random() * EPISODE_S)
         self._seen.happened("r")
         return self._recording[question.uid, version]
+
+    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+        """What is played back is whole, or has not begun."""
+        return {}
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
         """See `weight_sync.Receiver`."""
@@ -255,7 +262,7 @@ def _session(
     seen: Outcome,
 ) -> Any:
     tracer, pauses = Tracer("test"), Pauses(arrivals.seed)
-    dealers = {name: _dealer(config, name, len(group.ranks)) for name, group in groups.items()}
+    dealers = {name: make_dealer(config, name, len(group.ranks)) for name, group in groups.items()}
     prompts = PromptSource(questions, config.trainer.seed)
     devices = Residence({}, tracer)
     rewards, kl = Rewards(config.reward, config.task, config.compat), kl_control(config.algorithm)
@@ -288,7 +295,7 @@ def _session(
     )
 
 
-def _dealer(config: RunConfig, name: str, ranks: int) -> Dealer:
+def make_dealer(config: RunConfig, name: str, ranks: int) -> Dealer:
     settings = config.actor if name == "actor" else config.inference
     return Dealer(
         settings.parallel, ranks, settings.micro_batch_tokens, PAD_ID, settings.packing is Packing.packed

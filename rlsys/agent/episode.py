@@ -6,7 +6,8 @@ tokens of a turn, of an observation and of the whole, and the time of the whole.
 Invariants: a trajectory never holds more than `max_total_tokens` tokens; an episode that runs out of
 time is returned with what it had, `Finish.ABORTED`, and its running generation is cancelled (a
 `Generator` must then free its request; one that does not is left behind, and the episode returns all the
-same); a search that fails becomes an observation, not an exception.
+same); a search that fails becomes an observation, not an exception. At any moment an episode can be taken
+out as of its last whole turn and go on later, elsewhere: see `begun.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal, Protocol, TypeVar
 
+from rlsys.agent.begun import PartialEpisode, partial_episode
 from rlsys.agent.codec import Codec
 from rlsys.agent.observation import Observer
 from rlsys.agent.protocol import End, Parsed, Say, State
@@ -153,24 +155,47 @@ async def within(
 class Episode:
     """The state of one running episode."""
 
-    def __init__(self, question: Question, sample: int, tools: EpisodeTools, sampling: TurnSampling) -> None:
+    def __init__(
+        self,
+        question: Question,
+        sample: int,
+        tools: EpisodeTools,
+        sampling: TurnSampling,
+        begun: PartialEpisode | None = None,
+    ) -> None:
+        """`begun` is what there is of it already, from the same question, task and tokenizer."""
         self._question = question
         self._sample = sample
         self._tools = tools
         self._sampling = sampling
         self._context = open_context(tools.task.token_mode, tools.codec, tools.codec.prompt(question.prompt))
         self._turns: list[Turn] = []
+        self._generations: list[Sample] = []
+        """Of `_turns`, as sampled."""
+        self._whole = 0
+        """How many of `_turns` have been answered by the environment."""
         length = len(self._context.input_ids())
         if length > tools.task.max_prompt_tokens:
             raise UserError(
                 f"Question {question.uid} has {length} tokens, more than task.max_prompt_tokens="
                 f"{tools.task.max_prompt_tokens}; raise the limit or drop the question."
             )
+        if begun is not None:
+            self._go_on_from(begun)
+
+    def begun(self) -> PartialEpisode | None:
+        """The whole turns so far, if there is one."""
+        whole = self._whole
+        if not whole:
+            return None
+        return partial_episode(
+            self._question.uid, self._sample, self._turns[:whole], self._generations[:whole]
+        )
 
     async def run(self) -> Finish:
         """Take turns until the episode ends."""
         task = self._tools.task
-        state = State()
+        state = State(self._whole)
         while True:
             inputs = self._context.input_ids()
             room = self._room(len(inputs))
@@ -185,8 +210,8 @@ class Episode:
             )
             state, effect = self._tools.rules.step(state, self._tools.codec.decode(generation.token_ids))
             parsed = effect.turn
-            self._context.add_turn(_as_sample(inputs, generation), parsed.text)
-            self._turns.append(_as_turn(parsed, generation, len(inputs), perf_counter() - started))
+            turn = _as_turn(parsed, generation, len(inputs), perf_counter() - started)
+            self._add(turn, _as_sample(inputs, generation))
             if generation.finish == "abort":
                 return Finish.ABORTED
             if isinstance(effect, End):
@@ -200,6 +225,7 @@ class Episode:
                 fits = await self._search(parsed.content, room)
             if not fits:
                 return Finish.TOKEN_LIMIT
+            self._whole = len(self._turns)
 
     def trajectory(self, finish: Finish) -> Trajectory:
         """What the episode has so far, as ended by `finish`."""
@@ -220,6 +246,31 @@ class Episode:
             turns=tuple(self._turns),
             finish=Finish.TOKEN_LIMIT if record.truncated else finish,
         )
+
+    def _go_on_from(self, begun: PartialEpisode) -> None:
+        """Take the turns of `begun` as they were taken first."""
+        if (begun.question_uid, begun.sample) != (self._question.uid, self._sample):
+            raise ValueError(
+                f"Sample {self._sample} of question {self._question.uid} cannot go on from sample "
+                f"{begun.sample} of question {begun.question_uid}."
+            )
+        for turn, own, ended_itself in begun.generations():
+            sample = Sample(
+                input_ids=self._context.input_ids(),
+                output_ids=begun.token_ids[own].tolist(),
+                logprobs=begun.logprobs[own].tolist(),
+                versions=begun.versions[own].tolist(),
+                ended_itself=ended_itself,
+            )
+            self._add(turn, sample)
+            self._context.add_observation(turn.observation)
+        self._whole = len(self._turns)
+
+    def _add(self, turn: Turn, sample: Sample) -> None:
+        """Append a generation."""
+        self._context.add_turn(sample, turn.text)
+        self._turns.append(turn)
+        self._generations.append(sample)
 
     def _room(self, context_tokens: int) -> int:
         """Tokens that may still be added, one kept for the end-of-sequence token."""

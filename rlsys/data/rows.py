@@ -74,6 +74,12 @@ def question_of(file: Path, line: int, row: Any) -> Question:
     extra = row.get("extra_info") or {}
     if not isinstance(extra, Mapping):
         raise UserError(f'{where}: "extra_info" must be an object, or be left out.')
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as problem:
+        raise UserError(
+            f'{where}: "extra_info" holds what JSON cannot ({problem}): leave it out, or write it as text.'
+        ) from problem
     text = _raw_text(row, extra)
     prompt, field, answers = _prompt_and_answers(row, text, where)
     answers = [answers] if isinstance(answers, str) else answers

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
 from rlsys.groups.dealer import Dealer
-from rlsys.megatron.results import LogProbs, switch_figures
-from rlsys.observe.spans import Tracer
+from rlsys.megatron.results import Loaded, LogProbs, switch_figures
+from rlsys.observe.spans import Arg, Tracer
 from rlsys.pipeline.batcher import Plan
 from rlsys.pipeline.group import Floats, Picks, Sample, Scores
 from rlsys.pipeline.micro_batch import MicroBatch
@@ -49,9 +50,53 @@ class MegatronGroup:
         """Bring back what `offload` released; what it cost."""
         return switch_figures(await self.workers.call("restore"))
 
+    def span(self, name: str, **args: int) -> AbstractContextManager[dict[str, Arg]]:
+        """Record the body's time as the group's, in the step that it is counted to."""
+        return self._tracer.span(name, None, step=self.step, **args)
+
+
+class Checkpoints:
+    """What the processes of a group save and load together, while they go on working."""
+
+    def __init__(self, group: MegatronGroup, of: str = "") -> None:
+        """`of` ends the names of the processes' methods."""
+        self._group, self._of = group, of
+
+    async def begin_save(self, folder: Path, extra: dict[str, Any], background: bool) -> None:
+        """Copy what is saved, and begin to write it and `extra` to the new folder `folder`, which all processes share.
+
+        A save before it is finished first. Without `background` all is written before this returns. Raises RunError
+        if one cannot write.
+        """
+        with self._group.span("checkpoint.stage"):
+            await self._call("begin_save", str(folder), extra, background)
+
+    async def saving(self) -> bool:
+        """Whether files are still being written."""
+        return any(await self._call("saving"))
+
+    async def finish_save(self) -> None:
+        """Wait until what was begun is complete. Raises RunError if one could not write.
+
+        The span says what was written meanwhile: bytes of all processes, seconds of the slowest.
+        """
+        with self._group.span("checkpoint.finish") as args:
+            written = await self._call("finish_save")
+            args["bytes"] = sum(one.bytes for one in written)
+            args["write_s"] = max(one.seconds for one in written)
+
+    async def load(self, folder: Path) -> Loaded:
+        """Continue from a checkpoint. Raises UserError if it is incomplete, damaged or of another model."""
+        with self._group.span("checkpoint.load"):
+            loaded: Loaded = (await self._call("load", str(folder)))[0]
+        return loaded
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        return await self._group.workers.call(method + self._of, *args)
+
 
 class InferenceGroup(MegatronGroup):
-    """Recomputes log-probs, and holds the reference policy.
+    """Recomputes log-probs, and holds the reference policy, whose checkpoints are `reference`.
 
     Contract: nothing is computed from `begin_update` to the end of `finish_update`; each waits for the other.
     """
@@ -60,6 +105,7 @@ class InferenceGroup(MegatronGroup):
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
         super().__init__(workers, dealer, tracer)
+        self.reference = Checkpoints(self, "_reference")
         self._weights = asyncio.Lock()
 
     @property
@@ -71,7 +117,7 @@ class InferenceGroup(MegatronGroup):
         """Scores without values, in the order of `samples`; log-probs are 0 where nothing is trained."""
         plan, batches = self._dealer.deal(samples)
         async with self._weights:
-            with self._tracer.span("logprob.compute", step=self.step, samples=len(samples)):
+            with self.span("logprob.compute", samples=len(samples)):
                 answers = await self.workers.call("compute", share(batches))
         return scores_of(plan, batches, answers)
 
@@ -99,18 +145,16 @@ class InferenceGroup(MegatronGroup):
         finally:
             self._weights.release()
 
-    async def save_reference(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write the reference policy, and `extra` with it, as a checkpoint of all ranks."""
-        with self._tracer.span("checkpoint.save", step=self.step):
-            await self.workers.call("save_reference", str(folder), extra)
-
 
 class TrainedGroup(MegatronGroup, ABC):
-    """A group that learns: gradients accumulate, then one optimiser step for all."""
+    """A group that learns: gradients accumulate, then one optimiser step for all. It is saved as `Checkpoints` says."""
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
         super().__init__(workers, dealer, tracer)
         self._stats: list[Mapping[str, float]] = []
+        checkpoints = Checkpoints(self)
+        self.begin_save, self.saving = checkpoints.begin_save, checkpoints.saving
+        self.finish_save, self.load = checkpoints.finish_save, checkpoints.load
 
     @abstractmethod
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -123,21 +167,16 @@ class TrainedGroup(MegatronGroup, ABC):
     async def accumulate(self, samples: Sequence[Sample]) -> None:
         """Add the gradient of the summed loss of `samples`."""
         _, batches = self._dealer.deal(samples)
-        with self._tracer.span("train.accumulate", step=self.step, samples=len(samples)):
+        with self.span("train.accumulate", samples=len(samples)):
             answers = await self.workers.call("accumulate", share(batches))
         self._stats.extend(answer.stats for answer in answers if answer.stats)
 
     async def apply(self) -> dict[str, float]:
         """Take one optimiser step; means of what was accumulated for it, gradient norm and rate."""
-        with self._tracer.span("train.apply", step=self.step):
+        with self.span("train.apply"):
             applied = (await self.workers.call("apply"))[0]
         stats, self._stats = self._stats, []
         return {**self._figures(stats), "grad_norm": applied.grad_norm, "lr": applied.lr}
-
-    async def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint of all ranks, and `extra` with it."""
-        with self._tracer.span("checkpoint.save", step=self.step):
-            await self.workers.call("save", str(folder), extra)
 
 
 class ActorGroup(TrainedGroup):
@@ -161,7 +200,7 @@ class CriticGroup(TrainedGroup):
     async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
         """Values [seq] in the order of `samples`; 0 outside of the mask."""
         plan, batches = self._dealer.deal(samples)
-        with self._tracer.span("values.compute", step=self.step, samples=len(samples)):
+        with self.span("values.compute", samples=len(samples)):
             answers = await self.workers.call("compute", share(batches))
         found: list[Floats] = [np.empty(0, np.float32)] * len(samples)
         for indices, batch, values in _dealt(plan, batches, answers):

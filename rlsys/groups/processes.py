@@ -49,7 +49,9 @@ class InferenceProcess(Sending):
         super().__init__(self._worker.place, config.cluster.sync_bucket_bytes, self._worker.export_reference)
         self._receiver: Receiver | None = None
         self.finish_update = self._worker.finish_update
-        self.save_reference = self._worker.save_reference
+        self.begin_save_reference = self._worker.begin_save_reference
+        self.saving_reference = self._worker.saving_reference
+        self.finish_save_reference = self._worker.finish_save_reference
         self.load_reference = self._worker.load_reference
         self.offload = functools.partial(self._worker.offload, config.output_dir)
         self.restore = self._worker.restore
@@ -92,7 +94,10 @@ class ActorProcess(Sending):
         )
         self._actor.load_hf(config.model.path)
         super().__init__(self._actor.place, config.cluster.sync_bucket_bytes, self._actor.export)
-        self.save = self._actor.save
+        self.begin_save = self._actor.begin_save
+        self.saving = self._actor.saving
+        self.finish_save = self._actor.finish_save
+        self.load = self._actor.load
         self.end_step = self._actor.end_step
         self.offload = functools.partial(self._actor.offload, config.output_dir)
         self.restore = self._actor.restore
@@ -125,7 +130,10 @@ class CriticProcess:
         )
         self._critic.load_hf(config.model.path)
         self.apply = self._critic.apply
-        self.save = self._critic.save
+        self.begin_save = self._critic.begin_save
+        self.saving = self._critic.saving
+        self.finish_save = self._critic.finish_save
+        self.load = self._critic.load
         self.offload = functools.partial(self._critic.offload, config.output_dir)
         self.restore = self._critic.restore
 

@@ -4,29 +4,31 @@ Contract: `run` rolls and scores until `stop`; meanwhile the driver `take`s scor
 on them, and says when a step is closed and when the engines have a new version. All decisions are the
 ledger's; this module carries them out: it starts and cancels episodes, has their groups rewarded, hands groups
 from stage to stage and gives prompts back. A stage that fails ends `run` with its error: run it in the task
-group of those who `take`.
+group of those who `take`. Between two steps `state` says all that is under way; another flow goes on from it.
 
 Invariants: a group is rewarded, scored and handed out at most once; a cancelled group's episodes, or what
 rewards them, have ended before `run` does; a group that is being rewarded keeps no room in the engines; what
 the ledger dooms is dropped at once; when `run` has ended, every prompt is trained, dropped for good or back in
-the source. Runs on asyncio alone, so that it can be tested under any clock and interleaving.
+the source; the state of a flow that resumes a state, and has not run yet, is that state. Runs on asyncio alone, so
+that it can be tested under any clock and interleaving.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
+from rlsys.agent.begun import Begun
 from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
 from rlsys.pipeline.group import Group
-from rlsys.pipeline.ledger import GIVEN_BACK, Ledger, Reason, Stage, Ticket
+from rlsys.pipeline.ledger import GIVEN_BACK, Ledger, LedgerState, Reason, Stage, Ticket
 from rlsys.pipeline.routing import GroupLost
 from rlsys.pipeline.workers import Devices, Generator, Prompts, Say, Scorer
 
@@ -54,6 +56,21 @@ class Bites:
     most: int
 
 
+@dataclass(frozen=True, slots=True)
+class FlowState:
+    """All that is under way between two steps. The rest is by number of the ledger's tickets."""
+
+    ledger: LedgerState
+    losses: Mapping[str, int]
+    """Question -> how often its group was lost."""
+    begun: Mapping[int, tuple[Begun, ...]]
+    """What there is of groups that roll; all episodes of those that are being rewarded."""
+    rolled: Mapping[int, Group]
+    """Rewarded, in the order in which they are to be scored."""
+    scored: Mapping[int, Group]
+    """To be taken."""
+
+
 class _Scored(NamedTuple):
     """A group that may be taken, in the order of taking. One that was dropped meanwhile is passed over."""
 
@@ -76,24 +93,60 @@ class Flow:
         bites: Bites,
         devices: Devices,
         say: Callable[[str], Say],
+        state: FlowState | None = None,
     ) -> None:
+        """With a `state`, whose tickets the ledger then has, goes on from it."""
         self.ledger = ledger
         self._prompts, self._generator, self._scorer = prompts, generator, scorer
         self._handlers, self._bites, self._devices = handlers, bites, devices
         self._say_rollout, self._say_scorer = say("rollout"), say("inference")
         self._rolling: dict[Ticket, asyncio.Task[None]] = {}
         """Until the task has ended, which is later than the ticket if it was cancelled."""
-        self._rewarding: set[Ticket] = set()
+        self._rewarding: dict[Ticket, Sequence[Trajectory]] = {}
         """Of them, those whose episodes are done."""
+        self._begun: dict[Ticket, Sequence[Begun]] = {}
+        """What each of them went on from."""
+        self._again: OrderedDict[Ticket, Sequence[Begun]] = OrderedDict()
+        """Rolling tickets of a resumed state that have no task yet, and what they will go on from."""
         # Not a dict: that finds its first key ever more slowly, the more were removed before it.
         self._rolled: OrderedDict[Ticket, Group] = OrderedDict()
+        self._scoring: Sequence[tuple[Ticket, Group]] = ()
         self._scored: list[_Scored] = []
         self._losses: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self._stopping = False
+        if state is not None:
+            self._resume(state)
+
+    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+        """What is under way now; `begun` is what the generator said of it a moment ago.
+
+        In between, tickets may have come, gone on or gone: what they have become by now counts, and `begun` for those
+        alone whose episodes still run. Raises RuntimeError in the middle of a step.
+        """
+        books = self.ledger.state()
+        rolling = [ticket for ticket in self.ledger.outstanding if ticket.stage is Stage.rolling]
+        known = {
+            ticket.number: tuple(
+                self._rewarding.get(ticket)
+                or begun.get(ticket.number)
+                or self._begun.get(ticket)
+                or self._again.get(ticket, ())
+            )
+            for ticket in rolling
+        }
+        waiting = [*self._scoring, *self._rolled.items()]
+        return FlowState(
+            ledger=books,
+            losses=dict(self._losses),
+            begun={number: episodes for number, episodes in known.items() if episodes},
+            rolled={ticket.number: group for ticket, group in waiting if ticket.stage is Stage.ready},
+            scored={one.number: one.group for one in sorted(self._scored) if one.ticket.stage is Stage.ready},
+        )
 
     async def run(self) -> None:
         """Roll and score until `stop`. However it ends, outstanding tickets are dropped, their prompts given back."""
+        self._sweep()  # A run that resumes may have been given fewer steps.
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._roll_all(tasks))
@@ -133,6 +186,19 @@ class Flow:
         self._stopping = True
         self._end((ticket, Reason.end) for ticket in self.ledger.outstanding)
 
+    def _resume(self, state: FlowState) -> None:
+        self.ledger.resume(state.ledger)
+        tickets = {ticket.number: ticket for ticket in self.ledger.outstanding}
+        self._losses.update(state.losses)
+        for ticket in tickets.values():
+            if ticket.stage is Stage.rolling:
+                self._again[ticket] = state.begun.get(ticket.number, ())
+        self._rolled.update((tickets[number], group) for number, group in state.rolled.items())
+        self._scored = [
+            _Scored(tickets[number].oldest, number, tickets[number], group)
+            for number, group in state.scored.items()
+        ]
+
     async def _roll_all(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             await self._until(lambda: self._stopping or self._may_roll())
@@ -140,17 +206,21 @@ class Flow:
                 return
             await self._devices.need("rollout")
             if self._may_roll():
-                ticket = self.ledger.admit(self._prompts.next())
-                self._rolling[ticket] = task = tasks.create_task(self._roll(ticket))
+                if self._again:
+                    ticket, begun = self._again.popitem(last=False)
+                else:
+                    ticket, begun = self.ledger.admit(self._prompts.next()), ()
+                self._begun[ticket] = begun
+                self._rolling[ticket] = task = tasks.create_task(self._roll(ticket, begun))
                 # Not the task's own doing: one that is cancelled before its first turn does nothing at all.
                 task.add_done_callback(partial(self._ended, ticket))
                 self._say_rollout(f"{len(self._rolling)} groups under way")
 
-    async def _roll(self, ticket: Ticket) -> None:
+    async def _roll(self, ticket: Ticket, begun: Sequence[Begun]) -> None:
         group = None
         try:
-            trajectories = await self._generator.run_group(ticket.question)
-            self._rewarding.add(ticket)
+            trajectories = await self._generator.run_group(ticket.question, ticket.number, begun)
+            self._rewarding[ticket] = trajectories
             self._changed.set()
             if ticket.stage is Stage.rolling:
                 group = await self._handlers.reward(ticket.question, trajectories)
@@ -167,8 +237,8 @@ class Flow:
         self._sweep()
 
     def _ended(self, ticket: Ticket, _: asyncio.Task[None]) -> None:
-        del self._rolling[ticket]
-        self._rewarding.discard(ticket)
+        del self._rolling[ticket], self._begun[ticket]
+        self._rewarding.pop(ticket, None)
         self._changed.set()
 
     async def _score_all(self) -> None:
@@ -180,7 +250,9 @@ class Flow:
             await self._devices.need(*self._scorer.groups)
             bite = [self._rolled.popitem(last=False) for _ in range(min(len(self._rolled), self._bites.most))]
             if bite:
+                self._scoring = bite
                 await self._score(bite)
+                self._scoring = ()
 
     async def _score(self, bite: Sequence[tuple[Ticket, Group]]) -> None:
         self._say_scorer(f"scores {len(bite)} groups")
@@ -197,12 +269,13 @@ class Flow:
     def _may_roll(self) -> bool:
         # With no engine left one group is asked for all the same: the error that this raises ends the run.
         room = max(1, self._generator.capacity) - (len(self._rolling) - len(self._rewarding))
-        return not self._stopping and room > 0 and self.ledger.may_admit()
+        return not self._stopping and room > 0 and (bool(self._again) or self.ledger.may_admit())
 
     def _worth_scoring(self) -> bool:
         if len(self._rolled) >= self._bites.least:
             return True
-        return bool(self._rolled) and not self._rolling and not self.ledger.may_admit()
+        rolling = self._rolling or self._again
+        return bool(self._rolled) and not rolling and not self.ledger.may_admit()
 
     def _sweep(self) -> None:
         """Drop what can no longer be trained."""
@@ -219,6 +292,7 @@ class Flow:
     def _drop(self, ticket: Ticket, reason: Reason) -> None:
         self.ledger.drop(ticket, reason)
         self._rolled.pop(ticket, None)
+        self._again.pop(ticket, None)
         if reason is Reason.lost:
             self._losses[ticket.question.uid] += 1
             if self._losses[ticket.question.uid] >= MOST_LOSSES:

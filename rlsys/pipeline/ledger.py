@@ -17,11 +17,13 @@ Invariants, derived in docs/pipeline.md:
 - Once the `doomed` are dropped, every ready group has a place.
 - While nothing is taken, dropped or published, admission ends: nothing runs ahead without bound.
 - A step can always be filled: a drop makes room for a new ticket.
+- A ledger that resumes a state decides everything as the one that the state is of.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -75,6 +77,43 @@ class Ticket:
     stage: Stage = Stage.rolling
 
 
+@dataclass(frozen=True, slots=True)
+class TicketState:
+    """A ticket, as it is saved."""
+
+    number: int
+    question: Question
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """The books between two steps; every ticket that is open then rolls or is ready."""
+
+    version: int
+    published: int
+    admitted: int
+    """Tickets so far, hence the number of the next."""
+    replaced: int
+    """Groups without spread that were dropped for the step to come."""
+    dropped: Mapping[Reason, int]
+    rolling: tuple[TicketState, ...]
+    """By number."""
+    ready: tuple[TicketState, ...]
+    """Those of one version in the order in which they became ready, which is the order of their claims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A ticket that has ended."""
+
+    number: int
+    uid: str
+    """The question's."""
+    end: Stage | Reason
+    """`Stage.trained`, or why it was dropped."""
+
+
 class Ledger:
     """Admits, follows and closes tickets.
 
@@ -110,6 +149,41 @@ class Ledger:
         self._admitted = 0
         self._rolling, self._ready = _Shelves(), _Shelves()
         self._taken: dict[int, Ticket] = {}
+        self._ended: list[Ended] = []
+
+    def state(self) -> LedgerState:
+        """The books, for another ledger of the same settings to `resume`. Raises RuntimeError in the middle of a step."""
+        if self._taken:
+            raise RuntimeError(
+                f"The state of step {self.version} was asked for after it had taken {len(self._taken)} groups."
+            )
+        by_number = sorted(self._rolling.tickets(), key=lambda ticket: ticket.number)
+        return LedgerState(
+            version=self.version,
+            published=self.published,
+            admitted=self._admitted,
+            replaced=self._replaced,
+            dropped=dict(self.dropped),
+            rolling=tuple(_saved(ticket) for ticket in by_number),
+            ready=tuple(_saved(ticket) for ticket in self._ready.tickets()),
+        )
+
+    def resume(self, state: LedgerState) -> None:
+        """Go on from `state`; its tickets are outstanding. Only for a ledger that has admitted nothing yet."""
+        self.version, self.published = state.version, state.published
+        self._admitted, self._replaced = state.admitted, state.replaced
+        self.dropped = Counter(state.dropped)
+        for stage, shelves, saved in (
+            (Stage.rolling, self._rolling, state.rolling),
+            (Stage.ready, self._ready, state.ready),
+        ):
+            for one in saved:
+                shelves.add(Ticket(one.number, one.question, one.oldest, stage))
+
+    def ended(self) -> list[Ended]:
+        """Tickets that have ended since this was last asked, in order. The state does not hold them: ask first."""
+        ended, self._ended = self._ended, []
+        return ended
 
     @property
     def outstanding(self) -> list[Ticket]:
@@ -212,6 +286,7 @@ class Ledger:
         else:
             del self._taken[ticket.number]
         ticket.stage = Stage.dropped
+        self._ended.append(Ended(ticket.number, ticket.question.uid, reason))
         self.dropped[reason] += 1
         self._replaced += reason is Reason.no_spread
 
@@ -221,6 +296,7 @@ class Ledger:
             raise RuntimeError(f"Step {self.version} is closed although it lacks {self.lacking} groups.")
         for ticket in self._taken.values():
             ticket.stage = Stage.trained
+            self._ended.append(Ended(ticket.number, ticket.question.uid, Stage.trained))
         self._taken = {}
         self._replaced = 0
         self.version += 1
@@ -245,6 +321,10 @@ class Ledger:
             raise RuntimeError(
                 f"Ticket {ticket.number} of question {ticket.question.uid} is {ticket.stage}, not {' or '.join(stages)}."
             )
+
+
+def _saved(ticket: Ticket) -> TicketState:
+    return TicketState(ticket.number, ticket.question, ticket.oldest)
 
 
 class _Shelves:

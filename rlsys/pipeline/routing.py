@@ -1,12 +1,13 @@
 """Which engine generates which group, and what becomes of the groups of an engine that dies. Pure.
 
 A key stands for one group; its size is how many episodes it has, and an engine's load is the sum of the
-sizes of its keys. A group stays with one engine, which holds the prefix that its episodes share.
+sizes of its keys. A group stays with one engine, which holds the prefix that its episodes share. Some engines
+may be set aside: they take the keys that are meant for them, and no others.
 
 Invariants:
 - A key is on one engine at most, which lives.
-- An engine is given a key only if no other that takes keys has a smaller load (ties: lowest number), and
-  only up to `slots` episodes, unless the one key is larger than that by itself.
+- An engine is given a key only if no other that takes such keys has a smaller load (ties: lowest number),
+  and only up to `slots` episodes, unless the one key is larger than that by itself.
 - A key outlives one engine and no more: the second death that it sees ends it.
 """
 
@@ -45,6 +46,10 @@ class NoEngineLeft(RunError):
     """Every engine is dead, so nothing can be generated any more."""
 
 
+class NoneSetAside(RunError):
+    """Of the engines that were set aside none lives, while others do: what was to be asked of them cannot be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Orphans:
     """The keys of an engine that died."""
@@ -71,6 +76,7 @@ class Router:
         self._loads = dict.fromkeys(range(engines), 0)
         """Of the living engines alone."""
         self._closed: set[int] = set()
+        self._aside: set[int] = set()
         self._held: dict[str, _Held] = {}
         self._died_under: dict[str, int] = {}
         """Keys that have lost an engine -> that engine."""
@@ -80,21 +86,30 @@ class Router:
         """Engines that have not died, in order."""
         return tuple(self._loads)
 
+    @property
+    def aside(self) -> frozenset[int]:
+        """Those of the `living` that are set aside."""
+        return frozenset(self._aside & self._loads.keys())
+
     def load(self, engine: int) -> int:
         """Episodes under way on `engine`; 0 for a dead one."""
         return self._loads.get(engine, 0)
 
-    def assign(self, key: str, size: int = 1) -> int | None:
+    def assign(self, key: str, size: int = 1, aside: bool = False) -> int | None:
         """The engine of `key`, which keeps it until it is released or its engine dies.
 
-        None if every living engine is closed or full: ask again after a `release`, `died` or `reopen`.
-        Raises NoEngineLeft if none lives.
+        It is one of those set `aside`, or one of the others. None if all of these are closed or full, or if all
+        are set aside and another is meant: ask again after a `release`, `died`, `reopen` or `put_back`.
+        Raises NoEngineLeft if none lives, NoneSetAside if none that is set aside does and one is meant.
         """
         if key in self._held:
             return self._held[key].engine
         if not self._loads:
             raise NoEngineLeft("every rollout engine has died.")
-        engine = min((one for one in self._loads if one not in self._closed), key=self.load, default=None)
+        if aside and not self.aside:
+            raise NoneSetAside("every rollout engine that was set aside has died.")
+        takers = (one for one in self._loads if one not in self._closed and (one in self._aside) is aside)
+        engine = min(takers, key=self.load, default=None)
         if engine is None or not self._has_room(engine, size):
             return None
         self._held[key] = _Held(engine, size)
@@ -115,6 +130,14 @@ class Router:
     def reopen(self, engine: int) -> None:
         """Let `engine` have keys again, if it lives."""
         self._closed.discard(engine)
+
+    def set_aside(self, engine: int) -> None:
+        """Give `engine` only keys that are meant for engines set aside, until `put_back`; those that it has go on."""
+        self._aside.add(engine)
+
+    def put_back(self, engine: int) -> None:
+        """End `set_aside`."""
+        self._aside.discard(engine)
 
     def died(self, engine: int) -> Orphans:
         """Strike `engine` off; its keys are on no engine any more. Nobody's for an engine that was dead."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from rlsys.agent.begun import Begun
 from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
 from rlsys.pipeline.group import Sample, Scores
@@ -21,8 +22,16 @@ class Generator(Protocol):
     def capacity(self) -> int:
         """Groups that may be generated at a time; fewer when engines die, and with the last `run_group` raises."""
 
-    async def run_group(self, question: Question) -> list[Trajectory]:
-        """All episodes of one question. Raises GroupLost if they cannot be had; frees all on cancellation."""
+    async def run_group(
+        self, question: Question, ticket: int, begun: Sequence[Begun] = ()
+    ) -> list[Trajectory]:
+        """All episodes of one question, those of them that were `begun` earlier from where they were.
+
+        Raises GroupLost if they cannot be had; frees all on cancellation.
+        """
+
+    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+        """By ticket: what is begun of each group that is being generated, for a later `run_group` to go on from."""
 
 
 class Rewards(Protocol):

@@ -5,7 +5,8 @@ Contract:
 - All episodes and turns of a group run on this worker's engine, so later turns and siblings find their
   prefix in its cache. Never more than `max_episodes` run at once.
 - `run_group` returns as many trajectories as were asked for, or raises. An episode that takes longer than
-  `episode_timeout_s`, or whose group is aborted, comes back with what it had, whatever the engine does.
+  `episode_timeout_s`, or whose group is aborted, comes back with what it had, whatever the engine does. Episodes
+  that were begun elsewhere go on, with all of that time before them.
 - A new version is taken in and staged while episodes run. At the switch, `on_update` says what becomes of
   groups in flight: with `finish` they end on the old version, new groups wait, and all tokens of a group
   have one version; with `continue` they pause, and each token tells its version.
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 from transformers import AutoTokenizer
 
+from rlsys.agent.begun import Begun
 from rlsys.agent.codec import Codec
-from rlsys.agent.episode import Episode, EpisodeTools, TurnSampling, within
+from rlsys.agent.episode import EpisodeTools, TurnSampling, within
+from rlsys.agent.group import EpisodeGroup
 from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.config.schema import Device, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
 from rlsys.data.question import Question
@@ -29,6 +33,16 @@ from rlsys.rollout.engine import Engine
 from rlsys.rollout.gate import Gate
 from rlsys.search.tool import open_tool, search_metrics
 from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnderWay:
+    """A group that has not been returned."""
+
+    key: str
+    group: EpisodeGroup
+    stop: asyncio.Future[None]
+    """Done when it is aborted."""
 
 
 class RolloutWorker:
@@ -52,7 +66,7 @@ class RolloutWorker:
     ) -> None:
         """`memory_saver` lets `sleep` free the device's memory, for groups that share devices.
 
-        `sampled_answers` draws as in training what is asked for as `greedy`.
+        `sampled_answers` draws answers as in training, whatever temperature is asked for.
         """
         self._sampled_answers = sampled_answers
         self._rollout = rollout
@@ -70,7 +84,7 @@ class RolloutWorker:
         self._gate = Gate()
         self._receiver: Receiver | None = None
         self._receiving = asyncio.Lock()
-        self._groups: dict[str, set[asyncio.Future[None]]] = {}
+        self._under_way: set[_UnderWay] = set()
         self._episodes = 0
         self._aborted = 0
         self._drain_s = 0.0
@@ -80,37 +94,40 @@ class RolloutWorker:
         await self.engine.start()
 
     async def run_group(
-        self, question: Question, n_samples: int, greedy: bool = False, key: str = ""
+        self, question: Question, n_samples: int, key: str = "", begun: Sequence[Begun] = ()
     ) -> list[Trajectory]:
-        """`n_samples` episodes of one question, side by side; `greedy` decodes at temperature 0.
+        """`n_samples` episodes of one question, side by side, drawn as in training.
 
-        `key` names the group for `abort_group`. Raises UserError for a question that is too long and
-        RunError for an engine that has refused.
+        `key` names the group for `abort_group` and `under_way`; `begun` is what there is of it already, each at
+        most once. Raises UserError for a question that is too long and RunError for an engine that has refused.
         """
-        sampling = self._sampling(greedy)
-        episodes = [Episode(question, sample, self._tools, sampling) for sample in range(n_samples)]
-        finishes = [Finish.ABORTED] * n_samples
-        stop = asyncio.get_running_loop().create_future()
-        self._groups.setdefault(key, set()).add(stop)
-        try:
-            await within(self._play(episodes, finishes), stop=stop)
-        finally:
-            self._groups[key].remove(stop)
-            if not self._groups[key]:
-                del self._groups[key]
-        self._episodes += n_samples
-        self._aborted += finishes.count(Finish.ABORTED)
-        return [episode.trajectory(finish) for episode, finish in zip(episodes, finishes, strict=True)]
+        return await self._run(question, range(n_samples), self._in_training(), key, begun)
+
+    async def answer(
+        self, question: Question, sample: int = 0, temperature: float = 0.0, key: str = ""
+    ) -> Trajectory:
+        """One episode of an evaluation, as number `sample` of its question. Temperature 0 is greedy.
+
+        Otherwise as `run_group`; with `sampled_answers` it is drawn as in training.
+        """
+        sampling = TurnSampling(temperature, stop=tuple(self._rollout.sampling.stop))
+        if self._sampled_answers:
+            sampling = self._in_training()
+        return (await self._run(question, [sample], sampling, key))[0]
 
     async def abort_group(self, key: str) -> None:
-        """End the groups that were started as `key`, if any: their `run_group` returns at once.
+        """End the groups and answers that were started as `key`, if any: their calls return at once.
 
         Episodes that had ended stay as they are; the others are `Finish.ABORTED` and hold the turns that
         were complete.
         """
-        for stop in self._groups.get(key, ()):
-            if not stop.done():
-                stop.set_result(None)
+        for one in self._under_way:
+            if one.key == key and not one.stop.done():
+                one.stop.set_result(None)
+
+    def under_way(self, keys: Sequence[str]) -> dict[str, tuple[Begun, ...]]:
+        """Of those groups of `keys` that run here: the episodes that have ended or have a whole turn."""
+        return {one.key: one.group.begun() for one in self._under_way if one.key in keys}
 
     async def open_transport(self, spec: TransportSpec) -> None:
         """Meet the sender of the weights, in place of an earlier one. Raises RunError if it does not come."""
@@ -188,27 +205,30 @@ class RolloutWorker:
         if receiver is not None:
             await asyncio.to_thread(receiver.close)
 
-    async def _play(self, episodes: Sequence[Episode], finishes: list[Finish]) -> None:
-        """Run a group to its end and note in `finishes` how each episode ended, as it ends."""
+    async def _run(
+        self,
+        question: Question,
+        samples: Sequence[int],
+        sampling: TurnSampling,
+        key: str,
+        begun: Sequence[Begun] = (),
+    ) -> list[Trajectory]:
+        group = EpisodeGroup(question, samples, self._tools, sampling, begun)
+        one = _UnderWay(key, group, asyncio.get_running_loop().create_future())
+        self._under_way.add(one)
+        try:
+            await within(self._play(group), stop=one.stop)
+        finally:
+            self._under_way.remove(one)
+        found = group.trajectories()
+        self._episodes += len(found)
+        self._aborted += sum(trajectory.finish is Finish.ABORTED for trajectory in found)
+        return found
 
-        async def play(index: int) -> None:
-            async with self._slots:
-                finish = await within(episodes[index].run(), timeout_s=self._rollout.episode_timeout_s)
-            finishes[index] = finish or Finish.ABORTED
-
+    async def _play(self, group: EpisodeGroup) -> None:
         async with self._gate.inside():
-            tasks = [asyncio.create_task(play(index)) for index in range(len(episodes))]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                # After an error or a cancellation, no sibling may go on unseen.
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await group.play(self._slots, self._rollout.episode_timeout_s)
 
-    def _sampling(self, greedy: bool) -> TurnSampling:
+    def _in_training(self) -> TurnSampling:
         sampling = self._rollout.sampling
-        stop = tuple(sampling.stop)
-        if greedy and not self._sampled_answers:
-            return TurnSampling(temperature=0.0, stop=stop)
-        return TurnSampling(sampling.temperature, sampling.top_p, sampling.top_k, stop)
+        return TurnSampling(sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,10 @@ def test_the_raw_question_is_kept_where_a_row_has_it(tmp_path: Path) -> None:
     within = {**RIVER, "extra_info": {"question": "Which river?", "index": 1}}
     found = read_questions(write_jsonl(tmp_path / "train.jsonl", [beside, within, RIVER]))
     assert [question.text for question in found] == ["Which river?", "Which river?", ""]
+
+
+def test_what_no_checkpoint_could_hold_is_refused_at_once(tmp_path: Path) -> None:
+    """A parquet column may hold times and bytes."""
+    row = {**RIVER, "extra_info": {"asked": datetime(2026, 1, 1)}}
+    with pytest.raises(UserError, match=r"line 1: \"extra_info\" holds what JSON cannot"):
+        read_questions(write_parquet(tmp_path / "train.parquet", [row]))

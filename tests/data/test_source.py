@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource
+from rlsys.data.source import PromptSource, SourceState
 
 SIZE = st.integers(1, 20)
 SEED = st.integers(0, 10**6)
@@ -42,7 +42,7 @@ def test_a_position_is_all_that_is_needed_to_go_on(
     first = PromptSource(questions(size), seed)
     for count in steps:
         take(first, count)
-    second = PromptSource(questions(size), seed, first.position)
+    second = PromptSource(questions(size), seed, SourceState(first.position, ()))
     assert uids(take(first, ahead)) == uids(take(second, ahead))
 
 
@@ -69,7 +69,7 @@ def test_what_is_given_back_comes_again_before_anything_new(
         question = source.next()
         if back:
             source.give_back(question)
-            assert source.given_back == [question]
+            assert source.state().given_back == (question,)
             assert source.next() is question
         new.append(question)
     assert uids(new) == uids(take(untouched, len(returns)))
@@ -81,5 +81,23 @@ def test_a_resumed_source_asks_again_what_was_given_back() -> None:
     early = take(first, 3)
     first.give_back(early[2])
     first.give_back(early[0])
-    second = PromptSource(questions(5), 3, first.position, first.given_back)
-    assert uids(take(second, 4)) == uids([early[2], early[0], *take(PromptSource(questions(5), 3, 3), 2)])
+    second = PromptSource(questions(5), 3, first.state())
+    assert second.state() == first.state() == SourceState(3, (early[2], early[0]))
+    assert uids(take(second, 4)) == uids([early[2], early[0], *take(first, 4)[2:]])
+
+
+def test_a_state_is_of_its_moment() -> None:
+    source = PromptSource(questions(5), seed=3)
+    source.give_back(source.next())
+    state = source.state()
+    source.give_back(source.next())
+    take(source, 2)
+    assert (state.position, len(state.given_back)) == (1, 1)
+
+
+def test_a_question_that_is_in_the_file_no_more_is_asked_again_all_the_same() -> None:
+    first = PromptSource(questions(5), seed=3)
+    first.give_back(gone := first.next())
+    second = PromptSource([Question("new:1", "?", ("no",))], 3, first.state())
+    assert take(second, 1) == [gone]
+    assert second.next().uid == "new:1"

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from rlsys.agent.begun import Begun
 from rlsys.agent.trajectory import Trajectory
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.data.question import Question
@@ -32,8 +33,12 @@ class Worker:
         """Whether nobody hears of its end."""
         self.killed = False
         self.switching = False
+        self.version = -1
+        self.staged: int | None = None
         self.running: dict[str, int] = {}
         """Key -> episodes."""
+        self.begun: dict[str, tuple[Begun, ...]] = {}
+        """Key -> what it was given of a group."""
         self.most_episodes = 0
         self.log: list[tuple[str, tuple[Any, ...]]] = []
         self.pending: dict[asyncio.Future[Any], str | None] = {}
@@ -80,6 +85,10 @@ class Engines:
         self.ranks = [Worker(number) for number in range(count)]
         self.starts: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         """Question -> (engine, time) of every try."""
+        self.answered_by: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        """Question -> (engine, its version) of every try at an answer."""
+        self.published = -1
+        """No group of rollouts may begin with an older version."""
         self.breaches: list[str] = []
         self._seconds = seconds
         self._failures = failures or {}
@@ -118,15 +127,38 @@ class Engines:
     def _run_group(
         self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]
     ) -> None:
-        question, samples, _, key = args
+        question, samples, key, begun = args
+        if worker.version < self.published:
+            self.breaches.append(f"{key} began with version {worker.version}, not {self.published}")
+        worker.begun[key] = begun
+        self._begin(worker, call, question, samples, key)
+        answer = self._failures.get(method) or episodes(question, samples)
+        self._later(worker, call, self._seconds(method, args), answer)
+
+    def _answer(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        question, sample, _, key = args
+        self.answered_by[question.uid].append((worker.number, worker.version))
+        self._begin(worker, call, question, 1, key)
+        answer = trajectory(uid=question.uid, sample=sample, version=worker.version)
+        self._later(worker, call, self._seconds(method, args), answer)
+
+    def _begin(
+        self, worker: Worker, call: asyncio.Future[Any], question: Question, episodes: int, key: str
+    ) -> None:
         self.starts[question.uid].append((worker.number, now()))
         if worker.switching:
             self.breaches.append(f"{key} began on engine {worker.number} while it switched")
-        worker.running[key] = samples
+        worker.running[key] = episodes
         worker.pending[call] = key
         worker.most_episodes = max(worker.most_episodes, sum(worker.running.values()))
-        answer = self._failures.get(method) or episodes(question, samples)
-        self._later(worker, call, self._seconds(method, args), answer)
+
+    def _under_way(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
+        """Of each group, what it was given, and by now the first episode."""
+        found = {}
+        for key in worker.running.keys() & worker.begun.keys() & set(args[0]):
+            first = trajectory(uid=key.partition("~")[0], sample=0)
+            found[key] = (first, *(one for one in worker.begun[key] if one.sample != 0))
+        self._later(worker, call, 0.0, found)
 
     def _abort_group(
         self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]
@@ -134,10 +166,22 @@ class Engines:
         worker.finish(args[0])
         self._plain(worker, call, method, args)
 
+    def _begin_update(
+        self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]
+    ) -> None:
+        if worker.switching:
+            self.breaches.append(f"version {args[0]} came to engine {worker.number} while it switched")
+        worker.staged = args[0]
+        self._plain(worker, call, method, args)
+
     def _finish_update(
         self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]
     ) -> None:
         """Lets groups finish, as an engine does that must not change weights under them."""
+        if worker.switching:
+            self.breaches.append(f"engine {worker.number} was told to switch while it did")
+        if worker.staged not in (args[0], None):
+            self.breaches.append(f"engine {worker.number} has staged {worker.staged}, not {args[0]}")
         worker.switching = True
 
         def look() -> None:
@@ -146,7 +190,12 @@ class Engines:
             else:
                 self._plain(worker, call, method, args)
 
-        call.add_done_callback(lambda _: setattr(worker, "switching", False))
+        def ended(call: asyncio.Future[Any]) -> None:
+            worker.switching = False
+            if not call.cancelled() and call.exception() is None:
+                worker.version = args[0]
+
+        call.add_done_callback(ended)
         look()
 
     def _metrics(self, worker: Worker, call: asyncio.Future[Any], _: str, __: tuple[Any, ...]) -> None:

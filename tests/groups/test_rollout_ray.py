@@ -18,7 +18,7 @@ from rlsys.groups.rollout import RolloutGroup
 from rlsys.observe.spans import Tracer
 from rlsys.pipeline.routing import NoEngineLeft
 from tests.groups.toy_engine import ToyEngine
-from tests.pipeline.build import question
+from tests.pipeline.build import question, trajectory
 
 CONFIG = RunConfig(
     cluster=ClusterConfig(device=Device.cpu, threads=1, start_timeout_s=60, call_timeout_s=60),
@@ -39,17 +39,24 @@ async def until_running(group: RolloutGroup, counts: dict[int, int]) -> dict[str
 async def until_it_fails(group: RolloutGroup) -> None:
     """A process that is killed may answer a little longer."""
     while True:
-        await group.run_group(question(5))
+        await group.run_group(question(5), 5)
 
 
 async def scenario(workers: WorkerGroup) -> None:
     group = RolloutGroup(workers, CONFIG, Tracer("rollout"))  # type: ignore[arg-type]
-    cancelled, *asked = [asyncio.ensure_future(group.run_group(question(number))) for number in range(4)]
+    begun = [(trajectory(uid=f"q:{number}", sample=1),) for number in range(4)]
+    cancelled, *asked = [
+        asyncio.ensure_future(group.run_group(question(number), number, begun[number])) for number in range(4)
+    ]
     figures = await until_running(group, {0: 2, 1: 2})
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     assert (await until_running(group, {0: 1, 1: 2}))["engine/0/aborted"] == 1
+    told = await group.under_way()
+    assert {ticket: [one.question_uid for one in found] for ticket, found in told.items()} == {
+        number: [f"q:{number}"] for number in (1, 2, 3)
+    }
     os.kill(int(figures["engine/1/pid"]), signal.SIGKILL)
     # One of engine 1's two finds room at once, the other waits in line.
     while (figures := await group.metrics())["rollout/requeued_groups"] < 1:

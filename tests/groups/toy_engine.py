@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 
+from rlsys.agent.begun import Begun
 from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
 from tests.pipeline.build import trajectory
@@ -17,15 +19,18 @@ class ToyEngine:
     def __init__(self, number: int) -> None:
         self.number = number
         self.groups: dict[str, asyncio.Task[None]] = {}
+        self.begun: dict[str, tuple[Begun, ...]] = {}
         self.aborted: list[str] = []
 
     async def start(self) -> None:
         """Nothing takes long here."""
         self.gate = asyncio.Event()
 
-    async def run_group(self, question: Question, n_samples: int, greedy: bool, key: str) -> list[Trajectory]:
+    async def run_group(
+        self, question: Question, n_samples: int, key: str, begun: Sequence[Begun]
+    ) -> list[Trajectory]:
         """Trajectories whose only token is the engine's number."""
-        assert not greedy
+        self.begun[key] = tuple(begun)
         self.groups[key] = asyncio.ensure_future(self._wait())
         try:
             await self.groups[key]
@@ -37,6 +42,10 @@ class ToyEngine:
         """End one group."""
         self.groups[key].cancel()
         self.aborted.append(key)
+
+    def under_way(self, keys: Sequence[str]) -> dict[str, tuple[Begun, ...]]:
+        """What each group was given."""
+        return {key: self.begun[key] for key in keys if key in self.groups}
 
     def hurry(self) -> int:
         """Let every group end; the process."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,3 +75,18 @@ def rewarded(one: Trajectory, reward: float) -> Sample:
 def question(number: int) -> Question:
     """A question of its own id."""
     return Question(f"q:{number}", "?", ("yes",))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees of dataclasses, mappings, tuples and arrays are equal in types, order and every bit."""
+    if type(one) is not type(other):
+        return False
+    if is_dataclass(one):
+        return all(same(getattr(one, of.name), getattr(other, of.name)) for of in fields(one))
+    if isinstance(one, Mapping):
+        return same(tuple(one.items()), tuple(other.items()))
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    return repr(one) == repr(other) if isinstance(one, float) else bool(one == other)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from rlsys.agent.begun import Begun
 from rlsys.data.question import Question
-from rlsys.pipeline.flow import Bites, Flow
+from rlsys.data.source import PromptSource, SourceState
+from rlsys.pipeline.flow import Bites, Flow, FlowState
 from rlsys.pipeline.group import Group, Sample, Scores
-from rlsys.pipeline.ledger import Ledger, Reason, Stage, Ticket
+from rlsys.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
 from tests.pipeline.simulation import Parts
 from tests.pipeline.watched import Property
 
@@ -216,3 +219,155 @@ PLANTED: Sequence[tuple[Property, Parts]] = [
     (Property.own, Parts(flow=MixesUp)),
 ]
 """The property that each must be seen to break."""
+
+
+class RestartsNumbers(Ledger):
+    """Tickets are numbered from nought in each life."""
+
+    def resume(self, state: LedgerState) -> None:
+        super().resume(replace(state, admitted=0))
+
+
+class ForgetsReplaced(Ledger):
+    """As many groups as in a whole step may be replaced once more."""
+
+    def resume(self, state: LedgerState) -> None:
+        super().resume(replace(state, replaced=0))
+
+
+class ForgetsTickets(Ledger):
+    """Tickets that roll are not in the books any more."""
+
+    def resume(self, state: LedgerState) -> None:
+        super().resume(replace(state, rolling=()))
+
+
+class BeginsNoneAgain(Flow):
+    """Tickets that roll are in the books, and nothing is done about them."""
+
+    def _resume(self, state: FlowState) -> None:
+        super()._resume(state)
+        self._again.clear()
+
+
+class BeginsLastFirst(Flow):
+    """The newest ticket is begun first."""
+
+    def _resume(self, state: FlowState) -> None:
+        super()._resume(state)
+        for ticket in reversed([*self._again]):
+            self._again.move_to_end(ticket)
+
+
+class BeginsAnew(Flow):
+    """What was begun is thrown away."""
+
+    def _resume(self, state: FlowState) -> None:
+        super()._resume(replace(state, begun={}))
+
+
+class BelievesOldNews(Flow):
+    """Of groups that are rewarded, saves what the engines had said of them before."""
+
+    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+        self._rewarding, rewarding = {}, self._rewarding
+        try:
+            return super().state(begun)
+        finally:
+            self._rewarding = rewarding
+
+
+class ForgetsWhatWaits(Flow):
+    """Of a ticket that has not been begun again yet, what was begun in the life before last is forgotten."""
+
+    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+        self._again, again = type(self._again).fromkeys(self._again, ()), self._again
+        try:
+            return super().state(begun)
+        finally:
+            self._again = again
+
+
+class ForgetsWhatIsAsked(Flow):
+    """And so it is of one that was handed to the engines, of which none has begun it yet."""
+
+    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+        self._begun, known = {}, self._begun
+        try:
+            return super().state(begun)
+        finally:
+            self._begun = known
+
+
+class LosesScored(Flow):
+    """Groups that might be taken are not saved."""
+
+    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+        return replace(super().state(begun), scored={})
+
+
+class LosesRolled(Flow):
+    """Groups that wait for their scores are not saved."""
+
+    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+        return replace(super().state(begun), rolled={})
+
+
+class LosesBite(Flow):
+    """Groups that are being scored are not saved."""
+
+    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+        self._scoring, scoring = (), self._scoring
+        try:
+            return super().state(begun)
+        finally:
+            self._scoring = scoring
+
+
+class ScoresLastFirst(Flow):
+    """Groups that wait for their scores come back in the wrong order."""
+
+    def _resume(self, state: FlowState) -> None:
+        super()._resume(replace(state, rolled=dict(reversed(state.rolled.items()))))
+
+
+class ForgetsLosses(Flow):
+    """Questions that have killed engines may kill as many again."""
+
+    def _resume(self, state: FlowState) -> None:
+        super()._resume(replace(state, losses={}))
+
+
+class ForgetsGivenBack(PromptSource):
+    """Questions that wait to be asked again are forgotten."""
+
+    def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None) -> None:
+        super().__init__(questions, seed, state and replace(state, given_back=()))
+
+
+class AsksFromTheStart(PromptSource):
+    """The first epoch begins again."""
+
+    def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None) -> None:
+        super().__init__(questions, seed, state and replace(state, position=0))
+
+
+PLANTED_IN_RESUMING: Sequence[tuple[Property, Parts]] = [
+    (Property.once, Parts(ledger=RestartsNumbers)),
+    (Property.replaced, Parts(ledger=ForgetsReplaced)),
+    (Property.resumed, Parts(ledger=ForgetsTickets)),
+    (Property.waiting, Parts(flow=BeginsNoneAgain)),
+    (Property.resumed, Parts(flow=BeginsLastFirst)),
+    (Property.resumed, Parts(flow=BeginsAnew)),
+    (Property.resumed, Parts(flow=BelievesOldNews)),
+    (Property.resumed, Parts(flow=ForgetsWhatWaits)),
+    (Property.resumed, Parts(flow=ForgetsWhatIsAsked)),
+    (Property.deadlock, Parts(flow=LosesScored)),
+    (Property.deadlock, Parts(flow=LosesRolled)),
+    (Property.deadlock, Parts(flow=LosesBite)),
+    (Property.order, Parts(flow=ScoresLastFirst)),
+    (Property.conserved, Parts(flow=ForgetsLosses)),
+    (Property.conserved, Parts(prompts=ForgetsGivenBack)),
+    (Property.conserved, Parts(prompts=AsksFromTheStart)),
+]
+"""The property that each must be seen to break in a run that is killed and resumed."""

@@ -120,7 +120,17 @@ class Script:
             flat=pick([0.0, 0.0, 0.3, 0.9]),
             scale_s={
                 stage: pick([0.0, 0.1, 1.0, 1.0, 10.0])
-                for stage in ("roll", "abort", "reward", "score", "train", "apply", "update", "devices")
+                for stage in (
+                    "roll",
+                    "abort",
+                    "reward",
+                    "score",
+                    "train",
+                    "apply",
+                    "update",
+                    "devices",
+                    "save",
+                )
             },
             deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))]
             if odd

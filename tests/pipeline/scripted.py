@@ -14,6 +14,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from rlsys.agent.begun import Begun, PartialEpisode
 from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.data.question import Question
 from rlsys.groups.residence import Residence, Tenant
@@ -54,15 +55,45 @@ class _Engine:
 
 @dataclass(eq=False)
 class _Play:
-    """A group on an engine; `versions` are those of its turns."""
+    """A group on an engine; `versions` are those of the turns that it has begun here."""
 
-    key: str
-    call: int
+    ticket: int
     question: Question
     engine: _Engine
     turns: int
+    lengths: Sequence[int]
+    """How many turns each episode has here; one that had ended before has none."""
+    before: Mapping[int, Begun]
+    """Sample -> what was begun of it elsewhere."""
     versions: list[int] = field(default_factory=list)
     aborted: bool = False
+
+    def begun(self) -> tuple[Begun, ...]:
+        """Episodes that have ended or have whole turns; the last turn is under way."""
+        whole = max(0, len(self.versions) - 1)
+        found: list[Begun] = []
+        for sample, length in enumerate(self.lengths):
+            versions = self._versions(sample, whole)
+            if sample in self.before and isinstance(self.before[sample], Trajectory):
+                found.append(self.before[sample])
+            elif whole and whole >= length:
+                found.append(_trajectory(self.question.uid, self.ticket, sample, versions))
+            elif versions:
+                found.append(_partial(self.question.uid, sample, versions))
+        return tuple(found)
+
+    def trajectories(self) -> list[Trajectory]:
+        """Some episodes end early; one that is aborted at once has no token that was sampled."""
+        return [
+            _trajectory(self.question.uid, self.ticket, sample, self._versions(sample, len(self.versions)))
+            for sample in range(len(self.lengths))
+        ]
+
+    def _versions(self, sample: int, turns: int) -> tuple[int, ...]:
+        """Those of an episode's turns, the earlier ones elsewhere, then the first `turns` here."""
+        before = self.before[sample].versions if sample in self.before else np.zeros(0, np.int32)
+        here = self.versions[: min(turns, self.lengths[sample])]
+        return (*before[before >= 0].tolist(), *here)
 
 
 class Engines:
@@ -71,8 +102,8 @@ class Engines:
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
         self.router = Router(script.engines, script.slots)
-        self._engines = [_Engine(number) for number in range(script.engines)]
-        self._answers: dict[str, asyncio.Future[list[Trajectory]]] = {}
+        self._engines = [_Engine(number, record.version) for number in range(script.engines)]
+        self._answers: dict[int, asyncio.Future[list[Trajectory]]] = {}
         self._changed = Signal()
 
     @property
@@ -80,22 +111,17 @@ class Engines:
         """Groups that the living engines have room for."""
         return max(1, self.script.slots // self.script.samples) * len(self.router.living)
 
-    async def run_group(self, question: Question) -> list[Trajectory]:
+    async def run_group(
+        self, question: Question, ticket: int, begun: Sequence[Begun] = ()
+    ) -> list[Trajectory]:
         """All episodes of `question`. May wind down slowly if cancelled, or return its answer all the same."""
-        self.record.begin("rollout")
-        call = self.record.calls
+        self.record.begin_group(ticket, begun)
         play = None
         try:
             self.record.fail_if_due("generate")
             while True:
-                play = _Play(
-                    str(call),
-                    call,
-                    question,
-                    await self._engine_of(str(call)),
-                    self.script.rng.randint(1, self.script.turns),
-                )
-                answer = self._answers[play.key] = asyncio.get_running_loop().create_future()
+                play = self._play(ticket, question, begun, await self._engine_of(str(ticket)))
+                answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
                 self._start(play)
                 try:
                     return await answer
@@ -107,13 +133,24 @@ class Engines:
                 if self.script.rng.random() < 0.5:
                     await self.script.pause("abort")
                 if self.script.rng.random() < 0.2:
-                    return self._trajectories(play)
+                    return play.trajectories()
             raise
         finally:
             self.record.end("rollout")
-            self._answers.pop(str(call), None)
-            self.router.release(str(call))
+            self._answers.pop(ticket, None)
+            self.router.release(str(ticket))
             self._changed.set()
+
+    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+        """Each engine is asked in its turn."""
+        found: dict[int, tuple[Begun, ...]] = {}
+        for engine in self._engines:
+            await self.script.pause("save")
+            here = {play.ticket: play.begun() for play in engine.plays}
+            said = {ticket: begun for ticket, begun in here.items() if begun}
+            self.record.tell(said)
+            found |= said
+        return found
 
     async def switch(self, version: int) -> None:
         """Every engine takes `version`, each at its own time."""
@@ -129,9 +166,9 @@ class Engines:
         engine.alive = False
         orphans = self.router.died(number)
         for key in orphans.again:
-            self._fail(key, EngineDied(f"engine {number}"))
+            self._fail(int(key), EngineDied(f"engine {number}"))
         for key, reason in orphans.lost.items():
-            self._fail(key, GroupLost(key, Loss.engine_died, reason))
+            self._fail(int(key), GroupLost(key, Loss.engine_died, reason))
         if self.script.rng.random() < 0.5:
             for play in [*engine.plays]:
                 self._end(play)
@@ -148,6 +185,15 @@ class Engines:
 
         await self._changed.until(has_turn)
         return self._engines[assigned[0]]
+
+    def _play(self, ticket: int, question: Question, begun: Sequence[Begun], engine: _Engine) -> _Play:
+        rng = self.script.rng
+        turns, before = rng.randint(1, self.script.turns), {one.sample: one for one in begun}
+        lengths = [
+            0 if isinstance(before.get(sample), Trajectory) else rng.choice([turns, rng.randint(0, turns)])
+            for sample in range(self.script.samples)
+        ]
+        return _Play(ticket, question, engine, turns, lengths, before)
 
     def _start(self, play: _Play) -> None:
         if play.engine.updating:
@@ -171,22 +217,22 @@ class Engines:
         if play.aborted:
             return
         self._end(play)
-        answer = self._answers.get(play.key)
+        answer = self._answers.get(play.ticket)
         if answer is None or answer.done():
             self.record.late_answers += 1
         elif play.question.uid in self.script.poisoned:
-            self._fail(play.key, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
+            self._fail(play.ticket, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
         else:
-            answer.set_result(self._trajectories(play))
+            answer.set_result(play.trajectories())
 
     def _end(self, play: _Play) -> None:
         play.aborted = True
         play.engine.plays.discard(play)
         self._changed.set()
 
-    def _fail(self, key: str, error: Exception) -> None:
-        if key in self._answers and not self._answers[key].done():
-            self._answers[key].set_exception(error)
+    def _fail(self, ticket: int, error: Exception) -> None:
+        if ticket in self._answers and not self._answers[ticket].done():
+            self._answers[ticket].set_exception(error)
 
     async def _switch(self, engine: _Engine, version: int) -> None:
         await self.script.pause("update")
@@ -206,15 +252,6 @@ class Engines:
             self._start(play)
         self._changed.set()
 
-    def _trajectories(self, play: _Play) -> list[Trajectory]:
-        """Some episodes end early; one that is aborted at once has no token that was sampled."""
-        rng, turns = self.script.rng, len(play.versions)
-        lengths = [rng.choice([turns, rng.randint(0, turns)]) for _ in range(self.script.samples)]
-        return [
-            _trajectory(play.question.uid, play.call, sample, tuple(play.versions[:length]))
-            for sample, length in enumerate(lengths)
-        ]
-
 
 class Scorer:
     """The inference group, and the critic where there is one."""
@@ -229,7 +266,7 @@ class Scorer:
         if not samples:
             raise self.record.breach(Property.doomed, "the scorer is called for nothing")
         for sample in samples:
-            self.record.ask(call_of(sample), sample.trajectory.sample)
+            self.record.ask(ticket_of(sample), sample.trajectory.sample)
         await self.script.pause("score", len(samples))
         self.record.fail_if_due("score")
         self.record.end("inference")
@@ -255,15 +292,16 @@ class Learner:
                 own = own and sample.values is not None and np.array_equal(sample.values, -mark(sample))
             if not own or sample.weights is None:
                 raise self.record.breach(
-                    Property.own, f"call {call_of(sample)} has no scores or weights, or another's"
+                    Property.own, f"ticket {ticket_of(sample)} has no scores or weights, or another's"
                 )
             trajectory = sample.trajectory
             versions = [int(version) for version in trajectory.versions[trajectory.loss_mask]]
-            if not self.script.mixed and len(set(versions)) > 1:
+            finished = len(set(versions)) <= 1 or ticket_of(sample) in self.record.gone_on
+            if not self.script.mixed and not finished:
                 raise self.record.breach(
-                    Property.update, f"call {call_of(sample)} was not finished on its version"
+                    Property.update, f"ticket {ticket_of(sample)} was not finished on its version"
                 )
-            self.record.train(self.name, call_of(sample), trajectory.sample, versions)
+            self.record.train(self.name, ticket_of(sample), trajectory.sample, versions)
         await self.script.pause("train", len(samples))
         self.record.fail_if_due("train")
         self.record.end(self.name)
@@ -328,7 +366,7 @@ class Handling:
         """Rewards, which are all equal in some groups. May take long, and wind down slowly if cancelled."""
         flat = self.script.rng.random() < self.script.flat
         samples = tuple(rewarded(one, 0.0 if flat else float(one.sample)) for one in trajectories)
-        with self.record.rewarding(call_of(samples[0])):
+        with self.record.rewarding(ticket_of(samples[0]), trajectories):
             try:
                 await self.script.pause("reward")
             except asyncio.CancelledError:
@@ -342,19 +380,19 @@ class Handling:
     def finish(self, group: Group) -> Group:
         """Weights of 1."""
         self.record.fail_if_due("finish")
-        self.record.offer(call_of(group.samples[0]))
+        self.record.offer(ticket_of(group.samples[0]))
         return replace(group, samples=tuple(replace(one, weights=_ones(one)) for one in group.samples))
 
 
-def call_of(sample: Sample) -> int:
-    """The call of `run_group` that the sample comes from."""
+def ticket_of(sample: Sample) -> int:
+    """The ticket that the sample comes from."""
     return int(sample.trajectory.response)
 
 
 def mark(sample: Sample) -> Floats:
     """Log-probs that belong to this sample alone."""
     return np.full(
-        len(sample.trajectory.tokens), -(10 * call_of(sample) + sample.trajectory.sample), np.float32
+        len(sample.trajectory.tokens), -(10 * ticket_of(sample) + sample.trajectory.sample), np.float32
     )
 
 
@@ -362,7 +400,21 @@ def _ones(sample: Sample) -> Floats:
     return np.ones(len(sample.trajectory.tokens), np.float32)
 
 
-def _trajectory(uid: str, call: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
+def _partial(uid: str, sample: int, versions: tuple[int, ...]) -> PartialEpisode:
+    """An episode with a token for each of `versions`."""
+    sampled = np.array(versions, np.int32)
+    return PartialEpisode(
+        question_uid=uid,
+        sample=sample,
+        turns=(),
+        token_ids=sampled,
+        logprobs=np.full(len(sampled), np.nan, np.float32),
+        versions=sampled,
+        ended_itself=np.ones(len(sampled), np.bool_),
+    )
+
+
+def _trajectory(uid: str, ticket: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
     tokens, mask, with_prompt, turn_of_token, nothing = _arrays(versions)
     return Trajectory(
         question_uid=uid,
@@ -374,7 +426,7 @@ def _trajectory(uid: str, call: int, sample: int, versions: tuple[int, ...]) -> 
         versions=with_prompt,
         turn_of_token=turn_of_token,
         tokens_differing=0,
-        response=str(call),
+        response=str(ticket),
         turns=(),
         finish=Finish.ANSWER if versions else Finish.ABORTED,
     )

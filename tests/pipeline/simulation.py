@@ -1,21 +1,24 @@
 """Whole runs of the pipeline under a virtual clock: real ledger, flow, learner's loop, prompt source and router.
 
 `simulate(seed)` scripts the workers by the seed (`scripted`), drives the run as the driver does, and holds the
-properties (`watched.Property`) against it; it raises `Breach` where one does not hold.
+properties (`watched.Property`) against it; it raises `Breach` where one does not hold. `simulate_lives(seed)` has the
+run saved at some moment between two steps and killed, then or later, once or twice, and resumed from what was saved.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlsys.data.source import PromptSource
+from rlsys.data.source import PromptSource, SourceState
 from rlsys.errors import root_cause
-from rlsys.pipeline.flow import MOST_LOSSES, Bites, Flow, Handlers
+from rlsys.pipeline.flow import MOST_LOSSES, Bites, Flow, FlowState, Handlers
 from rlsys.pipeline.learn import MiniBatches, learn
-from rlsys.pipeline.ledger import Ledger, Reason
+from rlsys.pipeline.ledger import Ended, Ledger, Reason
 from tests.pipeline.build import question
 from tests.pipeline.script import Ending, Script
 from tests.pipeline.scripted import Devices, Engines, Handling, Learner, Scorer, SharedDevices
@@ -32,18 +35,56 @@ class Parts:
 
     ledger: type[Ledger] = Ledger
     flow: type[Flow] = Flow
+    prompts: type[PromptSource] = PromptSource
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a run is saved, and killed."""
+
+    steps: int
+    """So many are closed."""
+    published: bool
+    """The new version is on its way to the engines, or there."""
+    killed_after_s: float
+    """Not before the run has ended, if it ends earlier."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a file of the run would hold."""
+
+    flow: FlowState
+    prompts: SourceState
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run leaves behind that was killed."""
+
+    state: State
+    record: Record
+    """What was seen until it was saved."""
+    ended: tuple[Ended, ...]
+    """What was written of the ends of tickets."""
 
 
 class Simulation:
-    """One run."""
+    """One life of a run: from its beginning or from what an earlier life has saved."""
 
-    def __init__(self, script: Script, parts: Parts) -> None:
+    def __init__(
+        self, script: Script, parts: Parts, saved: Saved | None = None, moment: Moment | None = None
+    ) -> None:
         self.script = script
-        self.record = record = Record(script)
+        self.record = record = saved.record.resumed() if saved else Record(script)
+        self.saved: Saved | None = None
+        """What this life has saved."""
+        self._moment, self._killed = moment, False
+        self._earlier = saved
         self.error: BaseException | None = None
         """What ended it before its time."""
         self.questions = [question(number) for number in range(script.questions)]
-        self.prompts = PromptSource(self.questions, seed=0)
+        self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
         self.engines = Engines(script, record)
         self.learners = {name: Learner(name, script, record) for name in ("actor", "critic")}
         self.devices = SharedDevices(script, record) if script.sequential else Devices(script, record)
@@ -65,37 +106,52 @@ class Simulation:
             Bites(script.least, script.most),
             self.devices,
             record.say,
+            *([saved.state.flow] if saved else []),
         )
+
+    def state(self) -> State:
+        """With nothing said by the engines."""
+        return State(self.flow.state({}), self.prompts.state())
 
     async def drive(self) -> None:
         """The driver: see `rlsys.train`."""
         script, loop = self.script, asyncio.get_running_loop()
         for time, engine in script.deaths:
             loop.call_at(time, self.engines.kill, engine)
-        if script.ending is not Ending.cancel:
-            await self._train()
+        if script.ending is Ending.cancel:
+            loop.call_at(script.end_at, self._give_up)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(script.end_at):
+                    await self._train()
             return
-        loop.call_at(script.end_at, self._give_up)
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(script.end_at):
-                await self._train()
+        self._life = asyncio.current_task()
+        try:
+            await self._train()
+        except asyncio.CancelledError:
+            if not self._killed:
+                raise
 
     async def _train(self) -> None:
         script = self.script
         whole = list if script.whole else None
         cut = MiniBatches(script.updates, script.groups_per_step // script.updates, whole)
         async with asyncio.TaskGroup() as background:
+            version = self.record.version
+            if version > self.ledger.published:
+                self.flow.publish(version)
             background.create_task(self._flow())
             if script.ending is Ending.stop:
                 asyncio.get_running_loop().call_at(script.end_at, self._stop)
             switched = None
-            for step in range(1, script.steps + 1):
+            await self._save_if_due(version, published=True)
+            for step in range(version + 1, script.steps + 1):
                 learners = {name: self.learners[name] for name in script.learning(step)}
                 groups, updates = await learn(
                     self.flow, learners, self.devices, cut, self.record.say("actor")
                 )
                 assert updates == [{f"{name}/loss": 0.0 for name in learners}] * script.updates
                 self.record.returned(groups)
+                await self._save_if_due(step, published=False)
                 await self.devices.need("actor", "inference")
                 await script.pause("update")
                 if switched is not None:
@@ -103,7 +159,25 @@ class Simulation:
                 switched = background.create_task(self._switch(step))
                 if script.max_staleness == 0:
                     await switched
+                await self._save_if_due(step, published=True)
             self._stop()
+
+    async def _save_if_due(self, steps: int, *, published: bool) -> None:
+        moment = self._moment
+        if self.saved or moment is None or (moment.steps, moment.published) != (steps, published):
+            return
+        await self.script.pause("save")
+        begun = await self.engines.under_way()
+        await self.script.pause("save")
+        ended = (*(self._earlier.ended if self._earlier else ()), *self.ledger.ended())
+        state = State(self.flow.state(begun), self.prompts.state())
+        self.saved = Saved(state, self.record.resumed(), ended)
+        asyncio.get_running_loop().call_later(moment.killed_after_s, self._kill)
+
+    def _kill(self) -> None:
+        """The process is gone: what its tasks still do counts for nothing."""
+        self.record.over = self._killed = True
+        self._life.cancel()
 
     async def _switch(self, version: int) -> None:
         await self.devices.need("rollout")
@@ -130,16 +204,19 @@ class Simulation:
             return
         if self.ledger.doomed():
             raise record.breach(Property.doomed, f"{self.ledger.doomed()} are kept")
-        room = record.running < self.engines.capacity and self.ledger.may_admit()
+        may_roll = bool(record.again) or self.ledger.may_admit()
+        room = record.running < self.engines.capacity and may_roll
         if room and not self.devices.pending["rollout"]:
             raise record.breach(Property.waiting, "a prompt waits although it may be admitted")
         if record.offered and waits.get("actor") == "waits for log-probs":
             raise record.breach(Property.waiting, f"the learner waits although {record.offered} are scored")
-        no_more = not record.running and not record.rewarded_now and not self.ledger.may_admit()
+        no_more = not record.running and not record.rewarded_now and not may_roll
         enough = len(record.unscored) >= self.script.least or (record.unscored and no_more)
         scorer_waits = waits["inference"] == "waits for rollouts" and not self.devices.pending["inference"]
         if scorer_waits and enough:
-            raise record.breach(Property.waiting, f"the scorer waits although {record.unscored} are rolled")
+            raise record.breach(
+                Property.waiting, f"the scorer waits although {[*record.unscored]} are rolled"
+            )
 
     def check_end(self) -> None:
         """The run has ended: what was asked is accounted for."""
@@ -150,9 +227,14 @@ class Simulation:
             raise Breach(Property.step, f"{record.version} steps of {script.steps} were closed")
         if self.ledger.dropped != Counter(reason for _, reason in record.dropped):
             raise Breach(Property.once, f"the ledger counts {self.ledger.dropped}")
+        ended = [*(self._earlier.ended if self._earlier else ()), *self.ledger.ended()]
+        if [(one.number, one.end) for one in ended] != [*record.ended.items()]:
+            raise Breach(Property.once, f"the ledger tells of {ended}, not {record.ended}")
         fresh = PromptSource(self.questions, seed=0)
         asked = Counter(fresh.next().uid for _ in range(self.prompts.position))
-        found = Counter(one.uid for one in [*record.trained, *self.prompts.given_back]) + self._for_good()
+        found = (
+            Counter(one.uid for one in [*record.trained, *self.prompts.state().given_back]) + self._for_good()
+        )
         if asked != found:
             raise Breach(Property.conserved, f"asked {asked}, found {found}")
 
@@ -168,6 +250,13 @@ class Simulation:
 def run(script: Script, parts: Parts = Parts()) -> Simulation:
     """Run `script` to its end. Raises Breach."""
     simulation = Simulation(script, parts)
+    _live(simulation)
+    simulation.check_end()
+    return simulation
+
+
+def _live(simulation: Simulation) -> None:
+    script = simulation.script
     try:
         run_virtually(simulation.drive(), MOST_TURNS, simulation.check_idle)
     except HangError:
@@ -177,13 +266,38 @@ def run(script: Script, parts: Parts = Parts()) -> Simulation:
     except ExceptionGroup as group:
         simulation.error = simulation.record.broken or root_cause(group)
         _accept(script, simulation.record, simulation.error)
-    simulation.check_end()
-    return simulation
 
 
 def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
     """The run that `seed` scripts. Raises Breach."""
     return run(Script.seeded(seed), parts)
+
+
+def simulate_lives(
+    seed: int, parts: Parts = Parts(), through: Callable[[State], State] = lambda state: state
+) -> list[Simulation]:
+    """The run that `seed` scripts, killed once or twice and resumed from `through` of its state; all its lives.
+
+    Raises Breach.
+    """
+    script, rng = Script.seeded(seed), random.Random(f"lives {seed}")
+    script.ending, script.fails = Ending.finish, ("", 0)
+    lives: list[Simulation] = []
+    saved = None
+    for _ in range(rng.choice([1, 2])):
+        done = saved.record.version if saved else 0
+        steps = done if rng.random() < 0.3 else rng.randint(done, script.steps)
+        delay = rng.choice([0.0, rng.random(), 20 * rng.random()])
+        moment = Moment(steps, steps == done or rng.random() < 0.7, delay)
+        lives.append(Simulation(script, parts, saved, moment))
+        _live(lives[-1])
+        saved = lives[-1].saved
+        assert saved is not None
+        saved = replace(saved, state=through(saved.state))
+    lives.append(Simulation(script, parts, saved))
+    _live(lives[-1])
+    lives[-1].check_end()
+    return lives
 
 
 def _accept(script: Script, record: Record, error: BaseException) -> None:

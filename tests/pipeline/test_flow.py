@@ -16,13 +16,12 @@ from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
 from rlsys.errors import root_cause
-from rlsys.pipeline.flow import Bites, Flow, Handlers
-from rlsys.pipeline.group import Group, Sample, Scores
+from rlsys.pipeline.group import Group
 from rlsys.pipeline.learn import MiniBatches, learn
 from rlsys.pipeline.ledger import Ledger, Reason
 from rlsys.pipeline.routing import NoEngineLeft
-from tests.pipeline.build import question, rewarded, trajectory
-from tests.pipeline.planted import PLANTED
+from tests.pipeline.bare import Bare
+from tests.pipeline.planted import PLANTED, PLANTED_IN_RESUMING
 from tests.pipeline.script import Ending, Script
 from tests.pipeline.simulation import Parts, Simulation, run, simulate
 from tests.pipeline.virtual_time import HangError, now, run_virtually
@@ -49,7 +48,7 @@ def test_a_bug_planted_on_purpose_is_found_out(broken: Property, parts: Parts) -
 
 
 def test_a_bug_is_planted_for_each_property() -> None:
-    assert {broken for broken, _ in PLANTED} == {*Property}
+    assert {broken for broken, _ in [*PLANTED, *PLANTED_IN_RESUMING]} == {*Property}
 
 
 def _breach(seed: int, parts: Parts) -> Property | None:
@@ -205,7 +204,7 @@ def test_a_question_whose_groups_are_lost_is_asked_thrice_and_then_once_an_epoch
     simulation, _ = timed(steps=5, questions=2, poisoned=frozenset({"q:1"}), knows_end=False)
     fresh = PromptSource(simulation.questions, seed=0)
     epochs = [fresh.next().uid for _ in range(simulation.prompts.position)].count("q:1")
-    waiting = [one.uid for one in simulation.prompts.given_back].count("q:1")
+    waiting = [one.uid for one in simulation.prompts.state().given_back].count("q:1")
     assert epochs > 2
     assert simulation.ledger.dropped[Reason.lost] == 3 + (epochs - 1) - waiting
 
@@ -222,44 +221,6 @@ def test_groups_are_scored_in_the_order_in_which_they_were_rolled() -> None:
 def test_the_scorer_takes_a_rest_that_is_smaller_than_its_least_bite() -> None:
     simulation, _ = timed(steps=2, groups_per_step=4, least=3, most=3)
     assert simulation.record.version == 2
-
-
-class Bare:
-    """Workers that answer without ever giving way, as none does in a simulation."""
-
-    capacity = 2
-    groups = ("inference",)
-    blocked: asyncio.Event | None = None
-
-    version = 0
-
-    async def run_group(self, asked: Question) -> list[Trajectory]:
-        return [trajectory(uid=asked.uid, version=self.version)]
-
-    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        return [Scores(sample.trajectory.rollout_logprobs) for sample in samples]
-
-    def enough(self, _: Sequence[Sample]) -> bool:
-        return True
-
-    async def accumulate(self, samples: Sequence[Sample]) -> None: ...
-
-    async def apply(self) -> Mapping[str, float]:
-        return {}
-
-    async def need(self, *groups: str) -> None:
-        if self.blocked is not None and "rollout" in groups:
-            await self.blocked.wait()
-
-    def flow(self, ledger: Ledger) -> tuple[Flow, PromptSource]:
-        prompts = PromptSource([question(number) for number in range(5)], seed=0)
-        handlers = Handlers(self.reward, lambda group: group)
-        return Flow(
-            ledger, prompts, self, self, handlers, Bites(1, 1), self, lambda _: lambda _: None
-        ), prompts
-
-    async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
-        return Group(asked, tuple(rewarded(one, 0.0) for one in trajectories))
 
 
 def test_an_episode_that_is_aborted_before_its_first_turn_frees_its_slot() -> None:
@@ -284,12 +245,12 @@ def test_no_more_groups_are_generated_at_a_time_than_there_is_room_for() -> None
     class Counting(Bare):
         running = most = 0
 
-        async def run_group(self, asked: Question) -> list[Trajectory]:
+        async def run_group(self, asked: Question, *goes_on: Any) -> list[Trajectory]:
             self.running += 1
             self.most = max(self.running, self.most)
             await asyncio.sleep(1)
             self.running -= 1
-            return await super().run_group(asked)
+            return await super().run_group(asked, *goes_on)
 
         async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
             await asyncio.sleep(0.5)
@@ -314,11 +275,11 @@ def test_a_group_that_is_dropped_before_it_could_be_rewarded_is_not_rewarded() -
 
         asked = rewarded_groups = 0
 
-        async def run_group(self, asked: Question) -> list[Trajectory]:
+        async def run_group(self, asked: Question, *goes_on: Any) -> list[Trajectory]:
             self.asked += 1
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(99)
-            return await super().run_group(asked)
+            return await super().run_group(asked, *goes_on)
 
         async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
             self.rewarded_groups += 1
@@ -334,7 +295,7 @@ def test_a_group_that_is_dropped_before_it_could_be_rewarded_is_not_rewarded() -
         await running
 
     run_virtually(stop_meanwhile())
-    assert (workers.asked, workers.rewarded_groups, len(prompts.given_back)) == (1, 0, 1)
+    assert (workers.asked, workers.rewarded_groups, len(prompts.state().given_back)) == (1, 0, 1)
 
 
 def test_nothing_is_admitted_after_a_stop_that_came_while_devices_were_awaited() -> None:
@@ -371,7 +332,7 @@ def test_the_death_of_the_last_engine_ends_the_run_also_while_nothing_is_rolled(
     class Dead(Bare):
         capacity = 0
 
-        async def run_group(self, asked: Question) -> list[Trajectory]:
+        async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:
             raise NoEngineLeft(asked.uid)
 
     flow, _ = Dead().flow(Ledger(groups_per_step=1, max_staleness=0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlsys.errors import RunError
-from rlsys.pipeline.ledger import Ledger, Reason, Stage, Ticket
+from rlsys.pipeline.ledger import Ended, Ledger, Reason, Stage, Ticket
 from tests.pipeline.build import question
 
 
@@ -108,6 +108,24 @@ def test_places_go_to_the_oldest_and_among_equals_to_those_that_were_ready_first
     assert ledger.doomed() == [], "the old one may still come"
     finish(ledger, first[1])
     assert ledger.doomed() == [(newer[0], Reason.surplus)]
+
+
+def test_claims_are_those_of_who_was_ready_first_also_after_a_resume() -> None:
+    """As above: two groups of version 1, of which the second was ready first, have the places that one of version 0 takes."""
+    ledger = Ledger(groups_per_step=1, max_staleness=1, oversample=2)
+    first = fill(ledger)
+    train(ledger, first[0])
+    ledger.drop(first[2], Reason.lost)
+    ledger.publish(1)
+    newer = fill(ledger)
+    finish(ledger, newer[1], newer[0])
+    resumed = Ledger(groups_per_step=1, max_staleness=1, oversample=2)
+    resumed.resume(ledger.state())
+    old, *_ = resumed.outstanding
+    finish(resumed, old)
+    assert [(ticket.number, reason) for ticket, reason in resumed.doomed()] == [
+        (newer[0].number, Reason.surplus)
+    ]
 
 
 def test_a_place_that_an_old_group_cannot_use_goes_to_a_newer_one() -> None:
@@ -220,11 +238,17 @@ class LedgerMachine(RuleBasedStateMachine):
     def begin(self, groups: int, staleness: int, spare: int, replaced: int, steps: int | None) -> None:
         self.groups, self.staleness, self.spare, self.most_replaced = groups, staleness, spare, replaced
         self.steps = steps
-        self.ledger = Ledger(groups, staleness, 1 + spare / groups, replaced, steps)
+        self.ledger = self.new_ledger()
+        self.ended: list[Ended] = []
         self.version = self.published = self.replaced = self.clock = 0
         self.open: list[Modelled] = []
         self.taken: list[Modelled] = []
         self.dropped: Counter[Reason] = Counter()
+
+    def new_ledger(self) -> Ledger:
+        return Ledger(
+            self.groups, self.staleness, 1 + self.spare / self.groups, self.most_replaced, self.steps
+        )
 
     def free(self) -> Counter[int]:
         """Step -> its free places, far ahead."""
@@ -266,6 +290,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def forget(self, one: Modelled, reason: Reason) -> None:
         self.ledger.drop(one.real, reason)
+        self.ended.append(Ended(one.real.number, one.real.question.uid, reason))
         (self.taken if one in self.taken else self.open).remove(one)
         self.dropped[reason] += 1
         self.replaced += reason is Reason.no_spread
@@ -323,6 +348,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def close(self) -> None:
         self.ledger.close_step()
         assert {one.real.stage for one in self.taken} == {Stage.trained}
+        self.ended += [Ended(one.real.number, one.real.question.uid, Stage.trained) for one in self.taken]
         self.taken, self.replaced = [], 0
         self.version += 1
 
@@ -331,6 +357,36 @@ class LedgerMachine(RuleBasedStateMachine):
     def publish(self, late: int) -> None:
         self.published = max(self.published + 1, self.version - late)
         self.ledger.publish(self.published)
+
+    @rule()
+    def tell_of_the_ends(self) -> None:
+        assert self.ledger.ended() == self.ended
+        self.ended = []
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def refuse_to_save(self) -> None:
+        with pytest.raises(RuntimeError, match=f"had taken {len(self.taken)} groups"):
+            self.ledger.state()
+
+    @precondition(lambda self: not self.taken)
+    @rule()
+    def save_and_resume(self) -> None:
+        """Another ledger in its place, of the same state, decides the same from here on."""
+        self.tell_of_the_ends()
+        state = self.ledger.state()
+        self.ledger = self.new_ledger()
+        self.ledger.resume(state)
+        assert self.ledger.state() == state
+        tickets = {ticket.number: ticket for ticket in self.ledger.outstanding}
+        assert len(tickets) == len(self.open)
+        for one in self.open:
+            before, one.real = one.real, tickets[one.real.number]
+            assert (one.real.question, one.real.oldest, one.real.stage) == (
+                before.question,
+                one.oldest,
+                before.stage,
+            )
 
     @invariant()
     def books_agree(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlsys.pipeline.routing import GroupLost, Loss, NoEngineLeft, Orphans, Router
+from rlsys.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside, Orphans, Router
 
 KEYS = st.integers(0, 11).map(str)
 ENGINES = st.integers(0, 4)
@@ -24,6 +24,7 @@ class Routing(RuleBasedStateMachine):
         self.engines, self.slots = engines, slots
         self.dead: set[int] = set()
         self.closed: set[int] = set()
+        self.aside: set[int] = set()
         self.on: dict[str, tuple[int, int]] = {}
         """Key -> (engine, size), in the order of assignment."""
         self.deaths: dict[str, list[int]] = {}
@@ -34,20 +35,21 @@ class Routing(RuleBasedStateMachine):
     def load(self, engine: int) -> int:
         return sum(size for other, size in self.on.values() if other == engine)
 
-    @rule(key=KEYS, size=st.integers(1, 4))
-    def assign(self, key: str, size: int) -> None:
+    @rule(key=KEYS, size=st.integers(1, 4), aside=st.booleans())
+    def assign(self, key: str, size: int, aside: bool) -> None:
         living = [engine for engine in range(self.engines) if engine not in self.dead]
         if key in self.on:
-            assert self.router.assign(key, size) == self.on[key][0], "a key keeps its engine"
+            assert self.router.assign(key, size, aside) == self.on[key][0], "a key keeps its engine"
             return
-        if not living:
-            with pytest.raises(NoEngineLeft):
-                self.router.assign(key, size)
+        if not living or (aside and not self.aside & set(living)):
+            with pytest.raises(NoneSetAside if living else NoEngineLeft):
+                self.router.assign(key, size, aside)
             return
-        takers = sorted((self.load(engine), engine) for engine in living if engine not in self.closed)
+        pool = set(living) & self.aside if aside else set(living) - self.aside
+        takers = sorted((self.load(engine), engine) for engine in pool - self.closed)
         fits = self.slots is None or (takers and (takers[0][0] == 0 or takers[0][0] + size <= self.slots))
         expected = takers[0][1] if takers and fits else None
-        assert self.router.assign(key, size) == expected
+        assert self.router.assign(key, size, aside) == expected
         if expected is not None:
             self.on[key] = (expected, size)
             self.starts[key] += 1
@@ -90,11 +92,22 @@ class Routing(RuleBasedStateMachine):
         self.router.reopen(engine)
         self.closed.discard(engine)
 
+    @rule(engine=ENGINES)
+    def set_aside(self, engine: int) -> None:
+        self.router.set_aside(engine)
+        self.aside.add(engine)
+
+    @rule(engine=ENGINES)
+    def put_back(self, engine: int) -> None:
+        self.router.put_back(engine)
+        self.aside.discard(engine)
+
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "router"):
             return
         assert self.router.living == tuple(sorted(set(range(self.engines)) - self.dead))
+        assert self.router.aside == self.aside & set(self.router.living)
         for engine in range(self.engines):
             assert self.router.load(engine) == self.load(engine)
         assert not {engine for engine, _ in self.on.values()} & self.dead, "no key is on a dead engine"

@@ -6,14 +6,16 @@ The record is kept apart from the ledger's own books: it sees tickets come and g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from enum import StrEnum
 from functools import cache
 
+from rlsys.agent.begun import Begun
 from rlsys.data.question import Question
 from rlsys.pipeline.group import Group
-from rlsys.pipeline.ledger import Ledger, Reason, Stage, Ticket
+from rlsys.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
 from tests.pipeline.script import Script
 
 LEARNERS = ("actor", "critic")
@@ -37,6 +39,9 @@ class Property(StrEnum):
     update = "a policy update loses no ticket and, if episodes finish first, splits no group"
     sequence = "in sequence, scoring waits for the last reward of the step, training for the last score"
     own = "every sample is trained with scores and weights of its own"
+    order = "groups are scored in the order in which they became ready"
+    replaced = "no more groups without spread are replaced in a step than allowed"
+    resumed = "a resumed run goes on with every ticket from what was begun of it, before it begins others"
 
 
 class Breach(Exception):
@@ -57,8 +62,6 @@ class Record:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.version = 0
-        self.calls = 0
-        """Of `run_group`; each is a ticket's."""
         self.running = 0
         """Calls of `run_group` that have not ended, those that wind down included."""
         self.rewarded_now = 0
@@ -73,7 +76,14 @@ class Record:
         self.trained: list[Question] = []
         """In steps that were closed."""
         self.dropped: list[tuple[Question, Reason]] = []
-        self.unscored: set[int] = set()
+        self.begun: dict[int, tuple[Begun, ...]] = {}
+        """Ticket -> what a run that is resumed now has to go on from; all episodes once they are done."""
+        self._all_done: set[int] = set()
+        self.again: list[int] = []
+        """Tickets that rolled when the run was saved; those that have been begun again have `gone_on`."""
+        self.gone_on: set[int] = set()
+        self.unscored: dict[int, None] = {}
+        """In the order in which they became ready."""
         self.offered: set[int] = set()
         """Scored, and not taken or dropped yet."""
         self.states: dict[str, str] = {}
@@ -83,12 +93,15 @@ class Record:
         """The flow has ended; what goes on elsewhere no longer counts."""
         self.broken: Breach | None = None
         """The first."""
-        self._ticket_of: dict[int, int] = {}
-        self._ended: dict[int, str] = {}
-        self._rewarded = 0
+        self.ended: dict[int, str] = {}
+        """Ticket -> `trained`, or why it was dropped; in this order."""
+        self._ready: dict[int, None] = {}
+        """Of them, those that are open, scored or not."""
+        self._replaced = 0
+        """In the step under way."""
         self._scored: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[str, int, int]] = set()
-        """(learner, call, sample)"""
+        """(learner, ticket, sample)"""
         self._in_update: dict[str, set[int]] = {name: set() for name in LEARNERS}
         self._working: set[str] = set()
         self._worker_calls: Counter[str] = Counter()
@@ -114,11 +127,42 @@ class Record:
             self.over = True
             raise Failure(worker)
 
+    def resumed(self) -> Record:
+        """What a run has seen that goes on from here."""
+        later = deepcopy(self, {id(self.script): self.script})
+        later.again = sorted(self.open - self._ready.keys())
+        later.begun = {number: self.begun[number] for number in later.again if number in self.begun}
+        later.running = later.rewarded_now = 0
+        later._all_done = set()
+        later.states, later._working, later.resident = {}, set(), lambda: GROUPS
+        # What was being scored is scored again.
+        later.unscored = {number: None for number in self._ready if number not in self.offered}
+        later._scored = {(number, sample) for number, sample in self._scored if number not in later.unscored}
+        return later
+
+    def resume(self, tickets: Sequence[Ticket]) -> None:
+        """The ledger has these tickets again."""
+        if {ticket.number for ticket in tickets} != self.open:
+            raise self.breach(Property.resumed, f"{tickets} instead of {self.open}")
+        self.tickets.update((ticket.number, ticket) for ticket in tickets)
+
+    def begin_group(self, ticket: int, begun: Sequence[Begun]) -> None:
+        """A ticket's group is asked for, with what was begun of it."""
+        if self.again and ticket != self.again[0]:
+            raise self.breach(Property.resumed, f"ticket {ticket} begins before {self.again}")
+        if _facts(begun) != _facts(self.begun.get(ticket, ())):
+            raise self.breach(Property.resumed, f"ticket {ticket} goes on from {begun}")
+        if self.again:
+            self.gone_on.add(self.again.pop(0))
+        self.running += 1
+        self.begin("rollout")
+
+    def tell(self, begun: Mapping[int, tuple[Begun, ...]]) -> None:
+        """An engine says what is begun on it. A group may run on there after another engine has answered."""
+        self.begun |= {ticket: found for ticket, found in begun.items() if ticket not in self._all_done}
+
     def begin(self, stage: str) -> None:
         """A worker begins."""
-        if stage == "rollout":
-            self.calls += 1
-            self.running += 1
         if self.script.sequential and not self.over:
             self._check_sequence(stage)
         if stage != "rollout":
@@ -132,6 +176,8 @@ class Record:
             self._working.remove(stage)
 
     def admit(self, ticket: Ticket) -> None:
+        if ticket.number in self.tickets:
+            raise self.breach(Property.once, f"there are two tickets {ticket.number}")
         self.tickets[ticket.number] = ticket
         self.open.add(ticket.number)
         if len(self.open) > self.script.most_outstanding:
@@ -140,52 +186,60 @@ class Record:
             raise self.breach(Property.livelock, f"{len(self.tickets)} tickets")
 
     @contextmanager
-    def rewarding(self, call: int) -> Iterator[None]:
-        """The group of this call is being rewarded; if it becomes ready, that is next after the end."""
+    def rewarding(self, ticket: int, episodes: Sequence[Begun]) -> Iterator[None]:
+        """All episodes of the ticket are done; they are being rewarded."""
+        self.begun[ticket] = tuple(episodes)
+        self._all_done.add(ticket)
         self.rewarded_now += 1
         try:
             yield
         finally:
             self.rewarded_now -= 1
-        self._rewarded = call
 
     def ready(self, ticket: Ticket) -> None:
-        self._ticket_of[self._rewarded] = ticket.number
-        self.unscored.add(ticket.number)
+        self._ready[ticket.number] = self.unscored[ticket.number] = None
 
-    def ask(self, call: int, sample: int) -> None:
+    def ask(self, ticket: int, sample: int) -> None:
         """The scorer is given a sample."""
-        ticket = self._ticket_of[call]
-        if ticket in self._ended:
+        if ticket in self.ended:
             raise self.breach(Property.dropped, f"ticket {ticket} is scored")
-        if (call, sample) in self._scored:
-            raise self.breach(Property.once, f"sample {sample} of call {call} is scored again")
-        self._scored.add((call, sample))
-        self.unscored.discard(ticket)
+        if (ticket, sample) in self._scored:
+            raise self.breach(Property.once, f"sample {sample} of ticket {ticket} is scored again")
+        if ticket in self.unscored and ticket != next(iter(self.unscored)):
+            raise self.breach(Property.order, f"ticket {ticket} is scored before one of {[*self.unscored]}")
+        self._scored.add((ticket, sample))
+        self.unscored.pop(ticket, None)
 
-    def offer(self, call: int) -> None:
+    def offer(self, ticket: int) -> None:
         """A group is scored, and may be taken."""
-        self.offered.add(self._ticket_of[call])
+        self.offered.add(ticket)
 
     def take(self, ticket: Ticket) -> None:
         self.offered.discard(ticket.number)
+        del self._ready[ticket.number]
         self.taken.append(ticket.number)
 
     def drop(self, ticket: Ticket, reason: Reason) -> None:
         self._end(ticket, reason)
         self.dropped.append((ticket.question, reason))
+        self._replaced += reason is Reason.no_spread
+        if self._replaced > self.script.max_replaced:
+            raise self.breach(Property.replaced, f"{self._replaced} of {self.script.max_replaced}")
         self.offered.discard(ticket.number)
-        self.unscored.discard(ticket.number)
+        for numbers in (self.unscored, self._ready):
+            numbers.pop(ticket.number, None)
+        if ticket.number in self.again:
+            self.again.remove(ticket.number)
 
-    def train(self, learner: str, call: int, sample: int, versions: Sequence[int]) -> None:
+    def train(self, learner: str, ticket: int, sample: int, versions: Sequence[int]) -> None:
         """A learner is given a sample, with the versions of its trained tokens."""
         if not self.over:
-            self._check_training(learner, call, sample, [self.version - version for version in versions])
+            self._check_training(learner, ticket, sample, [self.version - version for version in versions])
         if learner == self._learning()[0]:
             self.lags.update(self.version - version for version in versions)
             self.mixed_groups += sample == 0 and len(set(versions)) > 1
-        self._accumulated.add((learner, call, sample))
-        self._in_update[learner].add(call)
+        self._accumulated.add((learner, ticket, sample))
+        self._in_update[learner].add(ticket)
 
     def update(self, learner: str) -> None:
         """A learner's optimiser steps."""
@@ -199,7 +253,7 @@ class Record:
     def close(self) -> None:
         """The step under way is closed."""
         for learner in self._learning():
-            trained = {self._ticket_of[call] for name, call, _ in self._accumulated if name == learner}
+            trained = {ticket for name, ticket, _ in self._accumulated if name == learner}
             complete = len(self.taken) == self.script.groups_per_step and trained >= {*self.taken}
             if not self.over and not complete:
                 raise self.breach(
@@ -208,7 +262,7 @@ class Record:
         for number in self.taken:
             self._end(self.tickets[number], "trained")
             self.trained.append(self.tickets[number].question)
-        self.taken = []
+        self.taken, self._replaced = [], 0
         self.version += 1
 
     def returned(self, groups: Sequence[Group]) -> None:
@@ -230,26 +284,23 @@ class Record:
             raise self.breach(Property.sequence, f"{stage} leaves the devices while it works")
 
     def _end(self, ticket: Ticket, how: str) -> None:
-        if ticket.number in self._ended:
+        if ticket.number in self.ended:
             raise self.breach(
-                Property.once, f"ticket {ticket.number} is {how} after {self._ended[ticket.number]}"
+                Property.once, f"ticket {ticket.number} is {how} after {self.ended[ticket.number]}"
             )
-        self._ended[ticket.number] = how
+        self.ended[ticket.number] = how
         self.open.remove(ticket.number)
 
     def _learning(self) -> tuple[str, ...]:
         """In the step under way."""
         return self.script.learning(self.version + 1)
 
-    def _check_training(self, learner: str, call: int, sample: int, lags: Sequence[int]) -> None:
-        ticket = self._ticket_of[call]
+    def _check_training(self, learner: str, ticket: int, sample: int, lags: Sequence[int]) -> None:
         if learner not in self._learning():
             raise self.breach(Property.step, f"the {learner} learns in step {self.version}")
-        if self._ended.get(ticket, "trained") != "trained":
-            raise self.breach(
-                Property.dropped, f"ticket {ticket}, which was dropped as {self._ended[ticket]}"
-            )
-        if (learner, call, sample) in self._accumulated or ticket not in self.taken:
+        if self.ended.get(ticket, "trained") != "trained":
+            raise self.breach(Property.dropped, f"ticket {ticket}, which was dropped as {self.ended[ticket]}")
+        if (learner, ticket, sample) in self._accumulated or ticket not in self.taken:
             raise self.breach(
                 Property.once, f"sample {sample} of ticket {ticket} is trained again or was not taken"
             )
@@ -278,10 +329,19 @@ class Record:
             raise self.breach(Property.sequence, f"training begins while {self.unscored} are not scored")
 
 
+def _facts(begun: Sequence[Begun]) -> list[tuple[type[Begun], int, list[int]]]:
+    """What tells begun episodes apart."""
+    return [(type(one), one.sample, one.versions.tolist()) for one in begun]
+
+
 class _Watched(Ledger):
     """Writes down what is done."""
 
     record: Record
+
+    def resume(self, state: LedgerState) -> None:
+        super().resume(state)
+        self.record.resume(self.outstanding)
 
     def admit(self, question: Question) -> Ticket:
         ticket = super().admit(question)

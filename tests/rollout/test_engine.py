@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.agent.episode import TurnSampling
+from rlsys.agent.begun import PartialEpisode
+from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.agent.trajectory import Action, Finish
 from rlsys.config.schema import TokenMode
 from rlsys.errors import RunError
@@ -62,7 +63,7 @@ async def test_a_group_searches_answers_and_reuses_its_prefix(bench: Bench) -> N
     asked = len(bench.search.asked)
     group = await bench.worker.run_group(QUESTION, n_samples=5)
     assert [trajectory.sample for trajectory in group] == list(range(5))
-    (best,) = await bench.worker.run_group(QUESTION, n_samples=1, greedy=True)
+    best = await bench.worker.answer(QUESTION)
     assert len(bench.search.asked) > asked
     assert best.finish is Finish.ANSWER
     assert best.answer == "Paris"
@@ -79,6 +80,60 @@ async def test_a_group_searches_answers_and_reuses_its_prefix(bench: Bench) -> N
             trajectory.rollout_logprobs[1:][compared], reference[torch.from_numpy(compared)], atol=1e-4
         )
     assert bench.worker.metrics()["cached_fraction"] > 0
+
+
+async def test_answers_are_drawn_at_the_temperature_that_is_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.bring(bench.first)
+    drawn: list[TurnSampling] = []
+    generate = bench.engine.generate
+
+    async def watched(input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+        drawn.append(sampling)
+        return await generate(input_ids, sampling, rid)
+
+    monkeypatch.setattr(bench.engine, "generate", watched)
+    monkeypatch.setattr(bench.rollout.sampling, "top_p", 0.9)
+    answer = await bench.worker.answer(QUESTION, 5, 0.3)
+    assert answer.sample == 5
+    assert {(one.temperature, one.top_p) for one in drawn} == {(0.3, 1.0)}
+    monkeypatch.setattr(bench.worker, "_sampled_answers", True)
+    drawn.clear()
+    await bench.worker.answer(QUESTION)
+    assert {(one.temperature, one.top_p) for one in drawn} == {(bench.rollout.sampling.temperature, 0.9)}
+
+
+async def test_a_group_that_was_taken_out_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.bring(bench.first)
+    monkeypatch.setattr(bench.rollout.sampling, "temperature", 0.0)
+    through = await bench.worker.run_group(QUESTION, n_samples=3)
+    generate, held = bench.engine.generate, asyncio.Event()
+
+    async def halting(input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+        if rid.endswith(("#1.1", "#2.1")):
+            held.set()
+            await asyncio.Event().wait()
+        return await generate(input_ids, sampling, rid)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine, "generate", halting)
+        first = asyncio.create_task(bench.worker.run_group(QUESTION, 3, "first"))
+        await held.wait()
+        while len(begun := bench.worker.under_way(["first", "other"])["first"]) < 3:
+            await asyncio.sleep(0.01)
+        await bench.worker.abort_group("first")
+        await first
+    assert {type(one) for one in begun} >= {PartialEpisode}
+    assert bench.worker.under_way(["first"]) == {}
+    requests, searches = bench.worker.metrics()["requests"], len(bench.search.asked)
+    again = await bench.worker.run_group(QUESTION, 3, "again", begun[1:])
+    assert bench.worker.metrics()["requests"] == requests + 4, "two begin again with their second turn"
+    assert len(bench.search.asked) == searches + 1
+    for one, other in zip(again, through, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.versions, other.versions)
+        np.testing.assert_allclose(one.rollout_logprobs, other.rollout_logprobs, atol=1e-4)
 
 
 async def test_append_mode_scores_every_sampled_token(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +167,10 @@ async def test_an_episode_out_of_time_is_returned_and_frees_the_engine(
     await bench.bring(endless(bench.first, bench.words))
     monkeypatch.setattr(bench.rollout, "episode_timeout_s", 0.4)
     monkeypatch.setattr(bench.rollout.sampling, "stop", [])
+    monkeypatch.setattr(bench.rollout.sampling, "temperature", 0.0)
     monkeypatch.setattr(bench.worker._tools.task, "max_turn_tokens", 4000)
     aborted = bench.worker.metrics()["episodes_aborted"]
-    group = await bench.worker.run_group(replace(QUESTION, prompt="zzz"), n_samples=4, greedy=True)
+    group = await bench.worker.run_group(replace(QUESTION, prompt="zzz"), n_samples=4)
     assert {trajectory.finish for trajectory in group} == {Finish.ABORTED}
     assert not any(trajectory.loss_mask.any() for trajectory in group)
     assert bench.worker.metrics()["episodes_aborted"] == aborted + 4

@@ -82,11 +82,17 @@ async def test_generation_goes_on_while_an_update_is_staged(bench: Bench) -> Non
     await bench.engine.finish_update(new, total)
 
 
+@pytest.fixture
+def greedily(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are drawn at temperature 0."""
+    monkeypatch.setattr(bench.rollout.sampling, "temperature", 0.0)
+
+
 async def hold_a_group(bench: Bench, samples: int) -> asyncio.Task[list[Trajectory]]:
-    """A greedy group that waits for its search, between two turns."""
+    """A group that waits for its search, between two turns."""
     bench.search.answering.clear()
     asked = len(bench.search.asked)
-    group = asyncio.create_task(bench.worker.run_group(QUESTION, samples, greedy=True, key="held"))
+    group = asyncio.create_task(bench.worker.run_group(QUESTION, samples, key="held"))
     await bench.search.until_asked(asked + samples)
     return group
 
@@ -98,6 +104,7 @@ def versions_of_turns(trajectory: Trajectory) -> list[set[int]]:
     return [set(trajectory.versions[turn].tolist()) for turn in np.split(sampled, cuts)]
 
 
+@pytest.mark.usefixtures("greedily")
 async def test_finish_ends_groups_on_the_old_version_and_holds_new_ones_back(bench: Bench) -> None:
     old = await bench.bring(bench.first)
     new, total = await bench.stage(bench.second)
@@ -106,7 +113,7 @@ async def test_finish_ends_groups_on_the_old_version_and_holds_new_ones_back(ben
     update = asyncio.create_task(bench.worker.finish_update(new, total))
     await asyncio.sleep(0)
     asked = len(bench.search.asked)
-    waiting = asyncio.create_task(bench.worker.run_group(QUESTION, 1, greedy=True))
+    waiting = asyncio.create_task(bench.worker.run_group(QUESTION, 1))
     await asyncio.sleep(0.2)
     assert not update.done()
     assert (bench.engine.running, len(bench.search.asked)) == (0, asked), "the new group has begun"
@@ -121,6 +128,7 @@ async def test_finish_ends_groups_on_the_old_version_and_holds_new_ones_back(ben
     assert bench.worker.metrics()["drain_s"] > drained
 
 
+@pytest.mark.usefixtures("greedily")
 async def test_continue_switches_between_the_turns_of_a_group(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,14 +180,15 @@ async def test_nothing_is_lost_over_many_updates(
     assert bench.worker.metrics()["requests_running"] == 0
 
 
+@pytest.mark.usefixtures("greedily")
 async def test_abort_group_returns_at_once_with_what_there_is(bench: Bench) -> None:
     await bench.bring(bench.first)
     bench.search.answering.clear()
     asked = len(bench.search.asked)
     slots = bench.rollout.max_episodes
-    group = asyncio.create_task(bench.worker.run_group(QUESTION, slots + 2, greedy=True, key="a"))
+    group = asyncio.create_task(bench.worker.run_group(QUESTION, slots + 2, key="a"))
     await bench.search.until_asked(asked + slots)
-    other = asyncio.create_task(bench.worker.run_group(QUESTION, 1, greedy=True, key="b"))
+    other = asyncio.create_task(bench.worker.run_group(QUESTION, 1, key="b"))
     await asyncio.sleep(0)
     await bench.worker.abort_group("nobody's")
     await bench.worker.abort_group("a")
@@ -192,6 +201,7 @@ async def test_abort_group_returns_at_once_with_what_there_is(bench: Bench) -> N
     assert (await other)[0].answer == "Paris"
 
 
+@pytest.mark.usefixtures("greedily")
 async def test_abort_group_reaches_a_group_at_the_gate(bench: Bench) -> None:
     await bench.bring(bench.first)
     new, total = await bench.stage(bench.second)
@@ -239,7 +249,7 @@ async def test_weights_come_through_the_transport(bench: Bench) -> None:
         room[:] = 0  # A transport lends the same memory again and again.
         sender.release(taken)
     await bench.worker.finish_update(version, digest_of(buckets))
-    (trajectory,) = await bench.worker.run_group(QUESTION, 1, greedy=True)
+    trajectory = await bench.worker.answer(QUESTION)
     assert trajectory.answer == "Lyon"
     sender.close()
 
@@ -317,6 +327,6 @@ async def test_an_engine_that_holds_something_else_refuses_and_recovers(
         with pytest.raises(RunError, match="refused a weight update"):
             await refused
     version = await bench.bring(bench.first)
-    (trajectory,) = await bench.worker.run_group(QUESTION, n_samples=1, greedy=True)
+    trajectory = await bench.worker.answer(QUESTION)
     assert trajectory.answer == "Paris"
     assert set(trajectory.versions[trajectory.loss_mask]) == {version, -1}
