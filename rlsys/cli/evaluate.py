@@ -1,59 +1,186 @@
-"""`rlsys eval`: held-out questions to a model, greedily, through SGLang or plain transformers."""
+"""`rlsys eval`: sets of questions to a model, through SGLang or plain transformers, and what came of it."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import contextlib
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlsys.cli.running import run_to_end
-from rlsys.cli.train import ConfigDir, ConfigName, Overrides
-from rlsys.config.compose import load_config
+from rlsys.cli.train import ConfigDir, ConfigName
+from rlsys.config.compose import as_dict, load_config
 from rlsys.config.schema import RunConfig
-from rlsys.config.validate import validate
 from rlsys.errors import UserError
 
 if TYPE_CHECKING:
-    from rlsys.evaluation.evaluate import Evaluation
+    from rlsys.evaluation.how import How
+    from rlsys.evaluation.wanted import Wanted
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SETTING|SET",
+        show_default=False,
+        help="Settings such as task.max_turns=2; after --data, further sets.",
+    ),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Sets: nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle, all, or files; the config's "
+        "task.eval_path by default."
+    ),
+]
 
 
 def command(
     config_name: ConfigName,
-    overrides: Overrides = None,
+    words: Words = None,
     config_dir: ConfigDir = None,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face folder; the config's by default.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor); the config's by default."
+        ),
+    ] = None,
+    hf: Annotated[
+        Path | None,
+        typer.Option(
+            "--hf", help="Of a Megatron checkpoint: the Hugging Face folder that training began with."
+        ),
+    ] = None,
+    data: Data = None,
+    data_dir: Annotated[Path, typer.Option(help="Where `rlsys data prepare` has put the sets.")] = Path(
+        "data"
+    ),
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most questions of each set; eval.limit by default.")
+    ] = None,
+    baseline: Annotated[
+        str,
+        typer.Option(
+            help="none: with the rows' own prompts; direct: the answer at once; cot: a chain of thought; rag: passages in "
+            "the prompt; search: the loop with Search-R1's prompt, for a model that was not trained with it."
+        ),
+    ] = "none",
     engine: Annotated[str, typer.Option(help="sglang or transformers.")] = "sglang",
-    out: Annotated[Path | None, typer.Option(help="File to write every answer to, as jsonl.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Answers to each question, for pass@k; eval.samples by default.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; eval.temperature by default.")
+    ] = None,
+    shown: Annotated[
+        int, typer.Option("--show", min=0, help="Right answers, and wrong ones, of each set on the page.")
+    ] = 20,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to; eval-<time> in output_dir by default.")
+    ] = None,
 ) -> None:
     """Evaluate a model."""
-    config = load_config(config_name, overrides or (), config_dir)
-    if model is not None:
-        config.model.path = str(model)
-    validate(config)
-    evaluation = run_to_end(ask_heldout(config, engine))
-    typer.echo(json.dumps(evaluation.row(), indent=2))
-    if out is not None:
-        with out.open("w", encoding="utf-8") as lines:
-            for one in evaluation.answered:
-                row = {"uid": one.question.uid, "answer": one.trajectory.answer, "em": one.em}
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-        typer.echo(f"The answers are in {out}.")
+    settings, names = _told_apart(words or [], data or [])
+    config = load_config(config_name, settings, config_dir)
+    how = _how(config, engine, baseline, samples, temperature)
+    from rlsys.evaluation.wanted import find_wanted
+
+    wanted = run_to_end(find_wanted(config, how.baseline, names, data_dir, model, hf))
+    _evaluate(config, how, wanted, config.eval.limit if limit is None else limit, shown, out)
 
 
-async def ask_heldout(config: RunConfig, engine: str) -> Evaluation:
-    """Ask the held-out questions of `config` to its model through `engine`."""
-    from rlsys.evaluation.engines import ENGINES
-    from rlsys.evaluation.evaluate import evaluate
-    from rlsys.evaluation.heldout import heldout_questions, heldout_score
-    from rlsys.search.serving import serving
+def _told_apart(words: list[str], data: list[str]) -> tuple[list[str], list[str]]:
+    """Settings, and names of sets: `--data nq hotpotqa` names two, the second of which comes as a word."""
+    settings = [word for word in words if "=" in word or not data]
+    return settings, data + [word for word in words if word not in settings]
 
-    if engine not in ENGINES:
-        raise UserError(f"--engine {engine} is not known: give one of {', '.join(ENGINES)}.")
-    questions = heldout_questions(config)
-    with serving(config.search, config.cluster.threads, Path(config.output_dir)) as search:
-        search.wait_healthy()
-        async with ENGINES[engine](replace(config, search=search.search)) as ask:
-            return await evaluate(questions, ask, config.rollout.max_episodes, em=heldout_score(config))
+
+def _how(
+    config: RunConfig, engine: str, baseline: str, samples: int | None, temperature: float | None
+) -> How:
+    from rlsys.evaluation.baselines import Baseline
+    from rlsys.evaluation.how import EngineName, How, check_sampling
+
+    how = How(
+        engine=_named("--engine", engine, EngineName),
+        baseline=_named("--baseline", baseline, Baseline),
+        samples=config.eval.samples if samples is None else samples,
+        temperature=config.eval.temperature if temperature is None else temperature,
+    )
+    check_sampling(how, config)
+    return how
+
+
+def _named(flag: str, word: str, kind: Any) -> Any:
+    known = [str(one) for one in kind]
+    if word not in known:
+        raise UserError(f"{flag} {word} is not known: give one of {', '.join(known)}.")
+    return kind(word)
+
+
+def _evaluate(
+    config: RunConfig, how: How, wanted: Wanted, limit: int | None, shown: int, out: Path | None
+) -> None:
+    from rich.console import Console
+
+    from rlsys.evaluation.baselines import require_texts
+    from rlsys.evaluation.heldout import questions_of
+    from rlsys.evaluation.model import as_hf
+    from rlsys.evaluation.results import ANSWERS, PAGE, RESULTS, described, noting, write_results
+    from rlsys.evaluation.run import run_evaluation
+    from rlsys.evaluation.table import render_table
+
+    questions, model = questions_of(wanted.sources, config, limit), wanted.model
+    require_texts(how.baseline, questions)
+    folder = _folder(config, out)
+    started = time.time()
+    try:
+        with (
+            Console(stderr=True).status("begins") as status,
+            noting(folder) as note,
+            as_hf(model, folder) as path,
+        ):
+            here = replace(config, output_dir=str(folder), model=replace(config.model, path=str(path)))
+            evaluation = run_to_end(run_evaluation(here, questions, how, status.update, note))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # Only where it is empty.
+        raise
+    settings = {
+        "config": as_dict(config),
+        "model": str(model.folder),
+        "original": None if model.original is None else str(model.original),
+        "step": model.step,
+        "data": [described(source) for source in wanted.sources],
+        "limit": limit,
+        **asdict(how),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
+        "seconds": round(time.time() - started, 1),
+    }
+    sets = write_results(evaluation, folder, settings, shown, config.trainer.seed)
+    console = Console()
+    console.print(render_table(sets))
+    console.print(
+        f"The figures are in {folder / RESULTS}, all answers in {ANSWERS} and a page of samples in {PAGE} beside it.",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _folder(config: RunConfig, out: Path | None) -> Path:
+    """The folder to write to, which holds no earlier results."""
+    from rlsys.evaluation.results import RESULTS
+    from rlsys.record import new_run_dir
+
+    if out is None:
+        return new_run_dir(replace(config, name="eval"))
+    if (out / RESULTS).exists():
+        raise UserError(f"--out {out} holds the results of an evaluation already: give another folder.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"--out {out} cannot be made ({problem.strerror}): give another folder.") from problem
+    return out

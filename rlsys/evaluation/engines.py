@@ -1,63 +1,98 @@
-"""Ways to ask a model a question outside of training: SGLang, or plain transformers."""
+"""Ways to ask a model a question outside of training: SGLang, or plain transformers.
+
+Both run the episodes that training runs; only what generates a turn differs. With `search.url` a running server is named;
+`task.max_turns` 0 searches nowhere and needs none.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from transformers import AutoTokenizer
 
 from rlsys.agent.codec import Codec
-from rlsys.agent.episode import EpisodeTools, TurnSampling, run_episode
+from rlsys.agent.episode import EpisodeTools, Generator, SearchTool, TurnSampling, run_episode
 from rlsys.agent.trajectory import Trajectory
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.errors import UserError
 from rlsys.evaluation.evaluate import Ask
+from rlsys.evaluation.how import EngineName
 from rlsys.evaluation.transformers_generator import TransformersGenerator
+from rlsys.search.result import SearchResult
 from rlsys.search.tool import open_tool
 
 
 @asynccontextmanager
-async def sglang_engine(config: RunConfig) -> AsyncIterator[Ask]:
-    """Ask through one SGLang engine of this process; `search.url` names a running server."""
-    from rlsys.groups.rollout import make_worker
+async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
+    """Ask the model of `config` through `engine`, which is started here and ended on the way out.
 
-    worker = make_worker(config, config.trainer.seed)
-    await worker.start()
+    Raises UserError for settings that the engine cannot have, RunError for one that does not start.
+    """
+    async with AsyncExitStack() as stack:
+        generator: Generator
+        if engine is EngineName.sglang:
+            generator = await stack.enter_async_context(_sglang(config))
+        else:
+            generator = _transformers(config)
+        search: SearchTool = _NoSearch()
+        if config.task.max_turns > 0:
+            search = await stack.enter_async_context(open_tool(config.search))
+        codec = Codec(AutoTokenizer.from_pretrained(config.model.path))
+        tools = EpisodeTools(generator, search, codec, config.task)
 
-    async def ask(question: Question) -> Trajectory:
-        (trajectory,) = await worker.run_group(question, 1, True)
-        assert isinstance(trajectory, Trajectory)
-        return trajectory
+        async def ask(question: Question, sample: int, temperature: float) -> Trajectory:
+            sampling = _sampling(config, temperature)
+            return await run_episode(question, sample, tools, sampling, config.rollout.episode_timeout_s)
 
-    try:
         yield ask
-    finally:
-        await worker.stop()
+
+
+class _NoSearch:
+    """The tool of episodes that have no turn to search in."""
+
+    async def search(self, query: str) -> SearchResult:
+        raise AssertionError(f"an episode without searches has searched for {query!r}")
+
+
+def _sampling(config: RunConfig, temperature: float) -> TurnSampling:
+    drawn = config.rollout.sampling
+    stop = tuple(drawn.stop)
+    if config.compat.sampled_validation:
+        return TurnSampling(drawn.temperature, drawn.top_p, drawn.top_k, stop)
+    return TurnSampling(temperature, stop=stop)
 
 
 @asynccontextmanager
-async def transformers_engine(config: RunConfig) -> AsyncIterator[Ask]:
-    """Ask through a Hugging Face model; `search.url` names a running server.
+async def _sglang(config: RunConfig) -> AsyncIterator[Generator]:
+    from rlsys.rollout.engine import Engine
 
-    Raises UserError for `compat.sampled_validation`: this way is there to compare greedy answers.
-    """
-    if config.compat.sampled_validation:
+    path, task = config.model.path, config.task
+    engine = Engine(path, config.rollout.engine, config.cluster.device, config.trainer.seed)
+    if task.max_total_tokens > engine.context_tokens:
         raise UserError(
-            "compat.sampled_validation=true draws answers, and --engine transformers is greedy: use sglang."
+            f"task.max_total_tokens={task.max_total_tokens} is more than the {engine.context_tokens} tokens that the model "
+            f"at {path} and rollout.engine.kv_cache_tokens allow; lower it."
         )
-    path, sampling = config.model.path, TurnSampling(0.0, stop=tuple(config.rollout.sampling.stop))
-    model = TransformersGenerator(
-        path, config.model.dtype, config.cluster.device, config.rollout.engine.max_running
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def _transformers(config: RunConfig) -> Generator:
+    drawn = config.rollout.sampling
+    if config.compat.sampled_validation and (drawn.top_p != 1 or drawn.top_k != -1):
+        raise UserError(
+            f"compat.sampled_validation=true draws with rollout.sampling top_p={drawn.top_p:g} and top_k={drawn.top_k}, and "
+            "--engine transformers draws from the whole vocabulary: use sglang."
+        )
+    return TransformersGenerator(
+        config.model.path,
+        config.model.dtype,
+        config.cluster.device,
+        config.rollout.engine.max_running,
+        config.trainer.seed,
     )
-    async with open_tool(config.search) as search:
-        tools = EpisodeTools(model, search, Codec(AutoTokenizer.from_pretrained(path)), config.task)
-
-        async def ask(question: Question) -> Trajectory:
-            return await run_episode(question, 0, tools, sampling, config.rollout.episode_timeout_s)
-
-        yield ask
-
-
-ENGINES = {"sglang": sglang_engine, "transformers": transformers_engine}

@@ -1,12 +1,14 @@
 """Plain transformers as a generator: the independent check of what the engine answers.
 
-Greedy only. Requests that wait at the same time are decoded together, padded on the left; the caller
-sees one request at a time. Slower than the engine by design: it shares no code with it.
+Requests that wait at the same time are decoded together, padded on the left; the caller sees one request at a time. What
+is drawn for a request depends on its id and the seed, not on the company it has. Slower than the engine by design: it
+shares no code with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,6 +28,7 @@ GATHER_S = 0.02
 class _Request:
     input_ids: list[int]
     sampling: TurnSampling
+    draws: torch.Generator
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["", "stop", "length"] = ""
@@ -34,7 +37,7 @@ class _Request:
 class TransformersGenerator:
     """Decodes with a Hugging Face model. Raises `UserError` for a folder that transformers cannot load."""
 
-    def __init__(self, model_path: str, dtype: Dtype, device: Device, max_batch: int) -> None:
+    def __init__(self, model_path: str, dtype: Dtype, device: Device, max_batch: int, seed: int = 0) -> None:
         self._device = torch.device("cuda" if device is Device.gpu else "cpu")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -46,14 +49,17 @@ class TransformersGenerator:
             ) from problem
         self._model = model.to(self._device).eval()
         self._max_batch = max_batch
+        self._seed = seed
         self._waiting: list[_Request] = []
         self._turn = asyncio.Lock()
 
     async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-        """Continue `input_ids` greedily. Raises ValueError for a temperature above 0."""
-        if sampling.temperature != 0:
-            raise ValueError(f"{rid}: this generator is greedy, temperature {sampling.temperature} is not")
-        request = _Request(input_ids, sampling)
+        """Continue `input_ids`. Raises ValueError where less than the whole vocabulary is to be drawn from."""
+        if sampling.top_p != 1 or sampling.top_k != -1:
+            raise ValueError(
+                f"{rid}: top_p={sampling.top_p} and top_k={sampling.top_k} cut the vocabulary, this generator draws from it all"
+            )
+        request = _Request(input_ids, sampling, self._draws(rid))
         self._waiting.append(request)
         async with self._turn:  # whoever's turn it is decodes for all that wait, itself first
             if not request.finish:
@@ -75,6 +81,9 @@ class TransformersGenerator:
         """Append tokens to every request until each is finished."""
         tokens, mask = self._left_padded([request.input_ids for request in batch])
         positions = (mask.cumsum(1) - 1).clamp(min=0)
+        temperatures = torch.tensor(
+            [[request.sampling.temperature or 1.0] for request in batch], device=self._device
+        )
         cache = None
         while not all(request.finish for request in batch):
             output = self._model(
@@ -86,15 +95,18 @@ class TransformersGenerator:
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            logprobs = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
-            best = logprobs.max(dim=-1)
-            for request, token, logprob in zip(
-                batch, best.indices.tolist(), best.values.tolist(), strict=True
-            ):
+            logprobs = torch.log_softmax(output.logits[:, -1].float() / temperatures, dim=-1)
+            chosen = _choose(logprobs, batch)
+            taken = logprobs.gather(1, chosen)[:, 0].tolist()
+            for request, token, logprob in zip(batch, chosen[:, 0].tolist(), taken, strict=True):
                 self._extend(request, token, logprob)
-            tokens = best.indices[:, None]
+            tokens = chosen
             mask = torch.cat([mask, mask.new_ones(len(batch), 1)], dim=1)
             positions = positions[:, -1:] + 1
+
+    def _draws(self, rid: str) -> torch.Generator:
+        digest = hashlib.sha256(f"{self._seed}:{rid}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
     def _left_padded(self, rows: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(row) for row in rows)
@@ -115,3 +127,12 @@ class TransformersGenerator:
             request.finish = "stop"
         elif len(request.token_ids) >= request.sampling.max_new_tokens:
             request.finish = "length"
+
+
+def _choose(logprobs: torch.Tensor, batch: Sequence[_Request]) -> torch.Tensor:
+    """[batch, 1] the next token of each request: the likeliest, or one drawn where it has a temperature."""
+    chosen = logprobs.argmax(dim=-1, keepdim=True)
+    for row, request in enumerate(batch):
+        if request.sampling.temperature:
+            chosen[row] = torch.multinomial(logprobs[row].exp().cpu(), 1, generator=request.draws)
+    return chosen

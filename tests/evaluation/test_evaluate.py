@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.agent.trajectory import Action, Finish, Trajectory
 from rlsys.data.question import Question
-from rlsys.evaluation.evaluate import Evaluation, agreement, evaluate
+from rlsys.evaluation.evaluate import Answered, Evaluation, agreement, evaluate
+from tests.evaluation.answers import SEARCH, turn
 from tests.pipeline.build import trajectory
 
-
-def turn(action: Action, content: str, observation: str = "") -> Turn:
-    return Turn(content, action, content, observation, 1, 1, 0, 0.0, 0.0)
-
-
-SEARCH = turn(Action.SEARCH, "Nile", "\n\n<information>...</information>\n\n")
 QUESTIONS = [
     Question("q:1", "?", ("The Nile", "Nil"), extra={"hops": 1}),
     Question("q:2", "?", ("Paris",), extra={"hops": 2}),
@@ -31,7 +27,7 @@ EPISODES = {
 }
 
 
-async def ask(question: Question) -> Trajectory:
+async def ask(question: Question, _sample: int, _temperature: float) -> Trajectory:
     return EPISODES[question.uid]
 
 
@@ -44,6 +40,16 @@ async def test_figures_by_hand() -> None:
         "em_by_hop": {"1": 1.0, "2": 0.5},
         "searches": 1.0,
         "finished": 0.75,
+        "figures": {
+            "em": 0.5,
+            "f1": 0.5,
+            "sub_em": 0.5,
+            "finished": 0.75,
+            "searches": 1.0,
+            "tokens": (6 + 11 + 1 + 5) / 4,
+            "em_hop_1": 1.0,
+            "em_hop_2": 0.5,
+        },
     }
     assert [one.em for one in evaluation.answered] == [1.0, 1.0, 0.0, 0.0]
     assert evaluation.answers() == {"q:1": "the nile.", "q:2": "Paris", "q:3": "Paris", "q:4": None}
@@ -53,7 +59,7 @@ async def test_answers_keep_the_order_of_the_questions_and_the_concurrency() -> 
     running = most = 0
     said: list[str] = []
 
-    async def slow(question: Question) -> Trajectory:
+    async def slow(question: Question, _sample: int, _temperature: float) -> Trajectory:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -72,7 +78,7 @@ async def test_agreement_is_to_the_letter() -> None:
     other = Evaluation(
         0,
         tuple(
-            type(answered)(answered.question, trajectory(turns=[turn(Action.ANSWER, text)]), 0.0)
+            Answered(answered.question, trajectory(turns=[turn(Action.ANSWER, text)]), answered.scores)
             for answered, text in zip(one.answered, ["The Nile", "Paris", "Paris", "42"], strict=True)
         ),
     )
@@ -81,8 +87,31 @@ async def test_agreement_is_to_the_letter() -> None:
 
 
 async def test_a_failed_question_ends_the_evaluation() -> None:
-    async def broken(question: Question) -> Trajectory:
+    async def broken(question: Question, _sample: int, _temperature: float) -> Trajectory:
         raise ConnectionError(question.uid)
 
     with pytest.raises(BaseExceptionGroup, match="unhandled errors"):
         await evaluate(QUESTIONS, broken, concurrency=2)
+
+
+async def test_every_question_is_asked_as_often_as_wanted_and_every_answer_noted() -> None:
+    calls: list[tuple[str, int, float]] = []
+    noted: list[Answered] = []
+
+    async def drawn(question: Question, sample: int, temperature: float) -> Trajectory:
+        calls.append((question.uid, sample, temperature))
+        return EPISODES[question.uid]
+
+    evaluation = await evaluate(QUESTIONS[:2], drawn, 8, samples=3, temperature=0.5, note=noted.append)
+    assert calls == [(uid, sample, 0.5) for uid in ("q:1", "q:2") for sample in range(3)]
+    assert len(noted) == len(evaluation.answered) == 6
+    assert evaluation.row()["questions"] == 2
+    assert [len(answers) for answers in evaluation.by_question.values()] == [3, 3]
+
+
+async def test_each_of_several_data_sources_has_its_figure() -> None:
+    questions = [replace(one, data_source=name) for one, name in zip(QUESTIONS, "bbaa", strict=True)]
+    evaluation = await evaluate(questions, ask, concurrency=4)
+    figures = evaluation.figures()
+    assert {key: figures[key] for key in figures if "/" in key} == {"em/b": 1.0, "em/a": 0.0}
+    assert list(evaluation.by_source) == ["b", "a"]

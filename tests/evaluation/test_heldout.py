@@ -59,5 +59,5 @@ def test_the_prompts_example_counts_only_under_the_quirk(
     """An episode without an answer has "given" the prompt's example where the whole text is read."""
     prompt = "put it between <answer> and </answer>, like <answer> Beijing </answer>. Question: ...?"
     asked, done = question(gold, prompt=prompt), episode(written, task=task_of(max_turns=0))
-    assert heldout_score(config(seven))(done, asked) == plain
-    assert heldout_score(config(seven, answer_over_prompt=True))(done, asked) == quirky
+    assert heldout_score(config(seven))(done, asked).em == plain
+    assert heldout_score(config(seven, answer_over_prompt=True))(done, asked).em == quirky

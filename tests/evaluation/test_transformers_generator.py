@@ -135,10 +135,47 @@ def test_the_end_of_sequence_token_ends_and_is_kept(
     assert (got.token_ids, got.finish) == ([eos], "stop")
 
 
-async def test_sampling_is_refused(folder: Path) -> None:
+async def test_a_cut_vocabulary_is_refused(folder: Path) -> None:
     generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 1)
-    with pytest.raises(ValueError, match=r"r1: this generator is greedy, temperature 0\.7 is not"):
-        await generator.generate([1], TurnSampling(0.7, max_new_tokens=1), "r1")
+    with pytest.raises(ValueError, match=r"r1: top_p=0\.9 and top_k=-1 cut the vocabulary"):
+        await generator.generate([1], TurnSampling(0.7, top_p=0.9, max_new_tokens=1), "r1")
+
+
+async def test_tokens_are_drawn_as_the_model_says(
+    folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast
+) -> None:
+    """Frequencies over many requests against the distribution at that temperature, and its log-probs."""
+    prompt, temperature, draws = words(PROMPTS[1])["input_ids"], 0.7, 800
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1].double()
+    expected = torch.softmax(logits / temperature, dim=-1)
+    generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, draws)
+    sampling = TurnSampling(temperature, max_new_tokens=1)
+    got = await asyncio.gather(*(generator.generate(prompt, sampling, f"r{n}") for n in range(draws)))
+    counts = torch.bincount(torch.tensor([one.token_ids[0] for one in got]), minlength=len(expected)) / draws
+    likeliest = expected.topk(5).indices
+    deviation = (expected * (1 - expected) / draws).sqrt()
+    assert ((counts - expected).abs()[likeliest] < 4 * deviation[likeliest]).all()
+    for one in got[:5]:
+        assert one.logprobs[0] == pytest.approx(float(expected[one.token_ids[0]].log()), abs=1e-4)
+
+
+async def test_what_is_drawn_depends_on_the_request_alone(
+    folder: Path, words: PreTrainedTokenizerFast
+) -> None:
+    prompts, sampling = (
+        [words(prompt)["input_ids"] for prompt in PROMPTS],
+        TurnSampling(1.0, max_new_tokens=8),
+    )
+
+    async def drawn(batch: int, seed: int = 0) -> list[list[int]]:
+        generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, batch, seed)
+        asked = (generator.generate(prompt, sampling, str(number)) for number, prompt in enumerate(prompts))
+        return [one.token_ids for one in await asyncio.gather(*asked)]
+
+    alone = await drawn(1)
+    assert await drawn(16) == alone
+    assert await drawn(16, seed=1) != alone
 
 
 def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path) -> None:

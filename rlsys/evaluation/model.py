@@ -1,0 +1,107 @@
+"""Which model is evaluated: a Hugging Face folder as it is, or a Megatron checkpoint, converted for the time it takes.
+
+A checkpoint of a run is taken only whole: what its manifest says must be there. The converted folder lies in a hidden one
+of the evaluation's own, which is removed on the way out, also after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import yaml
+
+from rlsys.checkpoint.store import MANIFEST, check, step_of
+from rlsys.errors import UserError
+
+_CONFIG = "config.json"
+_ACTOR, _RUN_CONFIG, _OWN = "actor", Path("data") / "config.yaml", "hf"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is to be evaluated."""
+
+    folder: Path
+    original: Path | None
+    """Where config and tokenizer of a Megatron checkpoint are; None for a Hugging Face folder."""
+    step: int | None = None
+    """The step of a run's checkpoint."""
+
+    @property
+    def shape(self) -> Path:
+        """The Hugging Face folder that says what model it is."""
+        return self.original or self.folder
+
+
+def find_model(path: Path, hf: Path | None, given: str) -> Model:
+    """The model at `path`: a Hugging Face folder, a checkpoint, or a run's `global_step_N`; `hf` is `--hf`.
+
+    `given` is how the user has named it, for sentences.
+
+    Raises UserError for none of them, a checkpoint that is not whole, and one that does not say its original.
+    """
+    if not path.is_dir():
+        raise UserError(
+            f"{given} is not a folder: give a Hugging Face folder, or a checkpoint such as .../global_step_N/actor."
+        )
+    if (path / _CONFIG).is_file():
+        if hf is not None:
+            raise UserError(
+                f"--hf goes with a Megatron checkpoint, and {path} is a Hugging Face folder: leave it out."
+            )
+        return Model(path, None)
+    saved = path.resolve()
+    if step_of(saved) is None:
+        saved = saved.parent
+    step = step_of(saved)
+    folder = path / _ACTOR if step_of(path.resolve()) is not None else path
+    if step is not None and (saved / MANIFEST).is_file():
+        check(saved)
+    original = hf or _original(folder, saved)
+    if original is None:
+        raise UserError(
+            f"{given} does not say what model it is of: give the Hugging Face folder that training began with as --hf."
+        )
+    if not (original / _CONFIG).is_file():
+        whose = "--hf" if hf else f"The original of {path},"
+        raise UserError(
+            f"{whose} {original} is not a Hugging Face folder, {_CONFIG} is missing: give the one that training began with as "
+            "--hf."
+        )
+    return Model(folder, original, step)
+
+
+@contextmanager
+def as_hf(model: Model, work: Path) -> Iterator[Path]:
+    """The Hugging Face folder of `model`; one that has to be made lies in `work` until the context ends.
+
+    Raises UserError for a checkpoint that does not fit its original.
+    """
+    if model.original is None:
+        yield model.folder
+        return
+    from rlsys.convert.to_hf import (
+        megatron_to_hf,
+    )  # Loads Megatron, which a Hugging Face folder does not need.
+
+    with TemporaryDirectory(dir=work, prefix=".model-") as room:
+        converted = Path(room) / "hf"
+        megatron_to_hf(model.folder, converted, model.original)
+        yield converted
+
+
+def _original(folder: Path, saved: Path) -> Path | None:
+    """What a checkpoint says it was made from: by `rlsys convert hf2mg`, or by a run."""
+    if (folder / _OWN / _CONFIG).is_file():
+        return folder / _OWN
+    file = saved / _RUN_CONFIG
+    if not file.is_file():
+        return None
+    try:
+        return Path(yaml.safe_load(file.read_text(encoding="utf-8"))["model"]["path"])
+    except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as problem:
+        raise UserError(f"{file} is damaged: give the original Hugging Face folder as --hf.") from problem

@@ -1,0 +1,108 @@
+"""What an evaluation needs: questions, a model, search. All that is missing is said at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from rlsys.config.schema import RunConfig
+from rlsys.config.validate import validate
+from rlsys.errors import RunError, UserError
+from rlsys.evaluation.baselines import SEARCHING, Baseline
+from rlsys.evaluation.model import Model, find_model
+from rlsys.evaluation.sets import Source, find_sources
+from rlsys.search.serving import Serving
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What was found."""
+
+    sources: Sequence[Source]
+    model: Model
+
+
+async def find_wanted(
+    config: RunConfig,
+    baseline: Baseline,
+    names: Sequence[str],
+    data_dir: Path,
+    model: Path | None,
+    hf: Path | None,
+) -> Wanted:
+    """What the flags and `config` name, once nothing is missing; without `names` the set that the config holds out.
+
+    `config` gets the folder that says what model it is, for what reads that before the model itself is there. Raises
+    UserError with a line for everything that is missing or wrong, RunError if that is an unreachable search server alone.
+    """
+    problems: list[str] = []
+    ignored = ["task.train_path="]  # Nothing is trained.
+    sources = [Source(config.task.eval_path, Path(config.task.eval_path))]
+    if names:
+        ignored.append("task.eval_path=")
+        sources = _attempt(lambda: find_sources(names, data_dir), problems) or []
+    given = f"model.path={config.model.path}" if model is None else f"--model {model}"
+    found = _attempt(lambda: find_model(model or Path(config.model.path), hf, given), problems)
+    if found is None:
+        ignored.append("model.path=")
+    else:
+        config.model.path = str(found.shape)
+    if baseline not in SEARCHING:
+        ignored.append("search.")
+    problems += _config_problems(config, ignored)
+    unreachable = ""
+    if baseline in SEARCHING and not any(line.startswith("search.") for line in problems):
+        unreachable = await _unreachable(config)
+    if unreachable and not problems:
+        raise RunError(unreachable)
+    if problems or found is None:
+        raise UserError("\n".join([*problems, *([unreachable] if unreachable else [])]))
+    return Wanted(sources, found)
+
+
+def _attempt(find: Callable[[], T], problems: list[str]) -> T | None:
+    """What `find` finds; None where it raises UserError, whose sentence is added to `problems`."""
+    try:
+        return find()
+    except UserError as problem:
+        problems.append(str(problem))
+        return None
+
+
+def _config_problems(config: RunConfig, ignored: Sequence[str]) -> list[str]:
+    """What is wrong with the config, but for lines that begin as one of `ignored`."""
+    try:
+        validate(config)
+    except UserError as problem:
+        return [line for line in str(problem).splitlines() if not line.startswith(tuple(ignored))]
+    return []
+
+
+async def _unreachable(config: RunConfig) -> str:
+    """Why the search server that `config` names cannot be asked; empty where it can, or none is named."""
+    if config.search.url is None:
+        return ""
+    try:
+        with _silent("rlsys.search"):
+            await Serving(replace(config.search, retries=1), None).require()
+    except RunError as problem:
+        return str(problem)
+    return ""
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Without the warnings of `name`: what they are about is said in a sentence of its own."""
+    log = logging.getLogger(name)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

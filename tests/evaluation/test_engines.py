@@ -1,0 +1,125 @@
+"""Whole evaluations of the tiny policy: both engines, baselines, samples, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlsys.config.compose import load_config
+from rlsys.config.schema import RunConfig
+from rlsys.data.question import Question
+from rlsys.errors import RunError, UserError
+from rlsys.evaluation.baselines import Baseline
+from rlsys.evaluation.evaluate import agreement
+from rlsys.evaluation.how import EngineName, How
+from rlsys.evaluation.run import run_evaluation
+from tests.rollout import tiny
+
+POLICY = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "tiny" / "policy"
+TEXTS = [
+    "Singa has which time zone?",
+    "Which continent is Juja on?",
+    "What is the capital of Mali?",
+    "Where is Lyon?",
+]
+QUESTIONS = [
+    Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)
+]
+TRANSFORMERS = EngineName.transformers
+
+
+@pytest.fixture
+def server() -> Iterator[tiny.Search]:
+    with tiny.search_server() as search:
+        yield search
+
+
+@pytest.fixture
+def config(server: tiny.Search, tmp_path: Path) -> RunConfig:
+    loaded = load_config("searchr1_tiny_cpu", [f"search.url={server.url}", f"output_dir={tmp_path}"])
+    return replace(loaded, model=replace(loaded.model, path=str(POLICY)))
+
+
+@pytest.mark.engine
+async def test_both_engines_answer_alike(config: RunConfig) -> None:
+    sglang = await run_evaluation(config, QUESTIONS)
+    transformers = await run_evaluation(config, QUESTIONS, How(TRANSFORMERS))
+    assert agreement(sglang, transformers) == 1.0
+    assert [one.trajectory.response for one in sglang.answered] == [
+        one.trajectory.response for one in transformers.answered
+    ]
+    assert sglang.figures() == transformers.figures()
+    assert all(one.trajectory.turns for one in sglang.answered)
+
+
+async def test_drawn_answers_differ_and_repeat(config: RunConfig) -> None:
+    how = How(TRANSFORMERS, samples=4, temperature=1.5)
+    one, again = (
+        await run_evaluation(config, QUESTIONS[:2], how),
+        await run_evaluation(config, QUESTIONS[:2], how),
+    )
+    said = [answered.trajectory.response for answered in one.answered]
+    assert len(set(said[:4])) > 1
+    assert said == [answered.trajectory.response for answered in again.answered]
+    assert [answered.trajectory.sample for answered in one.answered] == [0, 1, 2, 3] * 2
+    other = await run_evaluation(
+        replace(config, trainer=replace(config.trainer, seed=99)), QUESTIONS[:2], how
+    )
+    assert said != [answered.trajectory.response for answered in other.answered]
+
+
+@pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag, Baseline.search])
+async def test_a_baseline_asks_in_its_way(config: RunConfig, server: tiny.Search, baseline: Baseline) -> None:
+    noted: list[str] = []
+    evaluation = await run_evaluation(
+        config, QUESTIONS, How(TRANSFORMERS, baseline), note=lambda one: noted.append(one.question.uid)
+    )
+    assert sorted(noted) == [one.uid for one in QUESTIONS]
+    for one in evaluation.answered:
+        assert one.question.prompt.startswith("Answer the given question")
+        if baseline is not Baseline.search:
+            assert len(one.trajectory.turns) == 1
+    looked_up = set(TEXTS) & set(server.asked)
+    assert looked_up == (set(TEXTS) if baseline is Baseline.rag else set())
+
+
+async def test_without_searches_no_server_is_needed(config: RunConfig) -> None:
+    nowhere = replace(config, search=replace(config.search, url=None, index=None))
+    evaluation = await run_evaluation(nowhere, QUESTIONS[:1], How(TRANSFORMERS, Baseline.direct))
+    assert evaluation.searches == 0
+
+
+@pytest.mark.parametrize("baseline", [Baseline.none, Baseline.rag])
+async def test_a_dead_server_ends_the_evaluation_before_it_begins(
+    config: RunConfig, baseline: Baseline
+) -> None:
+    dead = replace(config, search=replace(config.search, url="http://127.0.0.1:9", retries=0))
+    with pytest.raises(RunError, match=r"search\.url=http://127\.0\.0\.1:9 does not answer"):
+        await run_evaluation(dead, QUESTIONS, How(TRANSFORMERS, baseline))
+
+
+@pytest.mark.parametrize(
+    ("how", "compat", "sentence"),
+    [
+        ({"samples": 3}, {}, "--samples 3 greedy answers would all be the same"),
+        ({"temperature": 1.0}, {"sampled_validation": True}, "contradict each other"),
+        (
+            {"engine": TRANSFORMERS},
+            {"sampled_validation": True},
+            "draws from the whole vocabulary: use sglang",
+        ),
+    ],
+)
+async def test_settings_that_do_not_fit_are_refused(
+    config: RunConfig, how: dict[str, object], compat: dict[str, bool], sentence: str
+) -> None:
+    odd = replace(
+        config,
+        compat=replace(config.compat, **compat),
+        rollout=replace(config.rollout, sampling=replace(config.rollout.sampling, top_p=0.9)),
+    )
+    with pytest.raises(UserError, match=sentence):
+        await run_evaluation(odd, QUESTIONS, How(**how))  # type: ignore[arg-type]

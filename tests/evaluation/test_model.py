@@ -1,0 +1,102 @@
+"""What counts as a model, and what a checkpoint has to say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from rlsys.convert.to_megatron import hf_to_megatron
+from rlsys.errors import UserError
+from rlsys.evaluation.model import Model, as_hf, find_model
+
+POLICY = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "tiny" / "policy"
+
+
+def hf_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A run's checkpoint with a manifest and a config."""
+    folder = tmp_path / "run" / "checkpoints" / "global_step_12"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor" / "shard.bin").write_bytes(b"12345")
+    (folder / "data").mkdir()
+    original = hf_folder(tmp_path / "original")
+    (folder / "data" / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(original)}}))
+    sizes = {
+        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+    }
+    (folder / "manifest.json").write_text(json.dumps({"files": sizes}))
+    return folder
+
+
+def find(path: Path, hf: Path | None = None) -> Model:
+    return find_model(path, hf, f"--model {path}")
+
+
+def test_a_hugging_face_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "model")
+    model = find(folder)
+    assert model == Model(folder, None)
+    with as_hf(model, tmp_path) as path:
+        assert path == folder
+    with pytest.raises(UserError, match="--hf goes with a Megatron checkpoint"):
+        find(folder, folder)
+
+
+def test_the_runs_config_says_the_original(saved: Path, tmp_path: Path) -> None:
+    expected = Model(saved / "actor", tmp_path / "original", 12)
+    assert find(saved / "actor") == expected
+    assert find(saved) == expected
+    other = hf_folder(tmp_path / "other")
+    assert find(saved, other).original == other
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(saved: Path) -> None:
+    (saved / "actor" / "shard.bin").write_bytes(b"123")
+    with pytest.raises(UserError, match=r"shard\.bin has 3 bytes and not the 5"):
+        find(saved / "actor")
+
+
+def test_what_does_not_say_its_original_asks_for_it(saved: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    with pytest.raises(UserError, match=f"--model {bare} does not say .* as --hf"):
+        find(bare)
+    with pytest.raises(UserError, match=r"--hf .*none is not a Hugging Face folder"):
+        find(bare, tmp_path / "none")
+    (tmp_path / "original" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"The original of .*actor, .*original is not .* as --hf\."):
+        find(saved / "actor")
+    with pytest.raises(UserError, match="is not a folder"):
+        find(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> None:
+    hf_to_megatron(POLICY, tmp_path / "megatron", processes=1)
+    work = tmp_path / "work"
+    work.mkdir()
+    with as_hf(find(tmp_path / "megatron"), work) as path:
+        assert work in path.parents
+        got, expected = (load_file(folder / "model.safetensors") for folder in (path, POLICY))
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert (path / "tokenizer.json").is_file()
+    assert list(work.iterdir()) == []
+    with pytest.raises(ZeroDivisionError), as_hf(find(tmp_path / "megatron"), work):
+        raise ZeroDivisionError
+    assert list(work.iterdir()) == []
+
+
+def test_a_converted_checkpoint_says_its_own(tmp_path: Path) -> None:
+    hf_folder(tmp_path / "megatron" / "hf")
+    assert find(tmp_path / "megatron").original == tmp_path / "megatron" / "hf"

@@ -1,0 +1,71 @@
+"""Which files are asked, and what is said of those that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsys.config.schema import RunConfig
+from rlsys.data.sets import SETS
+from rlsys.errors import UserError
+from rlsys.evaluation.heldout import questions_of
+from rlsys.evaluation.sets import TITLES, find_sources
+
+
+def write(file: Path, *sources: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"question": f"Who is {n}?", "golden_answers": ["x"], "data_source": name}
+        for n, name in enumerate(sources)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_every_public_set_has_a_title() -> None:
+    assert list(TITLES) == list(SETS)
+
+
+def test_the_reported_split_is_asked_whatever_else_is_there(tmp_path: Path) -> None:
+    for split in ("train", "dev", "test"):
+        write(tmp_path / "nq" / f"{split}.jsonl", "nq")
+        write(tmp_path / "hotpotqa" / f"{split}.jsonl", "hotpotqa")
+    found = find_sources(["nq", "hotpotqa"], tmp_path)
+    assert [str(one.path.relative_to(tmp_path)) for one in found] == ["nq/test.jsonl", "hotpotqa/dev.jsonl"]
+
+
+def test_all_missing_sets_are_named_with_their_commands(tmp_path: Path) -> None:
+    write(tmp_path / "nq" / "train.jsonl", "nq")
+    write(tmp_path / "popqa" / "test.jsonl", "popqa")
+    with pytest.raises(UserError) as error:
+        find_sources(["nq", "popqa", "musique"], tmp_path)
+    (line,) = str(error.value).splitlines()
+    assert f"`rlsys data prepare nq --out {tmp_path}`, `rlsys data prepare musique --out {tmp_path}`" in line
+    assert "popqa" not in line
+    with pytest.raises(UserError, match=f"`rlsys data prepare all --out {tmp_path / 'none'}`"):
+        find_sources(["all"], tmp_path / "none")
+
+
+def test_what_is_no_set_and_what_is_named_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data triviqa is neither a set .*triviaqa"):
+        find_sources(["triviqa"], tmp_path)
+    file = write(tmp_path / "nq" / "test.jsonl", "nq")
+    with pytest.raises(UserError, match=r"names .*test\.jsonl twice"):
+        find_sources(["nq", str(file)], tmp_path)
+
+
+def test_questions_of_two_files_of_one_name_have_ids_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path / "nq" / "test.jsonl", "nq", "nq")
+    write(tmp_path / "popqa" / "test.jsonl", "popqa", "")
+    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig(), None)
+    assert [one.uid for one in questions] == ["nq/test:1", "nq/test:2", "popqa/test:1", "popqa/test:2"]
+    assert [one.data_source for one in questions] == ["nq", "nq", "popqa", "popqa"]
+
+
+def test_the_limit_is_of_each_set(tmp_path: Path) -> None:
+    write(tmp_path / "nq" / "test.jsonl", *["nq"] * 5)
+    write(tmp_path / "popqa" / "test.jsonl", *["popqa"] * 2)
+    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig(), 3)
+    assert [one.data_source for one in questions] == ["nq"] * 3 + ["popqa"] * 2
