@@ -1,15 +1,16 @@
 """The folder of a run and everything written to it.
 
 Contract: what is known is on disk at once (a row a step); `close` writes the trace and the curves also
-when the run failed; work that goes on over several steps counts to each with its part. Nothing here knows
-Ray, Megatron or SGLang.
+when the run failed; work that goes on over several steps counts to each with its part. A resumed run goes on where its
+checkpoint was saved: rows of later steps, which are done again, are gone. Nothing here knows Ray, Megatron or SGLang.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,8 @@ from rlsys.algorithms.losses import MAX_SUFFIX, MIN_SUFFIX
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.evaluation.evaluate import Answered, Evaluation
-from rlsys.observe.guards import Alarm, Guards
+from rlsys.observe.guards import Alarm, Guards, GuardsState
+from rlsys.observe.lines import LineLog
 from rlsys.observe.metrics import MetricsLog, read_metrics
 from rlsys.observe.plots import draw_curves
 from rlsys.observe.processor import tree_cpu_seconds
@@ -37,17 +39,33 @@ from rlsys.observe.spans import (
     stage_seconds,
     write_chrome_trace,
 )
-from rlsys.observe.trackers import open_trackers
+from rlsys.observe.trackers import Resumed, open_trackers
 from rlsys.observe.utilisation import utilisation_figures
 from rlsys.pipeline.figures import step_figures, training_flops
 from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group
+from rlsys.pipeline.ledger import Ended
 
 STAGE_KEYS = {"logprob": "inference", "train": "training", "sync": "sync_weights"}
 """Stage of spans -> its name under `time/`, where that is another one."""
 RATIO_KEY, FIRST_RATIO_KEY = "actor/ratio_dev_max", "actor/first_ratio_dev_max"
 EVERY_STEP = ("rollout", "reward", "logprob", "train", "sync")
 """Stages whose seconds are in every row, 0 where nothing was done."""
+
+
+METRICS, PROMPTS, EVALUATIONS = "metrics.jsonl", "prompts.jsonl", "evaluations"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a run had recorded when it was saved."""
+
+    step: int
+    metrics_bytes: int
+    prompts_bytes: int
+    trackers: Mapping[str, str]
+    """Tracker -> the run's id there."""
+    guards: GuardsState
 
 
 def new_run_dir(config: RunConfig) -> Path:
@@ -72,12 +90,13 @@ class RunRecord:
         run_dir: Path,
         progress: Progress,
         cost: Flops | None = None,
+        history: History | None = None,
     ) -> None:
-        """`cost` is the model's; without it there is no figure of the actor's rate."""
+        """`cost` is the model's; without it there is no figure of the actor's rate. `history` is the resumed run's."""
         self.config = config
         self.run_dir = run_dir
         self.progress = progress
-        self.evaluations: list[Evaluation] = []
+        self._evaluations = [] if history is None else _earlier_evaluations(run_dir, history.step)
         self._reference: Evaluation | None = None
         self.tracers = {name: Tracer(name) for name in ("driver", "rollout", "inference", "actor", "critic")}
         self.actor_peak: float | None = None
@@ -87,10 +106,31 @@ class RunRecord:
         self._spans: list[Span] = []
         self._recent: list[Span] = []
         self._begun_ns, self._begun_cpu_s = 0, 0.0
-        self._log = MetricsLog(run_dir / "metrics.jsonl")
+        self._log = MetricsLog(run_dir / METRICS, history.metrics_bytes if history else None)
+        self._prompts = LineLog(run_dir / PROMPTS, history.prompts_bytes if history else None)
+        self._trace = "trace.json"
+        resumed = None
+        if history is not None:
+            self._guards.restore(history.guards)
+            self._trace = f"trace_after_step_{history.step}.json"
+            resumed = Resumed(history.step, history.trackers)
         resolved = as_dict(config)
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        self._trackers = open_trackers(config.tracking, run_dir, run_dir.name, resolved)
+        self._trackers = open_trackers(config.tracking, run_dir, run_dir.name, resolved, resumed)
+
+    def history(self, step: int) -> History:
+        """What is recorded up to `step`, the last that was."""
+        ids = {name: tracker.id for name, tracker in self._trackers.items() if tracker.id}
+        return History(step, self._log.position, self._prompts.position, ids, self._guards.state())
+
+    def em_of(self, step: int) -> float | None:
+        """Exact match of the held-out questions after `step`; None if they were not asked then."""
+        return next((row["em"] for row in self._evaluations if row["step"] == step), None)
+
+    def prompts(self, step: int, ended: Iterable[Ended]) -> None:
+        """Note what has become of prompts by the end of `step`."""
+        for one in ended:
+            self._prompts.append({"step": step, "ticket": one.number, "uid": one.uid, "end": str(one.end)})
 
     def say(self, group: str) -> Callable[[str], None]:
         """A function that shows what `group` does."""
@@ -137,27 +177,25 @@ class RunRecord:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Keep an evaluation of the policy: every answer in a file of its own, the figures with the trackers."""
-        self.evaluations.append(evaluation)
+        self._evaluations.append(evaluation.row())
         self.progress.update(em=evaluation.em)
-        by_hop = {f"eval/em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
-        self._keep(evaluation, "", {"eval/em": evaluation.em, "eval/searches": evaluation.searches, **by_hop})
+        self._keep(evaluation, "", "eval")
 
     def reference_evaluation(self, evaluation: Evaluation) -> None:
         """Keep an evaluation of the reference policy, in the same way."""
         self._reference = evaluation
-        by_hop = {f"reference/em_hop_{hop}": em for hop, em in evaluation.em_by_hop.items()}
-        figures = {"reference/em": evaluation.em, "reference/searches": evaluation.searches, **by_hop}
-        self._keep(evaluation, "reference ", figures)
+        self._keep(evaluation, "reference ", "reference")
 
-    def _keep(self, evaluation: Evaluation, whose: str, figures: Mapping[str, float]) -> None:
-        folder = self.run_dir / "evaluations"
+    def _keep(self, evaluation: Evaluation, whose: str, prefix: str) -> None:
+        figures = {f"{prefix}/{name}": value for name, value in evaluation.figures().items()}
+        folder = self.run_dir / EVALUATIONS
         folder.mkdir(exist_ok=True)
         stem = f"{whose.replace(' ', '_')}step_{evaluation.step:06d}"
         with (folder / f"{stem}.jsonl").open("w", encoding="utf-8") as lines:
             for one in evaluation.answered:
                 lines.write(json.dumps(_answer_row(one), ensure_ascii=False) + "\n")
         (folder / f"{stem}.json").write_text(json.dumps(evaluation.row(), indent=2) + "\n")
-        for tracker in self._trackers:
+        for tracker in self._trackers.values():
             tracker.log(evaluation.step, figures)
         by_hop = "".join(f", {hop}-hop {em:.3f}" for hop, em in evaluation.em_by_hop.items())
         self.progress.console.print(
@@ -180,18 +218,18 @@ class RunRecord:
 
     def summary(self, weight_syncs: int) -> dict[str, Any]:
         """What the run came to; the parts of `summary.json` that training knows."""
-        rows = read_metrics(self.run_dir / "metrics.jsonl")
-        first, last = self.evaluations[0], self.evaluations[-1]
+        rows = read_metrics(self.run_dir / METRICS)
+        first, last = self._evaluations[0], self._evaluations[-1]
         recomputed = self.config.algorithm.recompute_logprobs
         return {
-            "em_before": first.em,
-            "em_after": last.em,
-            "em_before_by_hop": first.em_by_hop,
-            "em_after_by_hop": last.em_by_hop,
+            "em_before": first["em"],
+            "em_after": last["em"],
+            "em_before_by_hop": first["em_by_hop"],
+            "em_after_by_hop": last["em_by_hop"],
             **({"em_reference": self._reference.em} if self._reference else {}),
-            "searches_before": first.searches,
-            "searches_after": last.searches,
-            "questions": len(last.answered),
+            "searches_before": first["searches"],
+            "searches_after": last["searches"],
+            "questions": last["questions"],
             "weight_syncs": weight_syncs,
             "overlap_s": sum(row["time/overlap"] for row in rows),
             "logprob_max_diff": max(row["logprob/max_diff"] for row in rows) if recomputed else None,
@@ -204,19 +242,20 @@ class RunRecord:
             "steps": len(rows),
             "seed": self.config.trainer.seed,
             "seconds": {"step": sum(row["time/step"] for row in rows), **stage_seconds(self._spans)},
-            "evaluations": [evaluation.row() for evaluation in self.evaluations],
+            "evaluations": self._evaluations,
         }
 
     def close(self) -> None:
         """Write the trace and the curves, end the trackers."""
         self._drain()
-        write_chrome_trace(self.run_dir / "trace.json", self._spans)
+        write_chrome_trace(self.run_dir / self._trace, self._spans)
         self._log.close()
-        for tracker in self._trackers:
+        self._prompts.close()
+        for tracker in self._trackers.values():
             tracker.close()
-        rows = read_metrics(self.run_dir / "metrics.jsonl")
+        rows = read_metrics(self.run_dir / METRICS)
         if rows:
-            draw_curves(rows, [evaluation.row() for evaluation in self.evaluations], self.run_dir)
+            draw_curves(rows, self._evaluations, self.run_dir)
 
     def _drain(self) -> None:
         for tracer in self.tracers.values():
@@ -248,7 +287,7 @@ class RunRecord:
 
     def _write(self, step: int, row: Mapping[str, float]) -> None:
         self._log.log(step, row)
-        for tracker in self._trackers:
+        for tracker in self._trackers.values():
             tracker.log(step, row)
 
 
@@ -270,6 +309,12 @@ def _join(name: str, values: Sequence[float]) -> float:
     return float(join(values))
 
 
+def _earlier_evaluations(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Figures of a run's evaluations up to `step`."""
+    rows = [json.loads(path.read_text()) for path in sorted((run_dir / EVALUATIONS).glob("step_*.json"))]
+    return [row for row in rows if row["step"] <= step]
+
+
 def _answer_row(one: Answered) -> dict[str, Any]:
     return {
         "uid": one.question.uid,
@@ -277,6 +322,7 @@ def _answer_row(one: Answered) -> dict[str, Any]:
         "golden_answers": list(one.question.answers),
         "answer": one.trajectory.answer,
         "em": one.em,
+        "f1": one.scores.f1,
         "searches": one.trajectory.searches,
         "finish": str(one.trajectory.finish),
         "response": one.trajectory.response,

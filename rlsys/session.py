@@ -7,6 +7,7 @@ every process that the session started is ended and everything known is on disk.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -16,13 +17,15 @@ from transformers import AutoTokenizer
 
 from rlsys.agent.trajectory import Trajectory
 from rlsys.algorithms.kl_control import KlController, kl_control
+from rlsys.checkpoint.store import CheckpointStore, Keep
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.derived import moves_reference
 from rlsys.config.schema import Mode, Packing, RunConfig
 from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.data.source import PromptSource
-from rlsys.evaluation.evaluate import Evaluation, evaluate
+from rlsys.errors import root_cause
+from rlsys.evaluation.evaluate import Ask, Evaluation, evaluate
 from rlsys.evaluation.heldout import heldout_questions, heldout_score
 from rlsys.groups.dealer import Dealer, flops_of
 from rlsys.groups.launch import STOP_TIMEOUT_S, build_groups, started_groups
@@ -46,11 +49,17 @@ from rlsys.pipeline.grouping import finish, mean_kl, reward_group
 from rlsys.pipeline.learn import MiniBatches
 from rlsys.pipeline.ledger import Reason
 from rlsys.pipeline.masks import MaskOf, trained_tokens, value_mask
+from rlsys.pipeline.routing import NoneSetAside
 from rlsys.pipeline.schedule import bites, is_on_policy, learning, make_ledger, mini_batches
 from rlsys.record import RunRecord
+from rlsys.resume import CHECKPOINTS, Origin, RunState, write_state
 from rlsys.reward.reward import Rewards
+from rlsys.saving import Saver, Saves
 from rlsys.search.serving import Serving, serving
 from rlsys.weights.families import read_architecture
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -73,6 +82,7 @@ class Session:
     flow: Flow
     cut: MiniBatches
     on_policy: bool
+    saver: Saver
 
     @property
     def actor(self) -> ActorGroup:
@@ -91,12 +101,19 @@ class Session:
         self._count_to(step)
         self.record.begin_step()
 
-    async def evaluate(self, step: int) -> Evaluation:
+    async def evaluate(self, step: int) -> None:
         """Ask the policy the held-out questions, and record the answers."""
         await self.devices.need("rollout")
-        evaluation = await self._ask_heldout(step)
-        self.record.evaluation(evaluation)
-        return evaluation
+        self.record.evaluation(await self._ask_heldout(step))
+
+    async def evaluate_aside(self, step: int, background: asyncio.TaskGroup) -> None:
+        """The same on `eval.engines` engines, while the others go on with rollouts; returns once these are set aside.
+
+        They keep the weights of `step`. One such evaluation waits for the other.
+        """
+        set_aside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asking = background.create_task(self._ask_aside(step, set_aside))
+        await asyncio.wait({asking, set_aside}, return_when=asyncio.FIRST_COMPLETED)
 
     async def evaluate_reference(self, step: int) -> None:
         """Ask the held-out questions to the reference policy. The engines have its weights afterwards, for good."""
@@ -144,27 +161,76 @@ class Session:
             **{f"pipeline/dropped_{reason}": ledger.dropped[reason] for reason in Reason},
         }
 
-    async def save(self, step: int) -> Path:
-        """Write a checkpoint after `step`; prompts under way are asked again on resume. Returns the actor's folder."""
-        folder = self.record.run_dir / "checkpoints" / f"global_step_{step}"
-        # Position and waiting prompts are read together: in between more may be admitted.
-        waiting = [ticket.question for ticket in self.flow.ledger.outstanding] + self.prompts.given_back
-        prompts = {"position": self.prompts.position, "given_back": [question.uid for question in waiting]}
-        extra = {"step": step, "prompts": prompts, "kl": self.kl.state()}
+    async def save(self, step: int) -> None:
+        """Begin to write a checkpoint after `step`: of all groups, and of all that is under way."""
+        begun = await self.rollout.under_way()
+        # From here to the end of the snapshot nothing is waited for: it is of one moment.
+        self.note_ended(step)
+        state = RunState(
+            step=step,
+            pipeline=self.flow.state(begun),
+            prompts=self.prompts.state(),
+            kl=self.kl.state(),
+            history=self.record.history(step),
+        )
+        parts: dict[str, tuple[str, Saves]] = {name: (name, group) for name, group in self.trained.items()}
+        if self._keeps_reference:
+            assert isinstance(self.inference, InferenceGroup)
+            parts["reference"] = ("inference", self.inference.reference)
+        await self.saver.begin(step, lambda folder: write_state(folder, state, self.config), parts)
+
+    async def load(self, origin: Origin) -> None:
+        """Give every group what the checkpoint has of it."""
+        folder = origin.checkpoint.folder
         for name, group in self.trained.items():
             await self.devices.need(name)
-            await group.save(folder / name, extra)
-        if isinstance(self.inference, InferenceGroup) and moves_reference(self.config.algorithm):
+            loaded = await group.load(folder / name)
+            if not loaded.generators:
+                _log.warning(
+                    "%s is laid out otherwise than when it was saved: its random generators begin anew", name
+                )
+        if self._keeps_reference:
+            assert isinstance(self.inference, InferenceGroup)
             await self.devices.need("inference")
-            await self.inference.save_reference(folder / "reference", extra)
-        return folder / "actor"
+            await self.inference.reference.load(folder / "reference")
+
+    def note_ended(self, step: int) -> None:
+        """Record what has become of prompts by the end of `step`."""
+        self.record.prompts(step, self.flow.ledger.ended())
+
+    @property
+    def _keeps_reference(self) -> bool:
+        """Whether the inference group's reference is another than the model that the run began with."""
+        return isinstance(self.inference, InferenceGroup) and moves_reference(self.config.algorithm)
 
     async def _ask_heldout(self, step: int) -> Evaluation:
-        await self.search.require()
         self._count_to(step)
-        concurrency = self.rollout.capacity * self.config.algorithm.n_samples
-        say, em = self.record.say("rollout"), heldout_score(self.config)
-        return await evaluate(self.heldout, self.rollout.answer, concurrency, step, say, em)
+        return await self._ask(
+            step, self.rollout.answer, self.rollout.capacity * self.config.algorithm.n_samples
+        )
+
+    async def _ask_aside(self, step: int, set_aside: asyncio.Future[None]) -> None:
+        assert self.config.eval.engines is not None
+        try:
+            async with self.rollout.reserve(self.config.eval.engines) as engines:
+                set_aside.set_result(None)
+                self.record.evaluation(await self._ask(step, engines.answer, engines.capacity))
+        except* NoneSetAside as deaths:
+            _log.warning("the evaluation of step %d is given up: %s", step, root_cause(deaths))
+
+    async def _ask(self, step: int, ask: Ask, concurrency: int) -> Evaluation:
+        await self.search.require()
+        settings, say = self.config.eval, self.record.say("rollout")
+        return await evaluate(
+            self.heldout,
+            ask,
+            concurrency,
+            step,
+            say,
+            heldout_score(self.config),
+            settings.samples,
+            settings.temperature,
+        )
 
     def _count_to(self, step: int) -> None:
         self.rollout.step = self.devices.step = step
@@ -173,14 +239,19 @@ class Session:
 
 
 @asynccontextmanager
-async def open_session(config: RunConfig, run_dir: Path) -> AsyncIterator[Session]:
-    """Start everything; what was started is ended on the way out, also after a failure."""
-    prompts = PromptSource(read_questions(config.task.train_path), config.trainer.seed)
+async def open_session(
+    config: RunConfig, run_dir: Path, origin: Origin | None = None
+) -> AsyncIterator[Session]:
+    """Start everything, as it was at `origin`; what was started is ended on the way out, also after a failure."""
+    state = origin.state if origin else None
+    questions = read_questions(config.task.train_path)
+    prompts = PromptSource(questions, config.trainer.seed, state.prompts if state else None)
     heldout = heldout_questions(config)
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(Progress())
         progress.update(step=0, steps=config.trainer.steps)
-        record = RunRecord(config, run_dir, progress, flops_of(read_architecture(config.model.path)))
+        cost = flops_of(read_architecture(config.model.path))
+        record = RunRecord(config, run_dir, progress, cost, origin.history if origin else None)
         stack.callback(record.close)
         rewards = Rewards(config.reward, config.task, config.compat)
         stack.push_async_callback(rewards.close)
@@ -189,13 +260,23 @@ async def open_session(config: RunConfig, run_dir: Path) -> AsyncIterator[Sessio
             await search.require()
         groups = await stack.enter_async_context(started_groups(config, run_dir / "logs"))
         run = _assemble(
-            replace(config, search=search.search), run_dir, record, rewards, prompts, heldout, groups, search
+            replace(config, search=search.search),
+            run_dir,
+            record,
+            rewards,
+            prompts,
+            heldout,
+            groups,
+            search,
+            origin,
         )
         await build_groups(run.config, groups, run.devices, {name: record.say(name) for name in groups})
         await asyncio.to_thread(search.wait_healthy)
         record.actor_peak = peak_flops(await run.actor.device_names())
         stack.callback(run.sync.close)
         await run.sync.open()
+        if origin:
+            await run.load(origin)
         yield run
         await run.rollout.stop(STOP_TIMEOUT_S)
 
@@ -209,9 +290,10 @@ def _assemble(
     heldout: Sequence[Question],
     groups: Mapping[str, WorkerGroup],
     search: Serving,
+    origin: Origin | None,
 ) -> Session:
     """The session of groups whose workers are yet to be built."""
-    driver = record.tracers["driver"]
+    driver, state = record.tracers["driver"], origin.state if origin else None
     rollout = RolloutGroup(groups["rollout"], config, record.tracers["rollout"])
     inference, trained = _megatron(config, record, groups)
     at_once: list[Receiver] = []
@@ -224,6 +306,8 @@ def _assemble(
     critic = trained.get("critic")
     scorer = WithValues(inference, critic) if isinstance(critic, CriticGroup) else inference
     kl = kl_control(config.algorithm)
+    if state:
+        kl.restore(state.kl)
     handlers = _handlers(config, rewards, kl, driver)
     return Session(
         config=config,
@@ -239,11 +323,30 @@ def _assemble(
         rewards=rewards,
         kl=kl,
         flow=Flow(
-            make_ledger(config), prompts, rollout, scorer, handlers, bites(config), devices, record.say
+            make_ledger(config),
+            prompts,
+            rollout,
+            scorer,
+            handlers,
+            bites(config),
+            devices,
+            record.say,
+            state.pipeline if state else None,
         ),
         cut=mini_batches(config),
         on_policy=is_on_policy(config),
+        saver=_saver(config, run_dir, record, devices, origin),
     )
+
+
+def _saver(
+    config: RunConfig, run_dir: Path, record: RunRecord, devices: Residence, origin: Origin | None
+) -> Saver:
+    settings = config.checkpoint
+    keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
+    store = CheckpointStore(run_dir / CHECKPOINTS)
+    newest = origin.checkpoint.folder if origin else None
+    return Saver(store, keep, record.em_of, devices.need, settings.background, newest)
 
 
 def _megatron(

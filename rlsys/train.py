@@ -7,6 +7,8 @@ groups that come out, then the new weights go to the engines and the inference g
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +19,50 @@ from rlsys.observe.guards import Alarm
 from rlsys.observe.summary import write_summary
 from rlsys.pipeline.group import Group
 from rlsys.pipeline.learn import learn
+from rlsys.resume import Origin
 from rlsys.session import Session, open_session
 
 
-async def train(config: RunConfig, run_dir: Path) -> dict[str, Any]:
-    """Train as `config` says; everything goes to `run_dir`. Returns what `summary.json` holds."""
-    steps = config.trainer.steps
-    async with open_session(config, run_dir) as run:
-        await run.transfer_weights(version=0)
-        await run.switch_weights(version=0)
-        await run.evaluate(step=0)
+Opener = Callable[[RunConfig, Path, Origin | None], AbstractAsyncContextManager[Session]]
+
+
+async def train(
+    config: RunConfig, run_dir: Path, origin: Origin | None = None, opened: Opener = open_session
+) -> dict[str, Any]:
+    """Train as `config` says, from `origin` on; everything goes to `run_dir`. Returns what `summary.json` holds."""
+    steps, done = config.trainer.steps, origin.state.step if origin else 0
+    async with opened(config, run_dir, origin) as run:
+        await run.transfer_weights(version=done)
+        await run.switch_weights(version=done)
+        if not origin:
+            await run.evaluate(step=0)
+        groups: list[Group] = []
         async with asyncio.TaskGroup() as background:
             background.create_task(run.flow.run())
-            for step in range(1, steps + 1):
+            for step in range(done + 1, steps + 1):
                 groups, switched, alarms = await one_step(run, step, background)
-                if alarms and config.guards.action is GuardAction.stop and step < steps:
-                    raise collapsed(alarms[0], await run.save(step))
-                if step == steps or due(step, config.trainer.eval_interval):
+                stop = bool(alarms) and config.guards.action is GuardAction.stop and step < steps
+                if step == steps or due(step, config.eval.interval):
                     await switched
-                    await run.evaluate(step)
-                if step == steps or due(step, config.trainer.save_interval):
-                    checkpoint = await run.save(step)
+                    if step == steps or config.eval.engines is None:
+                        await run.evaluate(step)
+                    else:
+                        await run.evaluate_aside(step, background)
+                if stop or step == steps or due(step, config.checkpoint.interval):
+                    await run.save(step)
+                    background.create_task(run.saver.settle())
+                if stop:
+                    await run.saver.finish()
+                    raise collapsed(alarms[0], run.saver.newest)
+            await run.saver.finish()
             run.flow.stop()
+        run.note_ended(steps)
         if config.algorithm.eval_ref_policy:
             await run.evaluate_reference(steps)
         run.record.samples(groups)
         summary = run.record.summary(len(run.sync.reports))
-    summary["checkpoint"] = str(checkpoint)
+    assert run.saver.newest  # The last step is always saved.
+    summary["checkpoint"] = str(run.saver.newest / "actor")
     write_summary(run_dir / "summary.json", summary)
     return summary
 
@@ -63,10 +82,12 @@ async def one_step(
     switched = background.create_task(run.switch_weights(version=step))
     if run.on_policy:
         await switched
-    return groups, switched, run.record.step(step, groups, updates, await run.figures())
+    alarms = run.record.step(step, groups, updates, await run.figures())
+    run.note_ended(step)
+    return groups, switched, alarms
 
 
-def collapsed(alarm: Alarm, checkpoint: Path) -> RunError:
+def collapsed(alarm: Alarm, checkpoint: Path | None) -> RunError:
     """What ends a run that shows signs of collapse, once its checkpoint is written."""
     return RunError(f"{alarm} The run has ended, as guards.action=stop says; its checkpoint is {checkpoint}.")
 

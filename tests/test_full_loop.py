@@ -22,8 +22,8 @@ POLICY = PROJECT / "examples/searchr1/tiny/policy"
 STEPS = 4
 SETTINGS = [
     f"trainer.steps={STEPS}",
-    "trainer.eval_interval=0",
-    "task.eval_limit=160",
+    "eval.interval=0",
+    "eval.limit=160",
     "tracking.wandb=false",
 ]
 

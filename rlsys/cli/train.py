@@ -49,12 +49,17 @@ def _run(config: RunConfig) -> None:
 
     from rlsys.cli.running import run_to_end
     from rlsys.observe.table import render_summary
-    from rlsys.record import new_run_dir
+    from rlsys.resume import find_origin, folder_of
     from rlsys.train import train
 
     for note in algorithm_notes(config):
         typer.echo(f"Note: {note}", err=True)
-    run_dir = new_run_dir(config)
-    summary = run_to_end(train(config, run_dir))
+    origin = find_origin(config, lambda text: typer.echo(f"Note: {text}", err=True))
+    run_dir = folder_of(config, origin)
+    if origin:
+        typer.echo(f"The run goes on after step {origin.state.step}, from {origin.checkpoint.folder}.")
+        for change in origin.changed:
+            typer.echo(f"Note: another version since then: {change}.", err=True)
+    summary = run_to_end(train(config, run_dir, origin))
     render_summary(summary, Console())
     typer.echo(f"The run is in {run_dir}.")

@@ -84,6 +84,16 @@ class _Watch:
         return value < self.bound if self.is_floor else value > self.bound
 
 
+@dataclass(frozen=True, slots=True)
+class GuardsState:
+    """What guards know of the steps so far."""
+
+    steps: Mapping[str, int]
+    """Guard -> steps in a row that have passed its bound."""
+    alarmed: tuple[str, ...]
+    """Guards that alarmed at the last step."""
+
+
 class Guards:
     """Watches a run, step by step; keeps nothing but how long each bound has been passed."""
 
@@ -93,6 +103,15 @@ class Guards:
         self._watches = [watch for watch in _watches(config, estimator) if watch.bound is not None]
         self._steps = dict.fromkeys((watch.guard for watch in self._watches), 0)
         self._alarmed: set[str] = set()
+
+    def state(self) -> GuardsState:
+        """What a resumed run has to know."""
+        return GuardsState(dict(self._steps), tuple(sorted(self._alarmed)))
+
+    def restore(self, state: GuardsState) -> None:
+        """Go on after the steps that `state` speaks of; a guard that it does not know begins anew."""
+        self._steps |= {name: steps for name, steps in state.steps.items() if name in self._steps}
+        self._alarmed = {*state.alarmed} & {*self._steps}
 
     @property
     def names(self) -> tuple[str, ...]:

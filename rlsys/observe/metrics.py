@@ -12,29 +12,30 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsys.observe.files import json_safe
+from rlsys.observe.lines import LineLog
 
 
 class MetricsLog:
-    """Appends rows to a file. A resumed run appends to the same file."""
+    """Appends rows to a file. A resumed run appends to the same file, from `position` on."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, path: Path, position: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._clock = clock
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
+        self._lines = LineLog(path, position)
+
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self._lines.position
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one row and flush it."""
-        row = {"step": step, "time": self._clock(), **metrics}
-        self._file.write(json.dumps(json_safe(row), allow_nan=False) + "\n")
-        self._file.flush()
+        self._lines.append({"step": step, "time": self._clock(), **metrics})
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        self._file.close()
+        self._lines.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +22,22 @@ WANDB_FINISH_TIMEOUT_S = 120.0
 """For the last upload; what is not sent by then stays on disk for `wandb sync`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where curves go on."""
+
+    step: int
+    """The last that was shown and counts."""
+    ids: Mapping[str, str]
+    """Tracker -> its `id` in the run that goes on."""
+
+
 class Tracker(Protocol):
     """Takes the figures of a step."""
+
+    @property
+    def id(self) -> str:
+        """What the run is known as there, by which a resumed run goes on; empty where nothing is needed."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record flat `metrics` of `step`; values that are not numbers are left out."""
@@ -34,10 +49,15 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Scalars as TensorBoard event files under `<run_dir>/tensorboard`."""
 
-    def __init__(self, run_dir: Path) -> None:
+    id = ""
+
+    def __init__(self, run_dir: Path, after: int | None) -> None:
+        """`after`: the step that the run is resumed after; what was shown of later ones is hidden."""
         from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self._writer = SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=None if after is None else after + 1
+        )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See `Tracker.log`."""
@@ -57,7 +77,10 @@ class WandbTracker:
     is sent and nobody is asked to log in: `wandb sync` uploads the run later.
     """
 
-    def __init__(self, run_dir: Path, run_name: str, project: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, run_name: str, project: str, config: Mapping[str, Any], known_as: str | None
+    ) -> None:
+        """`known_as`: the run's id where it is resumed."""
         offline = not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
         if offline:
             # Even an offline run would otherwise call home when it ends. Read by wandb at import.
@@ -80,8 +103,15 @@ class WandbTracker:
             dir=str(run_dir),
             mode="offline" if offline else None,
             config=dict(config),
+            id=known_as or None,
+            resume="allow" if known_as else None,
             settings=settings,
         )
+
+    @property
+    def id(self) -> str:
+        """See `Tracker.id`."""
+        return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See `Tracker.log`."""
@@ -93,15 +123,20 @@ class WandbTracker:
 
 
 def open_trackers(
-    config: TrackingConfig, run_dir: Path, run_name: str, resolved_config: Mapping[str, Any]
-) -> list[Tracker]:
-    """The trackers that `config` asks for. `resolved_config` is shown beside the run in W&B."""
-    trackers: list[Tracker] = []
+    config: TrackingConfig,
+    run_dir: Path,
+    run_name: str,
+    resolved_config: Mapping[str, Any],
+    resumed: Resumed | None = None,
+) -> dict[str, Tracker]:
+    """The trackers that `config` asks for, by name. `resolved_config` is shown beside the run in W&B."""
+    trackers: dict[str, Tracker] = {}
     if config.tensorboard:
-        trackers.append(TensorBoardTracker(run_dir))
+        trackers["tensorboard"] = TensorBoardTracker(run_dir, resumed.step if resumed else None)
     if config.wandb:
+        known_as = resumed.ids.get("wandb") if resumed else None
         try:
-            trackers.append(WandbTracker(run_dir, run_name, config.project, resolved_config))
+            trackers["wandb"] = WandbTracker(run_dir, run_name, config.project, resolved_config, known_as)
         except Exception as error:  # noqa: BLE001 - whatever a third-party service raises, the run goes on
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             logger.warning("Weights & Biases did not start (%s); the run goes on without it.", reason)

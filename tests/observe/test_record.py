@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,16 @@ from rich.console import Console
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.guards import GuardsConfig
 from rlsys.config.schema import RunConfig, TrackingConfig
+from rlsys.evaluation.evaluate import Answered, Evaluation
+from rlsys.evaluation.scores import scores_of
+from rlsys.observe.guards import Alarm
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
 from rlsys.observe.spans import Tracer
 from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group
-from rlsys.record import RunRecord, update_figures
+from rlsys.pipeline.ledger import Ended, Reason, Stage
+from rlsys.record import History, RunRecord, update_figures
 from tests.pipeline.build import question, rewarded, trajectory
 
 S = 1_000_000_000
@@ -42,7 +48,12 @@ class Run:
     """A record whose tracers go by one clock."""
 
     def __init__(
-        self, folder: Path, cost: Flops | None = None, peak: float | None = None, **guards: Any
+        self,
+        folder: Path,
+        cost: Flops | None = None,
+        peak: float | None = None,
+        history: History | None = None,
+        **guards: Any,
     ) -> None:
         config = RunConfig(
             tracking=TrackingConfig(tensorboard=False, wandb=False),
@@ -51,7 +62,7 @@ class Run:
         )
         self.clock, self.printed, self.folder = Clock(), io.StringIO(), folder
         console = Console(file=self.printed, width=500)
-        self.record = RunRecord(config, folder, Progress(console), cost)
+        self.record = RunRecord(config, folder, Progress(console), cost, history)
         self.record.actor_peak = peak
         self.record.tracers |= {name: Tracer(name, self.clock) for name in self.record.tracers}
 
@@ -60,6 +71,15 @@ class Run:
         with self.record.tracers[group].span(name):
             yield
             self.clock.seconds += seconds
+
+    def step(self, step: int, entropy: float = 1.0) -> list[Alarm]:
+        """A step of one second, at whose end two tickets have ended."""
+        self.record.begin_step()
+        self.clock.seconds += 1
+        alarms = self.record.step(step, GROUPS, [{"actor/entropy": entropy}], {})
+        ends = (Ended(2 * step, f"q:{2 * step}", Stage.trained), Ended(2 * step + 1, "q:x", Reason.stale))
+        self.record.prompts(step, ends)
+        return alarms
 
     def rows(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder / "metrics.jsonl")
@@ -142,3 +162,97 @@ def test_guards_leave_a_mark_in_every_row_and_one_line_when_they_begin(tmp_path:
         line for line in run.printed.getvalue().splitlines() if line.startswith("Warning: actor/entropy")
     ]
     assert [line.split(" at step ")[1][0] for line in lines] == ["2", "6"]
+
+
+def evaluation(step: int, em: float) -> Evaluation:
+    """Of one question."""
+    scores = scores_of("yes" if em else "no", ("yes",))
+    return Evaluation(step, (Answered(question(1), trajectory(), scores),))
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """What a run has recorded but for its clock."""
+    rows = [
+        {key: row[key] for key in row if key not in ("time", "time/cpu")}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+    ends = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    return {"rows": rows, "ends": ends}
+
+
+def test_a_resumed_record_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """A run of six steps, and one that dies in its fifth, having been saved after the third."""
+    entropies = {1: 1.0, 2: 0.1, 3: 0.1, 4: 0.1, 5: 0.1, 6: 1.0}
+    folders = {name: tmp_path / name for name in ("whole", "killed")}
+    for folder in folders.values():
+        folder.mkdir()
+
+    whole = Run(folders["whole"], patience=3, entropy_floor=0.5)
+    expected = {step: [str(alarm) for alarm in whole.step(step, entropies[step])] for step in entropies}
+    whole.record.close()
+    assert [step for step in expected if expected[step]] == [4, 5]
+
+    killed = Run(folders["killed"], patience=3, entropy_floor=0.5)
+    for step in (1, 2, 3):
+        killed.step(step, entropies[step])
+    history = killed.record.history(3)
+    for step in (4, 5):
+        killed.step(step, 1.0)  # The prompts came in another order.
+    with (folders["killed"] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "actor/ent')
+
+    resumed = Run(folders["killed"], history=history, patience=3, entropy_floor=0.5)
+    assert resumed.record.history(3) == history
+    for step in (4, 5, 6):
+        assert [str(alarm) for alarm in resumed.step(step, entropies[step])] == expected[step]
+    resumed.record.close()
+    assert content(folders["killed"]) == content(folders["whole"])
+    lines = (folders["killed"] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6], "each once, and nothing torn"
+    assert resumed.printed.getvalue().count("Warning: actor/entropy") == 1
+
+
+def test_an_alarm_that_has_begun_is_not_shown_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, patience=1, entropy_floor=0.5)
+    run.step(1, 0.1)
+    resumed = Run(tmp_path, history=run.record.history(1), patience=1, entropy_floor=0.5)
+    assert [alarm.first for alarm in resumed.step(2, 0.1)] == [False]
+    assert "Warning" not in resumed.printed.getvalue()
+
+
+def test_evaluations_up_to_the_checkpoint_count(tmp_path: Path) -> None:
+    """By which the best checkpoint is known, and with which the curves and the summary begin."""
+    run = Run(tmp_path)
+    for step, em in ((0, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)):
+        if step:
+            run.step(step)
+        run.record.evaluation(evaluation(step, em))
+    resumed = Run(tmp_path, history=replace(run.record.history(3), step=3))
+    assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
+    resumed.record.evaluation(evaluation(4, 0.0))
+    assert resumed.record.em_of(4) == 0.0
+
+
+def test_a_folder_with_a_torn_line_is_closed_in_order(tmp_path: Path) -> None:
+    """A run that crashed and goes on, and fails before its first step."""
+    run = Run(tmp_path)
+    run.step(1)
+    run.step(2)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    for cut in (1, 2, 40):
+        with (tmp_path / "metrics.jsonl").open("r+") as file:
+            file.truncate(size - cut)
+        again = Run(tmp_path)
+        again.record.close()
+        assert [row["step"] for row in again.rows()] == ([1, 2] if cut == 1 else [1])
+    assert (tmp_path / "trace.json").is_file()
+
+
+def test_a_line_torn_after_it_was_opened_is_closed_in_order(tmp_path: Path) -> None:
+    """The disk was full in the middle of a row."""
+    run = Run(tmp_path)
+    run.step(1)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "rew')
+    run.record.close()
+    assert [row["step"] for row in run.rows()] == [1]

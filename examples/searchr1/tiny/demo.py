@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from transformers.utils.logging import disable_progress_bar
 
 from examples.searchr1.tiny.oracle import Ceiling, measure_ceiling
 from examples.searchr1.tiny.world import WorldSpec, build_world, write_world
-from rlsys.cli.convert import convert
-from rlsys.cli.evaluate import ask_heldout
-from rlsys.cli.main import run_command
+from rlsys.checkpoint.store import CheckpointStore
+from rlsys.cli.main import app, run_command
 from rlsys.cli.running import run_to_end
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
@@ -32,6 +34,7 @@ from rlsys.errors import RunError
 from rlsys.observe.summary import write_summary
 from rlsys.observe.table import render_summary
 from rlsys.record import new_run_dir
+from rlsys.resume import CHECKPOINTS
 from rlsys.search.client import SearchClient
 from rlsys.search.index.make import make_index
 from rlsys.search.serving import serving
@@ -61,7 +64,7 @@ def main(overrides: Sequence[str]) -> None:
         )
         summary = run_to_end(train(served, run_dir))
         summary |= {"oracle_em": ceiling.oracle_em, "recall_at_3": ceiling.recall_at_3}
-        summary |= convert_and_check(served, run_dir, summary["checkpoint"], console)
+        summary |= convert_and_evaluate(served, overrides, run_dir, console)
     write_summary(run_dir / "summary.json", summary)
     render_summary(summary, console)
     console.print(f"The run is in {run_dir}: summary.json, curves.png, samples, trace.json.", highlight=False)
@@ -91,24 +94,43 @@ async def find_ceiling(config: RunConfig) -> Ceiling:
         return await measure_ceiling(questions, retrieve)
 
 
-def convert_and_check(config: RunConfig, run_dir: Path, checkpoint: str, console: Console) -> dict[str, Any]:
-    """Turn the checkpoint into a Hugging Face folder, and ask it what the engine was asked last."""
+def convert_and_evaluate(
+    config: RunConfig, overrides: Sequence[str], run_dir: Path, console: Console
+) -> dict[str, Any]:
+    """Turn the last checkpoint into a Hugging Face folder, check that it is the same, and ask plain transformers the
+    held-out questions, by the commands that users have; then compare with what the engine answered last."""
     started = time.perf_counter()
-    hf = run_dir / "hf"
-    convert(Path(checkpoint), hf, Path(config.model.path))
-    console.print(
-        f"[bold]Converted[/] to {hf}; asking plain transformers the same questions", highlight=False
-    )
-    converted = replace(config, model=replace(config.model, path=str(hf)))
-    answers = run_to_end(ask_heldout(converted, "transformers"))
+    checkpoint, hf, out = newest_checkpoint(run_dir) / "actor", run_dir / "hf", run_dir / "eval"
+    original = config.model.path
+    command(console, "convert", "mg2hf", checkpoint, hf, "--hf", original)
+    command(console, "convert", "verify", checkpoint, hf, "--hf", original)
+    engine = ["--engine", "transformers", "--model", hf, "--out", out]
+    command(console, "eval", "-c", CONFIG, *engine, f"search.url={config.search.url}", *overrides)
     last = max((run_dir / "evaluations").glob("step_*.jsonl"))
-    engine = {row["uid"]: row["answer"] for row in map(json.loads, last.open(encoding="utf-8"))}
-    same = [answer == engine[uid] for uid, answer in answers.answers().items()]
+    asked, again = answers_in(last), answers_in(out / "answers.jsonl")
     return {
-        "hf_engine_agreement": sum(same) / len(same),
-        "hf_em": answers.em,
+        "hf_engine_agreement": fmean(again[uid] == answer for uid, answer in asked.items()),
+        "hf_em": json.loads((out / "results.json").read_text())["average"]["em"]["mean"],
         "convert_and_check_s": time.perf_counter() - started,
     }
+
+
+def command(console: Console, *words: object) -> None:
+    """Run an `rlsys` command here, as it would be typed."""
+    arguments = list(map(str, words))
+    console.print(f"[bold]$ rlsys[/] {escape(shlex.join(arguments))}", highlight=False, soft_wrap=True)
+    if app(arguments, standalone_mode=False):
+        raise RunError("what the run has saved and what was made of it differ: see the table above.")
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The folder of the run's last checkpoint."""
+    return CheckpointStore(run_dir / CHECKPOINTS).saved()[-1].folder
+
+
+def answers_in(file: Path) -> dict[str, str | None]:
+    """The answer to each question, by its id."""
+    return {row["uid"]: row["answer"] for row in map(json.loads, file.open(encoding="utf-8"))}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""Rows of a file that survive crashes, machines that go down, and runs that go back."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from rlsys.errors import RunError
+from rlsys.observe.lines import LineLog
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def filled(path: Path, count: int = 3) -> list[int]:
+    """A file of `count` rows, and its position after each."""
+    log, positions = LineLog(path), []
+    for number in range(count):
+        log.append({"row": number, "text": "ä" * number})
+        positions.append(log.position)
+    log.close()
+    return positions
+
+
+def test_the_position_is_the_size_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    assert LineLog(path).position == 0
+    positions = filled(path)
+    assert positions == [
+        len(b"".join(path.read_bytes().splitlines(True)[: number + 1])) for number in range(3)
+    ]
+    assert LineLog(path).position == positions[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_a_log_that_goes_back_has_the_rows_up_to_there(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    position = [0, *filled(path)][kept]
+    log = LineLog(path, position)
+    assert log.position == position == path.stat().st_size, "known before anything is appended"
+    log.append({"row": "new"})
+    log.append({"row": "last"})
+    assert log.position == path.stat().st_size
+    assert [row["row"] for row in rows(path)] == [*range(kept), "new", "last"]
+
+
+def test_a_log_with_less_than_its_position_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    log = LineLog(path, filled(path)[-1] + 100)
+    log.append({"row": "new"})
+    assert [row["row"] for row in rows(path)] == [0, 1, 2, "new"]
+
+
+@pytest.mark.parametrize("position", [None, 10_000])
+def test_a_line_is_ended_wherever_it_was_cut(position: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    whole, last = filled(path)[-2:]
+    content = path.read_bytes()
+    for size in range(whole + 1, last):
+        path.write_bytes(content[:size])
+        log = LineLog(path, position)
+        log.append({"row": "new"})
+        log.close()
+        lines = path.read_bytes().splitlines()
+        assert lines[:2] == content.splitlines()[:2]
+        assert lines[2] == content[whole:size]
+        assert json.loads(lines[3]) == {"row": "new"}
+
+
+def test_a_torn_line_past_the_position_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    last = filled(path)[-1]
+    with path.open("a") as file:
+        file.write('{"row": 3, "te')
+    log = LineLog(path, last)
+    log.append({"row": "new"})
+    assert [row["row"] for row in rows(path)] == [0, 1, 2, "new"]
+
+
+@pytest.mark.parametrize("text", ["ä", "half a pair \ud83d", "a\u2028b\nc\x85d"])
+def test_any_text_stays_in_its_line(text: str, tmp_path: Path) -> None:
+    LineLog(tmp_path / "rows.jsonl").append({text: text})
+    assert rows(tmp_path / "rows.jsonl") == [{text: text}]
+
+
+def test_the_position_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint must not know of rows that a machine which goes down takes along."""
+    log, synced = LineLog(tmp_path / "rows.jsonl"), []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    log.append({"row": 1})
+    assert log.position == synced[0] == len('{"row": 1}\n')
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    log = LineLog(path)
+    log.append({"row": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        with pytest.raises(RunError, match=r"rows\.jsonl could not be written: File too large\.$"):
+            log.append({"row": 2, "text": "long enough"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close()
+    again = LineLog(path)
+    again.append({"row": 3})
+    assert [json.loads(line)["row"] for line in path.read_text().splitlines() if line.endswith("}")] == [1, 3]

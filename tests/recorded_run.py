@@ -1,0 +1,313 @@
+"""A run of the real driver, Megatron workers and checkpoints on recorded episodes, which may kill itself on the way.
+
+    python -m tests.recorded_run MODEL OUTPUTS [MOMENT COUNT]
+
+It trains a few steps in sequence, where the same episodes make the same run to the bit, saves after every step, and goes
+on from what is there. At the COUNTth MOMENT it kills itself and all its processes, as a machine does that goes down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from rlsys.agent.trajectory import Trajectory
+from rlsys.algorithms.kl_control import kl_control
+from rlsys.checkpoint.store import CheckpointStore, Keep
+from rlsys.config.algorithm import AlgorithmConfig, KlControl
+from rlsys.config.schema import (
+    ActorConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Device,
+    Dtype,
+    EvalConfig,
+    InferenceConfig,
+    Layers,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    Schedule,
+    ScheduleConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from rlsys.data.question import Question
+from rlsys.data.source import PromptSource
+from rlsys.groups.megatron import InferenceGroup, launch_megatron
+from rlsys.groups.residence import Residence
+from rlsys.groups.weight_sync import WeightSync
+from rlsys.observe.progress import Progress
+from rlsys.pipeline.flow import Flow, Handlers
+from rlsys.pipeline.group import Sample, Scores
+from rlsys.pipeline.grouping import finish, reward_group
+from rlsys.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
+from rlsys.record import RunRecord
+from rlsys.resume import CHECKPOINTS, Origin, find_origin, folder_of
+from rlsys.reward.reward import Rewards
+from rlsys.saving import Saver
+from rlsys.session import Session
+from rlsys.train import train
+from tests.megatron import reference
+from tests.megatron.hosts import ANSWER_S, HostedGroup, hosts
+from tests.pipeline.recorded import RIGHT, Recording, Shape, record
+from tests.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_dealer
+
+STEPS, GROUPS, SAMPLES = 4, 4, 3
+SEED = 5
+NAME = "recorded"
+MOMENTS = (
+    "episode",
+    "scoring",
+    "accumulated",
+    "applied",
+    "transferred",
+    "switched",
+    "evaluating",
+    "staged",
+    "publishing",
+    "published",
+    "pruned",
+)
+QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(2 * GROUPS)]
+
+
+class Fate:
+    """Kills this process and its children at a given moment."""
+
+    def __init__(self, moment: str | None, count: int) -> None:
+        self._moment, self._left = moment, count
+
+    def __call__(self, moment: str) -> None:
+        """`moment` has come."""
+        if moment == self._moment:
+            self._left -= 1
+            if not self._left:
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+async def no_pause() -> None:
+    """Nothing is waited for."""
+
+
+class Episodes(Playback):
+    """Recorded episodes, at once; questions are answered by the first of them."""
+
+    def __init__(self, config: RunConfig, recording: Recording, fate: Fate) -> None:
+        super().__init__(config, recording, Arrivals(SEED), Outcome())
+        self._fate = fate
+        self.capacity = GROUPS
+
+    async def run_group(self, question: Question, *_: Any) -> list[Trajectory]:
+        """See `RolloutGroup`."""
+        version = self._version
+        await asyncio.sleep(0)
+        self._fate("episode")
+        return self._recording[question.uid, version]
+
+    async def answer(self, question: Question, *_: Any) -> Trajectory:
+        """See `RolloutGroup`."""
+        self._fate("evaluating")
+        return self._recording[question.uid, self._version][0]
+
+
+class MortalScorer(Scorer):
+    """The inference group's log-probs."""
+
+    fate: Fate
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """See `InferenceGroup`."""
+        found = await super().compute(samples)
+        self.fate("scoring")
+        return found
+
+
+class MortalLearner(Learner):
+    """The actor."""
+
+    fate: Fate
+
+    async def accumulate(self, samples: Sequence[Sample]) -> None:
+        """See `ActorGroup`."""
+        await super().accumulate(samples)
+        self.fate("accumulated")
+
+    async def apply(self) -> dict[str, float]:
+        """See `ActorGroup`."""
+        figures = await super().apply()
+        self.fate("applied")
+        return figures
+
+
+class MortalStore(CheckpointStore):
+    """Checkpoints on disk."""
+
+    def __init__(self, folder: Path, fate: Fate) -> None:
+        super().__init__(folder)
+        self._fate = fate
+
+    def publish(self, step: int) -> Path:
+        """See `CheckpointStore`."""
+        self._fate("publishing")
+        folder = super().publish(step)
+        self._fate("published")
+        return folder
+
+    def prune(self, keep: Keep, score_of: Callable[[int], float | None]) -> None:
+        """See `CheckpointStore`."""
+        super().prune(keep, score_of)
+        self._fate("pruned")
+
+
+class MortalSession(Session):
+    """The session of a run that may end here."""
+
+    fate: Fate
+
+    async def transfer_weights(self, version: int) -> None:
+        """See `Session`."""
+        await super().transfer_weights(version)
+        self.fate("transferred")
+
+    async def switch_weights(self, version: int) -> None:
+        """See `Session`."""
+        await super().switch_weights(version)
+        self.fate("switched")
+
+
+def settings(model: Path, outputs: Path) -> RunConfig:
+    """Of the run: everything that a checkpoint has to bring back is in use."""
+    return RunConfig(
+        name=NAME,
+        output_dir=str(outputs),
+        resume="auto",
+        model=ModelConfig(str(model), Layers.local, Dtype.float32),
+        cluster=ClusterConfig(
+            device=Device.cpu, start_timeout_s=ANSWER_S, call_timeout_s=ANSWER_S, sync_bucket_bytes=100_000
+        ),
+        actor=ActorConfig(optimizer=OptimizerConfig(lr=3e-3, eps=1e-4), micro_batch_tokens=160),
+        inference=InferenceConfig(micro_batch_tokens=256),
+        algorithm=AlgorithmConfig(
+            n_samples=SAMPLES,
+            kl_coef=0.05,
+            kl_control=KlControl.fixed,
+            ref_policy_ema_tau=0.5,
+            ref_policy_ema_update_period=2,
+        ),
+        trainer=TrainerConfig(
+            schedule=ScheduleConfig(Schedule.sequential),
+            steps=STEPS,
+            prompts_per_step=GROUPS,
+            mini_batches=2,
+            seed=SEED,
+        ),
+        eval=EvalConfig(interval=2),
+        checkpoint=CheckpointConfig(interval=1, keep_last=2),
+        tracking=TrackingConfig(tensorboard=False, wandb=False),
+    )
+
+
+@asynccontextmanager
+async def opened(
+    pipes: Sequence[Any], fate: Fate, config: RunConfig, run_dir: Path, origin: Origin | None
+) -> AsyncIterator[Session]:
+    """A session as `open_session` opens it, of recorded episodes and without Ray."""
+    state = origin.state if origin else None
+    groups = {"inference": HostedGroup("inference", pipes[:1]), "actor": HostedGroup("actor", pipes[1:])}
+    async with AsyncExitStack() as stack:
+        progress = stack.enter_context(Progress(Console(file=io.StringIO())))
+        run = RunRecord(config, run_dir, progress, None, origin.history if origin else None)
+        stack.callback(run.close)
+        for name, group in groups.items():
+            await launch_megatron(group, name, config)  # type: ignore[arg-type]
+        session = _session(config, run_dir, run, groups, fate, origin)
+        await session.sync.open()
+        if origin:
+            await session.load(origin)
+        yield session
+        torch.save(session.rollout.weights, run_dir / "weights.pt")  # type: ignore[attr-defined]
+    assert state is None or state.step <= STEPS
+
+
+def _session(
+    config: RunConfig,
+    run_dir: Path,
+    record_of_run: RunRecord,
+    groups: dict[str, HostedGroup],
+    fate: Fate,
+    origin: Origin | None,
+) -> Session:
+    state = origin.state if origin else None
+    recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
+    tracer, seen = record_of_run.tracers["driver"], Outcome(events=[""])
+    dealers = {name: make_dealer(config, name, len(group.ranks)) for name, group in groups.items()}
+    prompts = PromptSource(QUESTIONS, SEED, state.prompts if state else None)
+    devices, kl = Residence({}, tracer), kl_control(config.algorithm)
+    handlers = Handlers(
+        functools.partial(reward_group, rewards=Rewards(config.reward, config.task, config.compat)),
+        functools.partial(finish, config=config.algorithm, kl_coef=kl.coef),
+    )
+    rollout: Any = Episodes(config, recording, fate)
+    scorer = MortalScorer(groups["inference"], dealers["inference"], no_pause, seen)  # type: ignore[arg-type]
+    learner = MortalLearner(groups["actor"], dealers["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
+    takes = InferenceGroup(groups["inference"], dealers["inference"], tracer)  # type: ignore[arg-type]
+    MortalScorer.fate = MortalLearner.fate = MortalSession.fate = fate
+    stage = learner.begin_save
+
+    async def staged(folder: Path, extra: dict[str, Any], background: bool) -> None:
+        await stage(folder, extra, background)
+        fate("staged")
+
+    learner.begin_save = staged
+    store = MortalStore(run_dir / CHECKPOINTS, fate)
+    flow = Flow(
+        make_ledger(config), prompts, rollout, scorer, handlers, bites(config), devices, record_of_run.say,
+        state.pipeline if state else None,
+    )  # fmt: skip
+    return MortalSession(
+        config=config,
+        record=record_of_run,
+        search=NoSearch(),  # type: ignore[arg-type]
+        prompts=prompts,
+        heldout=QUESTIONS[:3],
+        rollout=rollout,
+        inference=takes,
+        trained={"actor": learner},
+        sync=WeightSync(groups["actor"], [rollout], config.cluster, run_dir, tracer, [takes]),  # type: ignore[arg-type]
+        devices=devices,
+        rewards=Rewards(config.reward, config.task, config.compat),
+        kl=kl,
+        flow=flow,
+        cut=mini_batches(config),
+        on_policy=is_on_policy(config),
+        saver=Saver(
+            store, Keep(2, None, best=False), record_of_run.em_of, devices.need, background=True,
+            newest=origin.checkpoint.folder if origin else None,
+        ),
+    )  # fmt: skip
+
+
+def main(model: Path, outputs: Path, moment: str | None, count: int) -> None:
+    """Run to the end, or to the moment."""
+    config, fate = settings(model, outputs), Fate(moment, count)
+    origin = find_origin(config, print)
+    run_dir = folder_of(config, origin)
+    with hosts(3) as pipes:
+        asyncio.run(train(config, run_dir, origin, functools.partial(opened, pipes, fate)))
+    print(f"done in {run_dir}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *(sys.argv[3:4] or [None]), int((sys.argv[4:5] or ["1"])[0]))

@@ -1,0 +1,109 @@
+"""A run that is killed and goes on ends as one that was not: parameters, metrics and what became of every prompt."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.checkpoint.store import check
+from tests.megatron import reference
+from tests.recorded_run import GROUPS, MOMENTS, NAME, STEPS
+
+PROJECT = Path(__file__).resolve().parents[1]
+OF_THE_CLOCK = re.compile(r"time$|time/|idle/|mfu|tokens_per_s|sync/|_s$|_gbps|throughput")
+
+
+class Ended:
+    """What a run has left, whose life may have had several parts."""
+
+    def __init__(self, outputs: Path) -> None:
+        (folder,) = outputs.glob(f"{NAME}-*")
+        self.weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt")
+        self.rows = [self._row(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.prompts = (folder / "prompts.jsonl").read_text()
+        self.evaluations = {p.name: p.read_text() for p in (folder / "evaluations").iterdir()}
+        self.checkpoints = sorted((folder / "checkpoints").iterdir())
+
+    @staticmethod
+    def _row(line: str) -> dict[str, Any]:
+        return {key: value for key, value in json.loads(line).items() if not OF_THE_CLOCK.search(key)}
+
+
+def run(model: Path, outputs: Path, *fate: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.recorded_run", str(model), str(outputs), *map(str, fate)]
+    return subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, timeout=240, check=False, start_new_session=True
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference.make_model(reference.tiny_config(), tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    outputs = tmp_path_factory.mktemp("uninterrupted")
+    done = run(model, outputs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Ended(outputs)
+
+
+def test_what_the_run_does(uninterrupted: Ended) -> None:
+    """So that the comparisons below compare something."""
+    assert [row["step"] for row in uninterrupted.rows] == [1, 2, 3, 4]
+    assert any(row["actor/grad_norm"] > 0 for row in uninterrupted.rows)
+    ends = [json.loads(line) for line in uninterrupted.prompts.splitlines()]
+    assert [one["end"] for one in ends] == ["trained"] * (STEPS * GROUPS)
+    assert {path.name for path in uninterrupted.checkpoints} == {"global_step_3", "global_step_4"}
+    assert set(uninterrupted.evaluations) >= {"step_000000.json", "step_000002.json", "step_000004.json"}
+
+
+def fates() -> list[Any]:
+    """Every moment, at a count that falls into the second or third step; some of them in the short suite."""
+    counts = {"episode": 2 * GROUPS + 2, "scoring": 3, "accumulated": 6, "applied": 5, "evaluating": 5}
+    short = {"episode", "applied", "staged", "publishing"}
+    found = [(moment, counts.get(moment, 3)) for moment in MOMENTS]
+    return [pytest.param(*one, marks=() if one[0] in short else pytest.mark.slow, id=one[0]) for one in found]
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("moment", "count"), fates())
+def test_a_killed_run_ends_as_the_uninterrupted_one(
+    moment: str, count: int, model: Path, uninterrupted: Ended, tmp_path: Path
+) -> None:
+    killed = run(model, tmp_path, moment, count)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    done = run(model, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = Ended(tmp_path)
+    assert ended.weights.keys() == uninterrupted.weights.keys()
+    for name, tensor in uninterrupted.weights.items():
+        assert torch.equal(ended.weights[name], tensor), name
+    assert ended.rows == uninterrupted.rows
+    assert ended.prompts == uninterrupted.prompts
+    assert ended.evaluations == uninterrupted.evaluations
+    assert [path.name for path in ended.checkpoints] == [path.name for path in uninterrupted.checkpoints]
+    for folder in ended.checkpoints:
+        check(folder)
+
+
+def test_a_run_that_begins_anew_would_be_noticed(model: Path, uninterrupted: Ended, tmp_path: Path) -> None:
+    """The comparison above fails for a run that forgets its checkpoint's optimiser."""
+    run(model, tmp_path, "published", 2)
+    (folder,) = tmp_path.glob(f"{NAME}-*")
+    state = folder / "checkpoints" / "global_step_2" / "actor" / "complete.json"
+    about = json.loads(state.read_text())
+    text = json.dumps(about | {"optimizer": False})
+    state.write_text(text + " " * (state.stat().st_size - len(text.encode())))
+    done = run(model, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Ended(tmp_path).rows != uninterrupted.rows
