@@ -41,7 +41,7 @@ def _resolve(folder: Path) -> Path:
     note = folder / _LATEST
     if note.is_file():
         latest = note.read_text().strip()
-        named = folder / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
+        named = folder / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
         if not named.is_dir() or named.parent != folder:
             raise UserError(
                 f"{note} names {latest}, but {named} is not there; give the folder of a checkpoint."
@@ -56,7 +56,7 @@ def _resolve(folder: Path) -> Path:
 def _require_torch_dist(folder: Path) -> None:
     try:
         backend = json.loads((folder / BACKEND).read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{folder / BACKEND} is damaged; copy the checkpoint again.") from error
     if backend != "torch_dist":
         raise UserError(f"{folder} was saved as {backend}, which is not read here; save it as torch_dist.")

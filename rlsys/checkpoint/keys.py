@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 
 LAYERS = "decoder.layers."
+LAYER_STATE = "_extra_state"
+"""In the key of what a layer of Transformer Engine keeps beside its weights; without FP8 there is nothing in it."""
 _STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
 _EXPERTS, _LOCAL = ".mlp.experts.experts.", ".mlp.experts.local_experts."
 _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(?!\d)")
@@ -24,8 +26,8 @@ _NORMS = {
 
 
 def is_weight(key: str) -> bool:
-    """Whether a tensor of a checkpoint is the model's, and not the optimiser's."""
-    return not _OPTIMIZER.match(key)
+    """Whether what lies under `key` is a weight of the model, not the optimiser's nor a `LAYER_STATE`."""
+    return not _OPTIMIZER.match(key) and LAYER_STATE not in key
 
 
 def unwrapped(key: str) -> str:

@@ -16,9 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from rlsys.checkpoint.keys import is_weight
 from rlsys.checkpoint.on_disk import Inert, OnDisk, find_tensors
 from rlsys.checkpoint.stored import MegatronCheckpoint, Stored
 from rlsys.errors import UserError
+from rlsys.weights.stages import chunk_layers
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -87,6 +89,11 @@ class LegacyCheckpoint(MegatronCheckpoint):
             name: Stored(tuple(piece.shape for piece in pieces), pieces[0].dtype)
             for name, pieces in self._pieces.items()
         }
+        for name, pieces in self._pieces.items():
+            if len({piece.dtype for piece in pieces}) > 1:
+                raise UserError(
+                    f"{folder} has {name} in different dtypes on different ranks; give a checkpoint of one run."
+                )
         stages = max(len(file.models) for file in files.values())
         layout = f"tp {grid.tp}, pp {grid.pp}, ep {grid.ep}" + (
             f", {stages} virtual stages" if stages > 1 else ""
@@ -96,6 +103,15 @@ class LegacyCheckpoint(MegatronCheckpoint):
     def names(self) -> Mapping[str, Stored]:
         """See `MegatronCheckpoint`."""
         return self._stored
+
+    def files(self) -> list[Path]:
+        """See `MegatronCheckpoint`."""
+        named = {piece.file for pieces in self._pieces.values() for piece in pieces}
+        return [file.relative_to(self.folder) for file in sorted(named) if file.is_file()]
+
+    def _cut_into(self, name: str) -> int:
+        """See `MegatronCheckpoint`."""
+        return len(self._pieces[name])
 
     def _read(self, name: str) -> list[Tensor]:
         """See `MegatronCheckpoint`."""
@@ -125,20 +141,20 @@ def _read_file(file: Path) -> RankFile:
         )
     models = []
     for _, chunk in sorted(chunks.items()):
+        if not isinstance(chunk, dict) or not all(isinstance(name, str) for name in chunk):
+            raise UserError(
+                f"{file} holds no weights by name where a model should be; give another checkpoint."
+            )
         if "language_model" in chunk:
             raise UserError(
                 f"{file} is of Megatron's old models, which are not read; convert it to Megatron-core."
             )
         weights = {
-            name: value for name, value in chunk.items() if isinstance(value, Tensor) and _is_weight(name)
+            name: value for name, value in chunk.items() if isinstance(value, Tensor) and is_weight(name)
         }
         models.append({_WRAPPERS.sub("", name): locate(tensor) for name, tensor in weights.items()})
     step = loaded.get("iteration")
     return RankFile(tuple(models), _sizes(loaded.get("args")), step if isinstance(step, int) else None)
-
-
-def _is_weight(name: str) -> bool:
-    return "_extra_state" not in name
 
 
 def _sizes(settings: Any) -> dict[str, int]:
@@ -180,24 +196,31 @@ def _grid(folder: Path, files: dict[Rank, RankFile]) -> Grid:
 
 def _assemble(files: dict[Rank, RankFile], grid: Grid) -> dict[str, list[OnDisk]]:
     """The pieces of every weight in the order of tensor ranks, by its name with global numbers."""
-    pieces: dict[str, list[OnDisk]] = {}
-    first_layer = 0
     virtual = max(len(file.models) for file in files.values())
-    for chunk in range(virtual):
-        for stage in range(grid.pp):
-            ranks = [rank for rank in files if rank.pp == stage and chunk < len(files[rank].models)]
-            layers = 0
-            for rank in ranks:
-                model = files[rank].models[chunk]
-                experts = 1 + max(
-                    (int(found[2]) for name in model if (found := _EXPERT.search(name))), default=-1
-                )
+    chunks = [[_of_chunk(files, stage, chunk) for chunk in range(virtual)] for stage in range(grid.pp)]
+    counts = [
+        [1 + max((_local_layer(name) for _, model in chunk for name in model), default=-1) for chunk in stage]
+        for stage in chunks
+    ]
+    pieces: dict[str, list[OnDisk]] = {}
+    for stage, held in zip(chunks, chunk_layers(sum(map(sum, counts)), counts), strict=True):
+        for chunk, layers in zip(stage, held, strict=True):
+            for rank, model in chunk:
+                experts = 1 + max((_local_expert(name) for name in model), default=-1)
                 for name, piece in model.items():
-                    layers = max(layers, _local_layer(name) + 1)
                     if _holds(rank, name, grid):
-                        pieces.setdefault(_renumbered(name, first_layer, rank.ep * experts), []).append(piece)
-            first_layer += layers
+                        named = _renumbered(name, layers.start, rank.ep * experts)
+                        pieces.setdefault(named, []).append(piece)
     return pieces
+
+
+def _of_chunk(files: dict[Rank, RankFile], stage: int, chunk: int) -> list[tuple[Rank, dict[str, OnDisk]]]:
+    """One virtual stage of a pipeline rank, as each of its tensor and expert ranks has it."""
+    return [
+        (rank, file.models[chunk])
+        for rank, file in files.items()
+        if rank.pp == stage and chunk < len(file.models)
+    ]
 
 
 def _holds(rank: Rank, name: str, grid: Grid) -> bool:
@@ -211,6 +234,11 @@ def _holds(rank: Rank, name: str, grid: Grid) -> bool:
 
 def _local_layer(name: str) -> int:
     found = _LAYER.match(name)
+    return int(found[2]) if found else -1
+
+
+def _local_expert(name: str) -> int:
+    found = _EXPERT.search(name)
     return int(found[2]) if found else -1
 
 

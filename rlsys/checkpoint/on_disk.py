@@ -19,6 +19,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from rlsys.errors import UserError
 from rlsys.weights.hf_io import map_bytes
 
+_BEFORE_ZIP = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
+"""How files began that were no archives yet."""
+
 
 class Inert:
     """Stands for an object of a class that is of no use here: it keeps attributes and does nothing."""
@@ -59,8 +62,10 @@ class OnDisk:
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         count = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1
+        itemsize = self.dtype.itemsize
+        take = _copy_bytes if self.offset % itemsize else map_bytes
         try:
-            flat = map_bytes(self.file, self.offset, count * self.dtype.itemsize)
+            flat = take(self.file, self.offset, count * itemsize)
         except OSError as error:
             raise UserError(
                 f"{self.file} cannot be read ({error.strerror}); complete the checkpoint."
@@ -69,9 +74,20 @@ class OnDisk:
             raise UserError(
                 f"{self.file} is cut short; complete the checkpoint, or copy it again."
             ) from error
-        if self.offset % self.dtype.itemsize:
-            flat = flat.clone()
         return flat.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+def _copy_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
+    """See `map_bytes`. Takes half the memory of a map that is then copied."""
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    view, done = buffer.numpy().data, 0
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while done < nbytes and (got := stream.readinto(view[done:])):
+            done += got
+    if done < nbytes:
+        raise ValueError(f"{file} ends {nbytes - done} bytes too soon")
+    return buffer
 
 
 def find_tensors(
@@ -82,6 +98,13 @@ def find_tensors(
     `stream` begins `start` bytes into `file`. `is_inert` says of the full name of a class or function whether objects
     made with it are tolerated, as `Inert` ones. Raises UserError if it is damaged or asks for anything else.
     """
+    begins = stream.read(len(_BEFORE_ZIP))
+    stream.seek(0)
+    if begins == _BEFORE_ZIP:
+        raise UserError(
+            f"{file} was written by a torch before 1.6, or as that did, which is not read here; load it with torch and "
+            "save it again."
+        )
     try:
         named = get_unsafe_globals_in_checkpoint(stream)
         refused = sorted(name for name in named if not is_inert(name))
@@ -107,6 +130,10 @@ def find_tensors(
         ) from error
 
     def locate(tensor: Tensor) -> OnDisk:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise UserError(
+                f"{file} has a sparse or quantised tensor, which is not read; give another checkpoint."
+            )
         storage: Any = tensor.untyped_storage()
         offset = start + storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize
         return OnDisk(file, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from rlsys.errors import UserError
 
-LAYOUT = "layout"
-"""Where a checkpoint says in which `parallel_layout` it was saved."""
 _CPU, _CUDA, _NUMPY, _REST = "torch", "cuda", "numpy", "rest"
 _TRACKED = "megatron/"
 
@@ -65,13 +63,12 @@ def capture() -> bytes:
     return file.getvalue()
 
 
-def restore(folder: Path, about: Mapping[str, Any]) -> bool:
-    """Let all generators of this process go on as in the checkpoint `folder`, which says `about` of itself.
+def restore(folder: Path, layout: Mapping[str, int] | None) -> bool:
+    """Let all generators of this process go on as in the checkpoint `folder`, which was saved in `layout`.
 
-    False, and nothing is changed, if it was saved in another layout, or by a process without generators (a converted
-    model). Raises UserError, and changes nothing, if this process's file is missing or damaged.
+    False, and nothing is changed, if that is another one than this group's, or None (a converted model). Raises UserError, and changes nothing, if this process's file is missing or damaged.
     """
-    if about.get(LAYOUT) != parallel_layout():
+    if layout != parallel_layout():
         return False
     path = folder / file_name(dist.get_rank())
     try:

@@ -12,13 +12,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.errors import UserError
+from rlsys.observe.environment import sha256_of
 
 MANIFEST = "manifest.json"
+_SMALL_BYTES = 1024 * 1024
+"""Files up to which the manifest has checksums of: what says what the others hold."""
 _NAME = re.compile(r"global_step_(\d+)")
 _HIDDEN = re.compile(r"\.(global_step_\d+)\.(partial|deleted|replaced)")
 
@@ -87,10 +90,12 @@ class CheckpointStore:
         _remove(old)
         return final
 
-    def prune(self, keep: Keep, score_of: Callable[[int], float | None]) -> None:
-        """Delete what `keep` does not hold. What cannot be deleted stays hidden, for `recover` to try again."""
+    def prune(
+        self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()
+    ) -> None:
+        """Delete what `keep` does not hold, but no step that is `spared`. What cannot be deleted stays hidden, for `recover` to try again."""
         saved = self.saved()
-        stay = keep.kept([one.step for one in saved], score_of)
+        stay = keep.kept([one.step for one in saved], score_of) | {*spared}
         for one in saved:
             if one.step not in stay:
                 # Hidden first: a kill in the middle of deleting must not leave half a checkpoint under its name.
@@ -125,16 +130,17 @@ def step_of(folder: Path) -> int | None:
 
 
 def check(folder: Path) -> None:
-    """Raise UserError, naming the file, unless everything that was saved in `folder` is there in its whole length."""
+    """Raise UserError, naming the file, unless all that was saved in `folder` is there: large files in their whole
+    length, small ones byte for byte."""
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(
             f"{folder} is not a checkpoint of a run, for it has no {MANIFEST}: give a folder global_step_N that has."
         )
     try:
-        sizes = {
-            folder / str(name): int(size) for name, size in json.loads(file.read_text())["files"].items()
-        }
+        manifest = json.loads(file.read_text())
+        sizes = {folder / str(name): int(size) for name, size in manifest["files"].items()}
+        sums = {folder / str(name): str(found) for name, found in manifest["sha256"].items()}
     except (ValueError, LookupError, TypeError, AttributeError) as problem:
         raise UserError(f"{file} is damaged: take an earlier checkpoint.") from problem
     for path, size in sizes.items():
@@ -144,13 +150,16 @@ def check(folder: Path) -> None:
             raise UserError(
                 f"{path} has {path.stat().st_size} bytes and not the {size} that were saved: take an earlier checkpoint."
             )
+        if path in sums and sha256_of(path) != sums[path]:
+            raise UserError(f"{path} holds other bytes than were saved: take an earlier checkpoint.")
 
 
 def _write_manifest(folder: Path) -> None:
     inside = sorted(folder.rglob("*"))
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in inside if path.is_file()}
+    sums = {name: sha256_of(folder / name) for name, size in sizes.items() if size <= _SMALL_BYTES}
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"files": sizes}, indent=1) + "\n")
+    manifest.write_text(json.dumps({"files": sizes, "sha256": sums}, indent=1) + "\n")
     # Folders too: they hold the names of what is in them.
     for path in (*inside, manifest, folder):
         _sync(path)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from rlsys.errors import UserError
 from rlsys.weights.bijection import Entry, WeightMap
+from rlsys.weights.buckets import checksum
+from rlsys.weights.families import VOCAB_MULTIPLE, Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,14 @@ class MegatronCheckpoint(ABC):
     def _read(self, name: str) -> list[Tensor]:
         """The tensor-parallel pieces of a weight, in the order of ranks."""
 
+    @abstractmethod
+    def _cut_into(self, name: str) -> int:
+        """How many pieces a weight is stored in: at least as many as the tensor-parallel ranks that cut it."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files that weights are read from, as far as they are there, relative to the folder."""
+
     def check(self, weights: WeightMap) -> None:
         """Raise UserError unless this is a checkpoint of the model of `weights`, whole and of the right shapes.
 
@@ -71,6 +81,24 @@ class MegatronCheckpoint(ABC):
             )
         for entry in entries.values():
             self._check_shape(entry, weights)
+            if entry.rule.cut is Cut.VOCAB:
+                self._check_padding(entry, weights.architecture.vocab)
+
+    def check_copies(self, weights: WeightMap) -> None:
+        """Raise UserError unless what is stored beside the tensor that it is a copy of has the same numbers.
+
+        Both are read, one at a time.
+        """
+        originals = {entry.hf: entry for entry in weights.entries()}
+        stored = {known.name for name in self.names() if (known := _entry(weights, name))}
+        for copy in weights.copies():
+            original = originals[copy.hf]
+            if copy.name in stored and self._sums(copy, weights) != self._sums(original, weights):
+                raise UserError(
+                    f"{self.folder} has {copy.name} with other numbers than {original.name}, and they would be lost, "
+                    "for the config.json says that the two are one (tie_word_embeddings); give the config.json of the "
+                    "model that was trained."
+                )
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """The dtype that a weight is stored in. Raises UserError if there is no such weight."""
@@ -90,6 +118,19 @@ class MegatronCheckpoint(ABC):
         merged = [tuple(part.shape) for _, part in self._merged(entry, weights, shapes)]
         if merged != list(weights.hf_shapes(entry)):
             raise self._misfit(entry, stored)
+
+    def _check_padding(self, entry: Entry, vocab: int) -> None:
+        """Megatron pads by less than a multiple of its own for each tensor-parallel rank; more is another model's."""
+        name = self._stored_name(entry)
+        rows = sum(shape[0] for shape in self.names()[name].shapes)
+        if rows - vocab >= VOCAB_MULTIPLE * self._cut_into(name):
+            raise UserError(
+                f"{self.folder} has a vocabulary of {rows} rows in {name}, and the config.json says {vocab}, which is "
+                "too few for the rest to be padding; give the config.json of the model that was trained (--hf)."
+            )
+
+    def _sums(self, entry: Entry, weights: WeightMap) -> list[str]:
+        return [checksum(name, tensor) for name, tensor in self.parts(entry, weights)]
 
     def _merged(self, entry: Entry, weights: WeightMap, shards: list[Tensor]) -> list[tuple[str, Tensor]]:
         try:

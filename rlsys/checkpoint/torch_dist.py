@@ -7,7 +7,6 @@ untrusted, so it may name the classes that such metadata is made of and nothing 
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import re
 from collections import OrderedDict
@@ -25,13 +24,19 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from rlsys.checkpoint import keys
+from rlsys.checkpoint.about import is_complete, read_about
 from rlsys.checkpoint.on_disk import OnDisk, find_tensors
 from rlsys.checkpoint.stored import MegatronCheckpoint, Stored
 from rlsys.errors import UserError
 from rlsys.weights.bijection import Entry, WeightMap
 from rlsys.weights.families import Cut
 
-METADATA, BACKEND, COMPLETE = ".metadata", "metadata.json", "complete.json"
+METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
+"""Files that Megatron asks for beside the tensors."""
+
+
+_MOST_STACKED = 1 << 17
+"""Weights in one chunk, one for each expert of each layer: more than any model has, and few to count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,11 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         """See `MegatronCheckpoint`."""
         return self._stored
 
+    def files(self) -> list[Path]:
+        """See `MegatronCheckpoint`."""
+        named = {piece.file for pieces in self._pieces.values() for piece in pieces}
+        return [Path(name) for name in sorted({METADATA, *named}) if (self.folder / name).is_file()]
+
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
         """See `MegatronCheckpoint`; what lies in one piece is not copied."""
         self._check_shape(entry, weights)
@@ -73,6 +83,10 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         name, shapes = self._stored_name(entry), weights.hf_shapes(entry)
         bounds = pairwise(accumulate((shape[0] for shape in shapes), initial=0))
         return [(hf, self._rows(name, *rows)) for hf, rows in zip(entry.hf, bounds, strict=True)]
+
+    def _cut_into(self, name: str) -> int:
+        """See `MegatronCheckpoint`."""
+        return len(self._pieces[name])
 
     def _read(self, name: str) -> list[Tensor]:
         """See `MegatronCheckpoint`: always whole."""
@@ -179,19 +193,43 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
+def read_metadata(file: Path) -> metadata.Metadata:
+    """What `.metadata` says. Raises UserError if it is damaged, or names what is no metadata."""
+    try:
+        found = _MetadataUnpickler(file).load()
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle may fail in any way
+        raise _damaged(file, error) from error
+    if not isinstance(found, metadata.Metadata):
+        raise _damaged(file, "it holds no metadata")
+    return found
+
+
+def check_place(place: Any, key: str) -> None:
+    """Raise UserError unless what lies under `key` is in a file of the folder, and neither compressed nor the like."""
+    file = place.relative_path
+    if Path(file).name != file or getattr(place, "transform_descriptors", None):
+        raise UserError(f"{file} holds {key} in a way that is not read here; use torch_dist as is.")
+
+
+def _damaged(file: Path, reason: object) -> UserError:
+    return UserError(f"{file} is damaged or cut short ({reason}); take another checkpoint, or copy it again.")
+
+
 def _index(file: Path) -> tuple[dict[str, Stored], dict[str, list[Piece]]]:
     """Every weight, and the pieces that it is made of."""
     stored: dict[str, Stored] = {}
     pieces: dict[str, list[Piece]] = {}
+    found = read_metadata(file)
     try:
-        found = _MetadataUnpickler(file).load()
         for key, tensor in found.state_dict_metadata.items():
             if isinstance(tensor, metadata.TensorStorageMetadata) and keys.is_weight(key):
                 _add(key, tensor, found.storage_data, stored, pieces)
     except UserError:
         raise
-    except Exception as error:  # a damaged pickle may fail in any way
-        raise UserError(f"{file} is damaged or cut short ({error}); copy the checkpoint again.") from error
+    except Exception as error:  # it may lack anything
+        raise _damaged(file, error) from error
     return stored, pieces
 
 
@@ -209,12 +247,9 @@ def _add(
     for chunk in tensor.chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         place = places[metadata.MetadataIndex(key, offsets)]
-        if Path(place.relative_path).name != place.relative_path or getattr(
-            place, "transform_descriptors", None
-        ):
-            raise UserError(
-                f"{place.relative_path} holds {key} in a way that is not read here; use torch_dist as is."
-            )
+        check_place(place, key)
+        if prod(sizes[:axes]) > _MOST_STACKED:
+            raise ValueError(f"{key} has {prod(sizes[:axes])} layers and experts in one chunk")
         at = offsets[axes:] if half is None else (offsets[axes] + half * rows, *offsets[axes + 1 :])
         for within in product(*(range(size) for size in sizes[:axes])):
             numbers = tuple(map(sum, zip(offsets, within, strict=False)))
@@ -226,12 +261,7 @@ def _add(
 
 def _step(folder: Path) -> int | None:
     """The step it was saved at, as rlsys notes it or Megatron names the folder."""
-    note = folder / COMPLETE
-    if note.is_file():
-        try:
-            step = json.loads(note.read_text())["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{note} is damaged; copy the checkpoint again.") from error
-        return int(step)
+    if is_complete(folder):
+        return read_about(folder).step
     named = re.fullmatch(r"iter_(\d+)", folder.name)
     return int(named[1]) if named else None

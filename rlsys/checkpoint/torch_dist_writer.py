@@ -34,12 +34,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils.serialization import config
 
 from rlsys.checkpoint import keys
-from rlsys.checkpoint.torch_dist import BACKEND, COMPLETE, METADATA
+from rlsys.checkpoint.about import COMPLETE, About
+from rlsys.checkpoint.torch_dist import BACKEND, COMMON, METADATA
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.weights.bijection import Entry, WeightMap
 from rlsys.weights.families import Cut, Rule
-from rlsys.weights.stages import stage_layers
+from rlsys.weights.stages import expert_block, stage_layers
 
 _OPTIONS: Any = config
 FILE_BYTES = 1 << 30
@@ -106,8 +107,8 @@ class TorchDistWriter:
                     chunks.append([entry.name, at, list(chunk.shape), start, stream.tell() - start])
         return {"file": job.name, "chunks": chunks}
 
-    def finish(self, receipts: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
-        """Complete the checkpoint, of which all files are written; `about` is plain JSON, see `sharded.read_about`.
+    def finish(self, receipts: Sequence[Mapping[str, Any]], about: About) -> None:
+        """Complete the checkpoint, of which all files are written and which says `about` of itself.
 
         Raises ValueError if a receipt is missing, and RunError if a file cannot be written.
         """
@@ -120,10 +121,10 @@ class TorchDistWriter:
         metadata = self._metadata(receipts, len(state.getvalue()))
         for name, content in (
             (_STATE_FILE, state.getvalue()),
-            ("common.pt", common.getvalue()),
+            (COMMON, common.getvalue()),
             (METADATA, pickle.dumps(metadata)),
             (BACKEND, json.dumps(_BACKEND).encode()),
-            (COMPLETE, json.dumps(about).encode()),
+            (COMPLETE, about.to_json().encode()),
         ):
             with _appearing(self._folder / name) as file:
                 file.write_bytes(content)
@@ -229,7 +230,7 @@ class TorchDistWriter:
         if not key.startswith("decoder.") or not key.endswith(".weight"):
             return None
         at, of = (".".join(map(str, axis)) for axis in zip(*(lead or [(0, 1)]), strict=True))
-        return f"{key.removesuffix('weight')}_extra_state/shard_{at}_{of}"
+        return f"{key.removesuffix('weight')}{keys.LAYER_STATE}/shard_{at}_{of}"
 
 
 @contextmanager
@@ -245,6 +246,9 @@ def _appearing(file: Path) -> Iterator[Path]:
         if not isinstance(cause, OSError):
             raise
         partial.unlink(missing_ok=True)
+        if cause.filename not in (None, str(partial), str(file)):
+            # Of another file, which the tensors come from.
+            raise cause from None
         raise RunError(f"{file} could not be written: {cause.strerror}.") from error
 
 
@@ -272,13 +276,12 @@ def _owners(weights: WeightMap, parallel: ParallelConfig) -> Callable[[Entry], t
     """Which pipeline stage and expert rank a weight is of."""
     architecture = weights.architecture
     stages = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)
-    if parallel.ep > 1 and (not architecture.experts or architecture.experts % parallel.ep):
-        raise UserError(
-            f"ep is {parallel.ep}, which does not divide the model's {architecture.experts} experts; lower ep."
-        )
+    blocks = [expert_block(architecture.experts, parallel.ep, rank) for rank in range(parallel.ep)]
 
     def owner(entry: Entry) -> tuple[int, int]:
-        expert = 0 if entry.expert is None else entry.expert * parallel.ep // architecture.experts
+        expert = 0
+        if entry.expert is not None:
+            expert = next(rank for rank, block in enumerate(blocks) if entry.expert in block)
         if entry.layer is None:
             return (0 if entry.name.startswith("embedding.") else parallel.pp - 1), expert
         return next(stage for stage, layers in enumerate(stages) if entry.layer in layers), expert

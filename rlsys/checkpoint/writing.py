@@ -12,11 +12,10 @@ Where one process can fail all of them hear of it, so that none waits for anothe
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -30,7 +29,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
@@ -41,8 +39,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rlsys.checkpoint import rng
-from rlsys.checkpoint.sharded import COMPLETE, is_complete
-from rlsys.checkpoint.staging import HostCopy
+from rlsys.checkpoint.about import COMPLETE, About, is_complete
+from rlsys.checkpoint.staging import host_copies
+from rlsys.checkpoint.torch_dist import COMMON
 from rlsys.errors import RunError, UserError
 from rlsys.megatron.results import Written
 
@@ -57,8 +56,8 @@ class Content:
     folder: Path
     state: dict[str, Any]
     """Megatron's sharded state of this process."""
-    about: dict[str, Any]
-    """Plain JSON, which `read_about` returns."""
+    about: About
+    """Without the layout, which is that of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class _Job:
     """One process's part of one folder: planned, copied, and independent of the model."""
 
     folder: Path
-    about: str
+    about: About
     files: Mapping[str, bytes]
     """Of this process alone, by name."""
     writer: FileSystemWriter
@@ -79,7 +78,6 @@ class CheckpointWriter:
     """Writes one process's checkpoints, one after another. All ranks call `begin` and `finish` together."""
 
     def __init__(self) -> None:
-        self._host = HostCopy()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._jobs: Sequence[_Job] = ()
         self._writing: Future[list[list[WriteResult]]] | None = None
@@ -90,9 +88,8 @@ class CheckpointWriter:
         """Whether this process's files are still being written."""
         return self._writing is not None and not self._writing.done()
 
-    def begin(self, contents: Sequence[Content], background: bool) -> None:
-        """Copy `contents`, and begin to write them to a file system that all ranks share; without `background`, do so
-        before returning.
+    def begin(self, contents: Sequence[Content]) -> None:
+        """Copy `contents`, and begin to write them to a file system that all ranks share.
 
         A save before it is finished first. Raises what `finish` raises, and UserError if a folder holds a complete
         checkpoint.
@@ -102,14 +99,12 @@ class CheckpointWriter:
             _agree(content.folder, partial(_open, content.folder))
         prepared = [save_preprocess(content.state) for content in contents]
         kept = [_own_shards(sharded) for sharded, _ in prepared]
-        _agree(contents[-1].folder, partial(self._stage, [shard for shards in kept for shard in shards]))
+        _agree(contents[-1].folder, partial(_stage, [shard for shards in kept for shard in shards]))
         self._jobs = [
             _plan(content, shards, common)
             for content, shards, (_, common) in zip(contents, kept, prepared, strict=True)
         ]
         self._writing = self._thread.submit(self._write, self._jobs)
-        if not background:
-            self.finish()
 
     def finish(self) -> Written:
         """Wait until what was begun is complete; nothing happens if nothing was.
@@ -119,22 +114,12 @@ class CheckpointWriter:
         jobs, writing, self._jobs, self._writing = self._jobs, self._writing, (), None
         if writing is None:
             return Written(0, 0.0)
-        try:
-            results = _agree(jobs[-1].folder, writing.result)
-        finally:
-            self._host.release()
+        results = _agree(jobs[-1].folder, writing.result)
         for number, job in enumerate(jobs):
             _agree(job.folder, partial(_complete, job, [of_rank[number] for of_rank in results]))
         sharded = sum(result.size_in_bytes for of_job in results[dist.get_rank()] for result in of_job)
         other = sum(len(data) for job in jobs for data in job.files.values())
         return Written(sharded + other, self._seconds)
-
-    def _stage(self, shards: Sequence[Shard]) -> None:
-        """Put copies in the places of what training is going to change. Objects are pickled by `_plan`."""
-        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-        copies = self._host.take([shard.data for shard in tensors])
-        for shard, copy in zip(tensors, copies, strict=True):
-            shard.data = copy
 
     def _write(self, jobs: Sequence[_Job]) -> list[list[WriteResult]]:
         """On the thread."""
@@ -165,6 +150,14 @@ def _own_shards(sharded_state: dict[str, Any]) -> list[Shard]:
     return [shard for shard in nested_values(sharded_state) if is_main_replica(shard.replica_id)]
 
 
+def _stage(shards: Sequence[Shard]) -> None:
+    """Put copies in the places of what training is going to change. Objects are pickled by `_plan`."""
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    copies = host_copies([shard.data for shard in tensors])
+    for shard, copy in zip(tensors, copies, strict=True):
+        shard.data = copy
+
+
 def _plan(content: Content, shards: Sequence[Shard], common: dict[str, Any]) -> _Job:
     """Agree on who writes what; `common` is what all ranks have alike."""
     by_key: dict[str, list[Shard]] = {}
@@ -185,8 +178,8 @@ def _plan(content: Content, shards: Sequence[Shard], common: dict[str, Any]) -> 
     if rank == 0:
         data = io.BytesIO()
         torch.save(common, data)
-        files[COMMON_STATE_FNAME] = data.getvalue()
-    about = json.dumps({**content.about, rng.LAYOUT: rng.parallel_layout()})
+        files[COMMON] = data.getvalue()
+    about = replace(content.about, layout=rng.parallel_layout())
     return _Job(content.folder, about, files, writer, planner, plan, metadata)
 
 
@@ -197,7 +190,7 @@ def _complete(job: _Job, results: list[list[WriteResult]]) -> None:
     job.writer.finish(job.metadata, results)
     save_config(CheckpointingConfig("torch_dist"), str(job.folder))
     unnamed = job.folder / f".{COMPLETE}.partial"
-    _write_file(unnamed, job.about.encode())
+    _write_file(unnamed, job.about.to_json().encode())
     unnamed.replace(job.folder / COMPLETE)
 
 

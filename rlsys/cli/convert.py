@@ -25,7 +25,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHOWN_DIFFERENCES = 20
 _DIFFER = 1
 
@@ -152,12 +151,14 @@ def info(
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB, 500 MB or 1.5GiB. Raises UserError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B?)", text.strip().upper())
-    unit = match[2] if match else "?"
-    unit = unit if unit in _UNITS else f"{unit}B" if f"{unit}B" in _UNITS else unit.removesuffix("B")
-    if match is None or unit not in _UNITS or not float(match[1]):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(I?))?B?", text.strip().upper())
+    size = 0
+    if found:
+        number, prefix, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
+    if not size:
         raise UserError(f"--shard-size is {text}; give a size such as 500MB or 5GB.")
-    return int(float(match[1]) * _UNITS[unit])
+    return size
 
 
 def _counts(text: str | None) -> list[int] | None:
@@ -224,7 +225,9 @@ def _print_verdict(verdict: Verdict) -> None:
 
     console = Console()
     if verdict.differences:
-        table = Table("tensor", "differs in", "first", "second")
+        table = Table()
+        for heading in ("tensor", "differs in", "first", "second"):
+            table.add_column(heading, overflow="fold")  # A name that is cut short names nothing.
         for one in verdict.differences[:_SHOWN_DIFFERENCES]:
             table.add_row(Text(one.name), one.what, Text(one.first), Text(one.second))
         console.print(table)

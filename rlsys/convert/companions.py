@@ -57,7 +57,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} has no {CONFIG}; give a Hugging Face model folder.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); get it again.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object; get it again.")

@@ -12,6 +12,7 @@ complete; nothing is deleted that no conversion made.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -24,6 +25,8 @@ from typing import Any, TextIO
 from rlsys.errors import UserError
 
 _LOCK, _JOURNAL, _FOLDER = "lock", "journal.json", "folder"
+_ATTEMPTS = 100
+"""To lock what others remove as they end; where nothing can ever be, all of them fail."""
 
 
 class Draft:
@@ -96,20 +99,26 @@ class Draft:
 
     def _write(self) -> None:
         partial = self._home / f".{_JOURNAL}"
-        partial.write_text(json.dumps(self._journal))
-        os.replace(partial, self._home / _JOURNAL)
+        try:
+            partial.write_text(json.dumps(self._journal))
+            os.replace(partial, self._home / _JOURNAL)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def claim(out: Path) -> Iterator[Draft]:
     """The draft of `out`, for this process alone; what an ended conversion left there is kept.
 
-    Raises UserError if `out` is there already, or another process converts to it.
+    Raises UserError if `out` is there already, nothing can be there, or another process converts to it.
     """
-    _refuse(out)
-    home = out.with_name(f".{out.name}.partial")
-    _refuse_strange(home)
-    lock = _lock(home)
+    try:
+        _refuse(out)
+        home = out.with_name(f".{out.name}.partial")
+        _refuse_strange(home)
+        lock = _lock(home)
+    except OSError as error:
+        raise UserError(f"Nothing can be written to {out} ({error.strerror}); give another folder.") from None
     draft = Draft(out, home)
     try:
         yield draft
@@ -136,9 +145,10 @@ def _refuse_strange(home: Path) -> None:
 
 
 def _lock(home: Path) -> TextIO:
-    while True:
+    for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):
-            file = _open_lock(home)
+            home.mkdir(parents=True, exist_ok=True)
+            file = (home / _LOCK).open("a")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(file.fileno()), (home / _LOCK).stat()):
@@ -147,15 +157,4 @@ def _lock(home: Path) -> TextIO:
                 file.close()
                 raise UserError(f"Another process converts in {home}; wait for it, or end it.") from None
             file.close()
-
-
-def _open_lock(home: Path) -> TextIO:
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        return (home / _LOCK).open("a")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UserError(
-            f"Nothing can be written to {home} ({error.strerror}); give another folder."
-        ) from None
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(home))

@@ -30,9 +30,14 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor in another dtype, rounded to nearest. Raises UserError if a number becomes infinite."""
+    """The tensor in another dtype, rounded to nearest. Raises UserError if a number becomes infinite, or counts."""
     if dtype is None or tensor.dtype == dtype:
         return tensor
+    if not tensor.is_floating_point():
+        raise UserError(
+            f"{name} is {name_of(tensor.dtype)}, which another dtype would not say the same in; leave --dtype out, "
+            "or use weights that are not quantised."
+        )
     made = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool(
         (made.isinf() & tensor.isfinite()).any()

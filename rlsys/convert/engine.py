@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -81,24 +81,30 @@ def run(
     """
     if processes is not None and processes < 1:
         raise UserError(f"processes is {processes}; give 1 or more.")
-    with claim(out) as draft:
-        same = draft.begin(conversion.recipe())
-        jobs = conversion.jobs(draft.folder)
-        waiting = [job for job in jobs if job.name not in draft.finished()]
-        total = sum(job.nbytes for job in jobs)
-        crowd = min(processes or _worth(waiting), len(waiting))
-        try:
-            with _shown(draft.folder, total, show):
-                (_alone if crowd <= 1 else _together)(conversion, draft, waiting, crowd)
-            notes = conversion.finish(draft.folder, draft.finished())
-        except KeyboardInterrupt:
-            raise Interrupted(f"Interrupted; {GOES_ON}") from None
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise RunError(f"{error.filename or out} cannot be written ({reason}); {GOES_ON}") from error
-        draft.publish()
+    try:
+        with claim(out) as draft:
+            same = draft.begin(conversion.recipe())
+            outcome = _finished(conversion, draft, processes, show)
+            draft.publish()
+    except KeyboardInterrupt:
+        raise Interrupted(f"Interrupted; {GOES_ON}") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"{error.filename or out} cannot be read or written ({reason}); {GOES_ON}") from error
     anew = () if same else (f"What another conversion had begun for {out} was thrown away.",)
-    return Outcome(len(jobs), len(jobs) - len(waiting), total, (*anew, *notes))
+    return replace(outcome, notes=(*anew, *outcome.notes))
+
+
+def _finished(conversion: Conversion, draft: Draft, processes: int | None, show: OnBytes | None) -> Outcome:
+    """Write what is missing in the draft."""
+    jobs = conversion.jobs(draft.folder)
+    waiting = [job for job in jobs if job.name not in draft.finished()]
+    total = sum(job.nbytes for job in jobs)
+    crowd = min(processes or _worth(waiting), len(waiting))
+    with _shown(draft.folder, total, show):
+        (_alone if crowd <= 1 else _together)(conversion, draft, waiting, crowd)
+    notes = conversion.finish(draft.folder, draft.finished())
+    return Outcome(len(jobs), len(jobs) - len(waiting), total, tuple(notes))
 
 
 def _worth(jobs: Sequence[Job]) -> int:

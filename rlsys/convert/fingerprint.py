@@ -6,12 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def fingerprint(folder: Path, files: Iterable[Path] | None = None) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of change in ns of `files` (relative; null: all in the folder, at any depth).
+def fingerprint(folder: Path, files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of change in ns of `files`, which are relative to `folder`.
 
     Contents are not read: that would take as long as converting them.
     """
-    if files is None:
-        files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     stats = [(str(path), (folder / path).stat()) for path in sorted(files)]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

@@ -7,7 +7,7 @@ rounding. A critic's values count as its logits.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.convert.sides import HfSide, Side
+from rlsys.errors import UserError
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.bijection import ShardLoader
+from rlsys.weights.families import read_architecture
 
 PROMPTS, LENGTH = 3, 32
 TOLERANCE = 1e-3
@@ -45,6 +47,17 @@ class LogitsCheck:
     def same(self) -> bool:
         """They differ by no more than `TOLERANCE`."""
         return self.difference <= TOLERANCE * self.largest
+
+
+def not_computed(sides: Iterable[Side]) -> str:
+    """A sentence if Megatron's model does not compute what a checkpoint's config says, else nothing."""
+    try:
+        for side in sides:
+            if not isinstance(side, HfSide):
+                read_architecture(side.model)
+    except UserError as error:
+        return f"Logits were not compared: {error}"
+    return ""
 
 
 def too_large(side: Side) -> str:

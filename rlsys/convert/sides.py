@@ -13,6 +13,7 @@ from rlsys.convert.source import architecture_in, is_critic, model_of
 from rlsys.weights.bijection import WeightMap
 from rlsys.weights.families import Architecture
 from rlsys.weights.hf_io import INDEX, HfReader, TensorSpec
+from rlsys.weights.repeated import check_repeated
 
 
 class Side(Protocol):
@@ -24,6 +25,9 @@ class Side(Protocol):
     architecture: Architecture
     values: bool
     """It is a critic."""
+
+    def check_repeated(self) -> None:
+        """Raise UserError unless what a tied model has twice is the same both times; it is read."""
 
     def specs(self) -> dict[str, TensorSpec]:
         """Every tensor by its Hugging Face name, without reading it."""
@@ -54,8 +58,13 @@ class HfSide:
         self._reader = HfReader(folder)
         names = self._reader.names()
         self.values = is_critic(self._reader)
+        self._weights = WeightMap(self.architecture, values=self.values)
         # A tied model may repeat its embedding under the output layer's name.
-        self._names = sorted(names - {"lm_head.weight"} if self.architecture.tied else names)
+        self._names = sorted(names - self._weights.repeated.keys())
+
+    def check_repeated(self) -> None:
+        """See `Side`."""
+        check_repeated(self._reader, self._weights, self.folder)
 
     def specs(self) -> dict[str, TensorSpec]:
         """See `Side`."""
@@ -77,6 +86,10 @@ class MegatronSide:
         self.architecture, self.values = architecture_in(model), is_critic(checkpoint)
         self._weights = WeightMap(self.architecture, values=self.values)
         checkpoint.check(self._weights)
+
+    def check_repeated(self) -> None:
+        """See `Side`."""
+        self._checkpoint.check_copies(self._weights)
 
     def specs(self) -> dict[str, TensorSpec]:
         """See `Side`."""

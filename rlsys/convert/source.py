@@ -10,6 +10,7 @@ from rlsys.errors import UserError
 from rlsys.weights.bijection import WeightMap
 from rlsys.weights.families import Architecture, read_architecture
 from rlsys.weights.hf_io import HfReader
+from rlsys.weights.repeated import check_repeated
 
 MODEL = "hf"
 """Folder within a converted Megatron checkpoint with what belongs to the model besides its weights."""
@@ -18,9 +19,12 @@ _HF_HEAD, _MEGATRON_HEAD = "score.weight", "value_head.weight"
 
 
 def architecture_in(folder: Path) -> Architecture:
-    """The architecture of a model folder. Raises UserError if its config is missing, damaged or unknown."""
+    """The architecture of a model folder, as far as its weights depend on it: what no weight does may be unsupported.
+
+    Raises UserError if its config is missing, damaged or unknown.
+    """
     read_config(folder)
-    return read_architecture(folder)
+    return read_architecture(folder, weights_only=True)
 
 
 def model_of(checkpoint: Path, original: str | Path | None) -> Path:
@@ -54,3 +58,4 @@ def check_hf(reader: HfReader, weights: WeightMap, source: Path, values: bool) -
                     f"{source} has {name} of shape {list(reader.spec(name).shape)}, and its {CONFIG} says "
                     f"{list(shape)}; use weights and config of one model."
                 )
+    check_repeated(reader, weights, source)

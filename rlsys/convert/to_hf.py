@@ -52,6 +52,7 @@ def megatron_to_hf(
     values = is_critic(opened)
     weights = WeightMap(architecture_in(model), values=values)
     opened.check(weights)
+    opened.check_copies(weights)
     return run(ToHf(opened, weights, values, model, chosen(dtype), shard_bytes), Path(out), processes, show)
 
 
@@ -86,7 +87,10 @@ class ToHf:
         """See `engine.Conversion`."""
         return {
             "to": "hugging face",
-            "checkpoint": [str(self.checkpoint.folder.resolve()), fingerprint(self.checkpoint.folder)],
+            "checkpoint": [
+                str(self.checkpoint.folder.resolve()),
+                fingerprint(self.checkpoint.folder, self.checkpoint.files()),
+            ],
             "original": [
                 str(self.original.resolve()),
                 fingerprint(self.original, companions(self.original)),

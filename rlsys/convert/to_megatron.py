@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlsys.checkpoint.about import About
 from rlsys.checkpoint.torch_dist_writer import TorchDistWriter
 from rlsys.config.schema import ParallelConfig
 from rlsys.convert.companions import companions, copy_companions
@@ -53,7 +55,7 @@ def hf_to_megatron(
     return run(made, Path(out), processes, show)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ToMegatron:
     """See `engine.Conversion`."""
 
@@ -92,15 +94,20 @@ class ToMegatron:
     def finish(self, folder: Path, receipts: Mapping[str, Any]) -> Sequence[str]:
         """See `engine.Conversion`."""
         notes = copy_companions(self.source, folder / MODEL)
-        kept = most(self.reader.spec(name) for name in self.reader.names())
-        about = {"step": 0, "optimizer": False, "dtype": name_of(self.dtype or kept), "extra": {}}
         writer = self._writer(folder)
         # Last, because it says that the checkpoint is complete.
-        writer.finish([receipts[file.name] for file in writer.files], about)
+        writer.finish([receipts[file.name] for file in writer.files], About(step=0))
         return notes
 
+    @cached_property
+    def _writers(self) -> dict[Path, TorchDistWriter]:
+        return {}
+
     def _writer(self, folder: Path) -> TorchDistWriter:
-        return TorchDistWriter(folder, self.weights, self._dtype, self.parallel)
+        """Made once: it plans every weight."""
+        if folder not in self._writers:
+            self._writers[folder] = TorchDistWriter(folder, self.weights, self._dtype, self.parallel)
+        return self._writers[folder]
 
     def _dtype(self, entry: Entry) -> torch.dtype:
         if self.dtype is not None:
@@ -119,6 +126,6 @@ class ToMegatron:
 
     def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name not in self.reader.names():
-            # A critic's head: values begin at zero.
+            # A critic's head, or its bias: values begin at zero.
             return torch.zeros(shape, dtype=dtype)
         return cast(name, self.reader.get(name), dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.convert.dtypes import name_of
-from rlsys.convert.logits import LogitsCheck, check_logits, too_large
+from rlsys.convert.logits import LogitsCheck, check_logits, not_computed, too_large
 from rlsys.convert.sides import Side, open_side
 from rlsys.weights.buckets import checksum
 from rlsys.weights.hf_io import TensorSpec
@@ -63,6 +63,8 @@ def verify(
     config = None if hf is None else Path(hf)
     sides = open_side(Path(first), config), open_side(Path(second), config)
     specs = sides[0].specs(), sides[1].specs()
+    for side in sides:
+        side.check_repeated()
     sizes = [sum(spec.nbytes for spec in one.values()) for one in specs]
     counted = _counter(sum(sizes), show)
     sums = _checksums(sides[0], counted), _checksums(sides[1], counted)
@@ -77,7 +79,7 @@ def verify(
 def _why_not(sides: tuple[Side, Side], differences: tuple[Difference, ...]) -> str:
     if any(difference.what in ("present", "shape") for difference in differences):
         return "Logits were not compared: these are models of different shapes."
-    return too_large(sides[0])
+    return not_computed(sides) or too_large(sides[0])
 
 
 def _counter(total: int, show: Callable[[int, int], None] | None) -> Callable[[int], None]:

@@ -31,9 +31,10 @@ from rlsys.megatron.vocabulary import VocabShard
 from rlsys.weights.bijection import Entry, ShardLoader, WeightMap
 from rlsys.weights.families import Architecture
 from rlsys.weights.hf_io import HfReader
+from rlsys.weights.repeated import check_repeated
 from rlsys.weights.rope import inverse_frequencies
 from rlsys.weights.sizes import aligned
-from rlsys.weights.stages import stage_layers
+from rlsys.weights.stages import expert_block, stage_layers
 
 CHECKPOINT_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -57,7 +58,7 @@ class StageModel(ABC):
         self.architecture, self.place = architecture, place
         self.weights = WeightMap(architecture, values=self._VALUES)
         self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[place.pp]
-        self.experts = _experts(architecture, place)
+        self.experts = expert_block(architecture.experts, place.ep_size, place.ep)
         self.config = transformer_config(architecture, model, parallel)
         module = self._module(
             config=self.config,
@@ -150,6 +151,7 @@ class PolicyModel(StageModel):
         """See `StageModel`."""
         reader = HfReader(path)
         self.weights.check_hf_names(reader.names())
+        check_repeated(reader, self.weights, path)
         self._load(self.parameters(), reader)
 
     def export_plan(self, bucket_bytes: int) -> list[list[str]]:
@@ -216,18 +218,6 @@ class PolicyModel(StageModel):
         whole = torch.empty(self.weights.whole_shape(entry, 1), dtype=self.config.params_dtype, device=device)
         dist.recv(whole, self.place.rank + owner, parallel_state.get_expert_model_parallel_group())
         return [whole]
-
-
-def _experts(architecture: Architecture, place: Place) -> range:
-    """The experts of each layer that a process holds. Raises UserError if they cannot be spread so."""
-    if not architecture.experts and place.ep_size > 1:
-        raise UserError(f"ep is {place.ep_size}, but the model has no experts; set it to 1.")
-    if architecture.experts % place.ep_size:
-        raise UserError(
-            f"ep is {place.ep_size}, which does not divide the model's {architecture.experts} experts; change it."
-        )
-    count = architecture.experts // place.ep_size
-    return range(place.ep * count, (place.ep + 1) * count)
 
 
 def transformer_config(

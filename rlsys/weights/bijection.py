@@ -44,6 +44,12 @@ class WeightMap:
         self._by_name = {_shape_of(name): rule for rule in self._rules for name in rule.megatron}
         policy = rules_of(replace(architecture, tied=False), folder=folder)
         self._of_policy = {hf for rule in policy if not rule.per_layer for hf in rule.hf}
+        untied = {rule.megatron: rule for rule in policy}
+        copies = [rule for rule in self._rules if not rule.exported]
+        self.repeated: dict[str, str] = {
+            again: hf for rule in copies for again, hf in zip(untied[rule.megatron].hf, rule.hf, strict=True)
+        }
+        """A Hugging Face tensor that some checkpoints of a tied model have -> the one that it must be equal to."""
 
     def entry(self, megatron: str) -> Entry:
         """Look up a Megatron tensor by any of its names, with global numbers. KeyError if there is none."""
@@ -61,6 +67,10 @@ class WeightMap:
             range(self.architecture.layers), True, True, range(self.architecture.experts)
         )
         return [entry for entry in everything if entry.rule.exported]
+
+    def copies(self) -> list[Entry]:
+        """Every Megatron tensor that is stored beside the one that it is a copy of; its `hf` are that one's."""
+        return [_entry(rule) for rule in self._rules if not rule.exported]
 
     def stage_names(self, layers: range, first: bool, last: bool, experts: range | None = None) -> list[str]:
         """Megatron names of a pipeline stage, as the local layers name them, in the order of export.
@@ -88,12 +98,14 @@ class WeightMap:
     def check_hf_names(self, found: set[str], headless: bool = False) -> None:
         """Raise UserError unless a checkpoint with the tensors `found` is one of this architecture.
 
-        `headless` also takes a critic without its head. A policy's output layer is ignored where there is none.
+        `headless` also takes a critic without its head, or with one without bias. A policy's output layer is ignored
+        where there is none; whether it is the embedding that it is tied to, only its numbers tell (`repeated`).
         """
         expected = self.hf_names()
         head = {hf for rule in self._rules if not rule.per_layer for hf in rule.hf} - self._of_policy
-        if headless and not head & found:
-            expected -= head
+        if headless:
+            biases = {name for name in head if name.endswith(".bias")}
+            expected -= (biases if head & found else head) - found
         missing = sorted(expected - found)
         if missing:
             raise UserError(

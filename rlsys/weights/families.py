@@ -5,7 +5,8 @@ A family is the file `family/<model_type>.yaml`, and adding one is adding such a
 - `extends`: another file, whose entries hold unless this one has its own (an entry of null takes it away).
 - `config`: a field of `Architecture` -> the key of config.json that gives it, or a value, or a list of these,
   the first that is there. The keys of `rope_parameters` (once `rope_scaling`) count as keys of config.json.
-- `only`: a key -> the values that are supported; what is left out or null is. `else` says what others mean.
+- `only`: a key -> the values that are supported; what is left out or null is. `else` says what others mean;
+  with `computes` they change what is computed of the weights and not the weights, which can be converted.
 - `tensors`: a Megatron tensor -> how it is `cut`, the Hugging Face tensors in it (`hf`, with their shapes),
   another name for it (`also`: Transformer Engine fuses norms into the linear layer behind them, and keeps the
   weights of all experts in one module), and `when` it is there: a flag of `Architecture`, or `logits` or
@@ -99,6 +100,8 @@ class Architecture:
         return -(-self.vocab // multiple) * multiple
 
 
+_END = 1 << 62
+"""No number of a config is as large."""
 _NUMBERS: dict[Any, type] = {"int": int, "float": float, "bool": bool}
 _FIELDS = {field.name: _NUMBERS[field.type] for field in fields(Architecture) if field.type in _NUMBERS}
 """What `config` may say, and the kind of number that it is."""
@@ -162,10 +165,13 @@ def rules_of(architecture: Architecture, values: bool = False, folder: Path = FA
     return tuple(rules)
 
 
-def read_architecture(path: str | Path, folder: Path = FAMILIES) -> Architecture:
+def read_architecture(
+    path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False
+) -> Architecture:
     """Read the config of the Hugging Face folder `path`, of a family in `folder` or of one of rlsys' own.
 
-    Raises UserError if it is no model folder, of an unknown family, lacks a size, or uses what is not
+    `weights_only`: no model is built of it, so that what changes no weight need not be supported. Raises UserError
+    if it is no model folder, of an unknown family, lacks a size or has one that cannot be, or uses what is not
     supported of its family.
     """
     file = Path(path) / "config.json"
@@ -173,12 +179,12 @@ def read_architecture(path: str | Path, folder: Path = FAMILIES) -> Architecture
         raise UserError(f"model.path is {path}, which has no config.json; give a Hugging Face model folder.")
     try:
         config = json.loads(file.read_text())
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise UserError(f"{file} is not JSON ({problem}); copy it from the original model.") from problem
-    return architecture_of(config if isinstance(config, dict) else {}, folder)
+    return architecture_of(config if isinstance(config, dict) else {}, folder, weights_only=weights_only)
 
 
-def architecture_of(config: Any, folder: Path = FAMILIES) -> Architecture:
+def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
     """The architecture of what a config.json holds, or of a transformers config object.
 
     Raises UserError as `read_architecture` does.
@@ -191,16 +197,28 @@ def architecture_of(config: Any, folder: Path = FAMILIES) -> Architecture:
         raise UserError(f"model_type is {kind}, which is not supported; use one of {choices}.")
     family = _family(kind, folder)
     for key, rule in family["only"].items():
-        _require(key, keys.get(key), rule["values"], rule["else"])
+        if not (weights_only and rule.get("computes")):
+            _require(key, keys.get(key), rule["values"], rule["else"])
     values = {name: _read(keys, source, _FIELDS[name]) for name, source in family["config"].items()}
     values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
+    if values["heads"] % values["kv_heads"] or not values["head_dim"]:
+        raise UserError(
+            f"config.json says {values['heads']} heads, {values['kv_heads']} for keys and values, and a width of "
+            f"{values['hidden']}, which do not divide; copy config.json from the original model."
+        )
     return Architecture(family=kind, rope=_scaling(keys), **values)
 
 
 def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys about rotary positions, which older configs write under other names."""
-    rope = dict(keys.get("rope_parameters") or keys.get("rope_scaling") or {})
-    return rope | {"rope_type": rope.get("rope_type", rope.get("type"))}
+    for name in ("rope_parameters", "rope_scaling"):
+        if found := keys.get(name):
+            if not isinstance(found, Mapping):
+                raise UserError(
+                    f"{name} is {_written(found)} in config.json; give an object, as the original model does."
+                )
+            return {**found, "rope_type": found.get("rope_type", found.get("type"))}
+    return {"rope_type": None}
 
 
 def _scaling(keys: Mapping[str, Any]) -> RopeScaling | None:
@@ -230,16 +248,24 @@ def _written(value: Any) -> str:
 
 
 def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
-    """The first of the sources that is there, as a number of this kind; None where the last source is null."""
+    """The first of the sources that is there, as a number of this kind; None where the last source is null.
+
+    A number is finite and above 0, and one that counts is whole.
+    """
     sources = source if isinstance(source, list) else [source]
     for one in sources:
         value = keys.get(one) if isinstance(one, str) else one
-        if isinstance(value, int | float):
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) != (kind is bool):
+            wanted = "true or false" if kind is bool else "a number"
+        elif kind is not bool and not (0 < value < _END and kind(value) == value):
+            wanted = "a number of at least 1" if kind is int else "a number above 0"
+        else:
             return kind(value)
-        if value is not None:
-            raise UserError(
-                f"{one} is {_written(value)} in config.json; give a number, as the original model does."
-            )
+        raise UserError(
+            f"{one} is {_written(value)} in config.json; give {wanted}, as the original model does."
+        )
     if sources[-1] is None:
         return None
     raise UserError(f"config.json lacks {sources[0]}; copy config.json from the original model.")
@@ -274,7 +300,7 @@ def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
     cuts, whens = {cut.value for cut in Cut}, {*_HEADS, *_FLAGS}
     yield from family["config"].keys() - _FIELDS.keys()
     for key, rule in family["only"].items():
-        yield from (f"{key}: {word}" for word in rule.keys() ^ {"values", "else"})
+        yield from (f"{key}: {word}" for word in (rule.keys() - {"computes"}) ^ {"values", "else"})
     for name, tensor in family["tensors"].items():
         yield from (f"{name}: {word}" for word in tensor.keys() - {"cut", "hf", "also", "when", "tied"})
         words = {tensor["cut"]} - cuts | {tensor.get("when", _HEADS[0])} - whens

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from rlsys.errors import UserError
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,6 +45,12 @@ DTYPES = {
 """Safetensors' name of each dtype."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
+_HEADER_BYTES = 100_000_000
+"""A longer header the library refuses too: it would be read whole."""
+_SIZE_END = 1 << 63
+_STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Experts in one tensor [experts, rows, columns], as transformers 5 holds them: its matrices, row below row."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14, which Python does not name: map all pages at once, a third faster."""
 
@@ -73,19 +80,16 @@ class _Stored:
 
 
 class HfReader:
-    """Reads tensors by name from a folder with one or more safetensors files. May be pickled."""
+    """Reads tensors by name from a folder with one or more safetensors files. May be pickled.
+
+    Experts that lie in one tensor have the names that each has by itself.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Reads the headers. Raises UserError if `path` holds no safetensors, or a file is damaged."""
         folder = Path(path)
         index = folder / INDEX
-        if index.is_file():
-            self._stored = _indexed(folder, index)
-            return
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise UserError(f"{folder} holds no safetensors; give a folder with a Hugging Face checkpoint.")
-        self._stored = {name: stored for file in files for name, stored in _read_header(file).items()}
+        self._stored = _once(_indexed(folder, index) if index.is_file() else _of_all(folder))
 
     def names(self) -> set[str]:
         """Every tensor in the folder."""
@@ -103,13 +107,18 @@ class HfReader:
         """One tensor, on the CPU, in the dtype it is stored in. KeyError if there is none.
 
         It is the file's own bytes, mapped for as long as the tensor lives; what is written to it is not
-        written to the file.
+        written to the file. Raises UserError if the file cannot be read any more, or has become shorter.
         """
         stored = self._stored[name]
         spec = stored.spec
         if not spec.nbytes:
             return torch.empty(spec.shape, dtype=spec.dtype)
-        flat = map_bytes(stored.file, stored.offset, spec.nbytes)
+        try:
+            flat = map_bytes(stored.file, stored.offset, spec.nbytes)
+        except OSError as error:
+            raise _unreadable(stored.file, error) from error
+        except ValueError as error:
+            raise UserError(f"{stored.file} has become shorter than it was; get it again.") from error
         if stored.offset % spec.dtype.itemsize:
             flat = flat.clone()
         return flat.view(spec.dtype).view(spec.shape)
@@ -185,46 +194,114 @@ def _write_all(file: BinaryIO | Any, data: bytes | memoryview) -> None:
         left = left[file.write(left) :]
 
 
-def _indexed(folder: Path, index: Path) -> dict[str, _Stored]:
-    try:
-        file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{index} is damaged; get it again.") from None
-    headers: dict[str, dict[str, _Stored]] = {}
+def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
+    """Each tensor by its name. Raises UserError if two have the same."""
     stored: dict[str, _Stored] = {}
+    for name, one in (named for item in found for named in _by_expert(*item)):
+        if name in stored:
+            raise UserError(
+                f"{stored[name].file} and {one.file} both hold {name}, and nothing says which counts; move the one "
+                "that does not belong to the model away."
+            )
+        stored[name] = one
+    return stored
+
+
+def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
+    """A stack of experts as the tensors of each, which lie in it one after the other; another tensor as it is."""
+    spec, stack = stored.spec, _STACKED.fullmatch(name)
+    matrices = _MATRICES[stack[2]] if stack else ()
+    if not stack or len(spec.shape) != 3 or not spec.nbytes or spec.shape[1] % len(matrices):
+        yield name, stored
+        return
+    experts, rows, columns = spec.shape
+    parts = (f"{stack[1]}.{expert}.{matrix}.weight" for expert in range(experts) for matrix in matrices)
+    shape = (rows // len(matrices), columns)
+    for number, part in enumerate(parts):
+        one = TensorSpec(part, spec.dtype, shape)
+        yield part, replace(stored, spec=one, offset=stored.offset + number * one.nbytes)
+
+
+def _of_all(folder: Path) -> Iterator[tuple[str, _Stored]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no safetensors; give a folder with a Hugging Face checkpoint.")
+    for file in files:
+        yield from _read_header(file).items()
+
+
+def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
+    file_of = _weight_map(index)
+    if (folder / SINGLE).is_file() and SINGLE not in file_of.values():
+        raise UserError(
+            f"{folder} has {SINGLE}, which {INDEX} does not name, and programs differ in which they read; move the "
+            "one that does not belong to the model away."
+        )
+    headers: dict[str, dict[str, _Stored]] = {}
     for name, file in file_of.items():
         if file not in headers:
-            if not (folder / file).is_file():
+            if not (folder / file).exists():
                 raise UserError(
                     f"{folder / file} is named in {INDEX} but is not there; complete the checkpoint."
                 )
             headers[file] = _read_header(folder / file)
         if name not in headers[file]:
             raise UserError(f"{folder / file} does not hold {name}, as {INDEX} says; get both again.")
-        stored[name] = headers[file][name]
-    return stored
+        yield name, headers[file][name]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as a plain name within the folder."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = dict(found.items())
+    except OSError as error:
+        raise _unreadable(index, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{index} is damaged; get it again.") from None
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise UserError(
+                f"{index} says that {name} is in {file}, which is no file beside it; get it again."
+            )
+    return files
 
 
 def _read_header(path: Path) -> dict[str, _Stored]:
-    size = path.stat().st_size
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
-            length = min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), size)
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if length > min(size, _HEADER_BYTES):
+                raise _broken(path, f"a header of {length} bytes")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         start = _LENGTH_BYTES + length
         stored = {name: _stored(path, start, name, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no whole safetensors file ({error}); get it again.") from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _broken(path, error) from None
     end = max((one.offset + one.spec.nbytes for one in stored.values()), default=start)
     if end > size:
-        raise UserError(f"{path} is no whole safetensors file (it has {size} bytes of {end}); get it again.")
+        raise _broken(path, f"it has {size} bytes of {end}")
     return stored
 
 
 def _stored(path: Path, start: int, name: str, entry: Mapping[str, Any]) -> _Stored:
     begin, end = entry["data_offsets"]
+    # What JSON calls 64.0 or true is no size, though Python would count with it.
+    if not all(type(number) is int and 0 <= number < _SIZE_END for number in (begin, end, *entry["shape"])):
+        raise ValueError(f"{name} has a size that is none")
     spec = TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    if begin < 0 or end - begin != spec.nbytes:
+    if end - begin != spec.nbytes:
         raise ValueError(f"{name} does not have the bytes of its shape")
     return _Stored(spec, path, start + begin)
+
+
+def _broken(file: Path, reason: object) -> UserError:
+    return UserError(f"{file} is no whole safetensors file ({reason}); get it again.")
+
+
+def _unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(f"{file} cannot be read ({error.strerror}); make it readable, or get it again.")

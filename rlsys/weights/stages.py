@@ -44,7 +44,9 @@ def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[rang
 
 
 def expert_block(experts: int, ep: int, ep_rank: int) -> range:
-    """The global numbers of the experts that one expert-parallel rank holds. Raises UserError."""
+    """The global numbers of the experts that one expert-parallel rank holds, of a layer. Raises UserError."""
+    if not experts and ep > 1:
+        raise UserError(f"ep is {ep}, but the model has no experts; set it to 1.")
     if experts % ep:
         raise UserError(f"ep is {ep}, which does not divide the model's {experts} experts; lower ep.")
     held = experts // ep

@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -274,6 +274,14 @@ def test_a_file_that_would_run_code_is_refused(models: Mapping[str, Path], tmp_p
     assert mark.exists(), "the pickle is one that would have run"
 
 
+def _change(file: Path, how: Callable[[Tensor], Tensor]) -> None:
+    state = torch.load(file, weights_only=False)
+    state["model"] = {
+        name: how(value) if isinstance(value, Tensor) else value for name, value in state["model"].items()
+    }
+    torch.save(state, file)
+
+
 def _cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
@@ -291,6 +299,18 @@ def _cut_short(file: Path) -> None:
         (lambda file: torch.save([1], file), r"model_optim_rng.pt holds no checkpoint"),
         (lambda file: torch.save({"iteration": 1}, file), r"holds iteration, but no model"),
         (lambda file: torch.save({"model": {"language_model": {}}}, file), r"Megatron's old models"),
+        (lambda file: torch.save({"model": 5}, file), r"no weights by name where a model should be"),
+        (lambda file: torch.save({"model": {5: torch.zeros(1)}}, file), r"no weights by name"),
+        (lambda file: torch.save({"model0": {}, "model1": "x"}, file), r"no weights by name"),
+        (
+            lambda file: torch.save({"model": {"w": torch.eye(3).to_sparse()}}, file),
+            r"has a sparse or quantised tensor",
+        ),
+        (
+            lambda file: torch.save({"model": {}}, file, _use_new_zipfile_serialization=False),
+            r"written by a torch before 1\.6",
+        ),
+        (lambda file: _change(file, torch.Tensor.half), r"in different dtypes on different ranks"),
     ],
 )
 def test_a_checkpoint_that_is_not_whole_is_one_sentence(
@@ -326,3 +346,50 @@ def test_a_rank_of_another_model_is_refused(models: Mapping[str, Path], tmp_path
     torch.save(state, file)
     with pytest.raises(UserError, match=r"layers.2.mlp.linear_fc2.weight of shape \[64, 48\] and \[64, 47\]"):
         open_checkpoint(folder).check(WeightMap(read_architecture(models["qwen3"])))
+
+
+def test_a_vocabulary_that_is_too_large_to_be_padded_is_refused(
+    models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """A tensor-parallel rank is padded by less than 128 rows."""
+    folder = write(tmp_path, models["qwen2"], Written(tp=2, stages=((6,),)))
+    checkpoint, architecture = open_checkpoint(folder), read_architecture(models["qwen2"])
+    rows = 256
+    checkpoint.check(WeightMap(replace(architecture, vocab=1)))
+    assert sum(shape[0] for shape in checkpoint.names()["embedding.word_embeddings.weight"].shapes) == rows
+    for rank in (0, 1):
+        _change(
+            folder / f"mp_rank_0{rank}" / "model_optim_rng.pt",
+            lambda tensor: torch.cat([tensor, tensor]) if len(tensor) == rows // 2 else tensor,
+        )
+    with pytest.raises(
+        UserError, match=r"a vocabulary of 512 rows in embedding.*config.json says 100,.*--hf"
+    ):
+        open_checkpoint(folder).check(WeightMap(architecture))
+
+
+def test_an_output_layer_that_is_no_copy_is_not_dropped(models: Mapping[str, Path], tmp_path: Path) -> None:
+    """The last pipeline stage of a tied model has one, and a config may say tied that is not the model's."""
+    folder = write(tmp_path, models["qwen2"], Written(stages=((2,), (4,))))
+    first, last = (folder / f"mp_rank_00_00{stage}" / "model_optim_rng.pt" for stage in (0, 1))
+    untied = replace(read_architecture(models["qwen2"]), tied=False)
+    tied = WeightMap(replace(untied, tied=True))
+    embedding = torch.load(first, weights_only=False)["model"]["embedding.word_embeddings.weight"]
+    state = torch.load(last, weights_only=False)
+    for row, differs in ((None, False), (-1, False), (0, True)):
+        output = embedding.clone()
+        if row is not None:
+            output[row] += 1
+        state["model"]["output_layer.weight"] = output
+        torch.save(state, last)
+        checkpoint = open_checkpoint(folder)
+        checkpoint.check(tied)
+        checkpoint.check_copies(WeightMap(untied))
+        if not differs:
+            # The last row is padding.
+            checkpoint.check_copies(tied)
+            continue
+        with pytest.raises(
+            UserError, match=r"output_layer\.weight with other numbers than embedding.*tie_word"
+        ):
+            checkpoint.check_copies(tied)

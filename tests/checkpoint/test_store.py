@@ -107,6 +107,9 @@ def test_what_was_lost_or_cut_is_named(tmp_path: Path) -> None:
     os.truncate(part, 3)
     with pytest.raises(UserError, match=r"actor/part has 3 bytes and not the 7"):
         check(folder)
+    part.write_text("weighty")
+    with pytest.raises(UserError, match=r"actor/part holds other bytes"):
+        check(folder)
     part.unlink()
     with pytest.raises(UserError, match=r"actor/part is missing"):
         check(folder)

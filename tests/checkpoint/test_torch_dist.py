@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from rlsys.checkpoint import sharded
+from rlsys.checkpoint.about import About
 from rlsys.checkpoint.formats import MegatronCheckpoint, open_checkpoint
 from rlsys.checkpoint.keys import name_of
+from rlsys.checkpoint.on_disk import OnDisk
+from rlsys.checkpoint.soundness import require_sound
 from rlsys.checkpoint.torch_dist_writer import TorchDistWriter
 from rlsys.checkpoint.writing import CheckpointWriter, Content
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
@@ -24,12 +33,12 @@ from rlsys.megatron import parallel as groups
 from rlsys.megatron.model import PolicyModel, StageModel
 from rlsys.megatron.value_model import ValueModel
 from rlsys.weights.bijection import Entry, WeightMap
-from rlsys.weights.families import read_architecture
+from rlsys.weights.families import Cut, read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
 from tests.megatron.harness import free_port, rendezvous, run_group
 
-ABOUT = {"step": 5, "optimizer": False, "dtype": "float32", "extra": {}}
+ABOUT = About(step=5)
 UNEVEN = ParallelConfig(tp=2, pp=2, pp_layers=[1, 2])
 WITH_EXPERTS = replace(UNEVEN, ep=2, sequence_parallel=True)
 LAYOUTS = {"qwen2": UNEVEN, "qwen3_moe": WITH_EXPERTS}
@@ -77,9 +86,9 @@ def assert_holds(checkpoint: MegatronCheckpoint, hf: Path) -> None:
 
 
 def _save(model: StageModel, folder: str) -> None:
-    CheckpointWriter().begin(
-        [Content(Path(folder), {"model": model.sharded_state()}, ABOUT)], background=False
-    )
+    writer = CheckpointWriter()
+    writer.begin([Content(Path(folder), {"model": model.sharded_state()}, ABOUT)])
+    writer.finish()
 
 
 def _load(model: StageModel, folder: str) -> bool:
@@ -225,9 +234,18 @@ def test_layers_must_have_one_dtype(hf: Path, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(tp=5), ParallelConfig(pp=2), ParallelConfig(ep=2)])
-def test_a_cut_that_is_impossible_is_refused(hf: Path, tmp_path: Path, parallel: ParallelConfig) -> None:
-    with pytest.raises(UserError, match="does not divide"):
+@pytest.mark.parametrize(
+    ("parallel", "sentence"),
+    [
+        (ParallelConfig(tp=5), "tp is 5, which does not divide"),
+        (ParallelConfig(pp=2), "pp is 2, which does not divide"),
+        (ParallelConfig(ep=2), "ep is 2, but the model has no experts"),
+    ],
+)
+def test_a_cut_that_is_impossible_is_refused(
+    hf: Path, tmp_path: Path, parallel: ParallelConfig, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
         TorchDistWriter(tmp_path, WeightMap(read_architecture(hf)), lambda _: torch.float32, parallel)
 
 
@@ -239,6 +257,77 @@ def test_a_disk_that_is_full_is_one_sentence(hf: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"__0_0.distcp could not be written: No space left"):
         writer.write(job, lambda entry: [reader.get(name) for name in entry.hf])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_cannot_be_read_is_not_said_to_be_unwritable(hf: Path, tmp_path: Path) -> None:
+    writer = TorchDistWriter(
+        tmp_path, WeightMap(read_architecture(hf)), lambda _: torch.float32, ParallelConfig()
+    )
+
+    def locked(_: object) -> list[Tensor]:
+        raise PermissionError(13, "Permission denied", "/the/source")
+
+    with pytest.raises(PermissionError, match="/the/source"):
+        writer.write(writer.files[0], locked)
+    assert list(tmp_path.iterdir()) == []
+
+
+def is_mapped(folder: Path) -> bool:
+    """Whether this process has a file of `folder` in its memory."""
+    return str(folder) in Path("/proc/self/maps").read_text()
+
+
+def test_weights_are_the_file_itself_for_as_long_as_they_are_used(hf: Path, tmp_path: Path) -> None:
+    """Also where a piece ends between two tensors of a weight, or before the padding of the vocabulary."""
+    write(tmp_path / "checkpoint", hf, dtype=torch.bfloat16)
+    checkpoint, weights = open_checkpoint(tmp_path / "checkpoint"), WeightMap(read_architecture(hf))
+    expected = HfReader(hf)
+    fused = 0
+    for entry in weights.entries():
+        parts = checkpoint.parts(entry, weights)
+        assert all(torch.equal(part, expected.get(name).bfloat16()) for name, part in parts)
+        # What is interleaved has to be taken apart.
+        assert is_mapped(tmp_path) == (entry.rule.cut is not Cut.QKV), entry.name
+        fused += len(parts) == 2
+        del parts
+        assert not is_mapped(tmp_path), entry.name
+    assert fused == 3
+
+
+def test_writing_to_a_weight_leaves_its_file_as_it_was(written: Path, hf: Path) -> None:
+    before = {file.name: file.read_bytes() for file in written.iterdir()}
+    for part in read(open_checkpoint(written), hf).values():
+        part.zero_()
+    assert {file.name: file.read_bytes() for file in written.iterdir()} == before
+
+
+@given(
+    offset=st.integers(0, 5000),
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+    rows=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_a_tensor_is_read_from_wherever_it_lies(
+    offset: int, sizes: list[int], dtype: torch.dtype, rows: tuple[int, int]
+) -> None:
+    count = math.prod(sizes)
+    expected = torch.arange(count).to(dtype).reshape(sizes)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "file"
+        file.write_bytes(b"x" * offset + bytes(expected.flatten().view(torch.uint8).tolist()))
+        place = OnDisk(file, offset, tuple(sizes), expected.stride(), dtype)
+        assert torch.equal(place.read(), expected)
+        start, stop = sorted(min(row, sizes[0]) for row in rows)
+        some = place.rows(start, stop).read()
+        assert torch.equal(some, expected[start:stop])
+        assert some.data_ptr() % dtype.itemsize == 0
+        if count:
+            os.truncate(file, offset + count * dtype.itemsize - 1)
+            with pytest.raises(UserError, match=r"file is cut short"):
+                place.read()
+            file.unlink()
+            with pytest.raises(UserError, match=r"file cannot be read \(No such file"):
+                place.read()
 
 
 # --- What others write ----------------------------------------------------------------------------------------------
@@ -310,14 +399,71 @@ class Evil:
 
 def test_metadata_that_would_run_code_is_refused(written: Path, tmp_path: Path) -> None:
     folder, mark = copy(written, tmp_path / "evil"), tmp_path / "mark"
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = Evil(mark)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    _evil_metadata(folder, mark)
     with pytest.raises(UserError, match=r"\.metadata asks for posix.mkdir.*could run code"):
         open_checkpoint(folder)
     assert not mark.exists()
     pickle.loads((folder / ".metadata").read_bytes())
     assert mark.exists(), "the pickle is one that would have run"
+
+
+def _evil_metadata(folder: Path, mark: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = Evil(mark)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _evil_common(folder: Path, mark: Path) -> None:
+    torch.save({"args": Evil(mark)}, folder / "common.pt")
+
+
+def _evil_object(folder: Path, mark: Path) -> None:
+    _put_object(folder, Evil(mark))
+
+
+def _put_object(folder: Path, value: object) -> None:
+    torch.save(value, folder / "evil.distcp")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(place for at, place in metadata.storage_data.items() if "_extra_state" in at.fqn)
+    place.relative_path, place.offset = "evil.distcp", 0
+    place.length = (folder / "evil.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _unnoticed(folder: Path) -> None:
+    """Read with trust, as Megatron and torch do, what a stranger may have written."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    torch.load(folder / "common.pt", weights_only=False)
+    for place in metadata.storage_data.values():
+        content = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
+        torch.load(io.BytesIO(content), weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("harm", "file"),
+    [(_evil_metadata, r"\.metadata"), (_evil_common, "common.pt"), (_evil_object, "evil.distcp")],
+)
+def test_nothing_that_would_run_code_is_loaded_for_training(
+    written: Path, tmp_path: Path, harm: Callable[[Path, Path], None], file: str
+) -> None:
+    folder, mark = copy(written, tmp_path / "evil"), tmp_path / "mark"
+    require_sound(folder)
+    harm(folder, mark)
+    with pytest.raises(UserError, match=rf"{file} asks for posix.mkdir.*could run code"):
+        sharded.load(folder, {})
+    assert not mark.exists()
+    _unnoticed(folder)
+    assert mark.exists(), "it is one that would have run"
+
+
+def test_a_pickle_within_a_layers_state_is_refused(written: Path, tmp_path: Path) -> None:
+    """Transformer Engine unpickles the bytes of such a tensor; without FP8 it is empty."""
+    folder = copy(written, tmp_path / "evil")
+    _put_object(folder, [torch.zeros(0, dtype=torch.uint8)])
+    require_sound(folder)
+    _put_object(folder, [torch.frombuffer(bytearray(pickle.dumps(1)), dtype=torch.uint8)])
+    with pytest.raises(UserError, match=r"evil.distcp holds decoder.*_extra_state.*could run code"):
+        sharded.load(folder, {})
 
 
 def test_a_chunk_that_would_run_code_is_refused(written: Path, hf: Path, tmp_path: Path) -> None:
@@ -343,6 +489,15 @@ def test_a_file_outside_of_the_folder_is_refused(written: Path, tmp_path: Path) 
         open_checkpoint(folder)
 
 
+def _stack_endlessly(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    stacked = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+    stacked.size = torch.Size([10**12, *stacked.size[1:]])
+    for chunk in stacked.chunks:
+        chunk.sizes = torch.Size([10**12, *chunk.sizes[1:]])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def _cut_short(file: Path, share: float) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * share)])
@@ -357,7 +512,12 @@ def _cut_short(file: Path, share: float) -> None:
         (lambda folder: (folder / ".metadata").unlink(), r"\.metadata is not there"),
         (lambda folder: (folder / "metadata.json").unlink(), r"was not written to the end"),
         (lambda folder: (folder / "metadata.json").write_text("{"), r"metadata.json is damaged"),
+        (lambda folder: (folder / "metadata.json").write_text("[" * 200_000), r"metadata.json is damaged"),
         (lambda folder: (folder / "complete.json").write_text("{"), r"complete.json is damaged"),
+        (lambda folder: (folder / "complete.json").write_text('{"step": "x"}'), r"complete.json is damaged"),
+        (lambda folder: (folder / "complete.json").write_text('{"step": null}'), r"complete.json is damaged"),
+        (lambda folder: (folder / "complete.json").write_text('{"step": [1]}'), r"complete.json is damaged"),
+        (_stack_endlessly, r"metadata is damaged.* has 1000000000000 layers and experts in one chunk"),
         (
             lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
             r"was saved as zarr",
@@ -403,6 +563,10 @@ def test_a_checkpoint_of_another_model_is_refused(written: Path, tmp_path: Path)
         (
             lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("7"),
             "names 7, but .*iter_0000007",
+        ),
+        (
+            lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("²"),
+            "names ², but .*² is not there",
         ),
         (lambda folder: [(folder / f"iter_{n:07d}").mkdir() for n in (1, 2)], "holds 2 checkpoints"),
         (lambda folder: folder.rmdir(), "is not there"),

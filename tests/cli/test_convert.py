@@ -150,7 +150,7 @@ def test_sizes_are_read(text: str, expected: int) -> None:
     assert parse_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5TB", "0", "0GB", "1e9", "5 G B"])
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5TB", "0", "0GB", "0.5", "5IB", "1e9", "5 G B"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="--shard-size is"):
         parse_size(text)

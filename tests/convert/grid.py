@@ -18,7 +18,6 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, Par
 from rlsys.megatron.actor import Actor
 from rlsys.megatron.critic import Critic
 from rlsys.megatron.forward import forward
-from rlsys.megatron.results import Loaded
 from rlsys.pipeline.micro_batch import MicroBatch
 from tests.convert.models import make_model
 from tests.megatron import reference
@@ -73,10 +72,10 @@ class Model:
         return "moe" in self.family
 
     @torch.no_grad()
-    def logits(self, folder: Path | None = None) -> Tensor:
-        """[row, token but the last, vocabulary or 1] float32 by transformers, of this folder or another of the model."""
+    def logits(self, dtype: Dtype = Dtype.float32) -> Tensor:
+        """[row, token but the last, vocabulary or 1] float32 of the probe, by transformers computing in `dtype`."""
         kind = AutoModelForTokenClassification if self.critic else AutoModelForCausalLM
-        model = kind.from_pretrained(folder or self.folder, dtype="auto").eval()
+        model = kind.from_pretrained(self.folder, dtype=getattr(torch, dtype.value)).eval()
         return model(torch.tensor(probe().tokens)).logits[:, :-1].float()
 
 
@@ -102,16 +101,16 @@ class Bench:
         )
         self._model = self._learner._model
 
-    def load(self, folder: str) -> Loaded:
+    def load(self, folder: str) -> None:
         """As a run does that begins with a converted model."""
-        return self._learner.load(folder)
+        self._learner.load(folder)
 
     def load_hf(self, folder: str) -> None:
         self._learner.load_hf(folder)
 
     def train(self) -> None:
-        """One step."""
-        self._learner.accumulate(reference.make_batches(2)[self._learner.place.dp :: self._learner.place.dp_size])
+        """One step, the same on every data-parallel rank."""
+        self._learner.accumulate(reference.make_batches(2))
         self._learner.apply()
 
     def logits(self) -> np.ndarray[Any, Any] | None:
@@ -120,13 +119,14 @@ class Bench:
         return found[0] if found and self._learner.place.dp == 0 else None
 
     def save(self, folder: str) -> None:
-        self._learner.begin_save(folder, {}, background=False)
+        self._learner.begin_save(folder)
+        self._learner.finish_save()
 
 
 async def group_of(pipes: Sequence[Connection], model: Model, cut: Cut) -> HostedGroup:
     """A group of the first of `pipes`, with a bench in each process."""
     parallel = cut.parallel
-    # With experts Megatron asks for it; without, they are the two ways to cut the same weights.
+    # Tensor-parallel ranks that hold experts must have it.
     parallel.sequence_parallel = cut.tp > 1 and model.experts
     group = HostedGroup("grid", pipes[: cut.processes])
     _, port = await group.free_address(60.0)

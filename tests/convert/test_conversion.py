@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.convert.to_hf import megatron_to_hf
 from rlsys.convert.to_megatron import hf_to_megatron
+from rlsys.convert.verify import verify
 from rlsys.errors import UserError
 from rlsys.weights.hf_io import INDEX
 from tests.convert.models import assert_same_tensors, configs, json_of, make_model, tensors_of
@@ -229,6 +232,122 @@ def test_weights_that_are_not_the_configs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lacks \d+ weights"):
         megatron_to_hf(tmp_path / "mg", tmp_path / "out", model)
     assert not list(tmp_path.glob("*out*")), "nothing was begun"
+
+
+def rewritten(model: Path, **changes: Tensor | None) -> Path:
+    """The model with other tensors: `__` stands for a point, and None for none."""
+    tensors = tensors_of(model) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    kept = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def reconfigured(model: Path, **changes: object) -> Path:
+    config = json_of(model / "config.json")
+    (model / "config.json").write_text(json.dumps(config | changes))
+    return model
+
+
+def test_a_trained_output_layer_is_not_dropped_because_a_config_says_tied(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2")
+    hf_to_megatron(model, tmp_path / "mg")
+    reconfigured(model, tie_word_embeddings=True)
+    with pytest.raises(
+        UserError, match=r"lm_head\.weight with other numbers than model\.embed_tokens\.weight"
+    ):
+        hf_to_megatron(model, tmp_path / "out")
+    with pytest.raises(UserError, match=r"output_layer\.weight with other numbers than embedding\."):
+        megatron_to_hf(tmp_path / "mg", tmp_path / "out", model)
+    for sides in ((model, model), (tmp_path / "mg", model), (model, tmp_path / "mg")):
+        with pytest.raises(UserError, match="with other numbers than"):
+            verify(*sides, hf=model, logits=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_repeated_embedding_of_another_shape_or_dtype_is_no_repetition(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2-tied")
+    embedding = tensors_of(model)["model.embed_tokens.weight"]
+    for other in (embedding[:-1], embedding.float(), embedding.view(-1)):
+        with pytest.raises(UserError, match=r"lm_head\.weight with other numbers"):
+            hf_to_megatron(rewritten(model, lm_head__weight=other), tmp_path / "out")
+    hf_to_megatron(rewritten(model, lm_head__weight=embedding), tmp_path / "out")
+
+
+def test_a_vocabulary_is_not_cut_off_because_a_config_says_so(tmp_path: Path) -> None:
+    large = make_model(tmp_path / "model", "qwen2")
+    more = torch.randn(400, 64).bfloat16()
+    rewritten(reconfigured(large, vocab_size=400), model__embed_tokens__weight=more, lm_head__weight=more)
+    hf_to_megatron(large, tmp_path / "mg", processes=1)
+    small = make_model(tmp_path / "small", "qwen2")
+    with pytest.raises(UserError, match=r"vocabulary of 512 rows in .*config\.json says 100,.*\(--hf\)"):
+        megatron_to_hf(tmp_path / "mg", tmp_path / "out", small)
+
+
+def test_experts_in_one_tensor_become_those_of_each(tmp_path: Path) -> None:
+    """As transformers 5 may write them; it says itself that they are the same model."""
+    model = make_model(tmp_path / "model", "qwen3-moe")
+    stacked = make_model(tmp_path / "stacked", "qwen3-moe")
+    tensors = tensors_of(model)
+    made = {name: tensor.clone() for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        each = [
+            [tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in range(4)] for part in ("gate", "up", "down")
+        ]
+        made[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(each[0]), torch.stack(each[1])], dim=1)
+        made[f"{prefix}.down_proj"] = torch.stack(each[2])
+    save_file(made, stacked / "model.safetensors", metadata={"format": "pt"})
+    logits = [AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits for folder in (model, stacked)]
+    assert torch.equal(*logits)
+    assert_same_tensors(model, there_and_back(stacked))
+    assert verify(model, stacked, logits=False).same
+
+
+def test_rotary_scaling_that_is_not_computed_here_is_no_matter_of_the_weights(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 16}
+    model = reconfigured(make_model(tmp_path / "model", "qwen3"), rope_parameters=yarn)
+    back = there_and_back(model)
+    assert_same_tensors(model, back)
+    assert json_of(back / "config.json") == json_of(model / "config.json")
+    with_megatron = verify(model, tmp_path / "model-mg")
+    assert with_megatron.same
+    assert with_megatron.logits is None
+    assert with_megatron.note.startswith("Logits were not compared: rope_type is yarn")
+    of_transformers = verify(model, back)
+    assert of_transformers.logits is not None
+    assert of_transformers.logits.same
+
+
+def test_a_score_without_a_bias_is_a_critic_with_one_of_zero(tmp_path: Path) -> None:
+    """As a sequence classification has it."""
+    model = make_model(tmp_path / "model", "qwen2", critic=True)
+    head = tensors_of(model)["score.weight"].clone()
+    back = there_and_back(rewritten(model, score__bias=None), values=True)
+    assert torch.equal(tensors_of(back)["score.bias"], torch.zeros(1).bfloat16())
+    assert torch.equal(tensors_of(back)["score.weight"], head)
+
+
+def test_whole_numbers_are_not_rounded_to_others(tmp_path: Path) -> None:
+    model = rewritten(make_model(tmp_path / "model"), model__norm__weight=torch.ones(64, dtype=torch.int8))
+    assert_same_tensors(model, there_and_back(model))
+    with pytest.raises(UserError, match=r"model\.norm\.weight is int8, .* leave --dtype out"):
+        hf_to_megatron(model, tmp_path / "out", dtype="float32", processes=1)
+
+
+def test_a_destination_within_the_checkpoint_goes_on_too(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    hf_to_megatron(model, tmp_path / "mg", parallel=ParallelConfig(pp=3), processes=1)
+    last, out = sorted((tmp_path / "mg").glob("__2_*.distcp"))[-1], tmp_path / "mg" / "inner"
+    whole, stat = last.read_bytes(), last.stat()
+    last.write_bytes(bytes(len(whole)))
+    os.utime(last, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(UserError, match="damaged"):
+        megatron_to_hf(tmp_path / "mg", out, model, shard_bytes=5000, processes=1)
+    last.write_bytes(whole)
+    os.utime(last, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    outcome = megatron_to_hf(tmp_path / "mg", out, model, shard_bytes=5000, processes=1)
+    assert 0 < outcome.kept < outcome.files
+    assert_same_tensors(model, out)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -174,7 +175,7 @@ def alive(pid: int) -> bool:
         (
             "disk",
             RunError,
-            "/some/file cannot be written (No space left on device); the same command goes on",
+            "/some/file cannot be read or written (No space left on device); the same command goes on",
         ),
     ],
 )
@@ -245,6 +246,36 @@ def test_nothing_is_overwritten_or_deleted_that_it_did_not_make(letters: Letters
         assert (foreign / precious).read_text() == "years of work"
         (foreign / precious).unlink()
     assert not letters.log.exists()
+
+
+def test_a_place_where_nothing_can_be_is_one_sentence(
+    letters: Letters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for out in (Path("/proc/out"), tmp_path / ("x" * 300), tmp_path / ("x" * 250)):
+        with pytest.raises(UserError, match=f"Nothing can be written to {out}"):
+            run(letters, out, 1)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UserError, match="Nothing can be written to out"):
+        run(letters, Path("out"), 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_from_the_start_is_one_sentence_and_leaves_nothing(
+    letters: Letters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, _text: str) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(RunError, match=r"out cannot be read or written \(No space left on device\)"):
+            run(letters, tmp_path / "out", 1)
+    assert not list(tmp_path.iterdir())
+    assert run(letters, tmp_path / "out", 1).kept == 0
 
 
 def test_one_process_converts_to_one_place(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
+from rlsys.errors import UserError
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.forward import forward
 from rlsys.megatron.model import PolicyModel
@@ -74,6 +76,25 @@ def _expected(path: Path) -> Tensor:
     """In the order of the targets: row by row, of the position before each."""
     with torch.no_grad():
         return reference.load(path)(torch.tensor(_batch().tokens)).logits[:, :-1].flatten(0, 1)
+
+
+def _load_tied_with_another_output_layer(rank: int, _: int, path: str, port: int) -> None:
+    place = groups.start(rendezvous(rank, 1, port), ParallelConfig(), seed=1)
+    model = PolicyModel(
+        read_architecture(path), ModelConfig(path, Layers.local, Dtype.float32), ParallelConfig(), place
+    )
+    with pytest.raises(
+        UserError, match=r"lm_head\.weight with other numbers than model\.embed_tokens\.weight"
+    ):
+        model.load_hf(path)
+    groups.stop()
+
+
+def test_a_trained_output_layer_is_not_left_out_because_a_config_says_tied(tmp_path: Path) -> None:
+    path = reference.make_model(reference.tiny_config(tied=False), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    run_group(_load_tied_with_another_output_layer, 1, str(path), free_port())
 
 
 def test_long_positions_and_every_expert_matter_in_these_models(tmp_path: Path) -> None:

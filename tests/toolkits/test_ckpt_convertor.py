@@ -46,6 +46,24 @@ def test_a_model_goes_there_and_back_from_any_folder(tmp_path: Path) -> None:
     assert {path.name for path in home.iterdir()} == {"a model", "a checkpoint", "back again"}
 
 
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_link_to_a_script_is_one(relative: bool, tmp_path: Path) -> None:
+    script = SCRIPTS / "hf2mg_3b.sh"
+    home = tmp_path / "my links"
+    home.mkdir()
+    (home / "first").symlink_to(os.path.relpath(script, home) if relative else script)
+    (home / "second link").symlink_to("first")
+    done = subprocess.run(
+        ["sh", "second link", "no where", "out"],
+        cwd=home,
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.startswith("no where has no config.json")
+
+
 @pytest.mark.parametrize("script", ["mg2hf_1.5b.sh", "hf2mg_3b.sh"])
 def test_help_names_the_arguments(script: str, tmp_path: Path) -> None:
     done = run(script, "--help", cwd=tmp_path, COLUMNS="120")

@@ -292,7 +292,41 @@ def test_models_that_would_be_computed_wrongly_are_refused(
         architecture_of(config | change)
 
 
-@pytest.mark.parametrize("content", ["{", "[]"])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in config.json; give a number of at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is true"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
+        ({"hidden_size": float("inf")}, "hidden_size is Infinity"),
+        ({"hidden_size": 10**400}, "hidden_size is 1000"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"num_key_value_heads": 5}, "5 for keys and values, .* do not divide"),
+        ({"num_attention_heads": 2**20, "num_key_value_heads": 1, "head_dim": None}, "do not divide"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN in config.json; give a number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is yes in config.json; give true or false"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is yarn in config.json; give an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\] in config.json; give an object"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(change: dict[str, Any], sentence: str) -> None:
+    for weights_only in (False, True):
+        with pytest.raises(UserError, match=sentence):
+            architecture_of(QWEN_7B | change, weights_only=weights_only)
+
+
+def test_where_the_weights_alone_matter_what_is_computed_of_them_does_not() -> None:
+    yarn = QWEN_7B | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    with pytest.raises(UserError, match="rope_type is yarn"):
+        architecture_of(yarn)
+    assert architecture_of(yarn, weights_only=True) == architecture_of(QWEN_7B)
+    with pytest.raises(UserError, match="quantised weights"):
+        architecture_of(yarn | {"quantization_config": {"bits": 4}}, weights_only=True)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", pytest.param("[" * 200_000, id="deep")])
 def test_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=r"config\.json is not JSON|model_type is None"):

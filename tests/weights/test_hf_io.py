@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import struct
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +158,7 @@ def header(text: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(text) if length is None else length) + text
 
 
+ODD_SHAPES = ("[-1, -2]", "[2.0]", "[true, 2]", '"2"', "2")
 F32 = '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, %d]}}'
 
 
@@ -171,6 +174,10 @@ F32 = '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, %d]}}'
         header((F32 % 8).encode()),
         header((F32 % 4).encode()) + bytes(8),
         header((F32 % 8).replace("F32", "Q2").encode()) + bytes(8),
+        *(header((F32 % 8).replace("[2]", shape).encode()) + bytes(8) for shape in ODD_SHAPES),
+        header((F32 % 8).replace("8]", "8.0]").encode()) + bytes(8),
+        header(b'{"a": {"dtype": "F32", "shape": [0, 99999999999999999999], "data_offsets": [0, 0]}}'),
+        header(b"[" * 200_000),
     ],
 )
 def test_a_damaged_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
@@ -190,6 +197,85 @@ def test_folders_that_are_no_model_are_refused(tmp_path: Path) -> None:
     save_file({"b": torch.zeros(1)}, tmp_path / "gone.safetensors")
     with pytest.raises(UserError, match="does not hold a"):
         HfReader(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps([1]))
+    for damaged in ([1], {"weight_map": None}, {"weight_map": ["a"]}, {"weight_map": 3}):
+        (tmp_path / INDEX).write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="damaged"):
+            HfReader(tmp_path)
+    (tmp_path / INDEX).write_text("[" * 200_000)
     with pytest.raises(UserError, match="damaged"):
+        HfReader(tmp_path)
+
+
+def test_an_index_names_files_of_its_own_folder(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "elsewhere.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (str(tmp_path / "elsewhere.safetensors"), "../elsewhere.safetensors", 3, None):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(UserError, match="no file beside it"):
+            HfReader(folder)
+
+
+def test_a_header_is_not_read_that_no_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header(b"", 1_500_000_000))
+    with path.open("r+b") as file:
+        file.truncate(2_000_000_000)
+    tracemalloc.start()
+    with pytest.raises(UserError, match="a header of 1500000000 bytes"):
+        HfReader(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
+
+
+def test_a_folder_in_place_of_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read \(Is a directory\)"):
+        HfReader(tmp_path)
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Nothing says which of two files counts."""
+    for file in ("model.safetensors", "old.safetensors"):
+        save_file({"a": torch.zeros(1), file: torch.zeros(1)}, tmp_path / file)
+    with pytest.raises(UserError, match=r"/model\.safetensors and .*/old\.safetensors both hold a,"):
+        HfReader(tmp_path)
+
+
+def test_a_whole_model_beside_an_index_of_other_files_is_refused(original: Path, tmp_path: Path) -> None:
+    """transformers reads the one and other programs the others."""
+    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"has model\.safetensors, which .*index\.json does not name"):
+        HfReader(tmp_path)
+
+
+def test_a_file_that_changes_after_it_was_opened_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(10_000)}, path)
+    reader = HfReader(tmp_path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"model\.safetensors has become shorter"):
+        reader.get("a")
+    path.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        reader.get("a")
+
+
+def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
+    experts = "model.layers.0.mlp.experts"
+    gate, up, down = torch.randn(3, 4, 5), torch.randn(3, 4, 5), torch.randn(3, 5, 4)
+    stacked = {
+        f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1),
+        f"{experts}.down_proj": down.clone(),
+        "model.layers.0.mlp.gate.weight": torch.randn(3, 5),
+    }
+    save_file(stacked, tmp_path / "model.safetensors")
+    reader = HfReader(tmp_path)
+    assert len(reader.names()) == 3 * 3 + 1
+    for name, matrices in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        for number, matrix in enumerate(matrices):
+            assert torch.equal(reader.get(f"{experts}.{number}.{name}.weight"), matrix)
+    save_file({f"{experts}.1.up_proj.weight": up[1].clone()}, tmp_path / "more.safetensors")
+    with pytest.raises(UserError, match=r"both hold .*experts\.1\.up_proj"):
         HfReader(tmp_path)

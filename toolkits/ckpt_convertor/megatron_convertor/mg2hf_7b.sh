@@ -1,5 +1,13 @@
 #!/bin/sh
 # The size is in the model's config.json; the name is kept for those who are used to it.
 set -eu
-here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
+script=$0
+while [ -L "$script" ]; do
+    target=$(readlink -- "$script")
+    case $target in
+        /*) script=$target ;;
+        *) script=$(dirname -- "$script")/$target ;;
+    esac
+done
+here=$(CDPATH='' cd -- "$(dirname -- "$script")" && pwd)
 exec sh "$here/run_converter.sh" mg2hf.py "$@"
