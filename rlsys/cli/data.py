@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -75,9 +74,10 @@ def own(
     limit: Limit = None,
 ) -> None:
     """Prepare an own file."""
-    from rlsys.data.prepare import prepare_own
+    from rlsys.data.prepare import prepare_file
 
-    _say(prepare_own(file, name or file.stem, split, out, question_field, answers_field, limit))
+    set_name = name or file.stem
+    _say(prepare_file(file, set_name, split, out, limit, question=question_field, answers=answers_field))
 
 
 @prepare.command("merge", help="Several prepared files as one.")
@@ -100,7 +100,7 @@ def _prepare_sets(
     revision: str,
     limit: int | None,
 ) -> None:
-    from rlsys.data.prepare import prepare_set
+    from rlsys.data.prepare import prepare_file
 
     if source is not None and source.is_file() and len(splits or ()) > 1:
         raise UserError(
@@ -110,13 +110,14 @@ def _prepare_sets(
         for split in splits or [one.evaluated]:
             if split not in one.splits:
                 raise UserError(f"--split {split}: {one.name} has {', '.join(one.splits)}.")
-            fetch = functools.partial(_download, out / ".flashrag", revision) if source is None else None
-            file = fetch(one.name, split) if fetch else _local(source, one.name, split)
-            _say(prepare_set(file, one.name, split, out / one.name / f"{split}.jsonl", limit))
+            if source is None:
+                file = _download(out / ".flashrag", revision, one.name, split)
+            else:
+                file = _local(source, one.name, split)
+            _say(prepare_file(file, one.name, split, out / one.name / f"{split}.jsonl", limit))
 
 
-def _local(source: Path | None, name: str, split: str) -> Path:
-    assert source is not None
+def _local(source: Path, name: str, split: str) -> Path:
     places = [source, source / name / f"{split}.jsonl", source / f"{split}.jsonl"]
     found = next((place for place in places if place.is_file()), None)
     if found is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 
 from rlsys.cli.running import run_to_end
 from rlsys.cli.train import ConfigDir, ConfigName
-from rlsys.config.compose import as_dict, load_config
+from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 
@@ -84,11 +85,17 @@ def command(
     """Evaluate a model."""
     settings, names = _told_apart(words or [], data or [])
     config = load_config(config_name, settings, config_dir)
-    how = _how(config, engine, baseline, samples, temperature)
+    if limit is not None:
+        config.eval.limit = limit
+    if samples is not None:
+        config.eval.samples = samples
+    if temperature is not None:
+        config.eval.temperature = temperature
+    how = _how(engine, baseline)
     from rlsys.evaluation.wanted import find_wanted
 
     wanted = run_to_end(find_wanted(config, how.baseline, names, data_dir, model, hf))
-    _evaluate(config, how, wanted, config.eval.limit if limit is None else limit, shown, out)
+    _evaluate(wanted, how, shown, out)
 
 
 def _told_apart(words: list[str], data: list[str]) -> tuple[list[str], list[str]]:
@@ -97,20 +104,11 @@ def _told_apart(words: list[str], data: list[str]) -> tuple[list[str], list[str]
     return settings, data + [word for word in words if word not in settings]
 
 
-def _how(
-    config: RunConfig, engine: str, baseline: str, samples: int | None, temperature: float | None
-) -> How:
+def _how(engine: str, baseline: str) -> How:
     from rlsys.evaluation.baselines import Baseline
-    from rlsys.evaluation.how import EngineName, How, check_sampling
+    from rlsys.evaluation.how import EngineName, How
 
-    how = How(
-        engine=_named("--engine", engine, EngineName),
-        baseline=_named("--baseline", baseline, Baseline),
-        samples=config.eval.samples if samples is None else samples,
-        temperature=config.eval.temperature if temperature is None else temperature,
-    )
-    check_sampling(how, config)
-    return how
+    return How(_named("--engine", engine, EngineName), _named("--baseline", baseline, Baseline))
 
 
 def _named(flag: str, word: str, kind: Any) -> Any:
@@ -120,46 +118,28 @@ def _named(flag: str, word: str, kind: Any) -> Any:
     return kind(word)
 
 
-def _evaluate(
-    config: RunConfig, how: How, wanted: Wanted, limit: int | None, shown: int, out: Path | None
-) -> None:
+def _evaluate(wanted: Wanted, how: How, shown: int, out: Path | None) -> None:
     from rich.console import Console
 
-    from rlsys.evaluation.baselines import require_texts
     from rlsys.evaluation.heldout import questions_of
     from rlsys.evaluation.model import as_hf
-    from rlsys.evaluation.results import ANSWERS, PAGE, RESULTS, described, noting, write_results
+    from rlsys.evaluation.results import ANSWERS, PAGE, RESULTS, noting, settings_of, write_results
     from rlsys.evaluation.run import run_evaluation
     from rlsys.evaluation.table import render_table
 
-    questions, model = questions_of(wanted.sources, config, limit), wanted.model
-    require_texts(how.baseline, questions)
-    folder = _folder(config, out)
+    config = wanted.config
+    questions = questions_of(wanted.sources, config)
     started = time.time()
-    try:
+    with _folder(config, out) as folder:
         with (
             Console(stderr=True).status("begins") as status,
             noting(folder) as note,
-            as_hf(model, folder) as path,
+            as_hf(wanted.model, folder) as path,
         ):
             here = replace(config, output_dir=str(folder), model=replace(config.model, path=str(path)))
             evaluation = run_to_end(run_evaluation(here, questions, how, status.update, note))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # Only where it is empty.
-        raise
-    settings = {
-        "config": as_dict(config),
-        "model": str(model.folder),
-        "original": None if model.original is None else str(model.original),
-        "step": model.step,
-        "data": [described(source) for source in wanted.sources],
-        "limit": limit,
-        **asdict(how),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
-        "seconds": round(time.time() - started, 1),
-    }
-    sets = write_results(evaluation, folder, settings, shown, config.trainer.seed)
+        settings = settings_of(wanted, how, started, time.time())
+        sets = write_results(evaluation, folder, settings, shown, config.trainer.seed)
     console = Console()
     console.print(render_table(sets))
     console.print(
@@ -170,17 +150,28 @@ def _evaluate(
     )
 
 
-def _folder(config: RunConfig, out: Path | None) -> Path:
-    """The folder to write to, which holds no earlier results."""
+@contextlib.contextmanager
+def _folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
+    """The folder to write to, which holds no earlier results.
+
+    One that is made here, and holds nothing when what it was made for fails, goes again.
+    """
     from rlsys.evaluation.results import RESULTS
     from rlsys.record import new_run_dir
 
+    is_new = out is None or not out.exists()
     if out is None:
-        return new_run_dir(replace(config, name="eval"))
+        out = new_run_dir(replace(config, name="eval"))
     if (out / RESULTS).exists():
         raise UserError(f"--out {out} holds the results of an evaluation already: give another folder.")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(f"--out {out} cannot be made ({problem.strerror}): give another folder.") from problem
-    return out
+    try:
+        yield out
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):
+                out.rmdir()  # Only where it is empty.
+        raise

@@ -6,6 +6,7 @@ off prints what and who and exits with 1; Ctrl-C exits with 130, with nothing le
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,9 @@ from rlsys.cli import convert, data, doctor, evaluate, search, train
 from rlsys.errors import Interrupted, RunError, UserError, root_cause
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+"""What a disk may have against anybody."""
 
 app = typer.Typer(
     help="Reinforcement learning for language models that search.",
@@ -43,6 +47,8 @@ def run_command(command: Callable[[], None]) -> None:
         cause = root_cause(error)
         if isinstance(cause, KeyboardInterrupt):
             cause = Interrupted("Interrupted.")
+        if isinstance(cause, OSError) and cause.errno in _DISK and cause.filename:
+            cause = RunError(f"{cause.filename} cannot be written or read: {cause.strerror}.")
         for kind, status in STATUS.items():
             if isinstance(cause, kind):
                 print(cause, file=sys.stderr)

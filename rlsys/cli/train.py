@@ -47,6 +47,7 @@ def _run(config: RunConfig) -> None:
     # Ray, transformers and the trackers take seconds to load, which a plan or a mistake need not wait for.
     from rich.console import Console
 
+    from rlsys.claim import claim
     from rlsys.cli.running import run_to_end
     from rlsys.observe.table import render_summary
     from rlsys.resume import find_origin, folder_of
@@ -60,6 +61,7 @@ def _run(config: RunConfig) -> None:
         typer.echo(f"The run goes on after step {origin.state.step}, from {origin.checkpoint.folder}.")
         for change in origin.changed:
             typer.echo(f"Note: another version since then: {change}.", err=True)
-    summary = run_to_end(train(config, run_dir, origin))
+    with claim(run_dir):
+        summary = run_to_end(train(config, run_dir, origin))
     render_summary(summary, Console())
     typer.echo(f"The run is in {run_dir}.")

@@ -29,14 +29,8 @@ _LEARNS = (
     "trainer.",
 )
 """What a run learns by: keys, or beginnings of them."""
-_FREE = (
-    "model.layers",
-    "model.recompute",
-    "actor.optimizer.distributed",
-    "critic.optimizer.distributed",
-    "task.eval_path",
-)
-"""Of those, what changes nothing but where things are."""
+_FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
+"""Of those, what changes nothing but where things are; that the questions are the same is seen by their content."""
 _STEPS = "trainer.steps"
 
 

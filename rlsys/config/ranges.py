@@ -144,10 +144,10 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
-def out_of_range(config: RunConfig) -> Iterator[str]:
-    """One sentence for each number that is out of its bound; null is within every bound."""
+def out_of_range(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """A key and a sentence for each number that is out of its bound; null is within every bound."""
     for key, bound in BOUNDS.items():
         value = reduce(getattr, key.split("."), config)
         assert value is None or isinstance(value, int | float)
         if value is not None and not (math.isfinite(value) and bound.holds(value)):
-            yield f"{key}={value} {bound.rule}."
+            yield key, f"{key}={value} {bound.rule}."

@@ -203,7 +203,7 @@ class EngineConfig:
 
 @dataclass
 class SamplingConfig:
-    """How rollouts are drawn. Evaluation is greedy whatever stands here, unless `compat.sampled_validation`."""
+    """How rollouts are drawn; with `compat.sampled_validation` also the answers of evaluations."""
 
     temperature: float = 1.0
     top_p: float = 1.0

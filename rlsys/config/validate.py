@@ -9,10 +9,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
-from typing import Any
 
 from rlsys.config.algorithm_checks import algorithm_problems
+from rlsys.config.compose import free_maps, schema_keys
 from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead
 from rlsys.config.placement import overlaps, parse_placement
 from rlsys.config.ranges import out_of_range
@@ -37,11 +39,35 @@ Ranks = dict[str, tuple[int, ...]]
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a config cannot run."""
+
+    key: str
+    """The key, or the group of keys, to change."""
+    sentence: str
+
+
 def validate(config: RunConfig) -> None:
     """Raise `UserError` with one line for each problem."""
-    problems = list(_problems(config))
+    problems = [problem.sentence for problem in find_problems(config)]
     if problems:
         raise UserError("\n".join(problems))
+
+
+def find_problems(config: RunConfig) -> Iterator[Problem]:
+    """All that is wrong with `config`."""
+    yield from starmap(Problem, out_of_range(config))
+    yield from _batches(config)
+    yield from _contradictions(config)
+    yield from (Problem("algorithm", sentence) for sentence in algorithm_problems(config))
+    yield from (Problem("reward", sentence) for sentence in check_terms(config.reward, config.task))
+    yield from _checkpoints(config)
+    yield from _sharing(config)
+    yield from _sync(config)
+    yield from _paths(config)
+    yield from _search(config)
+    yield from _layout(config)
 
 
 def check_shape(path: str) -> None:
@@ -62,265 +88,365 @@ def check_shape(path: str) -> None:
         )
 
 
-def _problems(config: RunConfig) -> Iterator[str]:
-    yield from out_of_range(config)
-    yield from _batches(config)
-    yield from _contradictions(config)
-    yield from algorithm_problems(config)
-    yield from check_terms(config.reward, config.task)
-    yield from _sharing(config)
-    yield from _sync(config)
-    yield from _paths(config)
-    yield from _search(config)
+def _layout(config: RunConfig) -> Iterator[Problem]:
+    """What takes the ranks and the model to say, as far as these are known."""
     try:
         ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError as problem:
-        yield str(problem)
+        yield Problem("cluster.placement", str(problem))
         return
     yield from _placement(config, ranks)
     try:
         check_shape(config.model.path)
         architecture = read_architecture(config.model.path)
     except UserError as problem:
-        yield str(problem)
+        yield Problem("model.path", str(problem))
         return
     for group, settings in megatron_groups(config).items():
         yield from _parallel(group, settings.parallel, len(ranks[group]), architecture)
     yield from _engine(config, len(ranks["rollout"]), architecture)
     picks = config.algorithm.kl_topk_tokens
     if picks is not None and picks > architecture.vocab:
-        yield (
+        yield Problem(
+            "algorithm.kl_topk_tokens",
             f"algorithm.kl_topk_tokens={picks} is above the model's {architecture.vocab} tokens: lower it, or set it to null for "
-            "the whole vocabulary."
+            "the whole vocabulary.",
         )
     largest = largest_tensor_bytes(config.model.path, config.model.dtype)
     if config.cluster.sync_bucket_bytes < largest:
-        yield (
+        yield Problem(
+            "cluster.sync_bucket_bytes",
             f"cluster.sync_bucket_bytes={config.cluster.sync_bucket_bytes} is below the {largest} bytes of the model's "
-            "largest tensor: raise it to that at least."
+            "largest tensor: raise it to that at least.",
         )
 
 
-def _batches(config: RunConfig) -> Iterator[str]:
+def _batches(config: RunConfig) -> Iterator[Problem]:
     trainer, task = config.trainer, config.task
     if trainer.mini_batches >= 1 and trainer.prompts_per_step % trainer.mini_batches:
-        yield (
+        yield Problem(
+            "trainer.prompts_per_step",
             f"trainer.prompts_per_step={trainer.prompts_per_step} does not divide into "
-            f"trainer.mini_batches={trainer.mini_batches} equal mini-batches: change one of them."
+            f"trainer.mini_batches={trainer.mini_batches} equal mini-batches: change one of them.",
         )
     if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
-        yield (
+        yield Problem(
+            "task.max_total_tokens",
             f"task.max_total_tokens={task.max_total_tokens} has no room for task.max_prompt_tokens="
-            f"{task.max_prompt_tokens} and one turn of task.max_turn_tokens={task.max_turn_tokens}: raise it."
+            f"{task.max_prompt_tokens} and one turn of task.max_turn_tokens={task.max_turn_tokens}: raise it.",
         )
     for group, settings in megatron_groups(config).items():
         budget = settings.micro_batch_tokens
         if budget < task.max_total_tokens:
-            yield (
+            yield Problem(
+                f"{group}.micro_batch_tokens",
                 f"{group}.micro_batch_tokens={budget} cannot hold one episode of task.max_total_tokens="
-                f"{task.max_total_tokens}: raise it to that at least."
+                f"{task.max_total_tokens}: raise it to that at least.",
             )
 
 
-def _contradictions(config: RunConfig) -> Iterator[str]:
+def _contradictions(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     if config.task.token_mode is TokenMode.retokenize and not algorithm.recompute_logprobs:
-        yield (
+        yield Problem(
+            "algorithm.recompute_logprobs",
             "algorithm.recompute_logprobs=false contradicts task.token_mode=retokenize: re-tokenised text has "
-            "no sampled log-probs; set it to true, or use task.token_mode=append."
+            "no sampled log-probs; set it to true, or use task.token_mode=append.",
         )
     if not algorithm.recompute_logprobs and config.task.train_eos:
-        yield (
+        yield Problem(
+            "algorithm.recompute_logprobs",
             "algorithm.recompute_logprobs=false contradicts task.train_eos=true: the end-of-sequence token is "
-            "appended, not sampled, and has no log-prob; set one of them the other way."
+            "appended, not sampled, and has no log-prob; set one of them the other way.",
+        )
+    asked, sampled = config.eval, config.compat.sampled_validation
+    if sampled and asked.temperature:
+        yield Problem(
+            "eval.temperature",
+            f"eval.temperature={asked.temperature:g} contradicts compat.sampled_validation=true, which draws answers as "
+            "rollouts are drawn: set eval.temperature=0, or compat.sampled_validation=false.",
+        )
+    if asked.samples > 1 and not asked.temperature and not sampled:
+        yield Problem(
+            "eval.samples",
+            f"eval.samples={asked.samples} greedy answers would all be the same: set eval.temperature above 0, such as "
+            "1, or eval.samples=1.",
         )
     optimizer, tags = config.actor.optimizer, config.task.tags
     if optimizer.min_lr > optimizer.lr:
-        yield f"actor.optimizer.min_lr={optimizer.min_lr} is above actor.optimizer.lr={optimizer.lr}: lower it."
+        yield Problem(
+            "actor.optimizer.min_lr",
+            f"actor.optimizer.min_lr={optimizer.min_lr} is above actor.optimizer.lr={optimizer.lr}: lower it.",
+        )
     words = (tags.search, tags.answer, tags.information)
     if not all(words) or len({*words, "think"}) <= len(words):
-        yield (
+        yield Problem(
+            "task.tags",
             f"task.tags search={tags.search}, answer={tags.answer}, information={tags.information} must be three "
-            "different words, none of them think: rename one."
+            "different words, none of them think: rename one.",
         )
 
 
-def _paths(config: RunConfig) -> Iterator[str]:
+def _paths(config: RunConfig) -> Iterator[Problem]:
     for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
         if not Path(path).is_file():
-            yield f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file."
+            yield Problem(
+                key,
+                f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file.",
+            )
     cassette = config.search.cassette
     if cassette.path is None:
         if cassette.mode is not CassetteMode.replay:
-            yield f"search.cassette.mode={cassette.mode} needs a file: give search.cassette.path."
+            yield Problem(
+                "search.cassette.mode",
+                f"search.cassette.mode={cassette.mode} needs a file: give search.cassette.path.",
+            )
     elif cassette.mode is CassetteMode.replay and not Path(cassette.path).is_file():
-        yield f"search.cassette.path={cassette.path} does not exist: record it with search.cassette.mode=record."
+        yield Problem(
+            "search.cassette.path",
+            f"search.cassette.path={cassette.path} does not exist: record it with search.cassette.mode=record.",
+        )
     elif cassette.mode is CassetteMode.record and Path(cassette.path).exists():
-        yield (
+        yield Problem(
+            "search.cassette.mode",
             f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
-            "or use search.cassette.mode=extend."
+            "or use search.cassette.mode=extend.",
         )
 
 
-def _search(config: RunConfig) -> Iterator[str]:
+def _search(config: RunConfig) -> Iterator[Problem]:
     search = config.search
     if search.url is None and needs_server(search):
         if search.index is None:
-            yield "search.url and search.index are both null: give a running server or an index folder."
+            yield Problem(
+                "search.url",
+                "search.url and search.index are both null: give a running server or an index folder.",
+            )
         elif not (Path(search.index) / "manifest.json").is_file():
-            yield (
+            yield Problem(
+                "search.index",
                 f"search.index={search.index} is not an index: make one with `rlsys search index`, or "
-                "give search.url of a running server."
+                "give search.url of a running server.",
             )
     if search.replicas and search.url is None:
-        yield f"search.replicas={list(search.replicas)} go beside a first server: give its address as search.url."
+        yield Problem(
+            "search.replicas",
+            f"search.replicas={list(search.replicas)} go beside a first server: give its address as search.url.",
+        )
     if search.hedge_after_s is not None and not search.replicas:
-        yield (
+        yield Problem(
+            "search.hedge_after_s",
             f"search.hedge_after_s={search.hedge_after_s:g} asks a second server, and there is one: give "
-            "search.replicas, or set it to null."
+            "search.replicas, or set it to null.",
         )
     elif search.hedge_after_s is not None and search.hedge_after_s >= search.timeout_s:
-        yield (
+        yield Problem(
+            "search.hedge_after_s",
             f"search.hedge_after_s={search.hedge_after_s:g} comes after search.timeout_s={search.timeout_s:g}: give "
-            "less than that, or null."
+            "less than that, or null.",
         )
     for key, url in (("search.url", search.url), *(("search.replicas", url) for url in search.replicas)):
         if url is not None and not is_url(url):
-            yield f"{key}={url} is not an address: write it like http://127.0.0.1:8000."
+            yield Problem(key, f"{key}={url} is not an address: write it like http://127.0.0.1:8000.")
     twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
     if twice:
-        yield f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once."
+        yield Problem(
+            "search.replicas",
+            f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once.",
+        )
     if search.token_env is not None and not os.environ.get(search.token_env):
-        yield (
+        yield Problem(
+            "search.token_env",
             f"search.token_env={search.token_env} is not set in the environment: export the servers' token as "
-            f"{search.token_env}, or set search.token_env to null."
+            f"{search.token_env}, or set search.token_env to null.",
         )
 
 
-def _sharing(config: RunConfig) -> Iterator[str]:
+def _checkpoints(config: RunConfig) -> Iterator[Problem]:
+    settings = config.checkpoint
+    if settings.keep_last is None and (settings.keep_best or settings.keep_every is not None):
+        yield Problem(
+            "checkpoint.keep_last",
+            "checkpoint.keep_best and checkpoint.keep_every say what stays besides the newest, and without "
+            "checkpoint.keep_last all stay: set it, or leave them out.",
+        )
+    unknown = [key for key in settings.may_differ if not _is_key(key)]
+    if unknown:
+        yield Problem(
+            "checkpoint.may_differ",
+            f"checkpoint.may_differ names {unknown[0]}, which is no key: see docs/configuration.md.",
+        )
+
+
+def _is_key(name: str) -> bool:
+    """Whether `name` is a key of the schema, or a name in one of its free maps."""
+    return name in schema_keys() or any(name.startswith(f"{key}.") for key in free_maps())
+
+
+def _sharing(config: RunConfig) -> Iterator[Problem]:
     schedule = config.trainer.schedule
     if config.cluster.mode is Mode.collocated and schedule.kind is not Schedule.sequential:
-        yield (
+        yield Problem(
+            "trainer.schedule.kind",
             f"trainer.schedule.kind={schedule.kind} lets stages overlap, but with cluster.mode=collocated they take "
-            "turns on the same devices: set trainer.schedule.kind=sequential, or place the groups apart."
+            "turns on the same devices: set trainer.schedule.kind=sequential, or place the groups apart.",
         )
 
 
-def _sync(config: RunConfig) -> Iterator[str]:
+def _sync(config: RunConfig) -> Iterator[Problem]:
     cluster, schedule = config.cluster, config.trainer.schedule
     waits = runs_ahead(config) and schedule.on_update is OnUpdate.finish
     if not runs_ahead(config) and schedule.on_update is OnUpdate["continue"]:
-        yield (
+        yield Problem(
+            "trainer.schedule.on_update",
             f"trainer.schedule.on_update=continue has no use with trainer.schedule.kind={schedule.kind}, where nothing "
-            "is in flight when weights change: leave it at finish, or choose async."
+            "is in flight when weights change: leave it at finish, or choose async.",
         )
     if waits and cluster.call_timeout_s <= config.rollout.episode_timeout_s:
-        yield (
+        yield Problem(
+            "cluster.call_timeout_s",
             f"cluster.call_timeout_s={cluster.call_timeout_s} must be above rollout.episode_timeout_s="
             f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish a switch of weights "
-            "waits for episodes: raise it, or use on_update=continue."
+            "waits for episodes: raise it, or use on_update=continue.",
         )
     if (
         cluster.sync_mode is SyncMode.broadcast
         and cluster.mode is Mode.collocated
         and cluster.device is Device.gpu
     ):
-        yield (
+        yield Problem(
+            "cluster.sync_mode",
             "cluster.sync_mode=broadcast with cluster.mode=collocated puts two members of an NCCL group on one GPU, "
-            "which NCCL refuses: use cluster.sync_mode=tensor."
+            "which NCCL refuses: use cluster.sync_mode=tensor.",
         )
 
 
-def _placement(config: RunConfig, ranks: Ranks) -> Iterator[str]:
+def _placement(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
     shared = overlaps(ranks)
     if config.cluster.mode is Mode.collocated:
         if len({frozenset(held) for held in ranks.values()}) > 1:
             listed = ", ".join(f'{group}="{place}"' for group, place in config.cluster.placement.items())
-            yield (
+            yield Problem(
+                "cluster.mode",
                 f"cluster.mode=collocated needs all groups on the same ranks, but cluster.placement is {listed}: "
-                "place them alike, or set cluster.mode=disaggregated."
+                "place them alike, or set cluster.mode=disaggregated.",
             )
         return
     places = {"critic": config.cluster.placement["actor"], **config.cluster.placement}
     for a, b, both in shared:
-        yield (
+        yield Problem(
+            f"cluster.placement.{a}",
             f'cluster.placement.{a}="{places[a]}" and cluster.placement.{b}='
             f'"{places[b]}" share rank {both[0]}: give each group ranks of its own, or set '
-            "cluster.mode=collocated and trainer.schedule.kind=sequential."
+            "cluster.mode=collocated and trainer.schedule.kind=sequential.",
         )
 
 
-def _parallel(group: str, parallel: ParallelConfig, world: int, model: Architecture) -> Iterator[str]:
+def _parallel(group: str, parallel: ParallelConfig, world: int, model: Architecture) -> Iterator[Problem]:
     key = f"{group}.parallel"
     if min(parallel.tp, parallel.pp, parallel.cp, parallel.ep) < 1:
         return
     if parallel.cp > 1:
-        yield f"{key}.cp={parallel.cp}: context parallelism is not available yet; set it to 1."
+        yield Problem(
+            f"{key}.cp", f"{key}.cp={parallel.cp}: context parallelism is not available yet; set it to 1."
+        )
     model_ranks = parallel.tp * parallel.pp * parallel.cp
     if world % model_ranks:
-        yield (
+        yield Problem(
+            f"cluster.placement.{group}",
             f"cluster.placement.{group} has {world} ranks, which {key} tp*pp*cp = {parallel.tp}*{parallel.pp}*"
-            f"{parallel.cp} = {model_ranks} does not divide: change the placement or the parallel sizes."
+            f"{parallel.cp} = {model_ranks} does not divide: change the placement or the parallel sizes.",
         )
     elif world // parallel.pp % parallel.ep:
-        yield (
+        yield Problem(
+            f"{key}.ep",
             f"{key}.ep={parallel.ep} does not divide the {world // parallel.pp} ranks of a pipeline stage: lower it, or "
-            "give the group more ranks."
+            "give the group more ranks.",
         )
     if parallel.ep > 1 and (not model.experts or model.experts % parallel.ep):
-        yield (
+        yield Problem(
+            f"{key}.ep",
             f"{key}.ep={parallel.ep} spreads experts, and the model has {model.experts or 'none'}: set a divisor of "
-            "their number, or 1."
+            "their number, or 1.",
         )
     if model.experts and parallel.tp > 1 and not parallel.sequence_parallel:
-        yield f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it."
+        yield Problem(
+            f"{key}.tp",
+            f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it.",
+        )
     if parallel.sequence_parallel and parallel.tp == 1:
-        yield f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp."
-    layers = model.layers
-    if parallel.pp_layers is not None:
-        if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != layers:
-            yield (
-                f"{key}.pp_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
-                f"model's {layers} layers."
-            )
-        elif min(parallel.pp_layers) < 1:
-            yield f"{key}.pp_layers={parallel.pp_layers}: every stage needs at least one layer."
-    elif layers % parallel.pp:
-        yield f"{key}.pp={parallel.pp} does not divide the model's {layers} layers: set {key}.pp_layers."
+        yield Problem(
+            f"{key}.sequence_parallel",
+            f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp.",
+        )
+    yield from _stages(f"{key}.pp", parallel, model.layers)
     if model.heads % parallel.tp:
-        yield f"{key}.tp={parallel.tp} does not divide the model's {model.heads} attention heads: choose a divisor."
+        yield Problem(
+            f"{key}.tp",
+            f"{key}.tp={parallel.tp} does not divide the model's {model.heads} attention heads: choose a divisor.",
+        )
     if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
-        yield (
+        yield Problem(
+            f"{key}.tp",
             f"{key}.tp={parallel.tp} neither divides the model's {model.kv_heads} key/value heads nor is a multiple of "
-            "them: choose another."
+            "them: choose another.",
         )
 
 
-def _engine(config: RunConfig, world: int, model: Architecture) -> Iterator[str]:
+def _stages(key: str, parallel: ParallelConfig, layers: int) -> Iterator[Problem]:
+    if parallel.pp_layers is not None:
+        if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != layers:
+            yield Problem(
+                f"{key}_layers",
+                f"{key}_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
+                f"model's {layers} layers.",
+            )
+        elif min(parallel.pp_layers) < 1:
+            yield Problem(
+                f"{key}_layers",
+                f"{key}_layers={parallel.pp_layers}: every stage needs at least one layer.",
+            )
+    elif layers % parallel.pp:
+        yield Problem(
+            key,
+            f"{key}={parallel.pp} does not divide the model's {layers} layers: set {key}_layers.",
+        )
+
+
+def _engine(config: RunConfig, world: int, model: Architecture) -> Iterator[Problem]:
     tp, aside = config.rollout.engine.tp, config.eval.engines
     if tp < 1:
         return
     if aside is not None and config.cluster.mode is Mode.collocated:
-        yield (
+        yield Problem(
+            "eval.engines",
             f"eval.engines={aside} sets engines aside while others work, but with cluster.mode=collocated all take turns: "
-            "set eval.engines to null."
+            "set eval.engines to null.",
         )
     elif aside is not None and aside >= world // tp:
-        yield (
+        yield Problem(
+            "eval.engines",
             f"eval.engines={aside} leaves none of the {world // tp} engines for rollouts: lower it, add engines, or set it "
-            "to null to evaluate between steps."
+            "to null to evaluate between steps.",
         )
     if world % tp:
-        yield (
+        yield Problem(
+            "cluster.placement.rollout",
             f"cluster.placement.rollout has {world} ranks, which rollout.engine.tp={tp} does not divide: "
-            "change one of them."
+            "change one of them.",
         )
     elif model.heads % tp:
-        yield f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads."
+        yield Problem(
+            "rollout.engine.tp", f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads."
+        )
     if config.cluster.device is Device.cpu and tp > 1:
-        yield f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead."
+        yield Problem(
+            "rollout.engine.tp",
+            f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead.",
+        )
     if config.task.max_total_tokens > model.max_positions:
-        yield (
+        yield Problem(
+            "task.max_total_tokens",
             f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_positions} positions: "
-            "lower it."
+            "lower it.",
         )

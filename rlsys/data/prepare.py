@@ -38,21 +38,17 @@ class Prepared:
     sha256: str
 
 
-def prepare_set(source: Path, name: str, split: str, out: Path, limit: int | None = None) -> Prepared:
-    """Make `out` from the FlashRAG file `source` of the set `name`."""
-    return _prepare([source], out, lambda: _asked(source, name, split, QUESTION_FIELDS, ANSWER_FIELDS), limit)
-
-
-def prepare_own(
+def prepare_file(
     source: Path,
     name: str,
     split: str,
     out: Path,
-    question: str | None,
-    answers: str | None,
     limit: int | None = None,
+    *,
+    question: str | None = None,
+    answers: str | None = None,
 ) -> Prepared:
-    """Make `out` from a file of one's own: jsonl, parquet, csv or tsv.
+    """Make `out` from a file of the set `name`: FlashRAG's, or one's own, which is jsonl, parquet, csv or tsv.
 
     `question` and `answers` name its fields; without them the usual names are tried. Answers are a list or one text.
     """

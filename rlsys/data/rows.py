@@ -99,9 +99,11 @@ def question_of(file: Path, line: int, row: Any) -> Question:
 def _prompt_and_answers(row: Mapping[str, Any], text: str, where: str) -> tuple[str, str, Any]:
     """The prompt, and what should be the answers with the name of their field."""
     if row.get("prompt") is not None:
-        prompt = _first_message(row["prompt"])
+        prompt = _prompt_text(row["prompt"])
         if not prompt:
-            raise UserError(f'{where}: "prompt" must be [{{"role": "user", "content": TEXT}}], or a text.')
+            raise UserError(
+                f'{where}: "prompt" must be a text, or one message of the user, [{{"role": "user", "content": TEXT}}].'
+            )
         if row.get("solutions") is not None:
             return prompt, "solutions", row["solutions"]
         match row:
@@ -116,9 +118,10 @@ def _prompt_and_answers(row: Mapping[str, Any], text: str, where: str) -> tuple[
     )
 
 
-def _first_message(prompt: Any) -> str:
+def _prompt_text(prompt: Any) -> str:
+    """What the user asks. Empty for other messages beside that: the policy would not be given them."""
     match prompt:
-        case str(text) | [{"content": str(text)}, *_]:
+        case str(text) | [{"role": "user", "content": str(text)}]:
             return text
     return ""
 

@@ -37,7 +37,6 @@ class Baseline(StrEnum):
     """The loop with the prompt of Search-R1, for a model that was not trained with it."""
 
 
-ONE_TURN = (Baseline.direct, Baseline.cot, Baseline.rag)
 SEARCHING = (Baseline.none, Baseline.search, Baseline.rag)
 """Those that need a search server."""
 

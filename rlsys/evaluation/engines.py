@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from transformers import AutoTokenizer
 
 from rlsys.agent.codec import Codec
-from rlsys.agent.episode import EpisodeTools, Generator, SearchTool, TurnSampling, run_episode
+from rlsys.agent.episode import EpisodeTools, Generator, SearchTool, run_episode
 from rlsys.agent.trajectory import Trajectory
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
@@ -20,6 +20,7 @@ from rlsys.errors import UserError
 from rlsys.evaluation.evaluate import Ask
 from rlsys.evaluation.how import EngineName
 from rlsys.evaluation.transformers_generator import TransformersGenerator
+from rlsys.rollout.sampling import of_answers
 from rlsys.search.result import SearchResult
 from rlsys.search.tool import open_tool
 
@@ -43,7 +44,9 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
         tools = EpisodeTools(generator, search, codec, config.task)
 
         async def ask(question: Question, sample: int, temperature: float) -> Trajectory:
-            sampling = _sampling(config, temperature)
+            sampling = of_answers(
+                config.rollout.sampling, temperature, as_rollouts=config.compat.sampled_validation
+            )
             return await run_episode(question, sample, tools, sampling, config.rollout.episode_timeout_s)
 
         yield ask
@@ -56,25 +59,12 @@ class _NoSearch:
         raise AssertionError(f"an episode without searches has searched for {query!r}")
 
 
-def _sampling(config: RunConfig, temperature: float) -> TurnSampling:
-    drawn = config.rollout.sampling
-    stop = tuple(drawn.stop)
-    if config.compat.sampled_validation:
-        return TurnSampling(drawn.temperature, drawn.top_p, drawn.top_k, stop)
-    return TurnSampling(temperature, stop=stop)
-
-
 @asynccontextmanager
 async def _sglang(config: RunConfig) -> AsyncIterator[Generator]:
     from rlsys.rollout.engine import Engine
 
-    path, task = config.model.path, config.task
-    engine = Engine(path, config.rollout.engine, config.cluster.device, config.trainer.seed)
-    if task.max_total_tokens > engine.context_tokens:
-        raise UserError(
-            f"task.max_total_tokens={task.max_total_tokens} is more than the {engine.context_tokens} tokens that the model "
-            f"at {path} and rollout.engine.kv_cache_tokens allow; lower it."
-        )
+    engine = Engine(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)
+    engine.require_room(config.task)
     try:
         await engine.start()
         yield engine

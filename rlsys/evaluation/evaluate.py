@@ -92,10 +92,6 @@ class Evaluation:
         """The answers to each question, by its id."""
         return {uid: part.answered for uid, part in self._parts(lambda one: one.question.uid).items()}
 
-    def answers(self) -> dict[str, str | None]:
-        """What was answered to each question, by its id; the last of several answers."""
-        return {one.question.uid: one.trajectory.answer for one in self.answered}
-
     def figures(self) -> dict[str, float]:
         """Flat figures for trackers: those of all answers, `em_hop_N` by hops, and, where there are several data sources,
         `em/SOURCE` of each."""
@@ -128,12 +124,6 @@ class Evaluation:
         for one in self.answered:
             parts[name_of(one)].append(one)
         return {name: Evaluation(self.step, tuple(answered)) for name, answered in parts.items()}
-
-
-def agreement(one: Evaluation, other: Evaluation) -> float:
-    """Share of questions to which both gave the same answer, to the letter."""
-    theirs = other.answers()
-    return fmean(answer == theirs[uid] for uid, answer in one.answers().items())
 
 
 def plain_score(trajectory: Trajectory, question: Question) -> Scores:

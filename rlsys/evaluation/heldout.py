@@ -32,14 +32,14 @@ def heldout_questions(config: RunConfig) -> list[Question]:
     )
 
 
-def questions_of(sources: Sequence[Source], config: RunConfig, limit: int | None) -> list[Question]:
-    """At most `limit` questions of each source, each with an id of its own and the name of its set.
+def questions_of(sources: Sequence[Source], config: RunConfig) -> list[Question]:
+    """At most `eval.limit` questions of each source, each with an id of its own and the name of its set.
 
     Raises UserError as `heldout_questions` does.
     """
     found = []
     for source in sources:
-        questions = read_questions(source.path, limit)
+        questions = read_questions(source.path, config.eval.limit)
         for one in _whole_batches(questions, config.compat.validation_batch):
             # Files of one name, such as test.jsonl of two sets, number their questions alike.
             uid = one.uid if len(sources) == 1 else f"{source.label}/{one.uid}"

@@ -1,10 +1,11 @@
 """How sure a mean over questions is: 95 % confidence intervals, and the estimator of pass@k. Pure.
 
-Shares have Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its level for few questions and for shares near 0
-or 1, and so have values that are all the same, of which no sample tells how they vary; other means have the percentile bootstrap over questions (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
-chapter 13), with a fixed seed, so that the same answers give the same figures. The mean over sets has the interval that
-follows from theirs by the method of variance estimates recovery (Zou and Donner, Stat. Med. 27, 2008; for independent
-estimates with intervals of their own, whatever these are).
+Shares have Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its level for few questions and for shares
+near 0 or 1, and so have values that are all the same, of which no sample tells how they vary. Other means have the
+percentile bootstrap over questions (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13), with a
+fixed seed, so that the same answers give the same figures. The mean over sets has the interval that follows from theirs
+by the method of variance estimates recovery (Zou and Donner, Stat. Med. 27, 2008; for independent estimates with
+intervals of their own, whatever these are).
 """
 
 from __future__ import annotations

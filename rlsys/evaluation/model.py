@@ -6,6 +6,7 @@ of the evaluation's own, which is removed on the way out, also after a failure.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from rlsys.checkpoint.store import MANIFEST, check, step_of
+from rlsys.convert.companions import CONFIG
+from rlsys.convert.source import MODEL
 from rlsys.errors import UserError
+from rlsys.resume import RUN_CONFIG
 
-_CONFIG = "config.json"
-_ACTOR, _RUN_CONFIG, _OWN = "actor", Path("data") / "config.yaml", "hf"
+_ACTOR = "actor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +51,15 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
         raise UserError(
             f"{given} is not a folder: give a Hugging Face folder, or a checkpoint such as .../global_step_N/actor."
         )
-    if (path / _CONFIG).is_file():
+    if (path / CONFIG).is_file():
         if hf is not None:
             raise UserError(
                 f"--hf goes with a Megatron checkpoint, and {path} is a Hugging Face folder: leave it out."
             )
         return Model(path, None)
-    saved = path.resolve()
-    if step_of(saved) is None:
-        saved = saved.parent
+    here = path.resolve()
+    saved, folder = (here.parent, path) if step_of(here) is None else (here, path / _ACTOR)
     step = step_of(saved)
-    folder = path / _ACTOR if step_of(path.resolve()) is not None else path
     if step is not None and (saved / MANIFEST).is_file():
         check(saved)
     original = hf or _original(folder, saved)
@@ -66,10 +67,10 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
         raise UserError(
             f"{given} does not say what model it is of: give the Hugging Face folder that training began with as --hf."
         )
-    if not (original / _CONFIG).is_file():
+    if not (original / CONFIG).is_file():
         whose = "--hf" if hf else f"The original of {path},"
         raise UserError(
-            f"{whose} {original} is not a Hugging Face folder, {_CONFIG} is missing: give the one that training began with as "
+            f"{whose} {original} is not a Hugging Face folder, {CONFIG} is missing: give the one that training began with as "
             "--hf."
         )
     return Model(folder, original, step)
@@ -82,23 +83,33 @@ def as_hf(model: Model, work: Path) -> Iterator[Path]:
     Raises UserError for a checkpoint that does not fit its original.
     """
     if model.original is None:
+        _require_policy(model.folder, model.folder)
         yield model.folder
         return
-    from rlsys.convert.to_hf import (
-        megatron_to_hf,
-    )  # Loads Megatron, which a Hugging Face folder does not need.
+    # Loads Megatron, which a Hugging Face folder does not need.
+    from rlsys.convert.to_hf import megatron_to_hf
 
     with TemporaryDirectory(dir=work, prefix=".model-") as room:
         converted = Path(room) / "hf"
         megatron_to_hf(model.folder, converted, model.original)
+        _require_policy(converted, model.folder)
         yield converted
+
+
+def _require_policy(hf: Path, given: Path) -> None:
+    """Raise UserError for a model that says values, not text: engines would make up the output layer that it lacks."""
+    kinds = json.loads((hf / CONFIG).read_text(encoding="utf-8")).get("architectures")
+    if "Classification" in str(kinds):
+        raise UserError(
+            f"{given} is a critic ({', '.join(kinds)}), which answers nothing: give the actor beside it."
+        )
 
 
 def _original(folder: Path, saved: Path) -> Path | None:
     """What a checkpoint says it was made from: by `rlsys convert hf2mg`, or by a run."""
-    if (folder / _OWN / _CONFIG).is_file():
-        return folder / _OWN
-    file = saved / _RUN_CONFIG
+    if (folder / MODEL / CONFIG).is_file():
+        return folder / MODEL
+    file = saved / RUN_CONFIG
     if not file.is_file():
         return None
     try:

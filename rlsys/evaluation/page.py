@@ -16,7 +16,7 @@ from rlsys.evaluation.evaluate import Answered, Evaluation
 from rlsys.evaluation.intervals import Estimate
 from rlsys.evaluation.page_style import STYLE, filter_rules
 from rlsys.evaluation.sets import title_of
-from rlsys.evaluation.summary import SetFigures, average
+from rlsys.evaluation.summary import SetFigures, overall
 from rlsys.observe.samples import visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -91,7 +91,7 @@ def _figures(sets: Sequence[SetFigures]) -> Tree.Element:
     for name in ("", "questions", "EM", "F1", "sub-EM", "finished", "searches", "tokens"):
         _add(row, "th", name, scope="col")
     body = _add(table, "tbody")
-    for one in [*sets, average(sets)] if len(sets) > 1 else sets:
+    for one in (*sets, *overall(sets)):
         row = _add(body, "tr")
         _add(row, "th", title_of(one.name), scope="row")
         _add(row, "td", str(one.questions))

@@ -23,7 +23,7 @@ label { flex: none; padding: .3rem .8rem; border: 1px solid var(--line); border-
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 caption { text-align: left; caption-side: bottom; padding-top: .3rem; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
-th:first-child { text-align: left; max-width: 14rem; overflow-wrap: anywhere; }
+th:first-child { text-align: left; max-width: 14rem; overflow-wrap: break-word; }
 td small { display: block; white-space: nowrap; }
 article { margin: 1rem 0; padding: .8rem 1rem; background: var(--card); border: 1px solid var(--line);
   border-left: .3rem solid var(--wrong); border-radius: .4rem; }

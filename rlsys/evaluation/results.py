@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlsys.config.compose import as_dict
+from rlsys.evaluation.answers import answer_line
 from rlsys.evaluation.evaluate import Answered, Evaluation
+from rlsys.evaluation.how import How
 from rlsys.evaluation.intervals import LEVEL
 from rlsys.evaluation.page import render_page
 from rlsys.evaluation.sets import Source
 from rlsys.evaluation.summary import SetFigures, average, summarise
+from rlsys.evaluation.wanted import Wanted
 from rlsys.observe.environment import environment
 from rlsys.observe.files import json_safe, write_atomically
 
@@ -34,7 +39,7 @@ def write_results(
     Returns the figures of every set. `settings` are whatever tells how they came about.
     """
     sets = summarise(evaluation)
-    write_atomically(out / ANSWERS, "".join(map(_line, evaluation.answered)))
+    write_atomically(out / ANSWERS, "".join(map(answer_line, evaluation.answered)))
     write_atomically(out / PAGE, render_page(evaluation, sets, shown, seed))
     results = {
         "settings": settings,
@@ -48,6 +53,24 @@ def write_results(
     return sets
 
 
+def settings_of(wanted: Wanted, how: How, started: float, ended: float) -> dict[str, Any]:
+    """The `settings` of an evaluation that began and ended at these times, in seconds since the epoch."""
+    model, asked = wanted.model, wanted.config.eval
+    return {
+        "config": as_dict(wanted.config),
+        "model": str(model.folder),
+        "original": None if model.original is None else str(model.original),
+        "step": model.step,
+        "data": [_described(source) for source in wanted.sources],
+        "limit": asked.limit,
+        **asdict(how),
+        "samples": asked.samples,
+        "temperature": asked.temperature,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
+        "seconds": round(ended - started, 1),
+    }
+
+
 @contextmanager
 def noting(out: Path) -> Iterator[Callable[[Answered], None]]:
     """Write every answer to `answers.partial.jsonl` of `out` at once."""
@@ -55,7 +78,7 @@ def noting(out: Path) -> Iterator[Callable[[Answered], None]]:
     with path.open("w", encoding="utf-8") as lines:
 
         def note(one: Answered) -> None:
-            lines.write(_line(one))
+            lines.write(answer_line(one))
             lines.flush()
 
         try:
@@ -65,33 +88,8 @@ def noting(out: Path) -> Iterator[Callable[[Answered], None]]:
                 path.unlink()
 
 
-def answer_row(one: Answered) -> dict[str, Any]:
-    """An answer as a line of `answers.jsonl`."""
-    question, trajectory = one.question, one.trajectory
-    return {
-        "set": question.data_source,
-        "uid": question.uid,
-        "sample": trajectory.sample,
-        "question": question.text or question.prompt,
-        "golden_answers": list(question.answers),
-        "answer": trajectory.answer,
-        **asdict(one.scores),
-        "finish": str(trajectory.finish),
-        "searches": trajectory.searches,
-        "search_errors": one.search_errors,
-        "tokens": one.tokens,
-        "response": trajectory.response,
-    }
-
-
-def described(source: Source) -> dict[str, str]:
+def _described(source: Source) -> dict[str, str]:
     """A file of questions, so that it can be told from another."""
     with source.path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"set": source.label, "path": str(source.path), "sha256": digest}
-
-
-def _line(one: Answered) -> str:
-    """`answer_row` as JSON, without what UTF-8 cannot say, which a model's tokenizer may produce."""
-    text = json.dumps(answer_row(one), ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "replace").decode("utf-8")

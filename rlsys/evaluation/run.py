@@ -15,7 +15,7 @@ from rlsys.evaluation.baselines import SEARCHING, Baseline, limits_of, prompted,
 from rlsys.evaluation.engines import asking
 from rlsys.evaluation.evaluate import Answered, Evaluation, evaluate
 from rlsys.evaluation.heldout import heldout_score
-from rlsys.evaluation.how import GREEDY, How, check_sampling
+from rlsys.evaluation.how import AS_TRAINED, How
 from rlsys.search.serving import serving
 from rlsys.search.tool import open_tool
 
@@ -23,17 +23,16 @@ from rlsys.search.tool import open_tool
 async def run_evaluation(
     config: RunConfig,
     questions: Sequence[Question],
-    how: How = GREEDY,
+    how: How = AS_TRAINED,
     say: Callable[[str], None] = lambda _: None,
     note: Callable[[Answered], None] = lambda _: None,
 ) -> Evaluation:
-    """Ask `questions` to the model of `config`, with its search server, or one that is started for it.
+    """Ask `questions` to the model of a valid `config`, with its search server, or one that is started for it.
 
     `say` is told what goes on, `note` gets every answer as soon as it is there.
 
-    Raises UserError for settings that do not fit, RunError if no search server answers where one is needed.
+    Raises UserError for settings that the engine cannot have and for a question without the text that `how` needs, RunError if no search server answers where one is needed.
     """
-    check_sampling(how, config)
     require_texts(how.baseline, questions)
     limited = limits_of(how.baseline, config)
     if how.baseline not in SEARCHING:
@@ -71,7 +70,7 @@ async def _ask(
             config.rollout.max_episodes,
             say=say,
             score=heldout_score(config),
-            samples=how.samples,
-            temperature=how.temperature,
+            samples=config.eval.samples,
+            temperature=config.eval.temperature,
             note=note,
         )

@@ -6,6 +6,7 @@ whatever else is there. Pure but for looking whether files exist.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,18 +39,19 @@ class Source:
 def find_sources(data: Sequence[str], folder: Path) -> list[Source]:
     """The files of `data`: names of public sets, `all` of them, or paths of own files.
 
-    Raises UserError for what is neither, for what is named twice, and, naming all of them and the command that
-    prepares them, for sets without their file in `folder`.
+    Raises UserError for what is neither, for what is named twice, and, naming all of them and the commands that
+    prepare them, for sets without their file in `folder`.
     """
     names = [name for word in data for name in (SETS if word == ALL else (word,))]
     missing = [name for name in names if name in SETS and not _file_of(name, folder).is_file()]
     if missing:
-        where = "" if folder == Path("data") else f" --out {folder}"
-        commands = [ALL] if missing == list(SETS) else missing
+        where = "" if folder == Path("data") else f" --out {shlex.quote(str(folder))}"
+        commands = [
+            f"rlsys data prepare {name}{where}" for name in ([ALL] if missing == list(SETS) else missing)
+        ]
         raise UserError(
             f"--data {' '.join(missing)}: there is no {', '.join(str(_file_of(name, folder)) for name in missing)}; run "
-            f"{', '.join(f'`rlsys data prepare {name}{where}`' for name in commands)}, or say with --data-dir where "
-            "prepared sets are."
+            f"`{' && '.join(commands)}`, or say with --data-dir where prepared sets are."
         )
     sources = [_source(name, folder) for name in names]
     seen: set[Path] = set()

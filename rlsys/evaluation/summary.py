@@ -65,6 +65,11 @@ def average(sets: Sequence[SetFigures]) -> SetFigures:
     )
 
 
+def overall(sets: Sequence[SetFigures]) -> list[SetFigures]:
+    """The rows that follow those of `sets` in a table: the average of several; below one there is none."""
+    return [average(sets)] if len(sets) > 1 else []
+
+
 def tries(samples: int) -> list[int]:
     """The k of pass@k that `samples` answers to a question are reported for: 1, 2, 4, ... and all of them."""
     if samples == 1:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rlsys.evaluation.intervals import Estimate
 from rlsys.evaluation.sets import title_of
-from rlsys.evaluation.summary import SetFigures, average
+from rlsys.evaluation.summary import SetFigures, overall
 from rlsys.observe.samples import visible
 
 NOTE = "in percent, with 95 % intervals; the average weighs every set alike"
@@ -20,10 +20,10 @@ NOTE = "in percent, with 95 % intervals; the average weighs every set alike"
 
 def render_table(sets: Sequence[SetFigures]) -> RenderableType:
     """A row a set, one for each number of hops, and the average of several sets; chances of several answers below."""
-    rows = [*sets, average(sets)] if len(sets) > 1 else list(sets)
-    parts: list[RenderableType] = [_scores(rows)]
-    if rows[0].pass_at:
-        parts += [Text(), _chances(rows)]
+    below = overall(sets)
+    parts: list[RenderableType] = [_scores(sets, below)]
+    if sets[0].pass_at:
+        parts += [Text(), _chances([*sets, *below])]
     parts.append(Text(NOTE, "dim"))
     failed = sum(one.search_errors for one in sets)
     if failed:
@@ -33,29 +33,32 @@ def render_table(sets: Sequence[SetFigures]) -> RenderableType:
     return Group(*parts)
 
 
-def _scores(rows: Sequence[SetFigures]) -> Table:
+def _scores(sets: Sequence[SetFigures], below: Sequence[SetFigures]) -> Table:
     table = _table("", "asked", "EM", "F1", "sub-EM", "finished", "searches", "tokens")
-    for row in rows:
-        for line, style in _lines(row):
-            shares = [_share(value) for value in (line.em, line.f1, line.sub_em)]
-            finished = _percent(line.finished.mean)
-            name = Text(visible(line.name), overflow="fold")
-            table.add_row(
-                name,
-                str(line.questions),
-                *shares,
-                finished,
-                f"{line.searches:.2f}",
-                f"{line.tokens:.0f}",
-                style=style,
-            )
+    for line, style in _lines(sets, below):
+        shares = [_share(value) for value in (line.em, line.f1, line.sub_em)]
+        finished = _percent(line.finished.mean)
+        name = Text(visible(line.name), overflow="fold")
+        table.add_row(
+            name,
+            str(line.questions),
+            *shares,
+            finished,
+            f"{line.searches:.2f}",
+            f"{line.tokens:.0f}",
+            style=style,
+        )
     return table
 
 
-def _lines(row: SetFigures) -> Iterator[tuple[SetFigures, str]]:
-    yield _named(row, title_of(row.name)), "bold" if row.name == "average" else ""
-    for hop in row.by_hop:
-        yield _named(hop, f"  {hop.name} {'hop' if hop.name == '1' else 'hops'}"), "dim"
+def _lines(sets: Sequence[SetFigures], below: Sequence[SetFigures]) -> Iterator[tuple[SetFigures, str]]:
+    """Rows with their titles and styles."""
+    for row in sets:
+        yield _named(row, title_of(row.name)), ""
+        for hop in row.by_hop:
+            yield _named(hop, f"  {hop.name} {'hop' if hop.name == '1' else 'hops'}"), "dim"
+    for row in below:
+        yield row, "bold"
 
 
 def _chances(rows: Sequence[SetFigures]) -> Table:

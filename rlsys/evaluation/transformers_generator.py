@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,6 +48,7 @@ class TransformersGenerator:
                 f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder."
             ) from problem
         self._model = model.to(self._device).eval()
+        self._ends = _end_tokens(self._tokenizer, model)
         self._max_batch = max_batch
         self._seed = seed
         self._waiting: list[_Request] = []
@@ -123,7 +124,7 @@ class TransformersGenerator:
         request.token_ids.append(token)
         request.logprobs.append(logprob)
         text = self._tokenizer.decode(request.token_ids)
-        if token == self._tokenizer.eos_token_id or any(stop in text for stop in request.sampling.stop):
+        if token in self._ends or any(stop in text for stop in request.sampling.stop):
             request.finish = "stop"
         elif len(request.token_ids) >= request.sampling.max_new_tokens:
             request.finish = "length"
@@ -136,3 +137,10 @@ def _choose(logprobs: torch.Tensor, batch: Sequence[_Request]) -> torch.Tensor:
         if request.sampling.temperature:
             chosen[row] = torch.multinomial(logprobs[row].exp().cpu(), 1, generator=request.draws)
     return chosen
+
+
+def _end_tokens(tokenizer: Any, model: Any) -> frozenset[int]:
+    """Every token that ends a turn: the tokenizer's, and those of both configs, which may be several (as in SGLang)."""
+    found = (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
+    listed = [one if isinstance(one, list) else [one] for one in found]
+    return frozenset(token for tokens in listed for token in tokens if token is not None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlsys.config.schema import RunConfig
-from rlsys.config.validate import validate
+from rlsys.config.validate import Problem, find_problems
 from rlsys.errors import RunError, UserError
 from rlsys.evaluation.baselines import SEARCHING, Baseline
 from rlsys.evaluation.model import Model, find_model
@@ -26,6 +26,9 @@ class Wanted:
 
     sources: Sequence[Source]
     model: Model
+    config: RunConfig
+    """The one that was given, but with the folder that says what model it is, for what reads that before the model itself
+    is there."""
 
 
 async def find_wanted(
@@ -38,32 +41,33 @@ async def find_wanted(
 ) -> Wanted:
     """What the flags and `config` name, once nothing is missing; without `names` the set that the config holds out.
 
-    `config` gets the folder that says what model it is, for what reads that before the model itself is there. Raises
-    UserError with a line for everything that is missing or wrong, RunError if that is an unreachable search server alone.
+    Raises UserError with a line for everything that is missing or wrong, RunError if that is an unreachable search server
+    alone.
     """
     problems: list[str] = []
-    ignored = ["task.train_path="]  # Nothing is trained.
+    ignored = ["task.train_path"]  # Nothing is trained.
     sources = [Source(config.task.eval_path, Path(config.task.eval_path))]
     if names:
-        ignored.append("task.eval_path=")
+        ignored.append("task.eval_path")
         sources = _attempt(lambda: find_sources(names, data_dir), problems) or []
     given = f"model.path={config.model.path}" if model is None else f"--model {model}"
     found = _attempt(lambda: find_model(model or Path(config.model.path), hf, given), problems)
     if found is None:
-        ignored.append("model.path=")
+        ignored.append("model.path")
     else:
-        config.model.path = str(found.shape)
+        config = replace(config, model=replace(config.model, path=str(found.shape)))
     if baseline not in SEARCHING:
-        ignored.append("search.")
-    problems += _config_problems(config, ignored)
+        ignored.append("search")
+    in_config = [problem for problem in find_problems(config) if not _is_about(problem, *ignored)]
+    problems += [problem.sentence for problem in in_config]
     unreachable = ""
-    if baseline in SEARCHING and not any(line.startswith("search.") for line in problems):
+    if baseline in SEARCHING and not any(_is_about(problem, "search") for problem in in_config):
         unreachable = await _unreachable(config)
     if unreachable and not problems:
         raise RunError(unreachable)
     if problems or found is None:
         raise UserError("\n".join([*problems, *([unreachable] if unreachable else [])]))
-    return Wanted(sources, found)
+    return Wanted(sources, found, config)
 
 
 def _attempt(find: Callable[[], T], problems: list[str]) -> T | None:
@@ -75,13 +79,9 @@ def _attempt(find: Callable[[], T], problems: list[str]) -> T | None:
         return None
 
 
-def _config_problems(config: RunConfig, ignored: Sequence[str]) -> list[str]:
-    """What is wrong with the config, but for lines that begin as one of `ignored`."""
-    try:
-        validate(config)
-    except UserError as problem:
-        return [line for line in str(problem).splitlines() if not line.startswith(tuple(ignored))]
-    return []
+def _is_about(problem: Problem, *keys: str) -> bool:
+    """Whether it is a problem of one of `keys`, or of what is in one that is a group."""
+    return any(f"{problem.key}.".startswith(f"{key}.") for key in keys)
 
 
 async def _unreachable(config: RunConfig) -> str:

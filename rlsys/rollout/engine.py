@@ -31,8 +31,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from rlsys.agent.episode import Generation, TurnSampling
-from rlsys.config.schema import Device, EngineConfig
-from rlsys.errors import RunError
+from rlsys.config.schema import Device, EngineConfig, TaskConfig
+from rlsys.errors import RunError, UserError
 from rlsys.pipeline.routing import EngineDied
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.held_weights import Hasher, Layout, sha256_prefix
@@ -88,10 +88,9 @@ class Engine:
         self._eos_id: int = AutoTokenizer.from_pretrained(model_path).eos_token_id
         model = AutoConfig.from_pretrained(model_path)
         self._layout = _layout(model, config)
-        self.context_tokens: int = min(
+        self._context_tokens: int = min(
             model.max_position_embeddings, config.kv_cache_tokens or model.max_position_embeddings
         )
-        """Longest sequence, prompt and output together, that the engine takes."""
         self._rids = itertools.count()
         self._open = asyncio.Event()
         self._open.set()
@@ -109,6 +108,14 @@ class Engine:
         self.version = 0
         """Policy version of the weights."""
         self.counts = EngineCounts()
+
+    def require_room(self, task: TaskConfig) -> None:
+        """Raise UserError unless the engine takes the longest episode of `task`, prompt and output together."""
+        if task.max_total_tokens > self._context_tokens:
+            raise UserError(
+                f"task.max_total_tokens={task.max_total_tokens} is more than the {self._context_tokens} tokens that the "
+                f"model at {self._model_path} and rollout.engine.kv_cache_tokens allow; lower it."
+            )
 
     async def start(self) -> None:
         """Start SGLang's processes and load the model. Raises RunError after `start_timeout_s`."""

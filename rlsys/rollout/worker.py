@@ -28,9 +28,10 @@ from rlsys.agent.group import EpisodeGroup
 from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.config.schema import Device, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
 from rlsys.data.question import Question
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError
 from rlsys.rollout.engine import Engine
 from rlsys.rollout.gate import Gate
+from rlsys.rollout.sampling import in_training, of_answers
 from rlsys.search.tool import open_tool, search_metrics
 from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
 
@@ -73,11 +74,7 @@ class RolloutWorker:
         self._on_update = on_update
         self._search = open_tool(search)
         self.engine = Engine(model_path, rollout.engine, device, seed, memory_saver)
-        if task.max_total_tokens > self.engine.context_tokens:
-            raise UserError(
-                f"task.max_total_tokens={task.max_total_tokens} is more than the {self.engine.context_tokens} "
-                f"tokens that the model at {model_path} and rollout.engine.kv_cache_tokens allow; lower it."
-            )
+        self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search, codec, task)
         self._slots = asyncio.Semaphore(rollout.max_episodes)
@@ -101,7 +98,7 @@ class RolloutWorker:
         `key` names the group for `abort_group` and `under_way`; `begun` is what there is of it already, each at
         most once. Raises UserError for a question that is too long and RunError for an engine that has refused.
         """
-        return await self._run(question, range(n_samples), self._in_training(), key, begun)
+        return await self._run(question, range(n_samples), in_training(self._rollout.sampling), key, begun)
 
     async def answer(
         self, question: Question, sample: int = 0, temperature: float = 0.0, key: str = ""
@@ -110,9 +107,7 @@ class RolloutWorker:
 
         Otherwise as `run_group`; with `sampled_answers` it is drawn as in training.
         """
-        sampling = TurnSampling(temperature, stop=tuple(self._rollout.sampling.stop))
-        if self._sampled_answers:
-            sampling = self._in_training()
+        sampling = of_answers(self._rollout.sampling, temperature, as_rollouts=self._sampled_answers)
         return (await self._run(question, [sample], sampling, key))[0]
 
     async def abort_group(self, key: str) -> None:
@@ -228,7 +223,3 @@ class RolloutWorker:
     async def _play(self, group: EpisodeGroup) -> None:
         async with self._gate.inside():
             await group.play(self._slots, self._rollout.episode_timeout_s)
-
-    def _in_training(self) -> TurnSampling:
-        sampling = self._rollout.sampling
-        return TurnSampling(sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop))

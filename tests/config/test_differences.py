@@ -28,7 +28,7 @@ from rlsys.config.schema import RunConfig
         ("trainer.steps=99", []),
         ("actor.parallel.tp=2", []),
         ("actor.micro_batch_tokens=4096", []),
-        ("actor.optimizer.distributed=false", []),
+        ("actor.optimizer.distributed=false", ["actor.optimizer.distributed"]),
         ("cluster.placement={actor: '0-1', inference: '2', rollout: '3'}", []),
         ("search.url=http://127.0.0.1:9000", []),
         ("eval.interval=9", []),

@@ -16,7 +16,7 @@ from rlsys.config.compose import schema_keys
 from rlsys.config.placement import parse_ranks
 from rlsys.config.ranges import BOUNDS
 from rlsys.config.schema import RunConfig
-from rlsys.config.validate import validate
+from rlsys.config.validate import find_problems, validate
 from rlsys.errors import UserError
 from tests.config.conftest import SHAPE
 
@@ -116,6 +116,11 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
             ["actor.parallel.tp=3", "4 attention heads"],
         ),
         ([APART, "actor.parallel.ep=2"], ["actor.parallel.ep=2", "the model has none"]),
+        (["eval.samples=4"], ["eval.samples=4 greedy answers", "eval.temperature above 0"]),
+        (
+            ["eval.temperature=1", "compat.sampled_validation=true"],
+            ["eval.temperature=1 contradicts compat.sampled_validation=true", "set eval.temperature=0"],
+        ),
         ([APART, "eval.engines=1"], ["eval.engines=1", "leaves none"]),
         (
             ["cluster=one_slot", "trainer.schedule.kind=sequential", "eval.engines=1"],
@@ -184,10 +189,14 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
     ],
 )
 def test_what_cannot_run_is_named(tiny_run: TinyRun, overrides: list[str], named: list[str]) -> None:
-    sentences = complaints(tiny_run(*overrides))
+    config = tiny_run(*overrides)
+    sentences = complaints(config)
     matching = [line for line in sentences if all(words in line for words in named)]
     assert len(matching) == 1, sentences
     assert matching[0].endswith(".")
+    groups = {key[: len(".".join(key.split(".")[:depth]))] for key in schema_keys() for depth in range(1, 6)}
+    for problem in find_problems(config):
+        assert problem.key in groups or problem.key.startswith("cluster.placement."), problem
 
 
 def test_every_problem_is_listed_at_once(tiny_run: TinyRun) -> None:
@@ -219,6 +228,8 @@ def test_contradictions_disappear_with_either_way_out(tiny_run: TinyRun) -> None
     validate(tiny_run("algorithm.recompute_logprobs=false", *append))
     validate(tiny_run("algorithm.recompute_logprobs=false", "rollout.sampling.top_p=0.9", *append))
     validate(tiny_run(APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,3]"))
+    validate(tiny_run("eval.samples=4", "eval.temperature=0.5"))
+    validate(tiny_run("eval.samples=4", "compat.sampled_validation=true"))
 
 
 def numeric_keys() -> dict[str, bool]:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rlsys.cli.data import app
 from rlsys.data.hub import Hub
-from rlsys.data.prepare import merge, prepare_own, prepare_set
+from rlsys.data.prepare import merge, prepare_file
 from rlsys.data.rows import read_questions
 from rlsys.data.sets import REPOSITORY, SETS
 from rlsys.errors import UserError
@@ -32,7 +32,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
 
 
 def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
-    made = prepare_set(jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), "nq", "test", tmp_path / "nq.jsonl")
+    made = prepare_file(jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), "nq", "test", tmp_path / "nq.jsonl")
     first, second = (json.loads(line) for line in made.path.read_text().splitlines())
     assert first["data_source"] == "nq"
     assert first["question"] == "who wrote Hamlet"
@@ -48,7 +48,7 @@ def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
 
 def test_what_was_made_is_recorded_by_its_hash(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS)
-    made = prepare_set(source, "nq", "test", tmp_path / "nq.jsonl", limit=1)
+    made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=1)
     digest = hashlib.sha256(made.path.read_bytes()).hexdigest()
     assert made.sha256 == digest
     assert json.loads((tmp_path / "nq.jsonl.json").read_text()) == {
@@ -56,7 +56,7 @@ def test_what_was_made_is_recorded_by_its_hash(tmp_path: Path) -> None:
         "sha256": digest,
         "from": [{"file": str(source), "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}],
     }
-    again = prepare_set(source, "nq", "test", tmp_path / "again.jsonl", limit=1)
+    again = prepare_file(source, "nq", "test", tmp_path / "again.jsonl", limit=1)
     assert again.sha256 == digest
 
 
@@ -69,7 +69,7 @@ def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     ]
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, *bad, PARIS)
     with pytest.raises(UserError) as caught:
-        prepare_set(source, "nq", "test", tmp_path / "out" / "nq.jsonl")
+        prepare_file(source, "nq", "test", tmp_path / "out" / "nq.jsonl")
     lines = str(caught.value).splitlines()
     assert [line.partition("line ")[2][0] for line in lines] == ["2", "3", "4", "5"]
     assert list((tmp_path / "out").iterdir()) == []
@@ -79,7 +79,7 @@ def test_rows_before_one_that_is_no_json_are_named_too(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw.jsonl", {"question": "Who?"})
     source.write_text(source.read_text() + "{\n")
     with pytest.raises(UserError, match=r"(?s)line 1 has no answer.*line 2 is not JSON"):
-        prepare_set(source, "nq", "test", tmp_path / "nq.jsonl")
+        prepare_file(source, "nq", "test", tmp_path / "nq.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
@@ -94,7 +94,7 @@ def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None
         comma = "," if kind == "csv" else "\t"
         text = [f"query{comma}answer", f'"Größte Stadt, von allen?"{comma}Tokio', f'Who?{comma}"a ""b"""']
         file.write_text("\n".join(text) + "\n", encoding="utf-8")
-    made = prepare_own(file, "mine", "train", tmp_path / "out.jsonl", None, None)
+    made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
     assert [(one.text, one.answers, one.data_source) for one in read_questions(made.path)] == [
         ("Größte Stadt, von allen?", ("Tokio",), "mine"), ("Who?", ('a "b"',), "mine"),
     ]  # fmt: skip
@@ -103,14 +103,14 @@ def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None
 def test_fields_of_other_names_are_told(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "mine.jsonl", {"q": "Who?", "gold": ["me", "I"]})
     with pytest.raises(UserError, match='"question" or "query"'):
-        prepare_own(file, "mine", "train", tmp_path / "out.jsonl", None, None)
-    made = prepare_own(file, "mine", "train", tmp_path / "out.jsonl", "q", "gold")
+        prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
+    made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl", question="q", answers="gold")
     assert read_questions(made.path)[0].answers == ("me", "I")
 
 
 def test_merged_rows_are_all_there_once_with_an_index_of_their_own(tmp_path: Path) -> None:
-    one = prepare_set(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
-    two = prepare_set(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
+    one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
+    two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
     plain = merge([one.path, two.path], tmp_path / "plain.jsonl", None)
     shuffled = merge([one.path, two.path], tmp_path / "shuffled.jsonl", 3)
     rows = [json.loads(line) for line in plain.path.read_text().splitlines()]

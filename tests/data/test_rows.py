@@ -96,6 +96,8 @@ def target(value: Any) -> dict[str, Any]:
         ({}, '"prompt"'),
         ({**RIVER, "prompt": 7}, '"prompt"'),
         ({**RIVER, "prompt": []}, '"prompt"'),
+        ({**RIVER, "prompt": [{"role": "system", "content": "Be kind."}, *RIVER["prompt"]]}, '"prompt"'),
+        ({**RIVER, "prompt": [{"role": "system", "content": "Which river?"}]}, '"prompt"'),
         ({**RIVER, "prompt": ["Which river?"]}, '"prompt"'),
         ({**RIVER, "prompt": [{"role": "user", "content": ""}]}, '"prompt"'),
         ({**RIVER, "prompt": [{"role": "user", "content": 7}]}, '"prompt"'),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from rlsys.checkpoint.store import CheckpointStore
+from rlsys.convert.to_hf import megatron_to_hf
 from rlsys.convert.to_megatron import hf_to_megatron
 from rlsys.errors import UserError
 from rlsys.evaluation.model import Model, as_hf, find_model
@@ -26,17 +27,14 @@ def hf_folder(path: Path) -> Path:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A run's checkpoint with a manifest and a config."""
-    folder = tmp_path / "run" / "checkpoints" / "global_step_12"
-    (folder / "actor").mkdir(parents=True)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    folder = store.begin(12)
+    (folder / "actor").mkdir()
     (folder / "actor" / "shard.bin").write_bytes(b"12345")
     (folder / "data").mkdir()
     original = hf_folder(tmp_path / "original")
     (folder / "data" / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(original)}}))
-    sizes = {
-        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
-    }
-    (folder / "manifest.json").write_text(json.dumps({"files": sizes}))
-    return folder
+    return store.publish(12)
 
 
 def find(path: Path, hf: Path | None = None) -> Model:
@@ -100,3 +98,15 @@ def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> No
 def test_a_converted_checkpoint_says_its_own(tmp_path: Path) -> None:
     hf_folder(tmp_path / "megatron" / "hf")
     assert find(tmp_path / "megatron").original == tmp_path / "megatron" / "hf"
+
+
+def test_a_critic_is_not_evaluated_as_a_policy(tmp_path: Path) -> None:
+    """One word away from the actor, and every engine would load it with an output layer made up."""
+    hf_to_megatron(POLICY, tmp_path / "critic", values=True, processes=1)
+    (tmp_path / "work").mkdir()
+    of_a_checkpoint = as_hf(find(tmp_path / "critic"), tmp_path / "work")
+    with pytest.raises(UserError, match=r"critic is a critic .*give the actor"), of_a_checkpoint:
+        pass
+    megatron_to_hf(tmp_path / "critic", tmp_path / "hf", POLICY, processes=1)
+    with pytest.raises(UserError, match=r"hf is a critic"), as_hf(find(tmp_path / "hf"), tmp_path / "work"):
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from io import StringIO
 from pathlib import Path
@@ -9,11 +10,17 @@ from pathlib import Path
 from rich.console import Console
 
 from rlsys.agent.trajectory import Action
+from rlsys.config.schema import EvalConfig, RunConfig, TaskConfig
+from rlsys.evaluation.baselines import Baseline
 from rlsys.evaluation.evaluate import Evaluation
+from rlsys.evaluation.how import EngineName, How
 from rlsys.evaluation.intervals import wilson
-from rlsys.evaluation.results import ANSWERS, PAGE, PARTIAL, RESULTS, noting, write_results
+from rlsys.evaluation.model import Model
+from rlsys.evaluation.results import ANSWERS, PAGE, PARTIAL, RESULTS, noting, settings_of, write_results
+from rlsys.evaluation.sets import Source
 from rlsys.evaluation.summary import summarise
 from rlsys.evaluation.table import render_table
+from rlsys.evaluation.wanted import Wanted
 from tests.evaluation.answers import SEARCH, answered, asked, turn
 
 EVALUATION = Evaluation(
@@ -62,6 +69,29 @@ def test_the_files_say_what_was_asked_and_answered(tmp_path: Path) -> None:
     assert rows[2]["answer"] == "? é"
 
 
+def test_the_settings_say_all_that_was_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_bytes(b"{}\n")
+    config = RunConfig(eval=EvalConfig(limit=5, samples=2, temperature=0.5))
+    config.model.path, config.task = "original", TaskConfig(train_path="t", eval_path="e")
+    wanted = Wanted([Source("own", file)], Model(Path("actor"), Path("original"), 12), config)
+    settings = settings_of(wanted, How(EngineName.transformers, Baseline.cot), 1000.0, 1002.54)
+    assert settings.pop("config")["eval"]["samples"] == 2
+    assert settings.pop("started").startswith("1970-01-01T")
+    assert settings == {
+        "model": "actor",
+        "original": "original",
+        "step": 12,
+        "data": [{"set": "own", "path": str(file), "sha256": hashlib.sha256(b"{}\n").hexdigest()}],
+        "limit": 5,
+        "engine": "transformers",
+        "baseline": "cot",
+        "samples": 2,
+        "temperature": 0.5,
+        "seconds": 2.5,
+    }
+
+
 def test_answers_are_on_disk_before_the_evaluation_ends(tmp_path: Path) -> None:
     with noting(tmp_path) as note:
         note(EVALUATION.answered[0])
@@ -94,6 +124,15 @@ def test_the_table_fits_80_columns_and_has_a_row_for_everything() -> None:
     assert row == ["2WikiMultiHopQA", "2", "50.0", "50.0", "50.0", "50.0", "0.50", "4"]
     interval = lines[lines.index(next(line for line in lines if line.startswith("2Wiki"))) + 1].split()
     assert interval[0] == "9.5-90.5"
+
+
+def test_the_average_stands_out_and_no_set_of_its_name() -> None:
+    answers = [answered(asked(n, "x", source=name), "x") for n, name in enumerate(("average", "own"))]
+    console = Console(file=StringIO(), width=80, force_terminal=True, color_system="standard")
+    console.print(render_table(summarise(Evaluation(0, tuple(answers)))))
+    assert isinstance(console.file, StringIO)
+    rows = [line for line in console.file.getvalue().splitlines() if "average" in line.split("EM")[0]]
+    assert ["\x1b[1m" in row for row in rows if "weighs" not in row] == [False, True]
 
 
 def test_one_set_has_no_average_and_a_failed_search_is_said() -> None:

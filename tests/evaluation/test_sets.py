@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import EvalConfig, RunConfig
 from rlsys.data.sets import SETS
 from rlsys.errors import UserError
 from rlsys.evaluation.heldout import questions_of
@@ -42,7 +42,7 @@ def test_all_missing_sets_are_named_with_their_commands(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         find_sources(["nq", "popqa", "musique"], tmp_path)
     (line,) = str(error.value).splitlines()
-    assert f"`rlsys data prepare nq --out {tmp_path}`, `rlsys data prepare musique --out {tmp_path}`" in line
+    assert f"`rlsys data prepare nq --out {tmp_path} && rlsys data prepare musique --out {tmp_path}`" in line
     assert "popqa" not in line
     with pytest.raises(UserError, match=f"`rlsys data prepare all --out {tmp_path / 'none'}`"):
         find_sources(["all"], tmp_path / "none")
@@ -59,7 +59,7 @@ def test_what_is_no_set_and_what_is_named_twice_is_refused(tmp_path: Path) -> No
 def test_questions_of_two_files_of_one_name_have_ids_of_their_own(tmp_path: Path) -> None:
     write(tmp_path / "nq" / "test.jsonl", "nq", "nq")
     write(tmp_path / "popqa" / "test.jsonl", "popqa", "")
-    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig(), None)
+    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig())
     assert [one.uid for one in questions] == ["nq/test:1", "nq/test:2", "popqa/test:1", "popqa/test:2"]
     assert [one.data_source for one in questions] == ["nq", "nq", "popqa", "popqa"]
 
@@ -67,5 +67,5 @@ def test_questions_of_two_files_of_one_name_have_ids_of_their_own(tmp_path: Path
 def test_the_limit_is_of_each_set(tmp_path: Path) -> None:
     write(tmp_path / "nq" / "test.jsonl", *["nq"] * 5)
     write(tmp_path / "popqa" / "test.jsonl", *["popqa"] * 2)
-    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig(), 3)
+    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig(eval=EvalConfig(limit=3)))
     assert [one.data_source for one in questions] == ["nq"] * 3 + ["popqa"] * 2

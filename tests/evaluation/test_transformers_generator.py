@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -133,6 +134,21 @@ def test_the_end_of_sequence_token_ends_and_is_kept(
     words.save_pretrained(folder / "ends")
     (got,) = generate_all(folder / "ends", [prompt], (), 1)
     assert (got.token_ids, got.finish) == ([eos], "stop")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_further_end_tokens_of_either_config_end_too(
+    folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, file: str, tmp_path: Path
+) -> None:
+    """Chat models have several; the engine stops at each of them."""
+    prompt = words(PROMPTS[1])["input_ids"]
+    said, _ = reference(model, words, prompt, ())
+    end = next(token for token in said[3:] if token not in said[:3])
+    other = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((other / file).read_text())
+    (other / file).write_text(json.dumps(config | {"eos_token_id": [words.eos_token_id, end]}))
+    (got,) = generate_all(other, [prompt], (), 1)
+    assert (got.token_ids, got.finish) == (said[: said.index(end) + 1], "stop")
 
 
 async def test_a_cut_vocabulary_is_refused(folder: Path) -> None:
