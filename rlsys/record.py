@@ -8,6 +8,7 @@ checkpoint was saved: rows of later steps, which are done again, are gone. Nothi
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from omegaconf import OmegaConf
 from rlsys.algorithms.losses import MAX_SUFFIX, MIN_SUFFIX
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
-from rlsys.evaluation.evaluate import Answered, Evaluation
+from rlsys.errors import UserError
+from rlsys.evaluation.answers import answer_line
+from rlsys.evaluation.evaluate import Evaluation
+from rlsys.observe.files import json_safe, write_atomically
 from rlsys.observe.guards import Alarm, Guards, GuardsState
 from rlsys.observe.lines import LineLog
 from rlsys.observe.metrics import MetricsLog, read_metrics
@@ -46,6 +50,8 @@ from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group
 from rlsys.pipeline.ledger import Ended
 
+_log = logging.getLogger(__name__)
+
 STAGE_KEYS = {"logprob": "inference", "train": "training", "sync": "sync_weights"}
 """Stage of spans -> its name under `time/`, where that is another one."""
 RATIO_KEY, FIRST_RATIO_KEY = "actor/ratio_dev_max", "actor/first_ratio_dev_max"
@@ -66,6 +72,8 @@ class History:
     trackers: Mapping[str, str]
     """Tracker -> the run's id there."""
     guards: GuardsState
+    evaluations: tuple[Mapping[str, Any], ...]
+    """Rows of the policy's evaluations, by step."""
 
 
 def new_run_dir(config: RunConfig) -> Path:
@@ -77,6 +85,10 @@ def new_run_dir(config: RunConfig) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as problem:
+            raise UserError(
+                f"output_dir={config.output_dir} cannot hold the run ({problem.strerror}): give another folder."
+            ) from problem
         return folder
     raise FileExistsError(stem)
 
@@ -96,7 +108,7 @@ class RunRecord:
         self.config = config
         self.run_dir = run_dir
         self.progress = progress
-        self._evaluations = [] if history is None else _earlier_evaluations(run_dir, history.step)
+        self._evaluations = {row["step"]: row for row in history.evaluations} if history else {}
         self._reference: Evaluation | None = None
         self.tracers = {name: Tracer(name) for name in ("driver", "rollout", "inference", "actor", "critic")}
         self.actor_peak: float | None = None
@@ -113,6 +125,7 @@ class RunRecord:
         if history is not None:
             self._guards.restore(history.guards)
             self._trace = f"trace_after_step_{history.step}.json"
+            _forget_evaluations(run_dir, history.step)
             resumed = Resumed(history.step, history.trackers)
         resolved = as_dict(config)
         (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
@@ -121,11 +134,18 @@ class RunRecord:
     def history(self, step: int) -> History:
         """What is recorded up to `step`, the last that was."""
         ids = {name: tracker.id for name, tracker in self._trackers.items() if tracker.id}
-        return History(step, self._log.position, self._prompts.position, ids, self._guards.state())
+        return History(
+            step,
+            self._log.position,
+            self._prompts.position,
+            ids,
+            self._guards.state(),
+            tuple(self._evaluations[key] for key in sorted(self._evaluations) if key <= step),
+        )
 
     def em_of(self, step: int) -> float | None:
         """Exact match of the held-out questions after `step`; None if they were not asked then."""
-        return next((row["em"] for row in self._evaluations if row["step"] == step), None)
+        return self._evaluations[step]["em"] if step in self._evaluations else None
 
     def prompts(self, step: int, ended: Iterable[Ended]) -> None:
         """Note what has become of prompts by the end of `step`."""
@@ -177,7 +197,7 @@ class RunRecord:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Keep an evaluation of the policy: every answer in a file of its own, the figures with the trackers."""
-        self._evaluations.append(evaluation.row())
+        self._evaluations[evaluation.step] = json_safe(evaluation.row())
         self.progress.update(em=evaluation.em)
         self._keep(evaluation, "", "eval")
 
@@ -191,10 +211,8 @@ class RunRecord:
         folder = self.run_dir / EVALUATIONS
         folder.mkdir(exist_ok=True)
         stem = f"{whose.replace(' ', '_')}step_{evaluation.step:06d}"
-        with (folder / f"{stem}.jsonl").open("w", encoding="utf-8") as lines:
-            for one in evaluation.answered:
-                lines.write(json.dumps(_answer_row(one), ensure_ascii=False) + "\n")
-        (folder / f"{stem}.json").write_text(json.dumps(evaluation.row(), indent=2) + "\n")
+        write_atomically(folder / f"{stem}.jsonl", "".join(map(answer_line, evaluation.answered)))
+        write_atomically(folder / f"{stem}.json", json.dumps(json_safe(evaluation.row()), indent=2) + "\n")
         for tracker in self._trackers.values():
             tracker.log(evaluation.step, figures)
         by_hop = "".join(f", {hop}-hop {em:.3f}" for hop, em in evaluation.em_by_hop.items())
@@ -219,7 +237,8 @@ class RunRecord:
     def summary(self, weight_syncs: int) -> dict[str, Any]:
         """What the run came to; the parts of `summary.json` that training knows."""
         rows = read_metrics(self.run_dir / METRICS)
-        first, last = self._evaluations[0], self._evaluations[-1]
+        evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
+        first, last = evaluations[0], evaluations[-1]
         recomputed = self.config.algorithm.recompute_logprobs
         return {
             "em_before": first["em"],
@@ -242,20 +261,25 @@ class RunRecord:
             "steps": len(rows),
             "seed": self.config.trainer.seed,
             "seconds": {"step": sum(row["time/step"] for row in rows), **stage_seconds(self._spans)},
-            "evaluations": self._evaluations,
+            "evaluations": evaluations,
         }
 
     def close(self) -> None:
         """Write the trace and the curves, end the trackers."""
         self._drain()
-        write_chrome_trace(self.run_dir / self._trace, self._spans)
         self._log.close()
         self._prompts.close()
         for tracker in self._trackers.values():
             tracker.close()
-        rows = read_metrics(self.run_dir / METRICS)
-        if rows:
-            draw_curves(rows, self._evaluations, self.run_dir)
+        try:
+            write_chrome_trace(self.run_dir / self._trace, self._spans)
+            rows = read_metrics(self.run_dir / METRICS)
+            if rows:
+                draw_curves(
+                    rows, [self._evaluations[step] for step in sorted(self._evaluations)], self.run_dir
+                )
+        except OSError as problem:  # A disk that is full has ended the run already, and said so.
+            _log.warning("the trace and the curves could not be written: %s", problem)
 
     def _drain(self) -> None:
         for tracer in self.tracers.values():
@@ -309,21 +333,8 @@ def _join(name: str, values: Sequence[float]) -> float:
     return float(join(values))
 
 
-def _earlier_evaluations(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """Figures of a run's evaluations up to `step`."""
-    rows = [json.loads(path.read_text()) for path in sorted((run_dir / EVALUATIONS).glob("step_*.json"))]
-    return [row for row in rows if row["step"] <= step]
-
-
-def _answer_row(one: Answered) -> dict[str, Any]:
-    return {
-        "uid": one.question.uid,
-        "question": one.question.prompt,
-        "golden_answers": list(one.question.answers),
-        "answer": one.trajectory.answer,
-        "em": one.em,
-        "f1": one.scores.f1,
-        "searches": one.trajectory.searches,
-        "finish": str(one.trajectory.finish),
-        "response": one.trajectory.response,
-    }
+def _forget_evaluations(run_dir: Path, step: int) -> None:
+    """Delete the files of evaluations after `step`, which are of steps that are done again."""
+    for path in (run_dir / EVALUATIONS).glob("*step_*.json*"):
+        if int(path.stem.rpartition("_")[2]) > step:
+            path.unlink()

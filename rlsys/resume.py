@@ -11,9 +11,11 @@ from an earlier one it branches: it gets a folder of its own, with what was reco
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from typing import Any
 import yaml
 
 from rlsys.checkpoint.codec import load_values, save_values
-from rlsys.checkpoint.store import CheckpointStore, Saved, check, step_of
+from rlsys.checkpoint.store import MANIFEST, CheckpointStore, Saved, check, step_of
+from rlsys.claim import Claimed, claim
 from rlsys.config.compose import as_dict
 from rlsys.config.differences import differences
 from rlsys.config.schema import RunConfig
@@ -33,7 +36,9 @@ from rlsys.pipeline.flow import FlowState
 from rlsys.record import EVALUATIONS, METRICS, PROMPTS, History, new_run_dir
 
 CHECKPOINTS = "checkpoints"
-_DATA, _STATE, _CONFIG, _ENVIRONMENT = "data", "state.npz", "config.yaml", "environment.json"
+_DATA, _STATE, _ENVIRONMENT = "data", "state.npz", "environment.json"
+RUN_CONFIG = Path(_DATA) / "config.yaml"
+"""Where a checkpoint has the config of its run."""
 _QUESTIONS = "task.train_path"
 _STARTED = r"\d{8}-\d{6}(-\d+)?"
 """How the name of a run's folder ends, after the run's name."""
@@ -51,8 +56,8 @@ class RunState:
     prompts: SourceState
     kl: Mapping[str, float]
     history: History
-    questions_sha256: str = ""
-    """Of the file that the questions are from; empty where they are from none."""
+    questions_sha256: str
+    """Of the file that the questions are from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def write_state(checkpoint: Path, state: RunState, config: RunConfig) -> None:
     folder = checkpoint / _DATA
     folder.mkdir()
     save_values(folder / _STATE, state)
-    write_atomically(folder / _CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False))
+    write_atomically(checkpoint / RUN_CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False))
     write_atomically(folder / _ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
 
 
@@ -133,19 +138,26 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
         newest = [saved[-1] for run in _runs(config) if (saved := CheckpointStore(run / CHECKPOINTS).saved())]
         if not newest:
             return None
-        run_dir = max(newest, key=lambda one: one.folder.stat().st_mtime_ns).folder.parent.parent
+        run_dir = max(newest, key=_published_ns).folder.parent.parent
         saved = _recovered(run_dir)
         return run_dir, saved[-1].step, saved[::-1]
-    path = Path(config.resume).resolve()
-    step = step_of(path)
-    run_dir = path if step is None else path.parent.parent
-    saved = _recovered(run_dir)
-    if not saved or (step is not None and path not in (one.folder for one in saved)):
-        raise UserError(
-            f"resume={config.resume} has no checkpoint: give the folder of a run or one of its "
-            f"{CHECKPOINTS}/global_step_N, auto for the newest run of this name, or none."
-        )
-    return run_dir, saved[-1].step, [one for one in saved[::-1] if step is None or one.step <= step]
+    # As it is spelt, for a run's `checkpoints` may be a link to another disk; then where links lead to.
+    for path in (Path(os.path.abspath(config.resume)), Path(config.resume).resolve()):
+        step = step_of(path)
+        run_dir = path if step is None else path.parent.parent
+        saved = _recovered(run_dir) if config.resume else []  # Not the working directory, which "" would be.
+        if saved and (step is None or path in (one.folder for one in saved)):
+            return run_dir, saved[-1].step, [one for one in saved[::-1] if step is None or one.step <= step]
+    raise UserError(
+        f"resume={config.resume} has no checkpoint: give the folder of a run or one of its "
+        f"{CHECKPOINTS}/global_step_N, auto for the newest run of this name, or none."
+    )
+
+
+def _published_ns(saved: Saved) -> int:
+    """When a checkpoint was published. Its folder's own time changes with whatever is put there later."""
+    manifest = saved.folder / MANIFEST
+    return manifest.stat().st_mtime_ns if manifest.is_file() else 0
 
 
 def _runs(config: RunConfig) -> list[Path]:
@@ -156,9 +168,11 @@ def _runs(config: RunConfig) -> list[Path]:
 
 
 def _recovered(run_dir: Path) -> list[Saved]:
-    """Checkpoints of the run that goes on. Those of others are left alone: they may be being written."""
+    """Checkpoints of a run, with what a kill left half done put right, unless it still goes on or is not ours."""
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    store.recover()
+    if store.folder.is_dir():
+        with suppress(Claimed, OSError), claim(run_dir):
+            store.recover()
     return store.saved()
 
 
@@ -167,7 +181,7 @@ def _origin(config: RunConfig, run_dir: Path, saved: Saved, newest: bool) -> Ori
     try:
         check(saved.folder)
         state = load_values(data / _STATE, RunState)
-        before, versions = _mapping(data / _CONFIG), _mapping(data / _ENVIRONMENT)
+        before, versions = _mapping(saved.folder / RUN_CONFIG), _mapping(data / _ENVIRONMENT)
     except UserError as problem:
         raise _Damaged(str(problem)) from problem
     except OSError as problem:
@@ -195,7 +209,7 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 
 def _refuse_differences(config: RunConfig, before: Mapping[str, Any], folder: Path) -> None:
-    allowed = set(config.checkpoint.may_differ)
+    allowed = {*config.checkpoint.may_differ}
     found = [one for one in differences(before, config) if one.key not in allowed]
     if found:
         listed = "\n".join(f"  {one.key} was {one.before}, and is {one.now}" for one in found)
@@ -208,7 +222,7 @@ def _refuse_differences(config: RunConfig, before: Mapping[str, Any], folder: Pa
 
 def _refuse_other_questions(config: RunConfig, before: str, folder: Path) -> None:
     path = config.task.train_path
-    if not before or _QUESTIONS in config.checkpoint.may_differ:
+    if _QUESTIONS in config.checkpoint.may_differ:
         return
     now = sha256_of(path)
     if now != before:

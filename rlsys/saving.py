@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlsys.checkpoint.store import CheckpointStore, Keep
 from rlsys.errors import RunError
@@ -27,7 +27,7 @@ LOOK_S = 0.5
 class Saves(Protocol):
     """A group of processes, or what it keeps, as a part of a checkpoint."""
 
-    async def begin_save(self, folder: Path, extra: dict[str, Any], background: bool) -> None:
+    async def begin_save(self, folder: Path) -> None:
         """Copy what is to be saved, and begin to write it to the new folder `folder`."""
 
     async def saving(self) -> bool:
@@ -63,6 +63,8 @@ class Saver:
         self._need, self._background = need, background
         self.newest = newest
         """The checkpoint that was published last."""
+        self.awaited: set[int] = set()
+        """Steps whose scores are still to come: whether their checkpoints are the best is not known."""
         self._pending: _Pending | None = None
         self._finishing = asyncio.Lock()
 
@@ -79,7 +81,7 @@ class Saver:
             await asyncio.to_thread(write_data, folder)
         for name, (group, part) in parts.items():
             await self._need(group)
-            await part.begin_save(folder / name, {"step": step}, self._background)
+            await part.begin_save(folder / name)
         self._pending = _Pending(step, {name: part for name, (_, part) in parts.items()})
         if not self._background:
             await self.finish()
@@ -110,7 +112,9 @@ class Saver:
                 # Also where it failed: a part that is asked again may well have nothing more to complain of.
                 self._pending = None
             try:
-                await asyncio.to_thread(self._store.prune, self._keep, self._score_of)
+                await asyncio.to_thread(
+                    self._store.prune, self._keep, self._score_of, frozenset(self.awaited)
+                )
             except OSError as problem:
                 logger.warning("Older checkpoints could not be deleted (%s); they stay.", problem)
 

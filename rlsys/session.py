@@ -40,6 +40,7 @@ from rlsys.groups.megatron import (
 from rlsys.groups.residence import Member, Residence, Tenant
 from rlsys.groups.rollout import RolloutGroup
 from rlsys.groups.weight_sync import Receiver, WeightSync
+from rlsys.observe.environment import sha256_of
 from rlsys.observe.progress import Progress
 from rlsys.observe.spans import Tracer
 from rlsys.observe.utilisation import peak_flops
@@ -57,7 +58,6 @@ from rlsys.reward.reward import Rewards
 from rlsys.saving import Saver, Saves
 from rlsys.search.serving import Serving, serving
 from rlsys.weights.families import read_architecture
-
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +83,8 @@ class Session:
     cut: MiniBatches
     on_policy: bool
     saver: Saver
+    questions_sha256: str
+    """Of the file that the prompts are from."""
 
     @property
     def actor(self) -> ActorGroup:
@@ -143,9 +145,22 @@ class Session:
         await self.sync.transfer(version)
 
     async def switch_weights(self, version: int) -> None:
-        """Let every engine take `version`, and rollouts go as far ahead as that allows."""
+        """Let every engine take `version`, and rollouts go as far ahead as that allows.
+
+        Where groups take turns on the devices, rollouts wait for `release`: nothing may run while others come in.
+        """
         await self.devices.need("rollout")
         await self.sync.switch(version)
+        if not self.takes_turns:
+            self.release(version)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether groups share devices, so that only one of them can be at work."""
+        return self.config.cluster.mode is Mode.collocated
+
+    def release(self, version: int) -> None:
+        """Let rollouts go as far ahead as `version`, which every engine has, allows."""
         if version > self.flow.ledger.published:  # Version 0 is published from the start.
             self.flow.publish(version)
 
@@ -172,8 +187,11 @@ class Session:
             prompts=self.prompts.state(),
             kl=self.kl.state(),
             history=self.record.history(step),
+            questions_sha256=self.questions_sha256,
         )
-        parts: dict[str, tuple[str, Saves]] = {name: (name, group) for name, group in self.trained.items()}
+        parts: dict[str, tuple[str, Saves]] = {
+            name: (name, group.checkpoints) for name, group in self.trained.items()
+        }
         if self._keeps_reference:
             assert isinstance(self.inference, InferenceGroup)
             parts["reference"] = ("inference", self.inference.reference)
@@ -184,8 +202,7 @@ class Session:
         folder = origin.checkpoint.folder
         for name, group in self.trained.items():
             await self.devices.need(name)
-            loaded = await group.load(folder / name)
-            if not loaded.generators:
+            if not await group.checkpoints.load(folder / name):
                 _log.warning(
                     "%s is laid out otherwise than when it was saved: its random generators begin anew", name
                 )
@@ -211,12 +228,15 @@ class Session:
 
     async def _ask_aside(self, step: int, set_aside: asyncio.Future[None]) -> None:
         assert self.config.eval.engines is not None
+        self.saver.awaited.add(step)
         try:
             async with self.rollout.reserve(self.config.eval.engines) as engines:
                 set_aside.set_result(None)
                 self.record.evaluation(await self._ask(step, engines.answer, engines.capacity))
         except* NoneSetAside as deaths:
             _log.warning("the evaluation of step %d is given up: %s", step, root_cause(deaths))
+        finally:
+            self.saver.awaited.remove(step)
 
     async def _ask(self, step: int, ask: Ask, concurrency: int) -> Evaluation:
         await self.search.require()
@@ -244,6 +264,7 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Start everything, as it was at `origin`; what was started is ended on the way out, also after a failure."""
     state = origin.state if origin else None
+    questions_sha256 = sha256_of(Path(config.task.train_path))
     questions = read_questions(config.task.train_path)
     prompts = PromptSource(questions, config.trainer.seed, state.prompts if state else None)
     heldout = heldout_questions(config)
@@ -269,8 +290,10 @@ async def open_session(
             groups,
             search,
             origin,
+            questions_sha256,
         )
-        await build_groups(run.config, groups, run.devices, {name: record.say(name) for name in groups})
+        done = state.step if state else 0
+        await build_groups(run.config, groups, run.devices, {name: record.say(name) for name in groups}, done)
         await asyncio.to_thread(search.wait_healthy)
         record.actor_peak = peak_flops(await run.actor.device_names())
         stack.callback(run.sync.close)
@@ -291,6 +314,7 @@ def _assemble(
     groups: Mapping[str, WorkerGroup],
     search: Serving,
     origin: Origin | None,
+    questions_sha256: str,
 ) -> Session:
     """The session of groups whose workers are yet to be built."""
     driver, state = record.tracers["driver"], origin.state if origin else None
@@ -336,6 +360,7 @@ def _assemble(
         cut=mini_batches(config),
         on_policy=is_on_policy(config),
         saver=_saver(config, run_dir, record, devices, origin),
+        questions_sha256=questions_sha256,
     )
 
 

@@ -22,7 +22,6 @@ from rlsys.pipeline.learn import learn
 from rlsys.resume import Origin
 from rlsys.session import Session, open_session
 
-
 Opener = Callable[[RunConfig, Path, Origin | None], AbstractAsyncContextManager[Session]]
 
 
@@ -34,8 +33,11 @@ async def train(
     async with opened(config, run_dir, origin) as run:
         await run.transfer_weights(version=done)
         await run.switch_weights(version=done)
-        if not origin:
-            await run.evaluate(step=0)
+        if run.record.em_of(done) is None and (done in (0, steps) or due(done, config.eval.interval)):
+            await run.evaluate(
+                done
+            )  # At the beginning, or where the run was ended before the answers were in.
+        run.release(version=done)
         groups: list[Group] = []
         async with asyncio.TaskGroup() as background:
             background.create_task(run.flow.run())
@@ -54,6 +56,8 @@ async def train(
                 if stop:
                     await run.saver.finish()
                     raise collapsed(alarms[0], run.saver.newest)
+                if run.takes_turns:
+                    run.release(version=step)
             await run.saver.finish()
             run.flow.stop()
         run.note_ended(steps)

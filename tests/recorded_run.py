@@ -3,7 +3,8 @@
     python -m tests.recorded_run MODEL OUTPUTS [MOMENT COUNT]
 
 It trains a few steps in sequence, where the same episodes make the same run to the bit, saves after every step, and goes
-on from what is there. At the COUNTth MOMENT it kills itself and all its processes, as a machine does that goes down.
+on from what is there. At the COUNTth MOMENT after its first checkpoint it kills itself and all its processes, as a machine
+does that goes down.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from rich.console import Console
 from rlsys.agent.trajectory import Trajectory
 from rlsys.algorithms.kl_control import kl_control
 from rlsys.checkpoint.store import CheckpointStore, Keep
-from rlsys.config.algorithm import AlgorithmConfig, KlControl
+from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlPlace
 from rlsys.config.schema import (
     ActorConfig,
     CheckpointConfig,
@@ -35,19 +36,22 @@ from rlsys.config.schema import (
     EvalConfig,
     InferenceConfig,
     Layers,
+    LrDecay,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
     Schedule,
     ScheduleConfig,
+    TaskConfig,
     TrackingConfig,
     TrainerConfig,
 )
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
-from rlsys.groups.megatron import InferenceGroup, launch_megatron
+from rlsys.groups.megatron import Checkpoints, InferenceGroup, TrainedGroup, launch_megatron
 from rlsys.groups.residence import Residence
 from rlsys.groups.weight_sync import WeightSync
+from rlsys.observe.environment import sha256_of
 from rlsys.observe.progress import Progress
 from rlsys.pipeline.flow import Flow, Handlers
 from rlsys.pipeline.group import Sample, Scores
@@ -88,10 +92,12 @@ class Fate:
 
     def __init__(self, moment: str | None, count: int) -> None:
         self._moment, self._left = moment, count
+        self.saved = False
+        """Whether there is anything to go on from."""
 
     def __call__(self, moment: str) -> None:
         """`moment` has come."""
-        if moment == self._moment:
+        if self.saved and moment == self._moment:
             self._left -= 1
             if not self._left:
                 os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -151,6 +157,18 @@ class MortalLearner(Learner):
         return figures
 
 
+class MortalCheckpoints(Checkpoints):
+    """Meets its fate once a copy of what it saves is there."""
+
+    def __init__(self, group: TrainedGroup, fate: Fate) -> None:
+        super().__init__(group)
+        self._fate = fate
+
+    async def begin_save(self, folder: Path) -> None:
+        await super().begin_save(folder)
+        self._fate("staged")
+
+
 class MortalStore(CheckpointStore):
     """Checkpoints on disk."""
 
@@ -163,11 +181,14 @@ class MortalStore(CheckpointStore):
         self._fate("publishing")
         folder = super().publish(step)
         self._fate("published")
+        self._fate.saved = True
         return folder
 
-    def prune(self, keep: Keep, score_of: Callable[[int], float | None]) -> None:
+    def prune(
+        self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()
+    ) -> None:
         """See `CheckpointStore`."""
-        super().prune(keep, score_of)
+        super().prune(keep, score_of, spared)
         self._fate("pruned")
 
 
@@ -188,7 +209,7 @@ class MortalSession(Session):
 
 
 def settings(model: Path, outputs: Path) -> RunConfig:
-    """Of the run: everything that a checkpoint has to bring back is in use."""
+    """Of the run: its rate, its reference and the weight of its KL term all depend on what was before."""
     return RunConfig(
         name=NAME,
         output_dir=str(outputs),
@@ -197,15 +218,22 @@ def settings(model: Path, outputs: Path) -> RunConfig:
         cluster=ClusterConfig(
             device=Device.cpu, start_timeout_s=ANSWER_S, call_timeout_s=ANSWER_S, sync_bucket_bytes=100_000
         ),
-        actor=ActorConfig(optimizer=OptimizerConfig(lr=3e-3, eps=1e-4), micro_batch_tokens=160),
+        actor=ActorConfig(
+            optimizer=OptimizerConfig(lr=3e-3, eps=1e-4, decay=LrDecay.linear, warmup_fraction=0.2),
+            micro_batch_tokens=160,
+        ),
         inference=InferenceConfig(micro_batch_tokens=256),
         algorithm=AlgorithmConfig(
             n_samples=SAMPLES,
             kl_coef=0.05,
-            kl_control=KlControl.fixed,
+            kl_in=KlPlace.reward,
+            kl_estimator=KlEstimator["k1"],
+            kl_control=KlControl.adaptive,
+            kl_horizon=100,
             ref_policy_ema_tau=0.5,
             ref_policy_ema_update_period=2,
         ),
+        task=TaskConfig(train_path=str(model / "config.json")),
         trainer=TrainerConfig(
             schedule=ScheduleConfig(Schedule.sequential),
             steps=STEPS,
@@ -255,22 +283,18 @@ def _session(
     dealers = {name: make_dealer(config, name, len(group.ranks)) for name, group in groups.items()}
     prompts = PromptSource(QUESTIONS, SEED, state.prompts if state else None)
     devices, kl = Residence({}, tracer), kl_control(config.algorithm)
+    if state:
+        kl.restore(state.kl)
     handlers = Handlers(
         functools.partial(reward_group, rewards=Rewards(config.reward, config.task, config.compat)),
-        functools.partial(finish, config=config.algorithm, kl_coef=kl.coef),
+        lambda group: finish(group, config.algorithm, kl.coef),
     )
     rollout: Any = Episodes(config, recording, fate)
     scorer = MortalScorer(groups["inference"], dealers["inference"], no_pause, seen)  # type: ignore[arg-type]
     learner = MortalLearner(groups["actor"], dealers["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
     takes = InferenceGroup(groups["inference"], dealers["inference"], tracer)  # type: ignore[arg-type]
     MortalScorer.fate = MortalLearner.fate = MortalSession.fate = fate
-    stage = learner.begin_save
-
-    async def staged(folder: Path, extra: dict[str, Any], background: bool) -> None:
-        await stage(folder, extra, background)
-        fate("staged")
-
-    learner.begin_save = staged
+    learner.checkpoints = MortalCheckpoints(learner, fate)
     store = MortalStore(run_dir / CHECKPOINTS, fate)
     flow = Flow(
         make_ledger(config), prompts, rollout, scorer, handlers, bites(config), devices, record_of_run.say,
@@ -292,6 +316,7 @@ def _session(
         flow=flow,
         cut=mini_batches(config),
         on_policy=is_on_policy(config),
+        questions_sha256=sha256_of(Path(config.task.train_path)),
         saver=Saver(
             store, Keep(2, None, best=False), record_of_run.em_of, devices.need, background=True,
             newest=origin.checkpoint.folder if origin else None,

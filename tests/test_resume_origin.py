@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import yaml
 
 from rlsys.checkpoint.codec import save_values
 from rlsys.checkpoint.store import CheckpointStore
+from rlsys.claim import claim
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import CheckpointConfig, RunConfig, TaskConfig, TrainerConfig
 from rlsys.data.source import SourceState
@@ -74,18 +77,18 @@ class Outputs:
         (folder / "actor" / "part").write_text("weights")
         published = store.publish(step)
         self._age += 1
-        os.utime(published, ns=(self._age * 10**9, self._age * 10**9))
+        os.utime(published / "manifest.json", ns=(self._age * 10**9, self._age * 10**9))
         return published
 
     def state(self, run_dir: Path, step: int) -> RunState:
         flow, _ = Bare().flow(Ledger(1, 0))
-        sizes = [(run_dir / name).stat().st_size for name in ("metrics.jsonl", "prompts.jsonl")]
+        metrics, prompts = ((run_dir / f"{name}.jsonl").stat().st_size for name in ("metrics", "prompts"))
         return RunState(
             step=step,
             pipeline=flow.state({}),
             prompts=SourceState(3 * step, (question(1),)),
             kl={"coef": 0.25},
-            history=History(step, *sizes, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",))),
+            history=History(step, metrics, prompts, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",)), ()),
             questions_sha256=sha256_of(self.questions),
         )
 
@@ -186,9 +189,18 @@ def test_a_path_may_be_spelt_in_any_way(
         "dots": f"../{target.name}/../{target.name}",
     }[spelling]
     origin = found(outputs.config(path))
-    assert origin.checkpoint.folder == checkpoint(run_dir, step or 2)
-    assert origin.run_dir == run_dir
+    assert origin.checkpoint.folder.resolve() == checkpoint(run_dir, step or 2)
+    assert origin.run_dir.resolve() == run_dir
     assert origin.newest == (step != 1)
+
+
+def test_checkpoints_may_lie_on_another_disk(outputs: Outputs, tmp_path: Path) -> None:
+    run_dir = outputs.run(FIRST, 1, 2)
+    shutil.move(run_dir / CHECKPOINTS, tmp_path / "disk")
+    (run_dir / CHECKPOINTS).symlink_to(tmp_path / "disk")
+    for path in (run_dir, checkpoint(run_dir, 2), "auto"):
+        assert found(outputs.config(str(path))).run_dir == run_dir
+    assert not found(outputs.config(str(checkpoint(run_dir, 1)))).newest
 
 
 @pytest.mark.parametrize(
@@ -209,6 +221,7 @@ def test_a_path_without_a_checkpoint_is_refused(kind: str, outputs: Outputs, tmp
     text = refusal(outputs.config(str(path)))
     assert text.startswith(f"resume={path} has no checkpoint: give the folder of a run")
     assert is_one_sentence(text)
+    assert not [*tmp_path.glob(".*")], "nothing is left where no run is"
 
 
 def cut(file: Path) -> None:
@@ -220,6 +233,7 @@ def seal(folder: Path, file: str, text: str) -> None:
     (folder / file).write_text(text)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][file] = len(text.encode())
+    del manifest["sha256"][file]
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -227,12 +241,18 @@ def another_type(folder: Path) -> None:
     save_values(folder / "data" / "state.npz", SourceState(1, ()))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["data/state.npz"] = (folder / "data" / "state.npz").stat().st_size
+    del manifest["sha256"]["data/state.npz"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def renamed(folder: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(folder.with_name("global_step_2"), folder)
+
+
+def forgotten(folder: Path) -> None:
+    shutil.rmtree(folder / "data")
+    (folder / "manifest.json").write_text('{"files": {}, "sha256": {}}')
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -263,13 +283,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe{"),
         "manifest.json is damaged",
     ),
-    "manifest that lacks files": (
-        lambda folder: (
-            shutil.rmtree(folder / "data"),
-            (folder / "manifest.json").write_text('{"files": {}}'),
-        ),
-        "state.npz does not exist",
-    ),
+    "manifest that lacks files": (forgotten, "state.npz does not exist"),
     "config no YAML": (
         lambda folder: seal(folder, "data/config.yaml", "a: [1\n b: }"),
         "config.yaml is damaged",
@@ -330,6 +344,13 @@ def test_falling_back_never_goes_past_the_checkpoint_that_was_asked_for(outputs:
     assert origin.checkpoint.step == 1
 
 
+def test_an_empty_path_is_not_the_working_directory(
+    outputs: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(outputs.run(FIRST, 1))
+    assert refusal(outputs.config("")).startswith("resume= has no checkpoint")
+
+
 def test_a_checkpoint_that_may_not_be_read_is_named(
     outputs: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +378,55 @@ def test_what_a_kill_has_left_half_done_is_put_right(harm: str, outputs: Outputs
         shutil.copytree(checkpoint(run_dir, 1), hidden)
     assert found(outputs.config(str(run_dir))).checkpoint.step == 2
     assert {path.name for path in newest.parent.iterdir()} == {"global_step_1", "global_step_2"}
+
+
+def test_a_run_that_still_goes_on_is_left_alone(outputs: Outputs) -> None:
+    """One may branch from it; to write to its folder is refused."""
+    run_dir = outputs.run(FIRST, 1, 2)
+    saving = CheckpointStore(run_dir / CHECKPOINTS).begin(3)
+    with claim(run_dir):
+        origin = found(outputs.config(str(checkpoint(run_dir, 1))))
+        assert saving.is_dir()
+        assert folder_of(outputs.config(), origin) != run_dir
+        origin = found(outputs.config(str(run_dir)))
+        folder = folder_of(outputs.config(), origin)
+        with pytest.raises(UserError, match="of a run that still goes on") as refused, claim(folder):
+            pass
+        assert is_one_sentence(str(refused.value))
+    with claim(run_dir):
+        found(outputs.config(str(checkpoint(run_dir, 1))))
+    found(outputs.config(str(run_dir)))
+    assert not saving.is_dir()
+
+
+def test_a_claim_ends_with_its_process(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 1)
+    text = "import sys; from pathlib import Path; from rlsys.claim import claim\nwith claim(Path(sys.argv[1])): print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", text, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as owner:
+        assert owner.stdout
+        owner.stdout.readline()
+        with pytest.raises(UserError, match="still goes on"), claim(run_dir):
+            pass
+        owner.kill()
+    with claim(run_dir):
+        pass
+
+
+def test_a_folder_that_is_not_ours_may_be_read(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = outputs.run(FIRST, 1, 2)
+    opened = Path.open
+
+    def forbidden(self: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if "w" in mode:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, mode, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", forbidden)
+        origin = found(outputs.config(str(checkpoint(run_dir, 1))))
+    assert origin.checkpoint.step == 1
 
 
 def learning_otherwise(outputs: Outputs, *may_differ: str) -> RunConfig:
@@ -427,7 +497,8 @@ def test_the_config_is_saved_beside_the_state(outputs: Outputs) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_an_earlier_checkpoint_branches(outputs: Outputs) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ class Part:
         self.fails: str | None = None
         self.folder: Path | None = None
 
-    async def begin_save(self, folder: Path, extra: dict[str, Any], background: bool) -> None:
+    async def begin_save(self, folder: Path) -> None:
         assert self.folder is None, "the save before is not finished"
-        self.events.append(f"begin {self.name} {folder.name} {extra} {background}")
+        self.events.append(f"begin {self.name} {folder.name}")
         self.folder = folder
         folder.mkdir()
 
@@ -117,24 +117,26 @@ class Watched(CheckpointStore):
         self._events.append(f"publish {step}")
         return super().publish(step)
 
-    def prune(self, keep: Keep, score_of: Callable[[int], float | None]) -> None:
+    def prune(
+        self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()
+    ) -> None:
         self._events.append("prune")
-        super().prune(keep, score_of)
+        super().prune(keep, score_of, spared)
 
 
 BEGUN = [
     "open {0}",
     "data",
     "need actor group",
-    "begin actor actor {{'step': {0}}} {1}",
+    "begin actor actor",
     "need critic group",
-    "begin critic critic {{'step': {0}}} {1}",
+    "begin critic critic",
 ]
 FINISHED = ["finish actor", "finish critic", "publish {0}", "prune"]
 
 
-def expected(lines: Sequence[str], step: int, background: bool = True) -> list[str]:
-    return [line.format(step, background) for line in lines]
+def expected(lines: Sequence[str], step: int) -> list[str]:
+    return [line.format(step) for line in lines]
 
 
 def play(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -170,7 +172,7 @@ def test_without_background_it_is_published_at_once(tmp_path: Path) -> None:
         run = Run(tmp_path, background=False)
         run.let_write()
         await run.begin(3)
-        assert run.events == expected(BEGUN + FINISHED, 3, background=False)
+        assert run.events == expected(BEGUN + FINISHED, 3)
         assert run.steps() == [3]
 
     play(scenario)
@@ -217,12 +219,15 @@ def test_settling_asks_and_does_not_wait_inside_a_group(tmp_path: Path) -> None:
     play(scenario)
 
 
-def test_settling_one_save_leaves_the_next_alone(tmp_path: Path) -> None:
+def test_settling_one_save_leaves_the_next_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlsys.saving, "LOOK_S", 0.1)  # The next is begun between two looks.
+
     async def scenario() -> None:
         run = Run(tmp_path)
         await run.begin(1)
         first = asyncio.create_task(run.saver.settle())
-        await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
         run.let_write()
         await run.begin(2)
         for part in run.parts.values():
@@ -337,6 +342,28 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
     assert line.startswith("Older checkpoints could not be deleted")
 
 
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and the folders that name them: a machine that goes down must not leave an empty checkpoint."""
+    synced: list[str] = []
+
+    def fsync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    async def scenario() -> None:
+        run = Run(tmp_path)
+        run.let_write()
+        await run.begin(1)
+        await run.saver.finish()
+
+    play(scenario)
+    partial = tmp_path / "checkpoints" / ".global_step_1.partial"
+    inside = {"data", "actor", "actor/part", "critic", "critic/part", "manifest.json"}
+    assert {*synced[:-1]} >= {str(partial), *(str(partial / name) for name in inside)}
+    assert synced[-1] == str(partial.parent)
+
+
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """A disk on which no file can grow further: the kernel writes what fits, then refuses."""
@@ -397,17 +424,13 @@ def test_a_full_disk_while_it_is_published(
         await run.begin(1)
         await run.saver.finish()
         await run.begin(2)
-        with monkeypatch.context() as patch, pytest.raises(RunError) as told:
-            home, name = {
-                "manifest": (Path, "write_text"),
-                "fsync": (os, "fsync"),
-                "rename": (Path, "rename"),
-            }[call]
-            if call == "manifest":
-                for part in run.parts.values():
-                    await part.finish_save()
-            patch.setattr(home, name, full)
-            await getattr(run.saver, way)()
+        homes = {"manifest": (Path, "write_text"), "fsync": (os, "fsync"), "rename": (Path, "rename")}
+        for part in run.parts.values():
+            await part.finish_save()
+        with monkeypatch.context() as patch:
+            patch.setattr(*homes[call], full)
+            with pytest.raises(RunError) as told:
+                await getattr(run.saver, way)()
         assert str(told.value) == f"{run.store.path(2)} could not be written: No space left on device."
         assert run.steps() == [1]
         assert run.saver.newest == run.store.path(1)

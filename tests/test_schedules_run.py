@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Finished
+from tests.runs import Finished, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -41,8 +41,18 @@ def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_collocated_run_leaves_and_takes_the_devices_in_turn(tmp_path: Path) -> None:
-    run = Finished(tmp_path, "trainer.steps=2", "trainer.schedule.kind=sequential", "cluster=one_slot")
+    settings = [
+        "trainer.steps=2",
+        "trainer.schedule.kind=sequential",
+        "cluster=one_slot",
+        "checkpoint.interval=1",
+    ]
+    run = Finished(tmp_path, *settings)
     assert run.summary["overlap_s"] == 0
+    saved = run.folder / "checkpoints"
+    assert {path.name for path in saved.iterdir()} == {"global_step_1", "global_step_2"}
+    branch = train(tmp_path, *settings, f"resume={saved / 'global_step_1'}")
+    assert branch.returncode == 0, branch.stdout[-3000:] + branch.stderr[-3000:]
     assert run.summary["first_ratio_max_dev"] < 1e-3
     assert 0 < run.summary["logprob_max_diff"] < 1e-3
     work = {"rollout": "rollout.group", "inference": "logprob.compute", "actor": "train.accumulate"}
@@ -67,3 +77,21 @@ def _stays(spans: list[dict[str, Any]], group: str) -> list[tuple[float, float]]
     came = [span["ts"] + span["dur"] for span in own if span["name"] == "switch.acquire"]
     left = sorted(span["ts"] for span in own if span["name"] == "switch.release")
     return [(start, min((end for end in left if end > start), default=float("inf"))) for start in came]
+
+
+@pytest.mark.slow
+def test_an_evaluation_aside_leaves_the_other_engine_to_rollouts(tmp_path: Path) -> None:
+    place = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
+    aside = ["eval.engines=1", "eval.interval=1", "eval.limit=64"]
+    run = Finished(tmp_path, "trainer.steps=4", "trainer.schedule.kind=async", place, *aside)
+    assert [row["step"] for row in run.summary["evaluations"]] == [0, 1, 2, 3, 4]
+    assert all(row["questions"] == 64 for row in run.summary["evaluations"])
+    asked = [span for span in run.spans if span["name"] == "eval.episode"]
+    rolled = [span for span in run.spans if span["name"] == "rollout.group"]
+    meanwhile = [
+        (one["args"]["question"], other["args"]["question"])
+        for one in asked
+        for other in rolled
+        if one["ts"] < other["ts"] < one["ts"] + one["dur"] and one["tid"] != other["tid"]
+    ]
+    assert meanwhile, "no rollout began on the other engine while questions were answered"

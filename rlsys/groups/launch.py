@@ -45,13 +45,17 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
 
 
 async def build_groups(
-    config: RunConfig, groups: Mapping[str, WorkerGroup], devices: Residence, say: Mapping[str, Say]
+    config: RunConfig,
+    groups: Mapping[str, WorkerGroup],
+    devices: Residence,
+    say: Mapping[str, Say],
+    done: int = 0,
 ) -> None:
-    """Make the workers of all groups."""
+    """Make the workers of all groups. With `done` steps behind it, a run draws otherwise than at its beginning."""
 
     async def build(name: str) -> None:
         say[name]("starts")
-        await _build(name, groups[name], config)
+        await _build(name, groups[name], config, done)
         await devices.built(name)
         say[name]("is ready")
 
@@ -64,9 +68,10 @@ async def build_groups(
             builds.create_task(build(name))
 
 
-async def _build(name: str, group: WorkerGroup, config: RunConfig) -> None:
+async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) -> None:
     if name == "rollout":
-        arguments = [(config, config.trainer.seed + rank) for rank in range(len(group.ranks))]
+        first = config.trainer.seed + done * len(group.ranks)
+        arguments = [(config, first + rank) for rank in range(len(group.ranks))]
         await group.build(make_worker, arguments, config.rollout.engine.start_timeout_s)
     else:
         await launch_megatron(group, name, config)

@@ -21,7 +21,7 @@ from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
 from rlsys.groups.dealer import Dealer
-from rlsys.megatron.results import Loaded, LogProbs, switch_figures
+from rlsys.megatron.results import LogProbs, switch_figures
 from rlsys.observe.spans import Arg, Tracer
 from rlsys.pipeline.batcher import Plan
 from rlsys.pipeline.group import Floats, Picks, Sample, Scores
@@ -58,22 +58,20 @@ class MegatronGroup:
 class Checkpoints:
     """What the processes of a group save and load together, while they go on working."""
 
-    def __init__(self, group: MegatronGroup, of: str = "") -> None:
-        """`of` ends the names of the processes' methods."""
-        self._group, self._of = group, of
+    def __init__(self, group: MegatronGroup) -> None:
+        self._group = group
 
-    async def begin_save(self, folder: Path, extra: dict[str, Any], background: bool) -> None:
-        """Copy what is saved, and begin to write it and `extra` to the new folder `folder`, which all processes share.
+    async def begin_save(self, folder: Path) -> None:
+        """Copy what is saved, and begin to write it to the new folder `folder`, which all processes share.
 
-        A save before it is finished first. Without `background` all is written before this returns. Raises RunError
-        if one cannot write.
+        A save before it is finished first. Raises RunError if one cannot write.
         """
         with self._group.span("checkpoint.stage"):
-            await self._call("begin_save", str(folder), extra, background)
+            await self._group.workers.call("begin_save", str(folder))
 
     async def saving(self) -> bool:
         """Whether files are still being written."""
-        return any(await self._call("saving"))
+        return any(await self._group.workers.call("saving"))
 
     async def finish_save(self) -> None:
         """Wait until what was begun is complete. Raises RunError if one could not write.
@@ -81,18 +79,18 @@ class Checkpoints:
         The span says what was written meanwhile: bytes of all processes, seconds of the slowest.
         """
         with self._group.span("checkpoint.finish") as args:
-            written = await self._call("finish_save")
+            written = await self._group.workers.call("finish_save")
             args["bytes"] = sum(one.bytes for one in written)
             args["write_s"] = max(one.seconds for one in written)
 
-    async def load(self, folder: Path) -> Loaded:
-        """Continue from a checkpoint. Raises UserError if it is incomplete, damaged or of another model."""
-        with self._group.span("checkpoint.load"):
-            loaded: Loaded = (await self._call("load", str(folder)))[0]
-        return loaded
+    async def load(self, folder: Path) -> bool:
+        """Continue from a checkpoint; whether random generators do as well.
 
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        return await self._group.workers.call(method + self._of, *args)
+        They do only in the parallel layout that they were saved in. Raises UserError if the checkpoint is incomplete,
+        damaged or of another model.
+        """
+        with self._group.span("checkpoint.load"):
+            return all(await self._group.workers.call("load", str(folder)))
 
 
 class InferenceGroup(MegatronGroup):
@@ -105,7 +103,7 @@ class InferenceGroup(MegatronGroup):
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
         super().__init__(workers, dealer, tracer)
-        self.reference = Checkpoints(self, "_reference")
+        self.reference = Checkpoints(self)
         self._weights = asyncio.Lock()
 
     @property
@@ -147,14 +145,12 @@ class InferenceGroup(MegatronGroup):
 
 
 class TrainedGroup(MegatronGroup, ABC):
-    """A group that learns: gradients accumulate, then one optimiser step for all. It is saved as `Checkpoints` says."""
+    """A group that learns: gradients accumulate, then one optimiser step for all."""
 
     def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
         super().__init__(workers, dealer, tracer)
         self._stats: list[Mapping[str, float]] = []
-        checkpoints = Checkpoints(self)
-        self.begin_save, self.saving = checkpoints.begin_save, checkpoints.saving
-        self.finish_save, self.load = checkpoints.finish_save, checkpoints.load
+        self.checkpoints = Checkpoints(self)
 
     @abstractmethod
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -49,10 +49,10 @@ class InferenceProcess(Sending):
         super().__init__(self._worker.place, config.cluster.sync_bucket_bytes, self._worker.export_reference)
         self._receiver: Receiver | None = None
         self.finish_update = self._worker.finish_update
-        self.begin_save_reference = self._worker.begin_save_reference
-        self.saving_reference = self._worker.saving_reference
-        self.finish_save_reference = self._worker.finish_save_reference
-        self.load_reference = self._worker.load_reference
+        self.begin_save = self._worker.begin_save_reference
+        self.saving = self._worker.saving
+        self.finish_save = self._worker.finish_save
+        self.load = self._worker.load_reference
         self.offload = functools.partial(self._worker.offload, config.output_dir)
         self.restore = self._worker.restore
 

@@ -165,10 +165,12 @@ class RolloutGroup:
         `ticket` names the group for `under_way`. Raises GroupLost if they cannot be had while the run can go on.
         """
         key = self._key(question)
+        # A resumed run may ask for fewer than were begun.
+        kept = tuple(one for one in begun if one.sample < self._samples)
         asked = _Asked(
-            key, question.uid, self._samples, "run_group", (question, self._samples, key, tuple(begun)), False
+            key, question.uid, self._samples, "run_group", (question, self._samples, key, kept), False
         )
-        self._rolling[key] = _Rolling(ticket, tuple(begun))
+        self._rolling[key] = _Rolling(ticket, kept)
         try:
             found: list[Trajectory] = await self._run(asked)
             return found

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from rlsys.algorithms.aggregation import TOKEN_MEAN, divisor, token_weights
 from rlsys.algorithms.losses import DIVISOR, LossInputs, PolicyLoss, Stats
-from rlsys.checkpoint import sharded
+from rlsys.checkpoint.about import read_about
 from rlsys.checkpoint.writing import Content
 from rlsys.config.algorithm import Aggregation
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
@@ -31,7 +30,6 @@ from rlsys.megatron.forward import forward, to_tensor
 from rlsys.megatron.learner import Learner, LossOf
 from rlsys.megatron.logprobs import lay_out, token_logprobs
 from rlsys.megatron.model import PolicyModel
-from rlsys.megatron.results import Loaded
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
@@ -73,7 +71,7 @@ class Actor(Learner):
         architecture = read_architecture(model.path)
         place = groups.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, place)
-        super().__init__("The actor", self._policy, model.dtype, optimizer, total_steps)
+        super().__init__("The actor", self._policy, optimizer, total_steps)
         self._objective = objective
         self._anchor: Anchor | None = None
         plan = objective.reference
@@ -97,21 +95,21 @@ class Actor(Learner):
             self._memory.require("end a step")
             self._anchor.follow(self._policy, version)
 
-    def load(self, folder: str | Path) -> Loaded:
+    def load(self, folder: str | Path) -> bool:
         """See `Learner`. With weights alone, a reference that is kept here stays what it was."""
-        loaded = super().load(folder)
-        if self._anchor is not None and sharded.read_about(folder)["optimizer"]:
+        generators = super().load(folder)
+        if self._anchor is not None and read_about(folder).optimizer:
             self._anchor.load(_beside(Path(folder)))
-        return loaded
+        return generators
 
     def _kept(self) -> Iterable[Tensor]:
         anchor = () if self._anchor is None else self._anchor.tensors()
         return chain(super()._kept(), anchor)
 
-    def _contents(self, folder: Path, extra: dict[str, Any]) -> list[Content]:
+    def _contents(self, folder: Path) -> list[Content]:
         """With a reference that is kept here, which lies beside `folder` and is complete before it."""
-        own = super()._contents(folder, extra)
-        return own if self._anchor is None else [self._anchor.content(_beside(folder), {}), *own]
+        own = super()._contents(folder)
+        return own if self._anchor is None else [self._anchor.content(_beside(folder)), *own]
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None:

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.optimizer import (
 from torch import Tensor
 
 from rlsys.checkpoint import sharded
+from rlsys.checkpoint.about import About, read_about
 from rlsys.checkpoint.writing import Content
 from rlsys.megatron.model import PolicyModel
 
@@ -89,31 +90,25 @@ class Anchor:
         """All memory that the reference takes."""
         return chain(self._weights, self._master)
 
-    def content(self, folder: Path, extra: dict[str, Any]) -> Content:
-        """What its checkpoint is made of, which converts and loads as a model's does; `extra` is plain JSON."""
-        about = {
-            "step": 0,
-            "optimizer": False,
-            "dtype": str(self.model.config.params_dtype).removeprefix("torch."),
-            "version": self.version,
-            "master": bool(self._master),
-            "extra": extra,
-        }
-        return Content(folder, self._sharded_state(bool(self._master)), about)
+    def content(self, folder: Path) -> Content:
+        """What its checkpoint is made of, which converts and loads as a model's does."""
+        with_master = bool(self._master)
+        about = About(step=0, version=self.version, master=with_master)
+        return Content(folder, self._sharded_state(with_master), about)
 
-    def load(self, folder: str | Path) -> dict[str, Any]:
+    def load(self, folder: str | Path) -> About:
         """Continue from a checkpoint, saved under any TP, PP and DP; returns what it says of itself.
 
         A master that it does not hold begins as its weights. All ranks call this together. Raises UserError
         if the checkpoint is incomplete or of another model.
         """
-        about = sharded.read_about(folder)
-        with_master = bool(self._master) and about.get("master", False)
+        about = read_about(folder)
+        with_master = bool(self._master) and about.master
         state = sharded.load(folder, self._sharded_state(with_master))
         self.model.module.load_state_dict(state[_MODEL])
         for number, master in enumerate(self._master):
             master.copy_(state[_MASTER][number] if with_master else self._rounded[number])
-        self.version = about.get("version", 0)
+        self.version = about.version
         return about
 
     def _sharded_state(self, with_master: bool) -> dict[str, Any]:

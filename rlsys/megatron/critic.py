@@ -40,7 +40,7 @@ class Critic(Learner):
         architecture = read_architecture(model.path)
         place = groups.start(rendezvous, parallel, seed)
         values = ValueModel(architecture, model, parallel, place)
-        super().__init__("The critic", values, model.dtype, optimizer, total_steps)
+        super().__init__("The critic", values, optimizer, total_steps)
         self._loss = loss
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]] | None:

@@ -20,15 +20,16 @@ from torch import Tensor
 
 from rlsys.algorithms.losses import Stats, join_stats
 from rlsys.checkpoint import rng, sharded
+from rlsys.checkpoint.about import About, read_about
 from rlsys.checkpoint.writing import CheckpointWriter, Content
-from rlsys.config.schema import Dtype, OptimizerConfig
+from rlsys.config.schema import OptimizerConfig
 from rlsys.errors import RunError
 from rlsys.megatron import optimizer as adam
 from rlsys.megatron.forward import forward_backward
 from rlsys.megatron.learning_rate import learning_rate
 from rlsys.megatron.model import StageModel
 from rlsys.megatron.offload import Offload, gradient_buffers, training_state
-from rlsys.megatron.results import Accumulated, Applied, Loaded, Offloaded, Written
+from rlsys.megatron.results import Accumulated, Applied, Offloaded, Written
 from rlsys.pipeline.micro_batch import MicroBatch
 
 LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Stats]]
@@ -38,15 +39,13 @@ LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Stats]]
 class Learner(ABC):
     """One process of a group that trains."""
 
-    def __init__(
-        self, owner: str, model: StageModel, dtype: Dtype, optimizer: OptimizerConfig, total_steps: int
-    ) -> None:
+    def __init__(self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Train `model`, whose weights are undefined: `load_hf` or `load` follows.
 
         `owner` is named in messages; `total_steps` counts optimiser steps.
         """
         self.place = model.place
-        self._owner, self._model, self._dtype = owner, model, dtype
+        self._owner, self._model = owner, model
         self._optimizer_config, self._total_steps = optimizer, total_steps
         self._wrapped = adam.wrap(model, optimizer)
         self._optimizer = adam.build(self._wrapped, model, optimizer)
@@ -127,17 +126,16 @@ class Learner(ABC):
         self._divisor, self._pending = 0, False
         return Applied(self._step, float(grad_norm), rate, int(divisor))
 
-    def begin_save(self, folder: str | Path, extra: dict[str, Any], background: bool) -> None:
+    def begin_save(self, folder: str | Path) -> None:
         """Copy weights, optimiser state, step and random generators, and begin to write them to a new checkpoint.
 
-        `extra` is plain JSON and goes with them. Training may go on while files are written; without `background`
-        they are before this returns. A save before it is finished first. Raises RunError if gradients wait for
-        `apply`, which a checkpoint does not hold, and what `finish_save` raises.
+        Training may go on while files are written. A save before it is finished first. Raises RunError if gradients
+        wait for `apply`, which a checkpoint does not hold, and what `finish_save` raises.
         """
         self._memory.require("save")
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before saving.")
-        self._writer.begin(self._contents(Path(folder), extra), background)
+        self._writer.begin(self._contents(Path(folder)))
 
     def saving(self) -> bool:
         """Whether files of this process are still being written."""
@@ -147,23 +145,23 @@ class Learner(ABC):
         """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
         return self._writer.finish()
 
-    def load(self, folder: str | Path) -> Loaded:
-        """Continue from a checkpoint, saved under any TP, PP, EP and DP.
+    def load(self, folder: str | Path) -> bool:
+        """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `rng.restore`.
 
         A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if
         the checkpoint is incomplete, damaged or of another model.
         """
         self._memory.require("load")
-        about = sharded.read_about(folder)
-        if about["optimizer"]:
+        about = read_about(folder)
+        if about.optimizer:
             state = sharded.load(folder, self._sharded_state(loading=True))
             self._model.module.load_state_dict(state["model"])
             adam.load_state(self._optimizer, state["optimizer"])
         else:
             self._model.load_checkpoint(folder)
             self._optimizer.reload_model_params()
-        self._step = about["step"]
-        return Loaded(about["extra"], rng.restore(Path(folder), about))
+        self._step = about.step
+        return rng.restore(Path(folder), about.layout)
 
     def offload(self, scratch: str | Path) -> Offloaded:
         """Release the memory of weights, gradients and optimiser state until `restore`.
@@ -183,10 +181,9 @@ class Learner(ABC):
         """All memory that has to come back as it was."""
         return training_state(self._model.module, self._optimizer)
 
-    def _contents(self, folder: Path, extra: dict[str, Any]) -> list[Content]:
+    def _contents(self, folder: Path) -> list[Content]:
         """What a checkpoint is made of, each part in a folder of its own."""
-        about = {"step": self._step, "optimizer": True, "dtype": self._dtype.value, "extra": extra}
-        return [Content(folder, self._sharded_state(loading=False), about)]
+        return [Content(folder, self._sharded_state(loading=False), About(self._step, optimizer=True))]
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
         model = self._model.sharded_state()

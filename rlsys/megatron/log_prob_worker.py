@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from rlsys.megatron.forward import forward, to_tensor
 from rlsys.megatron.logprobs import lay_out, logprobs_at, token_logprobs
 from rlsys.megatron.model import PolicyModel
 from rlsys.megatron.offload import Offload
-from rlsys.megatron.results import Loaded, LogProbs, Offloaded, Written
+from rlsys.megatron.results import LogProbs, Offloaded, Written
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
@@ -144,23 +143,22 @@ class LogProbWorker:
         if self._anchor is not None:
             self._anchor.follow(self._policy, version)
 
-    def begin_save_reference(self, folder: str | Path, extra: dict[str, Any], background: bool) -> None:
+    def begin_save_reference(self, folder: str | Path) -> None:
         """Copy the reference, and begin to write it to a new checkpoint; as `Learner.begin_save`."""
-        content = self._reference("save the reference").content(Path(folder), extra)
-        self._writer.begin([content], background)
+        self._writer.begin([self._reference("save the reference").content(Path(folder))])
 
-    def saving_reference(self) -> bool:
+    def saving(self) -> bool:
         """Whether files of this process are still being written."""
         return self._writer.writing
 
-    def finish_save_reference(self) -> Written:
+    def finish_save(self) -> Written:
         """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
         return self._writer.finish()
 
-    def load_reference(self, folder: str | Path) -> Loaded:
-        """Continue with the reference of a checkpoint, in place of `model.path`'s; see `Anchor.load`."""
+    def load_reference(self, folder: str | Path) -> bool:
+        """Continue with the reference of a checkpoint, in place of `model.path`'s; as `Learner.load`."""
         about = self._reference("load the reference").load(folder)
-        return Loaded(about["extra"], rng.restore(Path(folder), about))
+        return rng.restore(Path(folder), about.layout)
 
     def export_reference(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the reference out; it must not follow the policy until the export has ended.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,16 +67,6 @@ class Written:
     bytes: int
     seconds: float
     """That its thread took."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """One checkpoint that a process has loaded."""
-
-    extra: dict[str, Any]
-    """What was saved with it."""
-    generators: bool
-    """Whether random generators go on where they were: only in the parallel layout that they were saved in."""
 
 
 def switch_figures(parts: Sequence[Offloaded]) -> dict[str, float]:

@@ -43,10 +43,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     has repeated a step, its later row counts.
     """
     rows: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             continue
         rows[row["step"]] = row
     return [rows[step] for step in sorted(rows)]

@@ -17,6 +17,7 @@ from rlsys.config.schema import TrackingConfig
 
 logger = logging.getLogger(__name__)
 
+_STEP = "trainer/step"
 WANDB_START_TIMEOUT_S = 30.0
 WANDB_FINISH_TIMEOUT_S = 120.0
 """For the last upload; what is not sent by then stays on disk for `wandb sync`."""
@@ -71,7 +72,9 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run with its files under `<run_dir>/wandb`.
+    """A Weights & Biases run with its files under `<run_dir>/wandb`; its figures are drawn over `trainer/step`.
+
+    A resumed run goes on in it. Steps that were done before a kill and are done again are shown twice.
 
     Offline unless WANDB_API_KEY is set, also then if WANDB_MODE is "offline". Offline means that nothing
     is sent and nobody is asked to log in: `wandb sync` uploads the run later.
@@ -107,6 +110,8 @@ class WandbTracker:
             resume="allow" if known_as else None,
             settings=settings,
         )
+        # W&B's own count of rows never goes back, and would leave out an evaluation that ends after a later step.
+        self._run.define_metric("*", step_metric=_STEP)
 
     @property
     def id(self) -> str:
@@ -115,7 +120,7 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See `Tracker.log`."""
-        self._run.log(_numbers(metrics), step=step)
+        self._run.log({**_numbers(metrics), _STEP: step})
 
     def close(self) -> None:
         """See `Tracker.close`."""

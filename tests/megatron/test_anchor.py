@@ -33,7 +33,7 @@ from rlsys.megatron import parallel as groups
 from rlsys.megatron.anchor import Anchor, ReferencePlan
 from rlsys.megatron.log_prob_worker import LogProbWorker, PickPlan
 from rlsys.megatron.model import PolicyModel
-from rlsys.megatron.results import Loaded, LogProbs
+from rlsys.megatron.results import LogProbs
 from rlsys.observe.spans import Tracer
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from rlsys.weights.buckets import digest, pack, unpack
@@ -104,8 +104,9 @@ class Bench:
             self._worker.load_bucket(bucket)
         self._worker.finish_update(version, digest_of(buckets))
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        self._worker.begin_save_reference(folder, extra, background=False)
+    def save(self, folder: str) -> None:
+        self._worker.begin_save_reference(folder)
+        self._worker.finish_save()
 
     def updates(self, first: int, last: int, drift: float = 0.02) -> None:
         for version in range(first, last + 1):
@@ -123,7 +124,7 @@ class Bench:
     def refuses(self) -> list[str]:
         """What is said by each call that needs a reference."""
         said = []
-        for call in (lambda: self.save("", {}), lambda: self.load(""), self.reference):
+        for call in (lambda: self.save(""), lambda: self.load(""), self.reference):
             try:
                 call()
             except (RunError, RuntimeError) as error:
@@ -214,17 +215,17 @@ async def test_a_bfloat16_average_moves_although_no_step_of_it_can_be_seen(
 async def test_a_reference_goes_on_under_another_cut(
     size: str, other: str, dtype: Dtype, model: str, pipes: list[Connection], tmp_path: Path
 ) -> None:
-    folder, drift, extra = str(tmp_path / "reference"), 1e-3, {"step": 5}
+    folder, drift = str(tmp_path / "reference"), 1e-3
     group = await start(pipes, size, model, AVERAGE, dtype)
     await group.call("updates", 0, 5, drift)
-    await group.call("save", folder, extra)
+    await group.call("save", folder)
     saved = await reference_of(group)
     await group.call("updates", 6, 12, drift)
     uninterrupted = await reference_of(group)
     assert not same(saved, uninterrupted)
 
     group = await start(pipes, other, model, AVERAGE, dtype)
-    assert [loaded.extra for loaded in await group.call("load", folder)] == [extra] * SIZES[other][1]
+    assert await group.call("load", folder) == [False] * SIZES[other][1]
     assert same(saved, await reference_of(group))
     # The weights that a run sends when it resumes are those of a version that was followed.
     await group.call("update", 4, drift)
@@ -250,9 +251,9 @@ async def test_a_checkpoint_without_a_master_begins_one(
     plan = replace(FIXED, reset_period=3)
     group = await start(pipes, "one", model, plan, Dtype.bfloat16)
     await group.call("updates", 1, 4, drift)
-    await group.call("save", folder, {})
+    await group.call("save", folder)
     with pytest.raises(AssertionError, match=r"UserError: .* already"):
-        await group.call("save", folder, {})
+        await group.call("save", folder)
     assert same(await reference_of(group), policy(model, 3, Dtype.bfloat16, drift))
     group = await start(pipes, "tp2 pp2", model, AVERAGE, Dtype.bfloat16)
     await group.call("load", folder)
@@ -394,7 +395,7 @@ async def test_log_probs_of_an_average_are_those_of_one_process(
         group = await start(pipes, cut, model, AVERAGE)
         await group.call("updates", 1, 6)
         if cut == size:
-            await group.call("save", str(tmp_path / "reference"), {})
+            await group.call("save", str(tmp_path / "reference"))
         answers = [answer for answer in await group.call("compute", batches) if answer is not None]
         found[cut] = {}
         for rank, answer in enumerate(answers):
@@ -461,10 +462,10 @@ async def test_the_inference_group_hands_the_reference_out(
     assert taker.version == 13
     assert same({name: one.float() for name, one in taker.weights.items()}, policy(model, 0, Dtype.float32))
     checkpoints = InferenceGroup(inference, None, Tracer("inference")).reference  # type: ignore[arg-type]
-    await checkpoints.begin_save(tmp_path / "saved", {"step": 1}, background=True)
+    await checkpoints.begin_save(tmp_path / "saved")
     await checkpoints.finish_save()
     assert not await checkpoints.saving()
-    assert await checkpoints.load(tmp_path / "saved") == Loaded({"step": 1}, generators=True)
+    assert await checkpoints.load(tmp_path / "saved")
     answers = await inference.call("compute", [reference.make_batches(2)])
     ((dp_rank, results),) = [answer for answer in answers if answer is not None]
     assert dp_rank == 0

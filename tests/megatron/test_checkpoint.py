@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlsys.checkpoint import sharded
+from rlsys.checkpoint.about import About, is_complete, read_about
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.convert.to_hf import megatron_to_hf
 from rlsys.convert.to_megatron import hf_to_megatron
@@ -20,7 +20,6 @@ from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, free_port, rendezvous, run_group, weights_of
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
-EXTRA = {"cursor": [1, 2, 3], "version": 7}
 STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
 
 
@@ -51,16 +50,17 @@ def _resume(
     actor.load_hf(model)
     _train(actor, 0)
     _train(actor, 1)
-    actor.begin_save(checkpoint, EXTRA, background=False)
+    actor.begin_save(checkpoint)
+    actor.finish_save()
     with pytest.raises(UserError, match="already"):
-        actor.begin_save(checkpoint, EXTRA, background=False)
+        actor.begin_save(checkpoint)
     results = {"saved": weights_of(actor)}
     _train(actor, 2)
     results["uninterrupted"] = weights_of(actor)
     for name, parallel, port in (("resumed", dp2, ports[1]), ("resharded", tp2, ports[2])):
         groups.stop()
         actor = _actor(rank, port, model, parallel, distributed, dtype)
-        assert actor.load(checkpoint).extra == EXTRA
+        assert actor.load(checkpoint) == (parallel is dp2)
         assert actor.step == 2
         _train(actor, 2)
         results[name] = weights_of(actor)
@@ -109,7 +109,7 @@ def _convert(rank: int, _: int, model: str, out: str, port: int) -> None:
         with pytest.raises(UserError, match="weights that this model does not have"):
             megatron_to_hf(f"{out}/megatron", f"{out}/other", f"{out}/shallow")
     actor = _actor(rank, port, model, ParallelConfig(pp=2, pp_layers=[1, 2]))
-    assert actor.load(f"{out}/megatron").extra == {}
+    assert not actor.load(f"{out}/megatron")
     weights = weights_of(actor)
     groups.stop()
     if rank == 0:
@@ -130,6 +130,22 @@ def test_a_converted_model_round_trips_and_loads_in_a_pipeline(tmp_path: Path) -
 
 def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text("{}")
-    assert not sharded.is_complete(tmp_path)
+    assert not is_complete(tmp_path)
     with pytest.raises(UserError, match="no complete checkpoint"):
-        sharded.read_about(tmp_path)
+        read_about(tmp_path)
+
+
+def test_what_a_checkpoint_says_of_itself_is_read_whoever_wrote_it(tmp_path: Path) -> None:
+    file = tmp_path / "complete.json"
+    ours = About(3, optimizer=True, version=2, master=True, layout={"tp": 2, "dp": 1})
+    file.write_text(ours.to_json())
+    assert read_about(tmp_path) == ours
+    # Other versions say more, or less.
+    file.write_text('{"step": 5, "optimizer": true, "dtype": "bfloat16", "extra": {}}')
+    assert read_about(tmp_path) == About(step=5, optimizer=True)
+    file.write_text('{"step": 0}')
+    assert read_about(tmp_path) == About(step=0, optimizer=False, version=0, master=False, layout=None)
+    for damaged in ("", "[]", "3", "null", "{}", '{"optimizer": true}', "\0"):
+        file.write_text(damaged)
+        with pytest.raises(UserError, match=r"complete.json is damaged: take"):
+            read_about(tmp_path)

@@ -87,7 +87,7 @@ def _resume(
     actor.load_hf(model)
     _train(actor, 0)
     _train(actor, 1)
-    actor.begin_save(f"{out}/checkpoint", {}, background=False)
+    actor.begin_save(f"{out}/checkpoint")
     actor.finish_save()
     results: dict[str, Any] = {"saved": weights_of(actor), "resumed": []}
     _train(actor, 2)

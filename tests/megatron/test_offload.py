@@ -227,7 +227,8 @@ def _switching(rank: int, _: int, model: str, out: str, variant: str, ports: lis
     _away_and_back(actor, scratch)
     _away_and_back(actor, scratch)
     exported = {**weights_of(actor), "norm": plain[1]["norm"]}
-    actor.begin_save(checkpoint, {}, background=False)
+    actor.begin_save(checkpoint)
+    actor.finish_save()
     switched.append(_train(actor, 2))
     groups.stop()
 
@@ -279,7 +280,7 @@ def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
             "accumulate": lambda: actor.accumulate(STEPS[0]),
             "apply": actor.apply,
             "export": begun.next,
-            "save": lambda: actor.begin_save(f"{out}/checkpoint", {}, background=False),
+            "save": lambda: actor.begin_save(f"{out}/checkpoint"),
             "load": lambda: actor.load(f"{out}/checkpoint"),
         },
         "actor",

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -19,8 +20,8 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from rlsys.checkpoint import sharded
-from rlsys.checkpoint.staging import HostCopy
+from rlsys.checkpoint.about import is_complete
+from rlsys.checkpoint.staging import host_copies
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.schema import (
     Device,
@@ -37,7 +38,7 @@ from rlsys.groups.megatron import ActorGroup, launch_megatron
 from rlsys.megatron.actor import Actor
 from rlsys.megatron.anchor import ReferencePlan
 from rlsys.megatron.divergence import divergence_of
-from rlsys.megatron.results import Loaded, Written
+from rlsys.megatron.results import Written
 from rlsys.observe.spans import Tracer
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, weights_of
@@ -87,8 +88,17 @@ class Bench:
     def go_on(self) -> None:
         self._go_on.set()
 
-    def begin(self, folder: str, background: bool = True) -> None:
-        self._actor.begin_save(folder, {"of": folder}, background)
+    def begin(self, folder: str) -> None:
+        self._actor.begin_save(folder)
+        self._copy = weakref.ref(self._actor._writer._jobs[0].planner)
+
+    def save(self, folder: str) -> None:
+        self.begin(folder)
+        self.finish()
+
+    def keeps_a_copy(self) -> bool:
+        """Whether what was saved last is still in memory."""
+        return self._copy() is not None
 
     def load_weights(self, folder: str) -> None:
         """The model's alone, as a conversion reads them."""
@@ -160,13 +170,13 @@ async def test_what_is_saved_is_the_state_when_saving_began(
     await group.call("train", 1)
     await group.call("offload", str(tmp_path))
     assert await group.call("saving") == [True, True]
-    assert not sharded.is_complete(folder)
+    assert not is_complete(folder)
     await group.call("go_on")
     await group.call("restore")
     await group.call("train", 2)
     written = await group.call("finish")
     assert await group.call("saving") == [False, False]
-    assert sharded.is_complete(folder)
+    assert is_complete(folder)
     assert same(await weights_in(group), undisturbed)
     # Every process writes its share.
     assert all(one.bytes > 0.3 * written[0].bytes for one in written)
@@ -175,7 +185,7 @@ async def test_what_is_saved_is_the_state_when_saving_began(
     await group.call("load_weights", folder)
     assert same(await weights_in(group), begun)
     await group.call("train", 3)
-    assert await group.call("load", folder) == [Loaded({"of": folder}, generators=True)] * 2
+    assert await group.call("load", folder) == [True, True]
     assert same(await weights_in(group), begun)
     assert not same(begun, undisturbed)
     await group.call("train", 1, 2)
@@ -194,8 +204,7 @@ async def test_experts_saved_on_several_ranks_load_on_others(pipes: list[Connect
     trained = await weights_in(group)
     for parallel in (ep2, DP2, replace(TP2, sequence_parallel=True), PP2):
         group = await start(pipes[:2], experts, parallel)
-        loaded = await group.call("load", str(tmp_path / "saved"))
-        assert [one.generators for one in loaded] == [parallel is ep2] * 2
+        assert await group.call("load", str(tmp_path / "saved")) == [parallel is ep2] * 2
         assert same(await weights_in(group), saved)
         await group.call("train", 1)
         for name, tensor in (await weights_in(group)).items():
@@ -203,18 +212,19 @@ async def test_experts_saved_on_several_ranks_load_on_others(pipes: list[Connect
             np.testing.assert_allclose(tensor, trained[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-async def test_a_save_waits_for_the_one_before_and_one_at_a_time_is_complete_at_once(
+async def test_a_save_waits_for_the_one_before_and_its_copy_goes_when_it_is_complete(
     pipes: list[Connection], model: str, tmp_path: Path
 ) -> None:
-    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
     group = await start(pipes[:2], model)
     await group.call("begin", first)
     await group.call("begin", second)
-    assert sharded.is_complete(first)
-    assert not sharded.is_complete(second)
-    await group.call("begin", third, False)
-    assert sharded.is_complete(second)
-    assert sharded.is_complete(third)
+    assert is_complete(first)
+    assert not is_complete(second)
+    assert await group.call("keeps_a_copy") == [True, True]
+    await group.call("finish")
+    assert is_complete(second)
+    assert await group.call("keeps_a_copy") == [False, False]
     assert await group.call("finish") == [Written(0, 0.0)] * 2
     for said in await group.call("fails", "begin", second):
         assert said == f"UserError: {second} holds a checkpoint already; save to another folder."
@@ -234,12 +244,12 @@ async def test_a_full_disk_is_said_on_all_ranks_and_leaves_nothing_that_looks_co
             f"RunError: The checkpoint {full} could not be written (No space left on device, rank "
         )
         assert "\n" not in said
-    assert not sharded.is_complete(full)
+    assert not is_complete(full)
     # It is said once, and the next save is another.
     await group.call("finish")
     await group.call("train", 0)
-    await group.call("begin", str(tmp_path / "next"), False)
-    assert sharded.is_complete(tmp_path / "next")
+    await group.call("save", str(tmp_path / "next"))
+    assert is_complete(tmp_path / "next")
 
 
 async def test_a_folder_that_cannot_be_made_is_said_before_anything_is_copied(
@@ -261,7 +271,7 @@ async def test_a_failure_is_said_by_the_save_that_comes_next(
     await group.call("begin", str(tmp_path / "full"))
     for said in await group.call("fails", "begin", str(tmp_path / "next")):
         assert f"{tmp_path / 'full'} could not be written" in said
-    await group.call("begin", str(tmp_path / "next"), False)
+    await group.call("save", str(tmp_path / "next"))
 
 
 async def test_killed_at_any_moment_there_is_no_checkpoint_and_the_one_before_is_as_it_was(
@@ -271,7 +281,7 @@ async def test_killed_at_any_moment_there_is_no_checkpoint_and_the_one_before_is
     group = await start(pipes[:2], model)
     await group.call("train", 0)
     saved = await weights_in(group)
-    await group.call("begin", str(before), False)
+    await group.call("save", str(before))
     bytes_before = {path.name: path.read_bytes() for path in before.iterdir()}
     for number, name in enumerate(MOMENTS):
         killed, after = pipes[2 + 2 * number : 4 + 2 * number], tmp_path / f"after{number}"
@@ -280,7 +290,7 @@ async def test_killed_at_any_moment_there_is_no_checkpoint_and_the_one_before_is
         doomed = await start(killed, model)
         pids = await doomed.call("pid")
         for pipe in killed:
-            pipe.send(("begin", (str(after), False)))
+            pipe.send(("save", (str(after),)))
         # This opens when the processes come to write that file.
         with (after / name).open("rb"):
             for pid in pids:
@@ -288,7 +298,7 @@ async def test_killed_at_any_moment_there_is_no_checkpoint_and_the_one_before_is
         for pipe in killed:
             with pytest.raises((EOFError, ConnectionResetError)):
                 pipe.recv()
-        assert not sharded.is_complete(after)
+        assert not is_complete(after)
         for said in await group.call("fails", "load", str(after)):
             assert "holds no complete checkpoint" in said
         assert {path.name: path.read_bytes() for path in before.iterdir()} == bytes_before
@@ -306,7 +316,7 @@ async def test_damage_is_one_sentence_that_names_the_file(
 ) -> None:
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     group = await start(pipes[:2], model)
-    await group.call("begin", str(whole), False)
+    await group.call("save", str(whole))
     names = {path.name for path in whole.iterdir()}
     shards = {f"__{rank}_0.distcp" for rank in range(2)} | {f"rng_{rank:05}.npz" for rank in range(2)}
     assert names == shards | {".metadata", "common.pt", "metadata.json", "complete.json"}
@@ -337,7 +347,7 @@ async def _each(group: HostedGroup, *calls: tuple[Any, ...]) -> list[Any]:
 
 async def test_another_model_is_one_sentence(pipes: list[Connection], model: str, tmp_path: Path) -> None:
     group = await start(pipes[:2], model)
-    await group.call("begin", str(tmp_path / "tied"), False)
+    await group.call("save", str(tmp_path / "tied"))
     shallow = reference.make_model(reference.tiny_config(layers=2), tmp_path / "shallow")
     untied = str(reference.make_model(reference.tiny_config(tied=False), tmp_path / "model"))
     group = await start(pipes[:2], str(shallow))
@@ -348,7 +358,7 @@ async def test_another_model_is_one_sentence(pipes: list[Connection], model: str
     group = await start(pipes[:2], untied)
     (said, _) = await group.call("fails", "load", str(tmp_path / "tied"))
     assert "output_layer.weight" in said
-    await group.call("begin", str(tmp_path / "untied"), False)
+    await group.call("save", str(tmp_path / "untied"))
     # What would be left over is not left unsaid.
     group = await start(pipes[:2], model)
     (said, _) = await group.call("fails", "load", str(tmp_path / "untied"))
@@ -371,7 +381,7 @@ async def test_random_generators_go_on_in_the_same_layout_alone(
     group = await start(pipes[:2], model, TP2)
     fresh = await group.call("draw")
     group = await start(pipes[:2], model, TP2)
-    assert [loaded.generators for loaded in await group.call("load", folder)] == [False, False]
+    assert await group.call("load", folder) == [False, False]
     again = await group.call("draw")
     # Megatron's are seeded by whoever starts a group, the others belong to the process.
     assert [one[0] for one in again] == [one[0] for one in fresh]
@@ -389,11 +399,11 @@ async def test_the_driver_saves_and_loads_the_processes_of_a_run(
         group = ActorGroup(workers, Dealer(DP2, 2, 64, 0, False), tracer)  # type: ignore[arg-type]
         group.step = 7
         folder = tmp_path / kind
-        await group.begin_save(folder, {"kind": kind}, background=True)
-        await group.finish_save()
-        assert not await group.saving()
-        assert sharded.is_complete(folder)
-        assert await group.load(folder) == Loaded({"kind": kind}, generators=True)
+        await group.checkpoints.begin_save(folder)
+        await group.checkpoints.finish_save()
+        assert not await group.checkpoints.saving()
+        assert is_complete(folder)
+        assert await group.checkpoints.load(folder)
         spans = {span.name: span.args for span in tracer.drain()}
         assert list(spans) == ["checkpoint.stage", "checkpoint.finish", "checkpoint.load"]
         assert all(args["step"] == 7 for args in spans.values())
@@ -403,7 +413,6 @@ async def test_the_driver_saves_and_loads_the_processes_of_a_run(
 
 
 def test_copies_are_the_tensors_and_not_their_memory() -> None:
-    host = HostCopy()
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     tensors: list[Tensor] = [
         base.t(),
@@ -414,13 +423,11 @@ def test_copies_are_the_tensors_and_not_their_memory() -> None:
         torch.tensor([True, False, True]),
     ]
     expected = [tensor.detach().clone() for tensor in tensors]
-    copies = host.take(tensors)
+    copies = host_copies(tensors)
     base.zero_()
     for copy, tensor in zip(copies, expected, strict=True):
         assert copy.dtype == tensor.dtype
         assert torch.equal(copy, tensor)
         assert copy.is_contiguous()
         assert not copy.requires_grad
-    host.release()
-    (again,) = host.take([torch.ones(3)])
-    assert again.tolist() == [1.0, 1.0, 1.0]
+    assert host_copies([]) == []

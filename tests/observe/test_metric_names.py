@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rlsys
 from rlsys.agent.trajectory import Action, Turn
@@ -21,6 +22,8 @@ from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss
 from rlsys.algorithms.values import ValueLoss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RunConfig, TrackingConfig
+from rlsys.evaluation.evaluate import Answered, Evaluation
+from rlsys.evaluation.scores import scores_of
 from rlsys.groups.megatron import ActorGroup, CriticGroup
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
@@ -32,8 +35,9 @@ from tests.pipeline.build import question, rewarded, trajectory
 SOURCE = Path(rlsys.__file__).parent
 DOCUMENT = SOURCE.parent / "docs/metrics.md"
 KEY = re.compile(r"[a-z]+(/[a-z0-9_*]+)+")
-NOT_METRICS = ("search", "config", "cli")
-"""Packages whose dictionaries have other keys with a slash."""
+NOT_METRICS = ("search", "config", "cli", "evaluation")
+"""Packages whose dictionaries have other keys with a slash; figures of an evaluation get the first part of their name
+from the record."""
 SPANS = {
     "rollout": "rollout.group",
     "driver": "sync.transfer",
@@ -50,13 +54,14 @@ def documented() -> set[str]:
         for name in re.findall(r"`([^`]+)`", row):
             head, brace, rest = name.partition("{")
             ends = rest.rstrip("}").split(",") if brace else [""]
-            names |= {re.sub(r"<\w+>", "*", head + end) for end in ends}
+            names |= {re.sub(r"<[\w ]+>", "*", head + end) for end in ends}
     return names
 
 
 def covers(name: str, key: str) -> bool:
-    """Whether a documented name stands for `key`."""
-    return re.fullmatch(re.escape(name).replace(r"\*", "[^/]+"), key) is not None
+    """Whether a documented name stands for `key`: a star is one part of it, dots are any."""
+    pattern = re.escape(name).replace(r"\*", "[^/]+").replace(r"\.\.\.", ".+")
+    return re.fullmatch(pattern, key) is not None
 
 
 def in_source() -> set[str]:
@@ -116,6 +121,27 @@ def full_group() -> Group:
     return Group(question(1), (full, full))
 
 
+def asked(step: int) -> Evaluation:
+    """An evaluation that has every figure: two data sources, of which one says its hops."""
+    questions = (
+        replace(question(1), data_source="nq"),
+        replace(question(2), data_source="hotpotqa", extra={"hops": 2}),
+    )
+    return Evaluation(
+        step, tuple(Answered(one, trajectory(), scores_of("yes", ("yes",))) for one in questions)
+    )
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> set[str]:
+    """What trackers get of evaluations."""
+    record = RunRecord(RunConfig(tracking=TrackingConfig(wandb=False)), tmp_path, Progress())
+    record.evaluation(asked(1))
+    record.reference_evaluation(asked(1))
+    record.close()
+    return {*EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]}
+
+
 @pytest.fixture
 def row(tmp_path: Path) -> Mapping[str, float]:
     """A row of a run that has everything."""
@@ -135,17 +161,17 @@ def row(tmp_path: Path) -> Mapping[str, float]:
     return {key: value for key, value in found.items() if key not in ("step", "time")}
 
 
-def test_everything_that_is_logged_is_documented(row: Mapping[str, float]) -> None:
+def test_everything_that_is_logged_is_documented(row: Mapping[str, float], shown: set[str]) -> None:
     names = documented()
-    assert {key for key in row if not any(covers(name, key) for name in names)} == set()
+    assert {key for key in {*row, *shown} if not any(covers(name, key) for name in names)} == set()
     fixed = {key for key in in_source() if "*" not in key}
     assert fixed - names == set()
 
 
-def test_everything_documented_is_logged(row: Mapping[str, float]) -> None:
-    known = in_source()
+def test_everything_documented_is_logged(row: Mapping[str, float], shown: set[str]) -> None:
+    known, logged = in_source(), {*row, *shown}
     unknown = {
-        name for name in documented() if name not in known and not any(covers(name, key) for key in row)
+        name for name in documented() if name not in known and not any(covers(name, key) for key in logged)
     }
     assert unknown == set()
 
