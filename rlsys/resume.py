@@ -30,8 +30,8 @@ from rlsys.config.differences import differences
 from rlsys.config.schema import RunConfig
 from rlsys.data.source import SourceState
 from rlsys.errors import RunError, UserError
-from rlsys.observe.environment import changes, environment, sha256_of
-from rlsys.observe.files import write_atomically
+from rlsys.observe.environment import changes, environment
+from rlsys.observe.files import sha256_of, write_atomically
 from rlsys.pipeline.flow import FlowState
 from rlsys.record import EVALUATIONS, METRICS, PROMPTS, History, new_run_dir
 

@@ -1,63 +1,41 @@
-"""A session: everything that a run needs, started in order and ended in the reverse order.
-
-Search server, Ray, the groups, rewards, data and the run's folder. On the way out, whatever the reason,
-every process that the session started is ended and everything known is on disk.
-"""
+"""What the driver works with: the groups of a run, and what is done with them between and within steps."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from transformers import AutoTokenizer
-
-from rlsys.agent.trajectory import Trajectory
-from rlsys.algorithms.kl_control import KlController, kl_control
-from rlsys.checkpoint.store import CheckpointStore, Keep
-from rlsys.cluster.worker_group import WorkerGroup
+from rlsys.algorithms.kl_control import KlController
 from rlsys.config.derived import moves_reference
-from rlsys.config.schema import Mode, Packing, RunConfig
+from rlsys.config.schema import Mode, RunConfig
 from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
 from rlsys.data.source import PromptSource
 from rlsys.errors import root_cause
 from rlsys.evaluation.evaluate import Ask, Evaluation, evaluate
-from rlsys.evaluation.heldout import heldout_questions, heldout_score
-from rlsys.groups.dealer import Dealer, flops_of
-from rlsys.groups.launch import STOP_TIMEOUT_S, build_groups, started_groups
+from rlsys.evaluation.heldout import heldout_score
 from rlsys.groups.megatron import (
     ActorGroup,
-    CriticGroup,
     EngineLogprobs,
     InferenceGroup,
     TrainedGroup,
-    WithValues,
 )
-from rlsys.groups.residence import Member, Residence, Tenant
+from rlsys.groups.residence import Residence
 from rlsys.groups.rollout import RolloutGroup
-from rlsys.groups.weight_sync import Receiver, WeightSync
-from rlsys.observe.environment import sha256_of
-from rlsys.observe.progress import Progress
-from rlsys.observe.spans import Tracer
-from rlsys.observe.utilisation import peak_flops
-from rlsys.pipeline.flow import Flow, Handlers
+from rlsys.groups.weight_sync import WeightSync
+from rlsys.pipeline.flow import Flow
 from rlsys.pipeline.group import Group
-from rlsys.pipeline.grouping import finish, mean_kl, reward_group
+from rlsys.pipeline.grouping import mean_kl
 from rlsys.pipeline.learn import MiniBatches
 from rlsys.pipeline.ledger import Reason
-from rlsys.pipeline.masks import MaskOf, trained_tokens, value_mask
 from rlsys.pipeline.routing import NoneSetAside
-from rlsys.pipeline.schedule import bites, is_on_policy, learning, make_ledger, mini_batches
+from rlsys.pipeline.schedule import learning
 from rlsys.record import RunRecord
-from rlsys.resume import CHECKPOINTS, Origin, RunState, write_state
+from rlsys.resume import Origin, RunState, write_state
 from rlsys.reward.reward import Rewards
 from rlsys.saving import Saver, Saves
-from rlsys.search.serving import Serving, serving
-from rlsys.weights.families import read_architecture
+from rlsys.search.serving import Serving
 
 _log = logging.getLogger(__name__)
 
@@ -240,178 +218,18 @@ class Session:
 
     async def _ask(self, step: int, ask: Ask, concurrency: int) -> Evaluation:
         await self.search.require()
-        settings, say = self.config.eval, self.record.say("rollout")
         return await evaluate(
             self.heldout,
             ask,
             concurrency,
             step,
-            say,
-            heldout_score(self.config),
-            settings.samples,
-            settings.temperature,
+            say=self.record.say("rollout"),
+            score=heldout_score(self.config),
+            samples=self.config.eval.samples,
+            temperature=self.config.eval.temperature,
         )
 
     def _count_to(self, step: int) -> None:
         self.rollout.step = self.devices.step = step
         for group in (self.inference, *self.trained.values()):
             group.step = step
-
-
-@asynccontextmanager
-async def open_session(
-    config: RunConfig, run_dir: Path, origin: Origin | None = None
-) -> AsyncIterator[Session]:
-    """Start everything, as it was at `origin`; what was started is ended on the way out, also after a failure."""
-    state = origin.state if origin else None
-    questions_sha256 = sha256_of(Path(config.task.train_path))
-    questions = read_questions(config.task.train_path)
-    prompts = PromptSource(questions, config.trainer.seed, state.prompts if state else None)
-    heldout = heldout_questions(config)
-    async with AsyncExitStack() as stack:
-        progress = stack.enter_context(Progress())
-        progress.update(step=0, steps=config.trainer.steps)
-        cost = flops_of(read_architecture(config.model.path))
-        record = RunRecord(config, run_dir, progress, cost, origin.history if origin else None)
-        stack.callback(record.close)
-        rewards = Rewards(config.reward, config.task, config.compat)
-        stack.push_async_callback(rewards.close)
-        search = stack.enter_context(serving(config.search, config.cluster.threads, run_dir / "logs"))
-        if not search.started:
-            await search.require()
-        groups = await stack.enter_async_context(started_groups(config, run_dir / "logs"))
-        run = _assemble(
-            replace(config, search=search.search),
-            run_dir,
-            record,
-            rewards,
-            prompts,
-            heldout,
-            groups,
-            search,
-            origin,
-            questions_sha256,
-        )
-        done = state.step if state else 0
-        await build_groups(run.config, groups, run.devices, {name: record.say(name) for name in groups}, done)
-        await asyncio.to_thread(search.wait_healthy)
-        record.actor_peak = peak_flops(await run.actor.device_names())
-        stack.callback(run.sync.close)
-        await run.sync.open()
-        if origin:
-            await run.load(origin)
-        yield run
-        await run.rollout.stop(STOP_TIMEOUT_S)
-
-
-def _assemble(
-    config: RunConfig,
-    run_dir: Path,
-    record: RunRecord,
-    rewards: Rewards,
-    prompts: PromptSource,
-    heldout: Sequence[Question],
-    groups: Mapping[str, WorkerGroup],
-    search: Serving,
-    origin: Origin | None,
-    questions_sha256: str,
-) -> Session:
-    """The session of groups whose workers are yet to be built."""
-    driver, state = record.tracers["driver"], origin.state if origin else None
-    rollout = RolloutGroup(groups["rollout"], config, record.tracers["rollout"])
-    inference, trained = _megatron(config, record, groups)
-    at_once: list[Receiver] = []
-    members: dict[str, Member] = {"rollout": Tenant(rollout.sleep, rollout.wake)}
-    members |= {name: Tenant(group.offload, group.restore) for name, group in trained.items()}
-    if isinstance(inference, InferenceGroup):
-        at_once.append(inference)
-        members["inference"] = Tenant(inference.offload, inference.restore)
-    devices = Residence(members if config.cluster.mode is Mode.collocated else {}, driver)
-    critic = trained.get("critic")
-    scorer = WithValues(inference, critic) if isinstance(critic, CriticGroup) else inference
-    kl = kl_control(config.algorithm)
-    if state:
-        kl.restore(state.kl)
-    handlers = _handlers(config, rewards, kl, driver)
-    return Session(
-        config=config,
-        record=record,
-        search=search,
-        prompts=prompts,
-        heldout=heldout,
-        rollout=rollout,
-        inference=inference,
-        trained=trained,
-        sync=WeightSync(groups["actor"], [rollout], config.cluster, run_dir, driver, at_once),
-        devices=devices,
-        rewards=rewards,
-        kl=kl,
-        flow=Flow(
-            make_ledger(config),
-            prompts,
-            rollout,
-            scorer,
-            handlers,
-            bites(config),
-            devices,
-            record.say,
-            state.pipeline if state else None,
-        ),
-        cut=mini_batches(config),
-        on_policy=is_on_policy(config),
-        saver=_saver(config, run_dir, record, devices, origin),
-        questions_sha256=questions_sha256,
-    )
-
-
-def _saver(
-    config: RunConfig, run_dir: Path, record: RunRecord, devices: Residence, origin: Origin | None
-) -> Saver:
-    settings = config.checkpoint
-    keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
-    store = CheckpointStore(run_dir / CHECKPOINTS)
-    newest = origin.checkpoint.folder if origin else None
-    return Saver(store, keep, record.em_of, devices.need, settings.background, newest)
-
-
-def _megatron(
-    config: RunConfig, record: RunRecord, groups: Mapping[str, WorkerGroup]
-) -> tuple[InferenceGroup | EngineLogprobs, dict[str, TrainedGroup]]:
-    """Who scores, and who learns."""
-    inference: InferenceGroup | EngineLogprobs = EngineLogprobs()
-    if "inference" in groups:
-        dealer = _dealer(config, "inference", groups)
-        inference = InferenceGroup(groups["inference"], dealer, record.tracers["inference"])
-    trained: dict[str, TrainedGroup] = {
-        "actor": ActorGroup(groups["actor"], _dealer(config, "actor", groups), record.tracers["actor"])
-    }
-    if "critic" in groups:
-        dealer = _dealer(config, "critic", groups, value_mask(config.compat))
-        trained["critic"] = CriticGroup(groups["critic"], dealer, record.tracers["critic"])
-    return inference, trained
-
-
-def _handlers(config: RunConfig, rewards: Rewards, kl: KlController, tracer: Tracer) -> Handlers:
-    mask_of = value_mask(config.compat)
-
-    async def reward(question: Question, trajectories: Sequence[Trajectory]) -> Group:
-        with tracer.span("reward.score", question=question.uid):
-            return await reward_group(question, trajectories, rewards)
-
-    return Handlers(reward, lambda group: finish(group, config.algorithm, kl.coef, mask_of))
-
-
-def _dealer(
-    config: RunConfig, name: str, groups: Mapping[str, WorkerGroup], mask_of: MaskOf = trained_tokens
-) -> Dealer:
-    settings = config.actor if name == "actor" else config.critic if name == "critic" else config.inference
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    return Dealer(
-        settings.parallel,
-        len(groups[name].ranks),
-        settings.micro_batch_tokens,
-        tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        settings.packing is Packing.packed,
-        flops_of(read_architecture(config.model.path)),
-        mask_of,
-    )

@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from rlsys.assembly import open_session
 from rlsys.config.guards import GuardAction
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError
@@ -20,7 +21,7 @@ from rlsys.observe.summary import write_summary
 from rlsys.pipeline.group import Group
 from rlsys.pipeline.learn import learn
 from rlsys.resume import Origin
-from rlsys.session import Session, open_session
+from rlsys.session import Session
 
 Opener = Callable[[RunConfig, Path, Origin | None], AbstractAsyncContextManager[Session]]
 

@@ -51,7 +51,7 @@ from rlsys.data.source import PromptSource
 from rlsys.groups.megatron import Checkpoints, InferenceGroup, TrainedGroup, launch_megatron
 from rlsys.groups.residence import Residence
 from rlsys.groups.weight_sync import WeightSync
-from rlsys.observe.environment import sha256_of
+from rlsys.observe.files import sha256_of
 from rlsys.observe.progress import Progress
 from rlsys.pipeline.flow import Flow, Handlers
 from rlsys.pipeline.group import Sample, Scores

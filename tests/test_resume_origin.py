@@ -22,7 +22,8 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import CheckpointConfig, RunConfig, TaskConfig, TrainerConfig
 from rlsys.data.source import SourceState
 from rlsys.errors import UserError
-from rlsys.observe.environment import environment, sha256_of
+from rlsys.observe.environment import environment
+from rlsys.observe.files import sha256_of
 from rlsys.observe.guards import GuardsState
 from rlsys.pipeline.ledger import Ledger
 from rlsys.record import History

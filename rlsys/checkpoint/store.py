@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.errors import UserError
-from rlsys.observe.environment import sha256_of
+from rlsys.observe.files import sha256_of
 
 MANIFEST = "manifest.json"
 _SMALL_BYTES = 1024 * 1024

@@ -21,7 +21,7 @@ from rlsys.data.question import Question
 from rlsys.data.rows import question_of, read_rows
 from rlsys.data.template import search_prompt
 from rlsys.errors import UserError
-from rlsys.observe.files import write_atomically
+from rlsys.observe.files import sha256_of, write_atomically
 
 QUESTION_FIELDS = ("question", "query", "problem")
 ANSWER_FIELDS = ("golden_answers", "answers", "answer", "solutions", "target")
@@ -89,7 +89,7 @@ def _prepare(
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
-    origin = [{"file": str(source), "sha256": _sha256(source)} for source in sources]
+    origin = [{"file": str(source), "sha256": sha256_of(source)} for source in sources]
     record = {"rows": rows, "sha256": sha256, "from": origin}
     write_atomically(out.with_name(f"{out.name}.json"), json.dumps(record, indent=2) + "\n")
     return Prepared(out, rows, sha256)
@@ -206,8 +206,3 @@ def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
             raise UserError(
                 f"{source}, line {table.line_num} is no {source.suffix[1:]} ({problem}): mend it."
             ) from problem
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,7 +6,6 @@ that are known lie in `answers.partial.jsonl`, in the order in which they came.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from rlsys.evaluation.sets import Source
 from rlsys.evaluation.summary import SetFigures, average, summarise
 from rlsys.evaluation.wanted import Wanted
 from rlsys.observe.environment import environment
-from rlsys.observe.files import json_safe, write_atomically
+from rlsys.observe.files import json_safe, sha256_of, write_atomically
 
 RESULTS, ANSWERS, PAGE = "results.json", "answers.jsonl", "samples.html"
 PARTIAL = "answers.partial.jsonl"
@@ -90,6 +89,4 @@ def noting(out: Path) -> Iterator[Callable[[Answered], None]]:
 
 def _described(source: Source) -> dict[str, str]:
     """A file of questions, so that it can be told from another."""
-    with source.path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"set": source.label, "path": str(source.path), "sha256": digest}
+    return {"set": source.label, "path": str(source.path), "sha256": sha256_of(source.path)}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import socket
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 PACKAGES = (
     "rlsys",
@@ -35,12 +33,6 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Packages with another version than before, a phrase each."""
     names = [name for name in PACKAGES if before.get(name) != now.get(name)]
     return [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
-
-
-def sha256_of(path: str | Path) -> str:
-    """SHA-256 of the file at `path`, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _version(name: str) -> str | None:

@@ -1,7 +1,8 @@
-"""How the run's small files are written: whole or not at all, and as JSON that every reader accepts."""
+"""How small files are written: whole or not at all, and as JSON that every reader accepts; and what a file holds."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Mapping
@@ -21,6 +22,12 @@ def write_atomically(path: Path, text: str) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def sha256_of(path: str | Path) -> str:
+    """SHA-256 of the file at `path`, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_safe(value: Any) -> Any:
