@@ -12,21 +12,18 @@ complete; nothing is deleted that no conversion made.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from rlsys.claim import LOCK, working_folder
 from rlsys.errors import UserError
 
-_LOCK, _JOURNAL, _FOLDER = "lock", "journal.json", "folder"
-_ATTEMPTS = 100
-"""To lock what others remove as they end; where nothing can ever be, all of them fail."""
+_JOURNAL, _FOLDER = "journal.json", "folder"
 
 
 class Draft:
@@ -112,24 +109,21 @@ def claim(out: Path) -> Iterator[Draft]:
 
     Raises UserError if `out` is there already, nothing can be there, or another process converts to it.
     """
-    try:
-        _refuse(out)
+    with ExitStack() as stack:
         home = out.with_name(f".{out.name}.partial")
-        _refuse_strange(home)
-        lock = _lock(home)
-    except OSError as error:
-        raise UserError(f"Nothing can be written to {out} ({error.strerror}); give another folder.") from None
-    draft = Draft(out, home)
-    try:
+        try:
+            _refuse(out)
+            _refuse_strange(home)
+            stack.enter_context(working_folder(home))
+        except BlockingIOError:
+            raise UserError(f"Another process converts in {home}; wait for it, or end it.") from None
+        except OSError as error:
+            raise UserError(
+                f"Nothing can be written to {out} ({error.strerror}); give another folder."
+            ) from None
+        draft = Draft(out, home)
+        stack.callback(draft.abandon)
         yield draft
-    finally:
-        draft.abandon()
-        if [path.name for path in home.iterdir()] == [_LOCK]:
-            # Who opened this lock meanwhile sees that it is gone and begins anew.
-            (home / _LOCK).unlink()
-            with suppress(OSError):
-                home.rmdir()
-        lock.close()
 
 
 def _refuse(out: Path) -> None:
@@ -140,21 +134,5 @@ def _refuse(out: Path) -> None:
 def _refuse_strange(home: Path) -> None:
     found = {path.name for path in home.iterdir()} if home.is_dir() else set()
     # A conversion writes the journal before it makes the folder, and renames the folder before the journal goes.
-    if found - {_LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
+    if found - {LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
         raise UserError(f"{home} was not made by a conversion; move it away, or give another folder.")
-
-
-def _lock(home: Path) -> TextIO:
-    for _ in range(_ATTEMPTS):
-        with suppress(FileNotFoundError):
-            home.mkdir(parents=True, exist_ok=True)
-            file = (home / _LOCK).open("a")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(file.fileno()), (home / _LOCK).stat()):
-                    return file
-            except BlockingIOError:
-                file.close()
-                raise UserError(f"Another process converts in {home}; wait for it, or end it.") from None
-            file.close()
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(home))

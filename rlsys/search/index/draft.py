@@ -12,18 +12,15 @@ was at `out`, or its successor, there or in the draft, and the next build puts i
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
+from rlsys.claim import LOCK, working_folder
 from rlsys.errors import UserError
 from rlsys.search.index.manifest import MANIFEST_FILE
-
-_LOCK = "lock"
 
 
 class Draft:
@@ -64,11 +61,16 @@ class Draft:
         _sync(self._out.parent)
         self._empty()
 
+    def close(self) -> None:
+        """Leave no folder behind in which nothing was built."""
+        with suppress(OSError):
+            self.folder.rmdir()
+
     def _empty(self) -> None:
         for path in self.home.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != _LOCK:
+            elif path.name != LOCK:
                 path.unlink()
 
 
@@ -78,48 +80,19 @@ def claim_draft(out: Path) -> Iterator[Draft]:
 
     Raises UserError if another process builds there.
     """
-    home = out.with_name(f".{out.name}.building")
-    lock = _lock(home)
-    draft = Draft(out, home)
-    try:
+    with ExitStack() as stack:
+        home = out.with_name(f".{out.name}.building")
+        try:
+            stack.enter_context(working_folder(home))
+        except BlockingIOError:
+            raise UserError(f"another process builds an index in {home}: wait for it, or end it") from None
+        except OSError as error:
+            raise UserError(f"an index cannot be built at {home} ({error}): choose another place") from None
+        draft = Draft(out, home)
+        stack.callback(draft.close)
         draft.recover()
         draft.folder.mkdir(exist_ok=True)
         yield draft
-    finally:
-        with suppress(OSError):
-            draft.folder.rmdir()
-        if [path.name for path in home.iterdir()] == [_LOCK]:
-            # Who opened this lock meanwhile sees that it is gone and begins anew, with a folder of his own.
-            (home / _LOCK).unlink()
-            with suppress(OSError):
-                home.rmdir()
-        lock.close()
-
-
-def _lock(home: Path) -> TextIO:
-    while True:
-        with suppress(FileNotFoundError):
-            file = _open_lock(home)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(file.fileno()), (home / _LOCK).stat()):
-                    return file
-            except BlockingIOError:
-                file.close()
-                raise UserError(
-                    f"another process builds an index in {home}: wait for it, or end it"
-                ) from None
-            file.close()
-
-
-def _open_lock(home: Path) -> TextIO:
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        return (home / _LOCK).open("a")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UserError(f"an index cannot be built at {home} ({error}): choose another place") from None
 
 
 def _sync(path: Path) -> None:
