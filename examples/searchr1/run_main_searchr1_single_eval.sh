@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Evaluate a model; see the usage below.
+# Also where it is started by a plain sh.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 
 usage() {
@@ -47,6 +49,12 @@ file_from_here() {
     if [[ -f $1 ]]; then from_here "$1"; else printf '%s\n' "$1"; fi
 }
 
+helps=
+for word in "$@"; do
+    if [[ $word == -h || $word == --help ]]; then helps=yes; fi
+done
+if [[ -n $helps ]]; then usage; fi
+
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 : "${PYTHON:=python3}"
 if [[ $PYTHON == */* ]]; then
@@ -54,6 +62,11 @@ if [[ $PYTHON == */* ]]; then
 fi
 (cd -- "$root" && "$PYTHON" -c 'import hydra, rich, typer, rlsys' 2>/dev/null) ||
     fail "PYTHON=$PYTHON lacks what rlsys needs: activate its environment, or set PYTHON to its interpreter"
+
+if [[ -n $helps ]]; then
+    cd -- "$root"
+    exec "$PYTHON" -m rlsys.cli.main eval --help
+fi
 
 config=searchr1_qwen2.5_3b_1node
 if [[ $# -gt 0 && $1 != -* && $1 != *=* ]]; then
@@ -71,13 +84,6 @@ fi
 arguments=()
 flag=
 for word in "$@"; do
-    case $word in
-        -h | --help)
-            usage
-            cd -- "$root"
-            exec "$PYTHON" -m rlsys.cli.main eval --help
-            ;;
-    esac
     case $flag in
         --out) [[ $word == /* ]] || word=$PWD/$word ;;
         --data) word=$(file_from_here "$word") ;;

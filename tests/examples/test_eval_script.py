@@ -43,6 +43,15 @@ def test_help_says_how_it_is_used(tmp_path: Path) -> None:
     assert "--baseline" in done.stdout
 
 
+def test_help_needs_no_environment_and_no_bash(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", str(SCRIPT), "--help"], cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "PYTHON": "/bin/false"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "run_main_searchr1_single_eval.sh [CONFIG]" in done.stdout
+    assert done.stderr.startswith("PYTHON=/bin/false lacks what rlsys needs")
+
+
 def test_all_that_is_missing_is_said_in_one_go(tmp_path: Path) -> None:
     done = run(
         "searchr1_tiny_cpu",
