@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +35,7 @@ from rlsys.observe.spans import Tracer
 from rlsys.pipeline.flow import Flow, Handlers
 from rlsys.pipeline.group import Group, Sample, Scores
 from rlsys.pipeline.grouping import finish, reward_group
+from rlsys.pipeline.ledger import Ended
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
 from rlsys.pipeline.workers import Say
@@ -97,6 +98,9 @@ class Outcome:
         self.trained.append([group.question.uid for group in groups])
         self.updates += updates
         return []
+
+    def prompts(self, _: int, _ended: Iterable[Ended]) -> None:
+        """See `RunRecord`."""
 
     def say(self, _: str) -> Say:
         """See `RunRecord`."""
@@ -278,6 +282,7 @@ def _session(
         "search": NoSearch(),
         "rollout": rollout,
         "inference": takes,
+        "saver": None,
         "trained": {"actor": learner(groups["actor"], dealers["actor"], tracer, pauses, seen)},
     }
     return Session(
@@ -290,6 +295,7 @@ def _session(
         kl=kl,
         flow=Flow(make_ledger(config), prompts, rollout, scorer, handlers, bites(config), devices, seen.say),
         cut=mini_batches(config),
+        questions_sha256="",
         on_policy=is_on_policy(config),
         **stand_ins,
     )
