@@ -22,21 +22,11 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.errors import RunError
 from tests.agent.bpe import build_tokenizer
+from tests.agent.found import Hit, Result
 
 CODECS = [Codec(build_tokenizer(words=words)) for words in (True, False)]
 QUESTION = Question(uid="q", prompt="Who? 東京\n", answers=("a",))
 DRAWN = TurnSampling(temperature=1.0, stop=("</search>", "</answer>"))
-
-
-@dataclass(frozen=True)
-class Hit:
-    contents: str
-
-
-@dataclass(frozen=True)
-class Result:
-    passages: Sequence[Hit] = ()
-    error: str = ""
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,21 +17,11 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.errors import UserError
 from tests.agent.bpe import build_tokenizer
+from tests.agent.found import Hit, Result
 
 CODEC = Codec(build_tokenizer(words=True))
 QUESTION = Question(uid="q", prompt="Who? 東京\n", answers=("a",))
 GREEDY = TurnSampling(temperature=0.0, stop=("</search>", "</answer>"))
-
-
-@dataclass(frozen=True)
-class Hit:
-    contents: str
-
-
-@dataclass(frozen=True)
-class Result:
-    passages: Sequence[Hit] = ()
-    error: str = ""
 
 
 @dataclass

@@ -133,6 +133,16 @@ def test_pruning_leaves_what_the_policy_keeps_and_all_that_is_not_ours(tmp_path:
     assert (tmp_path / "global_step_3_copy").is_dir()
 
 
+def test_one_whose_score_is_still_to_come_may_be_the_best(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step)
+    store.prune(Keep(last=1, every=None, best=True), {1: 0.5}.get, {2})
+    assert [one.step for one in store.saved()] == [1, 2, 3]
+    store.prune(Keep(last=1, every=None, best=True), {1: 0.5, 2: 0.9}.get)
+    assert [one.step for one in store.saved()] == [2, 3]
+
+
 @given(
     steps=st.sets(st.integers(1, 60), min_size=1),
     last=st.none() | st.integers(1, 5),
