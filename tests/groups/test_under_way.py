@@ -49,6 +49,20 @@ def test_engines_tell_of_what_runs_and_what_waits_keeps_what_it_had() -> None:
     run_virtually(story())
 
 
+def test_a_resumed_run_that_asks_for_fewer_leaves_the_rest_of_what_was_begun() -> None:
+    async def story() -> None:
+        engines = Engines(1, taking(run_group=10))
+        group, _ = make(engines)
+        begun = ended(1, SAMPLES - 1, SAMPLES, SAMPLES + 3)
+        asked = asyncio.ensure_future(group.run_group(question(1), 7, begun))
+        await settle()
+        (_, _, _, given) = _group_of(engines, engines.starts["q:1"][0][0], "q:1")
+        assert [one.sample for one in given] == [SAMPLES - 1]
+        await asked
+
+    run_virtually(story())
+
+
 def test_an_engine_that_dies_or_does_not_answer_costs_only_what_was_begun_on_it() -> None:
     async def story() -> None:
         engines = Engines(3, taking(run_group=200))

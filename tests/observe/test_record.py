@@ -229,6 +229,8 @@ def test_evaluations_up_to_the_checkpoint_count(tmp_path: Path) -> None:
         run.record.evaluation(evaluation(step, em))
     resumed = Run(tmp_path, history=replace(run.record.history(3), step=3))
     assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
+    left = sorted(path.stem for path in (tmp_path / "evaluations").glob("*.json"))
+    assert left == ["step_000000", "step_000002", "step_000003"], "later ones are done again, or never"
     resumed.record.evaluation(evaluation(4, 0.0))
     assert resumed.record.em_of(4) == 0.0
 
