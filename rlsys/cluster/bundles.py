@@ -2,7 +2,8 @@
 
 A bundle is what one machine reserves as a whole. Ranks that one process holds together are in one bundle,
 and so are all processes that hold one of its ranks; ranks that nothing ties together are apart. Bundles
-stand in the order of their lowest ranks, so groups lie on a cluster as the placement says.
+stand in the order of their lowest ranks, so groups lie on a cluster as the placement says. On a cluster of several
+machines of known size a bundle is all that is held of one machine: what the placement puts side by side is.
 
 Ray gives a process a share of one device of the bundle, of its own choice: right where the bundle has one
 device, wrong where it has several that are shared, since two processes may then land on the same one. The
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import floor
 
 Ranks = tuple[int, ...]
@@ -40,14 +42,20 @@ class Seating:
 
     sizes: tuple[int, ...]
     """Devices of each bundle."""
+    machines: tuple[int, ...] | None
+    """Number of each bundle's machine, which no other bundle is on; None where any machine may have it."""
     seats: Mapping[str, tuple[Seat, ...]]
 
 
-def plan_bundles(holdings: Mapping[str, Sequence[Ranks]]) -> Seating:
-    """Seats for processes that hold the device ranks `holdings[group][process]`, shared or not."""
+def plan_bundles(holdings: Mapping[str, Sequence[Ranks]], per_machine: int | None = None) -> Seating:
+    """Seats for processes that hold the device ranks `holdings[group][process]`, shared or not.
+
+    With `per_machine` devices, ranks 0 to `per_machine` - 1 are the first machine's, and so on; what one process
+    holds must lie on one machine then.
+    """
     held = [ranks for processes in holdings.values() for ranks in processes]
     holders = Counter(rank for ranks in held for rank in ranks)
-    bundles = _tied_together(held)
+    bundles = _tied_together(held) if per_machine is None else _by_machine(holders, per_machine)
     bundle_of = {rank: number for number, ranks in enumerate(bundles) for rank in ranks}
 
     def seat(ranks: Ranks) -> Seat:
@@ -64,8 +72,14 @@ def plan_bundles(holdings: Mapping[str, Sequence[Ranks]]) -> Seating:
 
     return Seating(
         sizes=tuple(map(len, bundles)),
+        machines=None if per_machine is None else tuple(ranks[0] // per_machine for ranks in bundles),
         seats={group: tuple(map(seat, processes)) for group, processes in holdings.items()},
     )
+
+
+def _by_machine(ranks: Iterable[int], per_machine: int) -> list[Ranks]:
+    """The ranks of each machine that has any; in order."""
+    return [tuple(here) for _, here in groupby(sorted(ranks), lambda rank: rank // per_machine)]
 
 
 def _tied_together(held: Iterable[Ranks]) -> list[Ranks]:

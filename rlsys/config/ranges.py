@@ -27,6 +27,7 @@ NOT_NEGATIVE = Bound(lambda value: value >= 0, "must not be negative")
 SHARE = Bound(lambda value: 0 <= value <= 1, "must be from 0 to 1")
 PART = Bound(lambda value: 0 < value < 1, "must be above 0 and below 1")
 DECAY = Bound(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+PORT = Bound(lambda value: 1 <= value <= 65535, "must be from 1 to 65535")
 NUCLEUS = Bound(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 ABOVE_ONE = Bound(lambda value: value > 1, "must be above 1")
 TOP_K = Bound(lambda value: value == -1 or value >= 1, "must be at least 1, or -1 for the whole vocabulary")
@@ -123,6 +124,10 @@ BOUNDS: dict[str, Bound] = {
     "guards.many_answers_ceiling": SHARE,
     "guards.same_answer_ceiling": SHARE,
     "compat.validation_batch": COUNT,
+    "cluster.nodes": COUNT,
+    "cluster.devices_per_node": COUNT,
+    "cluster.device_memory_gib": POSITIVE,
+    "cluster.search.port": PORT,
     "cluster.threads": COUNT,
     "cluster.start_timeout_s": POSITIVE,
     "cluster.call_timeout_s": POSITIVE,

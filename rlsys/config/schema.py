@@ -71,6 +71,17 @@ class SyncMode(StrEnum):
     """Through a process group of the actor's first rank and all receivers: gloo on CPUs, NCCL on GPUs."""
     disk = "disk"
     """Through files in the run's folder."""
+    ipc = "ipc"
+    """Through device memory that processes of one host share (CUDA IPC): the bytes never leave the GPUs."""
+
+
+class Attention(StrEnum):
+    """Which of Transformer Engine's attention kernels a Megatron model uses."""
+
+    auto = "auto"
+    flash = "flash"
+    fused = "fused"
+    unfused = "unfused"
 
 
 class Packing(StrEnum):
@@ -113,6 +124,12 @@ class ModelConfig:
     """Of the trained and the inference model."""
     recompute: bool = False
     """Recompute activations in the backward pass (less memory, a third more time)."""
+    attention: Attention = Attention.auto
+    """Of Transformer Engine's layers; `auto` is its own choice. Local layers have torch's fused attention alone."""
+    fusions: bool = True
+    """Fused kernels (SwiGLU, rotary positions, gradients added to the buffer) where Transformer Engine or apex has them."""
+    fp8: bool = False
+    """Matrix products of trained models in FP8; Transformer Engine on Hopper or newer."""
 
 
 @dataclass
@@ -146,6 +163,10 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     distributed: bool = True
     """Shard the optimiser's state over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks while the last micro-batch of an optimiser step is still in its backward pass."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from data-parallel ranks while the next forward pass is under way; needs `distributed`."""
 
 
 @dataclass
@@ -198,6 +219,8 @@ class EngineConfig:
     """Size of the KV cache; null lets SGLang fill `memory_fraction`."""
     max_running: int = 256
     """Most sequences decoded at once."""
+    cuda_graphs: bool = True
+    """Replay recorded kernels when decoding; off takes less memory. A CPU has none."""
     start_timeout_s: float = 600.0
 
 
@@ -301,10 +324,28 @@ class SearchConfig:
 
 
 @dataclass
+class SearchNodesConfig:
+    """Search servers that a launcher starts with the cluster."""
+
+    nodes: list[str] = field(default_factory=list)
+    """Machines that serve `search.index`, each by its node rank or host name; empty starts none."""
+    port: int = 8000
+    """At which each of them listens."""
+    device: str = "cpu"
+    """Of their encoders: cpu, cuda or cuda:N."""
+
+
+@dataclass
 class ClusterConfig:
     """Machines and who is placed where."""
 
     device: Device = Device.gpu
+    nodes: int = 1
+    """Machines."""
+    devices_per_node: int | None = None
+    """Of each machine: ranks 0 to n-1 are the first one's, and so on. Null: all ranks are on one machine."""
+    device_memory_gib: float | None = None
+    """Of each device, for the check of the memory plan; null does not check."""
     mode: Mode = Mode.disaggregated
     placement: dict[str, str] = field(
         default_factory=lambda: {"actor": "0-3", "inference": "4", "rollout": "5-7"}
@@ -322,6 +363,7 @@ class ClusterConfig:
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: int = 2 * 1024**3
     """Most bytes of weights on their way at a time, no less than the largest tensor has; two buckets are held."""
+    search: SearchNodesConfig = field(default_factory=SearchNodesConfig)
 
 
 @dataclass

@@ -9,14 +9,16 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
 
 from rlsys.config.algorithm_checks import algorithm_problems
 from rlsys.config.compose import free_maps, schema_keys
 from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead
+from rlsys.config.hardware import ipc_problems, machine_problems, memory_problems
 from rlsys.config.placement import overlaps, parse_placement
+from rlsys.config.plan import make_plan
+from rlsys.config.problem import Problem
 from rlsys.config.ranges import out_of_range
 from rlsys.config.schema import (
     CassetteMode,
@@ -39,15 +41,6 @@ Ranks = dict[str, tuple[int, ...]]
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Why a config cannot run."""
-
-    key: str
-    """The key, or the group of keys, to change."""
-    sentence: str
-
-
 def validate(config: RunConfig) -> None:
     """Raise `UserError` with one line for each problem."""
     problems = [problem.sentence for problem in find_problems(config)]
@@ -56,7 +49,16 @@ def validate(config: RunConfig) -> None:
 
 
 def find_problems(config: RunConfig) -> Iterator[Problem]:
-    """All that is wrong with `config`."""
+    """All that is wrong with `config`; its memory is planned only where nothing else is."""
+    sound = True
+    for problem in _all_but_memory(config):
+        sound = False
+        yield problem
+    if sound:
+        yield from memory_problems(config, make_plan(config))
+
+
+def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     yield from starmap(Problem, out_of_range(config))
     yield from _batches(config)
     yield from _contradictions(config)
@@ -96,6 +98,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         yield Problem("cluster.placement", str(problem))
         return
     yield from _placement(config, ranks)
+    yield from machine_problems(config, ranks)
     try:
         check_shape(config.model.path)
         architecture = read_architecture(config.model.path)
@@ -222,7 +225,7 @@ def _search(config: RunConfig) -> Iterator[Problem]:
                 "search.url",
                 "search.url and search.index are both null: give a running server or an index folder.",
             )
-        elif not (Path(search.index) / "manifest.json").is_file():
+        elif not config.cluster.search.nodes and not (Path(search.index) / "manifest.json").is_file():
             yield Problem(
                 "search.index",
                 f"search.index={search.index} is not an index: make one with `rlsys search index`, or "
@@ -296,6 +299,7 @@ def _sharing(config: RunConfig) -> Iterator[Problem]:
 def _sync(config: RunConfig) -> Iterator[Problem]:
     cluster, schedule = config.cluster, config.trainer.schedule
     waits = runs_ahead(config) and schedule.on_update is OnUpdate.finish
+    yield from ipc_problems(config)
     if not runs_ahead(config) and schedule.on_update is OnUpdate["continue"]:
         yield Problem(
             "trainer.schedule.on_update",

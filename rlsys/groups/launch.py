@@ -29,7 +29,8 @@ STOP_TIMEOUT_S = 30.0
 @asynccontextmanager
 async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict[str, WorkerGroup]]:
     """The processes of all groups, empty."""
-    seating = plan_bundles(holdings(config))
+    several = config.cluster.nodes > 1
+    seating = plan_bundles(holdings(config), config.cluster.devices_per_node if several else None)
     with ray_runtime(config.cluster, seating.sizes) as bundles:
         groups: dict[str, WorkerGroup] = {}
         try:

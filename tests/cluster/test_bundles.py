@@ -95,3 +95,24 @@ def test_any_placement(holdings: Holdings) -> None:
 def test_six_sharers_do_not_ask_for_more_than_there_is() -> None:
     plan = plan_bundles({str(group): [(0,)] for group in range(6)})
     assert sum(seat.share for (seat,) in plan.seats.values()) == pytest.approx(6 * 0.1666)
+
+
+def test_machines_of_known_size_have_a_bundle_each() -> None:
+    """Two machines of four: the actor fills the first, an engine and a scorer lie on the second, one device is free."""
+    plan = plan_bundles({"rollout": [(5, 6)], "inference": [(4,)], "actor": [(0,), (1,), (2,), (3,)]}, 4)
+    assert plan.sizes == (4, 3)
+    assert plan.machines == (0, 1)
+    assert plan.seats["rollout"] == (Seat(1, (1, 2), 2.0, pinned=False),)
+    assert [seat.bundle for seat in plan.seats["actor"]] == [0] * 4
+
+
+def test_a_machine_whose_devices_are_shared_names_them() -> None:
+    both = [(0,), (1,), (2,), (3,)]
+    plan = plan_bundles({"rollout": both, "actor": both}, 2)
+    assert plan.sizes == (2, 2)
+    assert plan.seats["actor"] == tuple(Seat(at // 2, (at % 2,), 0.5, pinned=True) for at in range(4))
+
+
+def test_a_machine_that_holds_nothing_is_left_out() -> None:
+    plan = plan_bundles({"rollout": [(6,)], "actor": [(0,)]}, 2)
+    assert (plan.sizes, plan.machines) == ((1, 1), (0, 3))

@@ -43,7 +43,7 @@ def complaint(*overrides: str, name: str = NAME, config_dir: Path | None = None)
         ("actor.parallel=3", ["actor.parallel", "3"]),
         ("cluster.placement=3", ["cluster.placement", "int"]),
         ("trainer.seed=${nowhere}", ["trainer.seed", "nowhere"]),
-        ("model=nope", ["model=nope is not a choice of model", "qwen2.5-3b, tiny"]),
+        ("model=nope", ["model=nope is not a choice of model", "qwen3-30b-a3b, tiny"]),
         ("algorithm=pop", ["algorithm=pop is not a choice of algorithm", "grpo"]),
         ("task.train_path=???", ["task.train_path has no value", "task.train_path=VALUE"]),
         ("trainer.steps", ['"trainer.steps" is not a setting', "KEY=VALUE"]),
@@ -63,7 +63,8 @@ def test_a_bad_override_is_named_in_one_sentence(override: str, named: list[str]
 def test_an_unknown_config_name_lists_the_known() -> None:
     sentence = complaint(name="searchr1_huge")
     assert "--config-name searchr1_huge" in sentence
-    assert "searchr1_qwen2.5_3b_1node, searchr1_tiny_cpu" in sentence
+    assert "searchr1_qwen2.5_3b_1node, " in sentence
+    assert ", searchr1_tiny_cpu." in sentence
 
 
 def test_a_config_without_a_required_value_names_it(tmp_path: Path) -> None:

@@ -36,4 +36,4 @@ def test_a_part_may_have_defaults_of_its_own() -> None:
 def test_an_explanation_belongs_to_the_field_above_it() -> None:
     about = explanations(ModelConfig)
     assert about["recompute"].startswith("Recompute activations")
-    assert set(about) == {"path", "layers", "dtype", "recompute"}
+    assert set(about) == {"path", "layers", "dtype", "recompute", "attention", "fusions", "fp8"}

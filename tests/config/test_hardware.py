@@ -1,0 +1,124 @@
+"""What does not fit the machines that a config names is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlsys.config.compose import load_config
+from rlsys.config.hardware import fullest_device, memory_problems
+from rlsys.config.schema import RunConfig
+from rlsys.config.validate import find_problems
+
+TinyRun = Callable[..., RunConfig]
+TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]
+APART = "cluster.placement={actor: 0-1, inference: '2', rollout: '3'}"
+
+
+def sentences(config: RunConfig) -> list[str]:
+    return [problem.sentence for problem in find_problems(config)]
+
+
+def test_a_cluster_that_has_room_is_valid(tiny_run: TinyRun) -> None:
+    assert sentences(tiny_run(*TWO_MACHINES, APART)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["cluster.nodes=2"], ["cluster.nodes=2", "set cluster.devices_per_node"]),
+        (
+            [*TWO_MACHINES, "cluster.placement.rollout='4'"],
+            ["names rank 4", "cluster.nodes=2", "ranks 0 to 3"],
+        ),
+        (
+            [*TWO_MACHINES, APART, "cluster.sync_mode=tensor"],
+            ["cluster.sync_mode=tensor", "inference and rollout", "cluster.sync_mode=broadcast"],
+        ),
+        (
+            [*TWO_MACHINES, APART, "cluster.search.nodes=['0', '2']"],
+            ["cluster.search.nodes names machine 2", "cluster.nodes=2"],
+        ),
+        (
+            [
+                *TWO_MACHINES,
+                APART,
+                "cluster.search.nodes=[alpha]",
+                "search.index=null",
+                "search.url=http://a:1",
+            ],
+            ["cluster.search.nodes=['alpha']", "search.index is null"],
+        ),
+        (["cluster.sync_mode=ipc"], ["cluster.sync_mode=ipc", "cluster.sync_mode=tensor"]),
+        (["cluster.search.port=0"], ["cluster.search.port=0", "from 1 to 65535"]),
+    ],
+)
+def test_what_does_not_fit_is_named(tiny_run: TinyRun, overrides: list[str], named: list[str]) -> None:
+    (found,) = sentences(tiny_run(*overrides))
+    for words in named:
+        assert words in found
+
+
+def test_an_engine_lies_on_one_machine(tiny_run: TinyRun) -> None:
+    """Machines of 3 devices: the second engine of two ranks would have its feet on both."""
+    placed = "cluster.placement={actor: '4', inference: '5', rollout: 0-3}"
+    config = tiny_run(*TWO_MACHINES, "cluster.devices_per_node=3", placed, "rollout.engine.tp=2")
+    assert any("ranks 2 to 3, which are on 2 machines" in sentence for sentence in sentences(config))
+
+
+def plan_of(placed: dict[str, list[int]], gib: dict[str, float]) -> dict[str, Any]:
+    return {
+        "groups": {name: {"ranks": placed[name], "memory_gib_per_rank": size} for name, size in gib.items()}
+    }
+
+
+EIGHT = ["cluster.device_memory_gib=80", "rollout.engine.memory_fraction=0.5"]
+GIB = {"actor": 30.0, "critic": 25.0, "inference": 12.0, "rollout": 5.0}
+
+
+def test_groups_that_share_a_device_side_by_side_add_up(tiny_run: TinyRun) -> None:
+    """Actor and critic on one device, 30 + 25; an engine fills half of its own, 40."""
+    plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
+    assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
+
+
+def test_groups_that_take_turns_meet_where_one_hands_over(tiny_run: TinyRun) -> None:
+    """Of four groups on one device, actor and critic learn together, and never with an engine."""
+    plan = plan_of({name: [0] for name in GIB}, GIB)
+    turns = [*EIGHT, "cluster.mode=collocated", "trainer.schedule.kind=sequential"]
+    assert fullest_device(tiny_run(*turns), plan) == (("actor", "critic"), 55.0)
+
+
+def test_more_than_nine_tenths_of_a_device_is_too_much(tiny_run: TinyRun) -> None:
+    plan = plan_of(
+        {"actor": [0], "inference": [1], "rollout": [2]}, {"actor": 72.0, "inference": 1, "rollout": 1}
+    )
+    assert list(memory_problems(tiny_run(*EIGHT), plan)) == []
+    plan["groups"]["actor"]["memory_gib_per_rank"] = 72.5
+    (problem,) = memory_problems(tiny_run(*EIGHT), plan)
+    for words in (
+        "72.5 GiB",
+        "cluster.device_memory_gib=80",
+        "actor.parallel.tp",
+        "actor.micro_batch_tokens",
+    ):
+        assert words in problem.sentence
+
+
+def test_a_device_of_unknown_memory_is_not_judged(tiny_run: TinyRun) -> None:
+    plan = plan_of(
+        {"actor": [0], "inference": [1], "rollout": [2]}, {"actor": 1e6, "inference": 1, "rollout": 1}
+    )
+    assert list(memory_problems(tiny_run(), plan)) == []
+
+
+def test_the_big_experiment_does_not_fit_smaller_cards() -> None:
+    """The estimate of a real shape reaches the check: 3B on four cards of 24 GiB is refused, of 80 it is not."""
+    files = ["task.train_path=README.md", "task.eval_path=README.md"]
+    files += ["model.path=configs/model/shapes/qwen2.5-3b-instruct"]
+    assert sentences(load_config("searchr1_qwen2.5_3b_1node", files)) == []
+    small = load_config("searchr1_qwen2.5_3b_1node", [*files, "cluster.device_memory_gib=24"])
+    (found,) = sentences(small)
+    assert "cluster.device_memory_gib=24" in found
