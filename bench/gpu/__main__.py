@@ -1,0 +1,115 @@
+"""What one GPU does with rlsys: Megatron's step, the log-prob kernel, weight sync, an engine, and the profiles' parity.
+
+    python -m bench.gpu             # one H100 or H200, under 8 minutes; 20 GB of disk
+    python -m bench.gpu --small     # does it run: a tiny model on whatever is here, without a GPU too
+
+Every part is a process of its own with a time limit; one that fails is told with its reason and costs no other. It
+prints a table and writes `outputs/bench/gpu.json` with the machine's name. The model has random weights: nothing is
+downloaded. The exit status is 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.gpu.figures import FULL, PROJECT, SMALL, Figure, from_json
+from bench.gpu.part import PARTS
+from bench.gpu.random_model import write_random_model
+from rlsys.config.schema import Device
+from rlsys.observe.environment import environment
+
+RESULT = Path("outputs/bench/gpu.json")
+LIMITS_S: Mapping[str, float] = {"step": 120, "logprobs": 40, "sync": 60, "engine": 150, "parity": 60}
+"""Of each part; together with the model's writing under 8 minutes."""
+
+
+def main() -> None:
+    """Run all parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU where there is no GPU")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not options.small:
+        sys.exit("There is no CUDA device here: run it on a machine with one, or try it out with --small.")
+    device, scale = (Device.gpu if on_gpu else Device.cpu), ("small" if options.small else "full")
+    started = time.perf_counter()
+    figures: list[Figure] = []
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="rlsys-bench-") as scratch:
+        folder = Path(scratch) / "model"
+        shape = Path((SMALL if options.small else FULL).shape)
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        write_random_model(shape, folder, dtype, torch.device("cuda" if on_gpu else "cpu"))
+        if on_gpu:
+            torch.cuda.empty_cache()
+        for name in options.only:
+            found, failure = _run(name, device, scale, folder)
+            figures += found
+            if failure:
+                failures[name] = failure
+    report = {
+        "machine": torch.cuda.get_device_name() if on_gpu else "no GPU",
+        "scale": scale,
+        "seconds": round(time.perf_counter() - started, 1),
+        "versions": environment(),
+        "figures": [asdict(figure) for figure in figures],
+        "failures": failures,
+    }
+    _show(report, figures)
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(bool(failures))
+
+
+def _run(name: str, device: Device, scale: str, folder: Path) -> tuple[list[Figure], str]:
+    """The figures of a part, or why there are none."""
+    command = [sys.executable, "-m", "bench.gpu.part", name, str(device), scale, str(folder)]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=PROJECT,
+            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            capture_output=True,
+            text=True,
+            timeout=LIMITS_S[name],
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"not done after {LIMITS_S[name]:.0f} s"
+    if done.returncode:
+        return [], (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    found = from_json(done.stdout.splitlines()[-1])
+    return found, "" if found else "what it needs is not installed"
+
+
+def _show(report: Mapping[str, Any], figures: list[Figure]) -> None:
+    table = Table(
+        title=f"{report['machine']}, {report['scale']}, {report['seconds']} s", title_justify="left"
+    )
+    for heading in ("part", "figure", "value", "of", "ratio", "aim"):
+        table.add_column(heading, justify="right" if heading in ("value", "ratio") else "left")
+    for one in figures:
+        ratio = "" if one.ratio is None else f"{one.ratio:.3g}"
+        table.add_row(one.part, one.name, f"{one.value:.4g} {one.unit}", one.baseline, ratio, one.aim)
+    for name, reason in report["failures"].items():
+        table.add_row(name, "failed", reason)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""One part of the benchmark, in a process of its own: `python -m bench.gpu.part NAME DEVICE SCALE FOLDER`.
+
+The last line that it prints are its figures. Each part is a module of that name with `measure`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.gpu.figures import FULL, SMALL, Figure, Scale, to_json
+from rlsys.config.schema import Device
+
+PARTS = ("step", "logprobs", "sync", "engine", "parity")
+"""In the order that they run in."""
+SCALES = {"full": FULL, "small": SMALL}
+
+
+if __name__ == "__main__":
+    name, device, scale, folder = sys.argv[1:]
+    measure: Callable[[Scale, Device, Path], list[Figure]] = importlib.import_module(
+        f"bench.gpu.{name}"
+    ).measure
+    print(to_json(measure(SCALES[scale], Device(device), Path(folder))))

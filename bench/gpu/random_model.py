@@ -1,0 +1,50 @@
+"""A Hugging Face folder of any shape with random weights, for figures that do not depend on what a model knows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.gpu.figures import PROJECT
+from rlsys.weights.bijection import WeightMap
+from rlsys.weights.families import read_architecture
+from rlsys.weights.hf_io import TensorSpec, write_safetensors
+
+TOKENIZER = PROJECT / "examples/searchr1/tiny/policy"
+"""Of any model; prompts are random tokens, and its vocabulary is smaller than that of the shapes."""
+_SPREAD = 0.02
+
+
+def write_random_model(shape: Path, folder: Path, dtype: torch.dtype, device: torch.device) -> int:
+    """Write a model of `shape`'s config.json to the new `folder`; the number of its parameters.
+
+    Weights are drawn on `device`: matrices from a normal distribution, norms are one, biases zero.
+    """
+    folder.mkdir(parents=True)
+    weights = WeightMap(read_architecture(str(shape)))
+    specs = [
+        TensorSpec(name, dtype, sizes)
+        for entry in weights.entries()
+        for name, sizes in zip(entry.hf, weights.hf_shapes(entry), strict=True)
+    ]
+    write_safetensors(folder / "model.safetensors", specs, _tensors(specs, device))
+    shutil.copy(shape / "config.json", folder)
+    for file in TOKENIZER.glob("*token*"):
+        shutil.copy(file, folder)
+    return sum(prod(spec.shape) for spec in specs)
+
+
+def _tensors(specs: list[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    torch.manual_seed(0)
+    for spec in specs:
+        drawn = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        if len(spec.shape) > 1:
+            drawn.normal_(0.0, _SPREAD)
+        else:
+            drawn.fill_(0.0 if spec.name.endswith(".bias") else 1.0)
+        yield spec.name, drawn.cpu()

@@ -1,0 +1,58 @@
+"""How much of the device the actor's step uses, and how much memory it takes beside the plan's estimate."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from bench.gpu.figures import Figure, Scale
+from bench.gpu.trainer import make_actor, random_micro_batch
+from rlsys.config.schema import Device, Dtype
+from rlsys.groups.dealer import flops_of
+from rlsys.observe.utilisation import peak_flops
+from rlsys.weights.families import read_architecture
+
+PUBLISHED_MFU = 0.206
+"""That a published Search-R1 run logs."""
+_BACKWARD = 3
+"""A forward and a backward pass cost three forward passes."""
+
+
+def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
+    """Seconds of a step, tokens a second, MFU, and the highest allocation."""
+    on_gpu = device is Device.gpu
+    actor = make_actor(str(folder), device, Dtype.bfloat16 if on_gpu else Dtype.float32, recompute=True)
+    architecture = read_architecture(str(folder))
+    batches = [random_micro_batch(scale, architecture.vocab, seed) for seed in range(scale.micro_batches)]
+    actor.accumulate(batches)
+    actor.apply()
+    started = _now(on_gpu)
+    for _ in range(scale.steps):
+        actor.accumulate(batches)
+        actor.apply()
+    seconds = (_now(on_gpu) - started) / scale.steps
+    tokens = scale.micro_batches * scale.sequences * scale.length
+    targets = round(scale.trained * scale.length)
+    flops = (
+        flops_of(architecture).of(scale.length, targets) * scale.micro_batches * scale.sequences * _BACKWARD
+    )
+    figures = [
+        Figure("step", "seconds", seconds, "s"),
+        Figure("step", "tokens a second", tokens / seconds, "tokens/s"),
+        Figure("step", "rate", flops / seconds / 1e12, "TFLOP/s"),
+    ]
+    if not on_gpu:
+        return figures
+    peak = peak_flops([torch.cuda.get_device_name()])
+    if peak:
+        mfu = flops / seconds / peak
+        figures.append(Figure("step", "MFU", mfu, "", "a published run", mfu / PUBLISHED_MFU, "0.5"))
+    return figures
+
+
+def _now(on_gpu: bool) -> float:
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()

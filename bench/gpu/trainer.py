@@ -1,0 +1,56 @@
+"""One process of an actor on random micro-batches, as the parts that train need it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import warnings
+
+import numpy as np
+
+from bench.gpu.figures import Scale
+from rlsys.algorithms.losses import policy_loss
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.schema import Device, Dtype, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.megatron.actor import Actor, Objective
+from rlsys.megatron.parallel import Rendezvous
+from rlsys.pipeline.micro_batch import MicroBatch
+
+
+def make_actor(folder: str, device: Device, dtype: Dtype, recompute: bool) -> Actor:
+    """The policy of `folder`, trained by GRPO's loss with a KL term, in this process alone."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    actor = Actor(
+        Rendezvous(0, 1, "127.0.0.1", port, device, timeout_s=120.0),
+        ModelConfig(folder, dtype=dtype, recompute=recompute),
+        ParallelConfig(),
+        OptimizerConfig(lr=1e-6),
+        Objective(policy_loss(AlgorithmConfig(kl_coef=0.001)), temperature=1.0),
+        total_steps=10,
+        seed=0,
+    )
+    actor.load_hf(folder)
+    return actor
+
+
+def random_micro_batch(scale: Scale, vocab: int, seed: int) -> MicroBatch:
+    """Packed sequences of equal length whose last tokens are trained."""
+    draw = np.random.default_rng(seed)
+    rows = (1, scale.sequences * scale.length)
+    trained = np.zeros((scale.sequences, scale.length), dtype=np.bool_)
+    trained[:, -round(scale.trained * scale.length) :] = True
+    mask = trained.reshape(rows)
+    logprobs = np.where(mask, -draw.exponential(2.0, rows), 0.0).astype(np.float32)
+    return MicroBatch(
+        tokens=draw.integers(0, vocab, rows),
+        lengths=np.full(scale.sequences, scale.length),
+        loss_mask=mask,
+        advantages=np.where(mask, draw.normal(size=rows), 0.0).astype(np.float32),
+        old_logprobs=logprobs,
+        ref_logprobs=logprobs,
+        packed=True,
+    )

