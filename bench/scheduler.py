@@ -93,7 +93,7 @@ class Instant:
         """Any."""
         return bool(samples)
 
-    async def accumulate(self, _: Sequence[Sample]) -> None:
+    async def accumulate(self, _: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
         """Nothing."""
         await asyncio.sleep(0)
 

@@ -206,6 +206,7 @@ class Receiving:
         """See `InferenceProcess`."""
         bucket = self._watch.time("receive", self._receiver.receive, parcel)
         self._checksums |= self._watch.time("check", _checked, bucket)
+        self._receiver.release()
 
     def finish_update(self, version: int, expected: str) -> None:
         """See `InferenceProcess`."""
@@ -276,6 +277,7 @@ async def measure(dtype: Dtype) -> list[Row]:
             await row(dtype, mode, actor, Copies(copies, count), cluster, Path(folder))
             for count in RECEIVERS
             for mode in SyncMode
+            if mode is not SyncMode.ipc  # Which a CPU has not; see bench.gpu.
         ]
 
 

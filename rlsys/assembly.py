@@ -210,4 +210,5 @@ def _dealer(
         settings.packing is Packing.packed,
         flops_of(read_architecture(config.model.path)),
         mask_of,
+        config.model.fp8,
     )

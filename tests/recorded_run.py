@@ -145,9 +145,9 @@ class MortalLearner(Learner):
 
     fate: Fate
 
-    async def accumulate(self, samples: Sequence[Sample]) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         """See `ActorGroup`."""
-        await super().accumulate(samples)
+        await super().accumulate(samples, last)
         self.fate("accumulated")
 
     async def apply(self) -> dict[str, float]:

@@ -198,11 +198,11 @@ class Learner(ActorGroup):
         super().__init__(workers, dealer, tracer)  # type: ignore[arg-type]
         self._pause, self._seen = pause, seen
 
-    async def accumulate(self, samples: Sequence[Sample]) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         """See `ActorGroup`."""
         await self._pause()
         self._seen.happened("t")
-        answers = await self.workers.call("accumulate", self.deal(samples))
+        answers = await self.workers.call("accumulate", self.deal(samples), last)
         self._stats += [answer.stats for answer in answers if answer.stats]
         await self._pause()
 

@@ -80,4 +80,5 @@ def _receive(spec: TransportSpec, pipe: Connection) -> None:
             checksums = {}
             continue
         checksums |= {record.name: record.checksum for record, _ in unpack(end.receive(message))}
+        end.release()
         pipe.send(None)

@@ -67,8 +67,11 @@ class Codec:
         return text
 
     def prompt(self, question: str) -> str:
-        """`question` as one user message where the tokenizer has a chat template, else as it stands."""
-        if self._tokenizer.chat_template is None:
+        """`question` as one user message where the tokenizer has a chat template, else as it stands.
+
+        One that holds a special token of the model has been through a template, and stays as it is too.
+        """
+        if self._tokenizer.chat_template is None or any(text in question for text in self.special_texts):
             return question
         message = [{"role": "user", "content": question}]
         text: str = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

@@ -1,6 +1,6 @@
 """Megatron's distributed checkpoints (torch_dist), loaded into a model; `rlsys.checkpoint.writing` saves them.
 
-TP, PP, EP and DP may differ between saving and loading.
+TP, CP, PP, EP and DP may differ between saving and loading.
 """
 
 from __future__ import annotations

@@ -1,13 +1,19 @@
-"""`rlsys doctor`: what this machine has, what is missing for which profile, and what to do."""
+"""`rlsys doctor`: what this machine has, what is missing for which profile, and what to do.
+
+With `--for CONFIG` it looks at all that this run needs, here and where it reaches (`rlsys.preflight`), starts nothing,
+and exits with 0 where all is right and with 2 where something is to be mended.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import psutil
@@ -37,11 +43,30 @@ class Finding:
 
 
 def command(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="With --for: settings such as trainer.steps=5.")
+    ] = None,
+    config_name: Annotated[
+        str | None,
+        typer.Option("--for", help="A config that is to run here: all that it needs, and nothing else."),
+    ] = None,
+    config_dir: Annotated[
+        Path | None, typer.Option(help="With --for: folder of configs; the project's own by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --for: the findings as JSON.")] = False,
     strict: Annotated[
         bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")
     ] = False,
 ) -> None:
     """Look at everything and show it."""
+    if config_name is not None:
+        if strict:
+            raise typer.BadParameter("--for is strict in any case: leave it out", param_hint="--strict")
+        _preflight(config_name, overrides or [], config_dir, as_json)
+        return
+    for given, name in ((overrides, "KEY=VALUE"), (config_dir, "--config-dir"), (as_json, "--json")):
+        if given:
+            raise typer.BadParameter("it goes with --for CONFIG", param_hint=name)
     findings = [*_machine(), *_packages(), *_torch()]
     table = Table(title="rlsys doctor", title_justify="left")
     for heading in ("", "what", "found", "for", "what to do"):
@@ -58,6 +83,24 @@ def command(
         typer.echo(f"The {profile} profile can run here.")
     if lacking and strict:
         raise typer.Exit(1)
+
+
+def _preflight(name: str, overrides: list[str], config_dir: Path | None, as_json: bool) -> None:
+    """Look at what the run of one config needs."""
+    from rlsys.config.compose import load_config
+    from rlsys.preflight.examine import examine
+    from rlsys.preflight.finding import is_right
+    from rlsys.preflight.machine import ThisMachine
+    from rlsys.preflight.show import as_data, show
+
+    config = load_config(name, overrides, config_dir)
+    findings = list(examine(config, ThisMachine()))
+    if as_json:
+        typer.echo(json.dumps(as_data(name, findings), indent=2))
+    else:
+        show(name, findings, Console())
+    if not is_right(findings):
+        raise typer.Exit(2)
 
 
 def _machine() -> Iterator[Finding]:

@@ -13,9 +13,15 @@ from rlsys.config.compose import load_config
 from rlsys.config.plan import make_plan, render_plan
 from rlsys.config.schema import RunConfig
 from rlsys.config.validate import validate
+from rlsys.errors import UserError
 
 ConfigName = Annotated[
-    str, typer.Option("--config-name", "-c", help="A primary config of the config folder.")
+    str,
+    typer.Option(
+        "--config-name",
+        "-c",
+        help="A config of the project, or the path of a YAML file: rlsys' keys, or RLinf's.",
+    ),
 ]
 ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs; the project's own by default.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings such as trainer.steps=5.")]
@@ -28,6 +34,9 @@ def command(
     dry_run: Annotated[bool, typer.Option(help="Print the resolved plan and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")] = False,
     no_wandb: Annotated[bool, typer.Option("--no-wandb", help="Leave Weights & Biases out.")] = False,
+    folder_to: Annotated[
+        Path | None, typer.Option(help="Write the run's folder to this file as soon as it is known.")
+    ] = None,
 ) -> None:
     """Train a policy."""
     config = load_config(config_name, overrides or (), config_dir)
@@ -40,19 +49,25 @@ def command(
         plan = make_plan(config)
         typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
         return
-    _run(config)
+    _run(config, folder_to)
 
 
-def _run(config: RunConfig) -> None:
+def _run(config: RunConfig, folder_to: Path | None) -> None:
     # Ray, transformers and the trackers take seconds to load, which a plan or a mistake need not wait for.
     from rich.console import Console
 
+    from rlsys.capabilities import detect, lacking
     from rlsys.claim import claim
     from rlsys.cli.running import run_to_end
+    from rlsys.observe.files import write_atomically
     from rlsys.observe.table import render_summary
     from rlsys.resume import find_origin, folder_of
     from rlsys.train import train
 
+    if config.cluster.address is None:  # Else other machines do the work, of which this one knows nothing.
+        missing = [problem.sentence for problem in lacking(config, detect())]
+        if missing:
+            raise UserError("\n".join(missing))
     for note in algorithm_notes(config):
         typer.echo(f"Note: {note}", err=True)
     origin = find_origin(config, lambda text: typer.echo(f"Note: {text}", err=True))
@@ -61,6 +76,8 @@ def _run(config: RunConfig) -> None:
         typer.echo(f"The run goes on after step {origin.state.step}, from {origin.checkpoint.folder}.")
         for change in origin.changed:
             typer.echo(f"Note: another version since then: {change}.", err=True)
+    if folder_to is not None:
+        write_atomically(folder_to, str(run_dir.resolve()))
     with claim(run_dir):
         summary = run_to_end(train(config, run_dir, origin))
     render_summary(summary, Console())

@@ -1,7 +1,8 @@
 """The edge between YAML and the program: Hydra composes, the schema types, problems become sentences.
 
 Contract: `load_config` returns a fully typed `RunConfig` without a missing key, or raises `UserError`.
-Whether its values fit together is `rlsys.config.validate`'s affair.
+Whether its values fit together is `rlsys.config.validate`'s affair. A file in RLinf's dialect is read by
+`rlsys.config.rlinf`, and may be overridden like any other.
 """
 
 from __future__ import annotations
@@ -26,35 +27,77 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlsys.config.rlinf import is_rlinf, translate
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_TRANSLATED = "rlsys_translated"
+_BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
+"""Groups that a file in RLinf's dialect builds on, where the command line chooses no other."""
 _OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
-    """Compose the primary config `name` of `config_dir` with `overrides` such as `trainer.steps=5`."""
-    folder = (config_dir or PROJECT_CONFIGS).resolve()
-    if not (folder / f"{name}.yaml").is_file():
-        known = sorted(path.stem for path in folder.glob("*.yaml"))
-        raise UserError(
-            f"--config-name {name}: there is no {folder / (name + '.yaml')}; known are {', '.join(known) or 'none'}."
-        )
+    """Compose a primary config with `overrides` such as `trainer.steps=5`.
+
+    Args:
+        name: a config of `config_dir`; without one, of the project, or the path of a YAML file, which may build on the
+            project's configs.
+        overrides: KEY=VALUE; of a file in RLinf's dialect, in its keys or in ours.
+        config_dir: a folder of configs.
+    """
+    file = find_config(name, config_dir)
     for override in overrides:
         if _OVERRIDE.fullmatch(override) is None:
             raise UserError(f'"{override}" is not a setting: write KEY=VALUE, such as trainer.steps=5.')
     ConfigStore.instance().store(name="rlsys_schema", node=RunConfig)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            tree = compose(config_name=name, overrides=[_opened(override) for override in overrides])
-        _check_keys(tree, folder / f"{name}.yaml")
+        tree = _compose_translated(file, overrides) if is_rlinf(file) else _compose(file, overrides)
+        _check_keys(tree, file)
         config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as problem:
         raise UserError(_sentence(problem)) from problem
     assert isinstance(config, RunConfig)
     return config
+
+
+def find_config(name: str, config_dir: Path | None = None) -> Path:
+    """The file that `name` stands for, as `load_config` takes it. Raises UserError where there is none."""
+    file_name = name if name.endswith(".yaml") else f"{name}.yaml"
+    is_path = config_dir is None and (name.endswith(".yaml") or "/" in name)
+    folder = (config_dir or PROJECT_CONFIGS).resolve()
+    file = Path(file_name).resolve() if is_path else folder / file_name
+    if file.is_file():
+        return file
+    if is_path:
+        raise UserError(
+            f"--config-name {name}: {file} does not exist: give a config of the project, or a path."
+        )
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    raise UserError(f"--config-name {name}: there is no {file}; known are {', '.join(known) or 'none'}.")
+
+
+def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
+    """What is outside of the project may build on its configs."""
+    search_path = [] if file.parent == PROJECT_CONFIGS else [f'hydra.searchpath=["file://{PROJECT_CONFIGS}"]']
+    with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
+        return compose(config_name=file.stem, overrides=[*search_path, *map(_opened, overrides)])
+
+
+def _compose_translated(file: Path, overrides: Sequence[str]) -> DictConfig:
+    """The file goes before the groups beneath it; groups and keys of the command line go before the file."""
+    translated = translate(file, overrides)
+    groups = {folder.name for folder in PROJECT_CONFIGS.iterdir() if folder.is_dir()}
+    pairs = [override.partition("=") for override in translated.overrides]
+    chosen = {key: choice for key, _, choice in pairs if key in groups}
+    beneath = [{group: choice} for group, choice in _BENEATH.items() if group not in chosen]
+    defaults = ["rlsys_schema", *beneath, "_self_", *({group: choice} for group, choice in chosen.items())]
+    ConfigStore.instance().store(name=_TRANSLATED, node={"defaults": defaults, **translated.settings})
+    keys = [_opened("".join(pair)) for pair in pairs if pair[0] not in groups]
+    with initialize_config_dir(config_dir=str(PROJECT_CONFIGS), version_base="1.3"):
+        return compose(config_name=_TRANSLATED, overrides=keys)
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class ModelConfig:
     fusions: bool = True
     """Fused kernels (SwiGLU, rotary positions, gradients added to the buffer) where Transformer Engine or apex has them."""
     fp8: bool = False
-    """Matrix products of trained models in FP8; Transformer Engine on Hopper or newer."""
+    """Matrix products of all Megatron models in FP8, so that ratios begin at 1; Transformer Engine on Ada, Hopper or newer."""
 
 
 @dataclass
@@ -139,6 +139,7 @@ class ParallelConfig:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    """Ranks that every sequence is cut over; each works on that share of a micro-batch. Packed sequences alone."""
     ep: int = 1
     """Neighbouring ranks of a pipeline stage, tensor-parallel ones included, that the experts are spread over."""
     pp_layers: list[int] | None = None
@@ -166,7 +167,8 @@ class OptimizerConfig:
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the last micro-batch of an optimiser step is still in its backward pass."""
     overlap_param_gather: bool = False
-    """Gather updated weights from data-parallel ranks while the next forward pass is under way; needs `distributed`."""
+    """Gather updated weights from data-parallel ranks while the next forward pass is under way; needs the two
+    above."""
 
 
 @dataclass

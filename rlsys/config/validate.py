@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rlsys.config.algorithm_checks import algorithm_problems
 from rlsys.config.compose import free_maps, schema_keys
+from rlsys.config.cuts import context_problems, engine_problems, parallel_problems
 from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead
 from rlsys.config.hardware import ipc_problems, machine_problems, memory_problems
 from rlsys.config.placement import overlaps, parse_placement
@@ -25,7 +26,6 @@ from rlsys.config.schema import (
     Device,
     Mode,
     OnUpdate,
-    ParallelConfig,
     RunConfig,
     Schedule,
     SyncMode,
@@ -34,7 +34,7 @@ from rlsys.config.schema import (
 from rlsys.errors import UserError
 from rlsys.reward.check import check_terms
 from rlsys.search.address import is_url
-from rlsys.weights.families import Architecture, read_architecture
+from rlsys.weights.families import read_architecture
 from rlsys.weights.sizes import largest_tensor_bytes
 
 Ranks = dict[str, tuple[int, ...]]
@@ -106,8 +106,9 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.path", str(problem))
         return
     for group, settings in megatron_groups(config).items():
-        yield from _parallel(group, settings.parallel, len(ranks[group]), architecture)
-    yield from _engine(config, len(ranks["rollout"]), architecture)
+        yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
+        yield from context_problems(config, group)
+    yield from engine_problems(config, len(ranks["rollout"]), architecture)
     picks = config.algorithm.kl_topk_tokens
     if picks is not None and picks > architecture.vocab:
         yield Problem(
@@ -175,6 +176,7 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
             f"eval.samples={asked.samples} greedy answers would all be the same: set eval.temperature above 0, such as "
             "1, or eval.samples=1.",
         )
+    yield from _optimizers(config)
     optimizer, tags = config.actor.optimizer, config.task.tags
     if optimizer.min_lr > optimizer.lr:
         yield Problem(
@@ -188,6 +190,18 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
             f"task.tags search={tags.search}, answer={tags.answer}, information={tags.information} must be three "
             "different words, none of them think: rename one.",
         )
+
+
+def _optimizers(config: RunConfig) -> Iterator[Problem]:
+    learners = {"actor": config.actor, "critic": config.critic}
+    for name in ("actor", "critic") if has_critic(config.algorithm) else ("actor",):
+        optimizer, key = learners[name].optimizer, f"{name}.optimizer"
+        if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
+            yield Problem(
+                f"{key}.overlap_param_gather",
+                f"{key}.overlap_param_gather=true needs {key}.distributed=true and {key}.overlap_grad_reduce=true: set "
+                "both, or leave it out.",
+            )
 
 
 def _paths(config: RunConfig) -> Iterator[Problem]:
@@ -343,114 +357,4 @@ def _placement(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
             f'cluster.placement.{a}="{places[a]}" and cluster.placement.{b}='
             f'"{places[b]}" share rank {both[0]}: give each group ranks of its own, or set '
             "cluster.mode=collocated and trainer.schedule.kind=sequential.",
-        )
-
-
-def _parallel(group: str, parallel: ParallelConfig, world: int, model: Architecture) -> Iterator[Problem]:
-    key = f"{group}.parallel"
-    if min(parallel.tp, parallel.pp, parallel.cp, parallel.ep) < 1:
-        return
-    if parallel.cp > 1:
-        yield Problem(
-            f"{key}.cp", f"{key}.cp={parallel.cp}: context parallelism is not available yet; set it to 1."
-        )
-    model_ranks = parallel.tp * parallel.pp * parallel.cp
-    if world % model_ranks:
-        yield Problem(
-            f"cluster.placement.{group}",
-            f"cluster.placement.{group} has {world} ranks, which {key} tp*pp*cp = {parallel.tp}*{parallel.pp}*"
-            f"{parallel.cp} = {model_ranks} does not divide: change the placement or the parallel sizes.",
-        )
-    elif world // parallel.pp % parallel.ep:
-        yield Problem(
-            f"{key}.ep",
-            f"{key}.ep={parallel.ep} does not divide the {world // parallel.pp} ranks of a pipeline stage: lower it, or "
-            "give the group more ranks.",
-        )
-    if parallel.ep > 1 and (not model.experts or model.experts % parallel.ep):
-        yield Problem(
-            f"{key}.ep",
-            f"{key}.ep={parallel.ep} spreads experts, and the model has {model.experts or 'none'}: set a divisor of "
-            "their number, or 1.",
-        )
-    if model.experts and parallel.tp > 1 and not parallel.sequence_parallel:
-        yield Problem(
-            f"{key}.tp",
-            f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it.",
-        )
-    if parallel.sequence_parallel and parallel.tp == 1:
-        yield Problem(
-            f"{key}.sequence_parallel",
-            f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp.",
-        )
-    yield from _stages(f"{key}.pp", parallel, model.layers)
-    if model.heads % parallel.tp:
-        yield Problem(
-            f"{key}.tp",
-            f"{key}.tp={parallel.tp} does not divide the model's {model.heads} attention heads: choose a divisor.",
-        )
-    if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
-        yield Problem(
-            f"{key}.tp",
-            f"{key}.tp={parallel.tp} neither divides the model's {model.kv_heads} key/value heads nor is a multiple of "
-            "them: choose another.",
-        )
-
-
-def _stages(key: str, parallel: ParallelConfig, layers: int) -> Iterator[Problem]:
-    if parallel.pp_layers is not None:
-        if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != layers:
-            yield Problem(
-                f"{key}_layers",
-                f"{key}_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
-                f"model's {layers} layers.",
-            )
-        elif min(parallel.pp_layers) < 1:
-            yield Problem(
-                f"{key}_layers",
-                f"{key}_layers={parallel.pp_layers}: every stage needs at least one layer.",
-            )
-    elif layers % parallel.pp:
-        yield Problem(
-            key,
-            f"{key}={parallel.pp} does not divide the model's {layers} layers: set {key}_layers.",
-        )
-
-
-def _engine(config: RunConfig, world: int, model: Architecture) -> Iterator[Problem]:
-    tp, aside = config.rollout.engine.tp, config.eval.engines
-    if tp < 1:
-        return
-    if aside is not None and config.cluster.mode is Mode.collocated:
-        yield Problem(
-            "eval.engines",
-            f"eval.engines={aside} sets engines aside while others work, but with cluster.mode=collocated all take turns: "
-            "set eval.engines to null.",
-        )
-    elif aside is not None and aside >= world // tp:
-        yield Problem(
-            "eval.engines",
-            f"eval.engines={aside} leaves none of the {world // tp} engines for rollouts: lower it, add engines, or set it "
-            "to null to evaluate between steps.",
-        )
-    if world % tp:
-        yield Problem(
-            "cluster.placement.rollout",
-            f"cluster.placement.rollout has {world} ranks, which rollout.engine.tp={tp} does not divide: "
-            "change one of them.",
-        )
-    elif model.heads % tp:
-        yield Problem(
-            "rollout.engine.tp", f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads."
-        )
-    if config.cluster.device is Device.cpu and tp > 1:
-        yield Problem(
-            "rollout.engine.tp",
-            f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead.",
-        )
-    if config.task.max_total_tokens > model.max_positions:
-        yield Problem(
-            "task.max_total_tokens",
-            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_positions} positions: "
-            "lower it.",
         )

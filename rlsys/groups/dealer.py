@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.pipeline.batcher import Frame, Plan, Size, fills, plan_micro_batches
+from rlsys.pipeline.context import sequence_chunks
 from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Sample
 from rlsys.pipeline.masks import MaskOf, trained_tokens
@@ -14,10 +16,16 @@ from rlsys.weights.families import Architecture
 
 BY_TOKENS = Flops(per_token=1.0)
 """Balances tokens, for want of a model."""
+FP8_TOKENS = 16
+"""Tokens that a matrix product in FP8 takes, or a multiple of them: cuBLAS aligns operands to 16 bytes, and with the
+gradient of weights the tokens are a row's length."""
 
 
 class Dealer:
-    """Cuts samples for one Megatron group, whose targets are what `mask_of` says."""
+    """Cuts samples for one Megatron group, whose targets are what `mask_of` says.
+
+    The budget is that of a whole micro-batch, of which a context-parallel rank works on its share.
+    """
 
     def __init__(
         self,
@@ -28,13 +36,20 @@ class Dealer:
         packed: bool,
         flops: Flops = BY_TOKENS,
         mask_of: MaskOf = trained_tokens,
+        fp8: bool = False,
     ) -> None:
+        """`fp8` has every rank's share fit products in FP8. Raises ValueError for rectangles and context parallelism, which cuts packed sequences alone."""
+        if parallel.cp > 1 and not packed:
+            raise ValueError(f"cp is {parallel.cp}, which cuts packed sequences; pack them, or set cp to 1.")
+        chunks = sequence_chunks(parallel.cp)
+        share = parallel.tp if parallel.sequence_parallel else 1
         self._frame = Frame(
             budget_tokens=budget_tokens,
             packed=packed,
-            ranks=processes // (parallel.tp * parallel.pp),
+            ranks=processes // (parallel.tp * parallel.cp * parallel.pp),
             stages=parallel.pp,
-            multiple_of=parallel.tp if parallel.sequence_parallel else 1,
+            multiple_of=share * (lcm(chunks, FP8_TOKENS * parallel.cp) if fp8 else chunks),
+            room_multiple=chunks,
         )
         self._pad_id, self._flops, self._mask_of = pad_id, flops, mask_of
 
@@ -57,7 +72,10 @@ class Dealer:
         return plan_micro_batches(sizes, self._flops, self._frame)
 
     def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
-        return collate(samples, self._pad_id, self._frame.multiple_of, self._frame.packed, self._mask_of)
+        frame = self._frame
+        return collate(
+            samples, self._pad_id, frame.multiple_of, frame.packed, self._mask_of, frame.room_multiple
+        )
 
 
 def flops_of(architecture: Architecture) -> Flops:

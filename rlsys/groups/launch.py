@@ -31,7 +31,7 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
     """The processes of all groups, empty."""
     several = config.cluster.nodes > 1
     seating = plan_bundles(holdings(config), config.cluster.devices_per_node if several else None)
-    with ray_runtime(config.cluster, seating.sizes) as bundles:
+    with ray_runtime(config.cluster, seating.sizes, seating.machines) as bundles:
         groups: dict[str, WorkerGroup] = {}
         try:
             for name, seats in seating.seats.items():

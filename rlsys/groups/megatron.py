@@ -160,11 +160,11 @@ class TrainedGroup(MegatronGroup, ABC):
         """Whether a call for `samples` keeps every rank and pipeline stage busy."""
         return self._dealer.enough(samples)
 
-    async def accumulate(self, samples: Sequence[Sample]) -> None:
-        """Add the gradient of the summed loss of `samples`."""
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+        """Add the gradient of the summed loss of `samples`, the `last` of an optimiser step or not."""
         _, batches = self._dealer.deal(samples)
         with self.span("train.accumulate", samples=len(samples)):
-            answers = await self.workers.call("accumulate", share(batches))
+            answers = await self.workers.call("accumulate", share(batches), last)
         self._stats.extend(answer.stats for answer in answers if answer.stats)
 
     async def apply(self) -> dict[str, float]:
@@ -204,9 +204,9 @@ class CriticGroup(TrainedGroup):
                 found[index] = row
         return found
 
-    async def accumulate(self, samples: Sequence[Sample]) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         """Add the gradient of the summed loss of `samples`, whose picks are the actor's alone."""
-        await super().accumulate([replace(sample, picks=None) for sample in samples])
+        await super().accumulate([replace(sample, picks=None) for sample in samples], last)
 
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
         # Its tokens are counted by the actor already.

@@ -71,6 +71,7 @@ class InferenceProcess(Sending):
         if self._receiver is None:
             raise RuntimeError("A parcel came before open_transport.")
         self._worker.load_bucket(self._receiver.receive(parcel))
+        self._receiver.release()
 
     def compute(self, dealt: Dealt) -> tuple[int, list[LogProbs]] | None:
         """Data-parallel rank and its log-probs, from the process that reports for it; None from others."""
@@ -102,9 +103,9 @@ class ActorProcess(Sending):
         self.offload = functools.partial(self._actor.offload, config.output_dir)
         self.restore = self._actor.restore
 
-    def accumulate(self, dealt: Dealt) -> Accumulated:
-        """Add the gradient of this data-parallel rank's micro-batches."""
-        return self._actor.accumulate(dealt[self._actor.place.dp])
+    def accumulate(self, dealt: Dealt, last: bool) -> Accumulated:
+        """Add the gradient of this data-parallel rank's micro-batches, the `last` of an optimiser step or not."""
+        return self._actor.accumulate(dealt[self._actor.place.dp], last)
 
     def apply(self) -> Applied:
         """Take one optimiser step."""
@@ -143,9 +144,9 @@ class CriticProcess:
         results = self._critic.compute(dealt[dp_rank])
         return None if results is None else (dp_rank, results)
 
-    def accumulate(self, dealt: Dealt) -> Accumulated:
-        """Add the gradient of this data-parallel rank's micro-batches."""
-        return self._critic.accumulate(dealt[self._critic.place.dp])
+    def accumulate(self, dealt: Dealt, last: bool) -> Accumulated:
+        """Add the gradient of this data-parallel rank's micro-batches, the `last` of an optimiser step or not."""
+        return self._critic.accumulate(dealt[self._critic.place.dp], last)
 
 
 def objective(config: RunConfig) -> Objective:

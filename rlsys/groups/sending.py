@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
+from rlsys.config.schema import SyncMode
 from rlsys.megatron.export import Export
 from rlsys.megatron.parallel import Place
 from rlsys.weights.copy_speed import copy_gb_s
-from rlsys.weights.transport import Parcel, Sender, TransportSpec, open_sender
+from rlsys.weights.transport import IpcSender, Parcel, Sender, TransportSpec, open_sender
 
 
 class StartExport(Protocol):
@@ -23,18 +26,22 @@ class Sending:
     """One process's part in handing out the weights that `start` exports."""
 
     def __init__(self, place: Place, bucket_bytes: int, start: StartExport) -> None:
-        self._first, self._bucket_bytes, self._start = place.rank == 0, bucket_bytes, start
+        self._place, self._bucket_bytes, self._start = place, bucket_bytes, start
         self._sender: Sender | None = None
         self._export: Export | None = None
 
     def open_export(self, spec: TransportSpec) -> float | None:
-        """Hand weights out in the way of `spec` from now on; rank 0 says how fast its host copies, in GB/s."""
-        if not self._first:
+        """Hand weights out in the way of `spec` from now on; rank 0 says how fast the bytes' memory copies, in GB/s.
+
+        Rank 0 sends; with `ipc` so does the first rank of every stage.
+        """
+        if self._place.rank and not (spec.mode is SyncMode.ipc and self._place.in_stage == 0):
             return None
         if self._sender is not None:
             self._sender.close()
-        self._sender = open_sender(spec)
-        return copy_gb_s(self._bucket_bytes)
+        self._sender = sender = open_sender(spec)
+        device = sender.device if isinstance(sender, IpcSender) else torch.device("cpu")
+        return copy_gb_s(self._bucket_bytes, device)
 
     def begin_export(self) -> None:
         """Begin to hand out the weights as they are now."""

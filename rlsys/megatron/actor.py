@@ -24,6 +24,7 @@ from rlsys.config.algorithm import Aggregation
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.anchor import Anchor, ReferencePlan
+from rlsys.megatron.context import Share
 from rlsys.megatron.divergence import Divergence
 from rlsys.megatron.export import Export, owners_group
 from rlsys.megatron.forward import forward, to_tensor
@@ -87,12 +88,15 @@ class Actor(Learner):
         All ranks call this together; `sender` is there on rank 0 alone.
         """
         require = functools.partial(self._memory.require, "export")
+        require()
+        self._gather()
         return Export(self._policy, require, self._export_group, bucket_bytes, sender)
 
     def end_step(self, version: int) -> None:
         """The weights are `version` now: a reference that is kept here does what is due then."""
         if self._anchor is not None:
             self._memory.require("end a step")
+            self._gather()
             self._anchor.follow(self._policy, version)
 
     def load(self, folder: str | Path) -> bool:
@@ -132,17 +136,17 @@ class Actor(Learner):
         ref_logits: Iterator[Tensor | None] = repeat(None)
         if self._anchor is not None:
             ref_logits = iter(forward(self._anchor.model, micro_batches, lambda logits, _: logits))
-        return lambda logits, batch: self._loss_of(logits, batch, next(ref_logits))
+        return lambda logits, share: self._loss_of(logits, share, next(ref_logits))
 
-    def _loss_of(self, logits: Tensor, batch: MicroBatch, ref_logits: Tensor | None) -> tuple[Tensor, Stats]:
-        objective = self._objective
-        targets, mask = to_tensor(batch.targets, logits), to_tensor(batch.loss_mask, logits)
+    def _loss_of(self, logits: Tensor, share: Share, ref_logits: Tensor | None) -> tuple[Tensor, Stats]:
+        objective, batch = self._objective, share.batch
+        targets, mask = to_tensor(share.targets, logits), to_tensor(batch.loss_mask, logits)
         logprobs, entropy = token_logprobs(
             logits, targets, self._policy.vocab_shard, objective.temperature, with_entropy=True
         )
         assert entropy is not None
         assert batch.old_logprobs is not None
-        divergence = self._divergence(logits, logprobs, batch, ref_logits)
+        divergence = self._divergence(logits, logprobs, share, ref_logits)
         weights = token_weights(objective.aggregation, batch.trained_lengths)
         inputs = LossInputs(
             old_logprobs=to_tensor(batch.old_logprobs, logits),
@@ -151,16 +155,17 @@ class Actor(Learner):
             mask=mask,
             weights=to_tensor(batch.spread(weights).astype(np.float32), logits),
             sequences=to_tensor(batch.sequence_numbers, logits),
-            divergence=None if divergence is None else lay_out(divergence, mask),
+            divergence=None if divergence is None else lay_out(share.whole(divergence), mask),
         )
-        loss, stats = objective.loss(lay_out(logprobs, mask), lay_out(entropy, mask), inputs)
+        of_targets, of_entropy = (lay_out(share.whole(values), mask) for values in (logprobs, entropy))
+        loss, stats = objective.loss(of_targets, of_entropy, inputs)
         return loss, {**stats, DIVISOR: torch.tensor(self._divisor_of(batch))}
 
     def _divergence(
-        self, logits: Tensor, logprobs: Tensor, batch: MicroBatch, ref_logits: Tensor | None
+        self, logits: Tensor, logprobs: Tensor, share: Share, ref_logits: Tensor | None
     ) -> Tensor | None:
-        """[trained tokens]; None where the loss needs none."""
-        divergence = self._objective.divergence
+        """[own targets]; None where the loss needs none."""
+        divergence, batch = self._objective.divergence, share.batch
         if divergence is None:
             return None
         if not batch.trained_tokens:  # It fills up a rank, and nobody has picked tokens for it.
@@ -172,12 +177,12 @@ class Actor(Learner):
             logits,
             self._policy.vocab_shard,
             self._objective.temperature,
-            targets=to_tensor(batch.targets, logits),
+            targets=to_tensor(share.targets, logits),
             logprobs=logprobs,
-            old_logprobs=to_tensor(batch.old_logprobs[batch.loss_mask], logits),
-            ref_logprobs=to_tensor(batch.ref_logprobs[batch.loss_mask], logits),
-            pick_tokens=None if tokens is None else to_tensor(tokens, logits),
-            pick_logprobs=None if picked is None else to_tensor(picked, logits),
+            old_logprobs=to_tensor(share.own(batch.old_logprobs[batch.loss_mask]), logits),
+            ref_logprobs=to_tensor(share.own(batch.ref_logprobs[batch.loss_mask]), logits),
+            pick_tokens=None if tokens is None else to_tensor(share.own(tokens), logits),
+            pick_logprobs=None if picked is None else to_tensor(share.own(picked), logits),
             ref_logits=ref_logits,
         )
 

@@ -12,6 +12,7 @@ from rlsys.algorithms.losses import Stats
 from rlsys.algorithms.values import ValueLoss
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.megatron import parallel as groups
+from rlsys.megatron.context import Share
 from rlsys.megatron.forward import forward, to_tensor
 from rlsys.megatron.learner import Learner, LossOf
 from rlsys.megatron.logprobs import lay_out
@@ -50,9 +51,11 @@ class Critic(Learner):
         micro-batches; gradients that were accumulated stay as they are.
         """
         self._memory.require("compute")
+        self._gather()
 
-        def on_values(values: Tensor, batch: MicroBatch) -> NDArray[np.float32]:
-            return lay_out(values, to_tensor(batch.loss_mask, values)).cpu().numpy()
+        def on_values(values: Tensor, share: Share) -> NDArray[np.float32]:
+            mask = to_tensor(share.batch.loss_mask, values)
+            return lay_out(share.whole(values), mask).cpu().numpy()
 
         found = forward(self._model, micro_batches, on_values)
         return found if self.place.reports else None
@@ -69,9 +72,10 @@ class Critic(Learner):
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:  # noqa: ARG002
         return self._loss_of
 
-    def _loss_of(self, values: Tensor, batch: MicroBatch) -> tuple[Tensor, Stats]:
+    def _loss_of(self, values: Tensor, share: Share) -> tuple[Tensor, Stats]:
+        batch = share.batch
         assert batch.values is not None
         assert batch.returns is not None
         mask = to_tensor(batch.loss_mask, values)
         old, returns = to_tensor(batch.values, values), to_tensor(batch.returns, values)
-        return self._loss(lay_out(values, mask), old, returns, mask)
+        return self._loss(lay_out(share.whole(values), mask), old, returns, mask)

@@ -1,7 +1,8 @@
 """One version of a model's weights on its way out of its group, bucket by bucket.
 
 Whole tensors under their Hugging Face names are gathered over tensor and expert parallelism by the first rank of their
-pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0.
+pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0. With
+`ipc` each stage's first rank packs and sends on its own device, and rank 0 passes on where that is.
 Every process of the group makes an export and calls `next` equally often, together, for gathering is
 collective. The weights must not change until it has returned None on rank 0.
 
@@ -14,17 +15,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from numpy.typing import NDArray
 
 from rlsys.errors import RunError
 from rlsys.megatron.model import PolicyModel
 from rlsys.megatron.parallel import Place
 from rlsys.weights.buckets import Bucket, BucketFullError, digest, pack, pack_into
-from rlsys.weights.transport import Parcel, Sender
+from rlsys.weights.transport import IpcSender, Parcel, Sender
 
 
 def owners_group(place: Place) -> dist.ProcessGroup:
@@ -47,7 +45,7 @@ class Export:
         bucket_bytes: int,
         sender: Sender | None,
     ) -> None:
-        """`owners` is the `owners_group`; `sender` is there on rank 0 alone.
+        """`owners` is the `owners_group`; `sender` is there on rank 0, and if it is one of `ipc` on the first of each stage.
 
         All ranks of a pipeline call this together. `require_weights` raises if the model's memory is offloaded.
         """
@@ -68,13 +66,17 @@ class Export:
         if run is None:
             return None
         stage, names = run
-        if self._sender is None:
+        if isinstance(self._sender, IpcSender):
+            parcel = self._send_from_stage(self._sender, stage, names)
+        elif self._sender is not None:
+            bucket = self._take(stage, self._sender) if stage else self._pack(names, self._sender)
+            parcel = self._sender.send(bucket)
+        else:
             self._give(stage, names)
             return None
-        room = self._sender.room()
-        bucket = self._take(stage, room) if stage else self._pack(names, room)
-        self._checksums |= {record.name: record.checksum for record in bucket.records}
-        return self._sender.send(bucket)
+        if parcel is not None:
+            self._checksums |= {record.name: record.checksum for record in parcel.records}
+        return parcel
 
     @property
     def digest(self) -> str:
@@ -94,10 +96,27 @@ class Export:
             for run in range(runs)
         )
 
-    def _pack(self, names: list[str], room: NDArray[np.uint8]) -> Bucket:
-        """Gather parameters of the first stage straight into `room`."""
+    def _send_from_stage(self, sender: IpcSender, stage: int, names: list[str]) -> Parcel | None:
+        """The next bucket's parcel on rank 0, from whichever stage has the bucket; None on its other owners."""
+        rank_0 = self._place.rank == 0
+        if stage != self._place.pp:
+            sender.skip()
+            if not rank_0:
+                return None
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=stage * self._place.stage_size, group=self._owners)
+            parcel: Parcel = box[0]
+            return parcel
+        parcel = sender.send(self._pack(names, sender))
+        if rank_0:
+            return parcel
+        dist.send_object_list([parcel], dst=0, group=self._owners)
+        return None
+
+    def _pack(self, names: list[str], sender: Sender) -> Bucket:
+        """Gather parameters of this process's stage straight into the memory that `sender` lends."""
         try:
-            return pack_into(room, self._model.whole_tensors(names))
+            return pack_into(sender.room(), self._model.whole_tensors(names))
         except BucketFullError as problem:
             raise RunError(
                 f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {problem} Raise it."
@@ -112,19 +131,20 @@ class Export:
             # The plan has cut them to size.
             (bucket,) = pack(tensors, sys.maxsize)
             dist.send_object_list([(bucket.records, bucket.data.nbytes)], dst=0, group=self._owners)
-            dist.send(torch.from_numpy(bucket.data), dst=0, group=self._owners)
+            dist.send(bucket.flat, dst=0, group=self._owners)
 
-    def _take(self, stage: int, room: NDArray[np.uint8]) -> Bucket:
-        """What the first rank of a later stage gives, in `room`."""
+    def _take(self, stage: int, sender: Sender) -> Bucket:
+        """What the first rank of a later stage gives, in the memory that `sender` lends."""
         owner = stage * self._place.stage_size
         box: list[Any] = [None]
         dist.recv_object_list(box, src=owner, group=self._owners)
         records, nbytes = box[0]
+        room = sender.room()
         if nbytes > room.nbytes:
             raise RunError(
                 f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {records[0].name} is in "
                 f"a bucket of {nbytes} bytes. Raise it."
             )
-        data = room[:nbytes]
-        dist.recv(torch.from_numpy(data), src=owner, group=self._owners)
-        return Bucket(data, records)
+        bucket = Bucket(room[:nbytes], records)
+        dist.recv(bucket.flat, src=owner, group=self._owners)
+        return bucket

@@ -11,28 +11,29 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from rlsys.megatron.context import Share, share_of
 from rlsys.megatron.model import StageModel
 from rlsys.pipeline.micro_batch import MicroBatch
 
-OnOutput = Callable[[Tensor, MicroBatch], Any]
-"""(output [trained tokens, ...], micro-batch) -> what the schedule takes as the loss.
+OnOutput = Callable[[Tensor, Share], Any]
+"""(output [own targets, ...], this rank's share of the micro-batch) -> what the schedule takes as the loss.
 
 The output is logits over the local vocabulary, or values: a row is what the tokens before one of
-`MicroBatch.targets` say of it, in the same order."""
+`Share.targets` say of it, in the same order."""
 
 
 def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
     """Run `batches` forward; on the last stage, what `on_output` made of each, else an empty list.
 
-    All ranks of the same TP x PP group call this together, with the same batches.
+    All ranks of the same TP x CP x PP group call this together, with the same batches.
     """
     if not batches:
         return []
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch = next(data)
-        outputs = _outputs(model, module, batch)
-        return outputs, lambda output, non_loss_data: on_output(output, batch)  # noqa: ARG005
+        share = share_of(next(data), model.place)
+        outputs = _outputs(model, module, share)
+        return outputs, lambda output, non_loss_data: on_output(output, share)  # noqa: ARG005
 
     with torch.no_grad():
         return _schedule(step, model.module, batches, forward_only=True, collect_non_loss_data=True)
@@ -49,14 +50,14 @@ def forward_backward(
         return []
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch = next(data)
+        share = share_of(next(data), model.place)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            total, result = on_output(output, batch)
+            total, result = on_output(output, share)
             # Megatron's own count is not used; a learner counts over several calls.
             return total, torch.zeros((), dtype=torch.int, device=total.device), result
 
-        return _outputs(model, module, batch), loss
+        return _outputs(model, module, share), loss
 
     return _schedule(step, module, batches, forward_only=False)
 
@@ -66,25 +67,27 @@ def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     return torch.tensor(values, device=like.device)
 
 
-def _outputs(model: StageModel, module: Any, batch: MicroBatch) -> Tensor:
-    rows, width = batch.tokens.shape
+def _outputs(model: StageModel, module: Any, share: Share) -> Tensor:
+    width = share.tokens.shape[1]
     if model.config.sequence_parallel and width % model.place.tp_size:
         raise ValueError(
-            f"A micro-batch is {width} tokens wide; sequence parallelism needs a multiple of tp, "
+            f"A rank's share of a micro-batch is {width} tokens wide; sequence parallelism needs a multiple of tp, "
             f"{model.place.tp_size}: pad it so."
         )
     device = next(model.module.parameters()).device
-    row, column = batch.loss_mask.nonzero()
     return module(
-        input_ids=torch.tensor(batch.tokens, device=device),
-        # A token is predicted at the position before it; Megatron's hidden states are [width, rows].
-        predicting=torch.tensor((column - 1) * rows + row, device=device),
-        sequences=_sequences(batch, device) if batch.packed else None,
+        input_ids=torch.tensor(share.tokens, device=device),
+        predicting=torch.tensor(share.predicting, device=device),
+        sequences=_sequences(share.batch, device) if share.batch.packed else None,
     )
 
 
 def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
-    """Megatron's description of a packed row, in which positions and attention begin anew at boundaries."""
+    """Megatron's description of a packed row, in which positions and attention begin anew at boundaries.
+
+    With context parallelism too it speaks of the whole row. A sequence's own padding counts as its last tokens, so
+    that nothing lies between sequences, which Transformer Engine's flash attention would not take.
+    """
     boundaries = torch.tensor(batch.boundaries, device=device)
     longest = int(np.diff(batch.boundaries).max())
     return PackedSeqParams(

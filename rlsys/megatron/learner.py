@@ -1,8 +1,8 @@
 """What the actor and the critic share: gradients accumulate as micro-batches arrive, then one step for all.
 
-Contract: `accumulate` any number of times, then `apply` once. The gradient is the sum over all micro-batches
-and data-parallel ranks of the loss's sum, divided once by the sum of all their divisors; so it does not
-depend on how they were split. Every method is called on all ranks of the group together, and every
+Contract: `accumulate` any number of times, the last of them as `last` or not, then `apply` once. The gradient is the
+sum over all micro-batches and data-parallel ranks of the loss's sum, divided once by the sum of all their divisors; so
+it does not depend on how they were split. Every method is called on all ranks of the group together, and every
 data-parallel rank is handed equally many micro-batches.
 """
 
@@ -25,6 +25,7 @@ from rlsys.checkpoint.writing import CheckpointWriter, Content
 from rlsys.config.schema import OptimizerConfig
 from rlsys.errors import RunError
 from rlsys.megatron import optimizer as adam
+from rlsys.megatron.context import Share
 from rlsys.megatron.forward import forward_backward
 from rlsys.megatron.learning_rate import learning_rate
 from rlsys.megatron.model import StageModel
@@ -32,8 +33,8 @@ from rlsys.megatron.offload import Offload, gradient_buffers, training_state
 from rlsys.megatron.results import Accumulated, Applied, Offloaded, Written
 from rlsys.pipeline.micro_batch import MicroBatch
 
-LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, Stats]]
-"""(output [trained tokens, ...] of the model, micro-batch) -> (loss sum, scalar statistics)."""
+LossOf = Callable[[Tensor, Share], tuple[Tensor, Stats]]
+"""(output [own targets, ...] of the model, share of a micro-batch) -> (loss sum of all of it, scalar statistics)."""
 
 
 class Learner(ABC):
@@ -53,6 +54,10 @@ class Learner(ABC):
         self._step = 0
         self._divisor = 0
         self._pending = False
+        self._complete = False
+        """The step's last micro-batch has passed, and gradients may be summed already."""
+        self._gathered = False
+        """This process has all weights of its shard of the model, not those alone that it updates."""
         self._memory = Offload(owner, self._kept, lambda: gradient_buffers(self._wrapped))
         self._writer = CheckpointWriter()
 
@@ -83,19 +88,29 @@ class Learner(ABC):
         self._model.load_hf(path)
         self._optimizer.reload_model_params()
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Accumulated:
-        """Add the gradients of this data-parallel rank's micro-batches.
+    def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> Accumulated:
+        """Add the gradients of this data-parallel rank's micro-batches; after the `last`, `apply` follows.
 
-        Raises ValueError if one of them lacks what the loss needs.
+        To say so lets ranks sum their gradients beside the last backward pass, and changes nothing else. Raises
+        ValueError if a micro-batch lacks what the loss needs, or comes after the last.
         """
         self._memory.require("accumulate")
+        if self._complete:
+            raise ValueError(
+                f"{self._owner} has got the last micro-batches of a step: call apply before more."
+            )
         for batch in micro_batches:
             self._check(batch)
-        self._pending = True
+        self._pending, self._complete = True, last
         parts: list[Stats] = []
-        for run in self._runs(micro_batches):
-            parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run))
-        self._divisor += sum(map(self._divisor_of, micro_batches))
+        runs = list(self._runs(micro_batches))
+        for number, run in enumerate(runs, 1):
+            with adam.passes(self._wrapped, last and number == len(runs)):
+                parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run))
+        # Whatever was on its way has come by the end of a pass.
+        self._gathered = self._gathered or bool(micro_batches)
+        if self.place.cp == 0:  # Context-parallel ranks have the same micro-batches.
+            self._divisor += sum(map(self._divisor_of, micro_batches))
         return Accumulated(
             stats=join_stats(parts) if self.place.reports else {},
             tokens=sum(int(batch.lengths.sum()) for batch in micro_batches),
@@ -110,6 +125,7 @@ class Learner(ABC):
         self._memory.require("apply")
         config = self._optimizer_config
         divisor = torch.tensor(self._divisor, device=next(self._model.module.parameters()).device)
+        adam.begin_sums(self._wrapped)
         # Reduces over data parallel, tied embeddings and norms; also sums and divides by `divisor`.
         finalize_model_grads([self._wrapped], divisor)
         rate = learning_rate(self._step, self._total_steps, config)
@@ -123,7 +139,7 @@ class Learner(ABC):
             )
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._divisor, self._pending = 0, False
+        self._divisor, self._pending, self._complete, self._gathered = 0, False, False, False
         return Applied(self._step, float(grad_norm), rate, int(divisor))
 
     def begin_save(self, folder: str | Path) -> None:
@@ -135,6 +151,7 @@ class Learner(ABC):
         self._memory.require("save")
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before saving.")
+        self._gather()
         self._writer.begin(self._contents(Path(folder)))
 
     def saving(self) -> bool:
@@ -176,6 +193,12 @@ class Learner(ABC):
     def restore(self) -> Offloaded:
         """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
         return self._memory.restore()
+
+    def _gather(self) -> None:
+        """Have all weights here, for another use than training; all ranks call this together."""
+        if not self._gathered:
+            adam.gather(self._wrapped)
+            self._gathered = True
 
     def _kept(self) -> Iterable[Tensor]:
         """All memory that has to come back as it was."""

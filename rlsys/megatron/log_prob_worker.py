@@ -23,6 +23,7 @@ from rlsys.checkpoint.writing import CheckpointWriter
 from rlsys.config.schema import ModelConfig, ParallelConfig
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.anchor import Anchor, ReferencePlan
+from rlsys.megatron.context import Share
 from rlsys.megatron.divergence import top_tokens
 from rlsys.megatron.export import Export, owners_group
 from rlsys.megatron.forward import forward, to_tensor
@@ -218,16 +219,18 @@ class LogProbWorker:
         # The last stage sees the micro-batches in their order.
         waiting = None if chosen is None else iter(chosen)
 
-        def on_logits(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, DevicePicks | None]:
+        def on_logits(logits: Tensor, share: Share) -> tuple[Tensor, DevicePicks | None]:
             shard, temperature = model.vocab_shard, self._temperature
-            logprobs, _ = token_logprobs(logits, to_tensor(batch.targets, logits), shard, temperature)
+            logprobs, _ = token_logprobs(logits, to_tensor(share.targets, logits), shard, temperature)
             picks = None
             if waiting is not None:
                 tokens = next(waiting)
-                picks = tokens, logprobs_at(logits, tokens, shard, temperature)
+                picks = tokens, share.whole(logprobs_at(logits, share.own(tokens), shard, temperature))
             elif k is not None:
-                picks = top_tokens(logits, shard, temperature, k)
-            return lay_out(logprobs, to_tensor(batch.loss_mask, logits)), picks
+                tokens, of_tokens = top_tokens(logits, shard, temperature, k)
+                picks = share.whole(tokens), share.whole(of_tokens)
+            mask = to_tensor(share.batch.loss_mask, logits)
+            return lay_out(share.whole(logprobs), mask), picks
 
         found: list[tuple[Tensor, DevicePicks | None]] = forward(model, batches, on_logits)
         return found

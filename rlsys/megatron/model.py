@@ -21,10 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
+from rlsys.capabilities import detect
 from rlsys.checkpoint import sharded
 from rlsys.config.schema import Dtype, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.megatron.layers import block_spec, choose_layers
+from rlsys.megatron.kernels import choose_layers, kernel_settings
+from rlsys.megatron.layers import block_spec
 from rlsys.megatron.parallel import Place
 from rlsys.megatron.target_logits import TargetLogitsModel, TargetModel
 from rlsys.megatron.vocabulary import VocabShard
@@ -59,10 +61,13 @@ class StageModel(ABC):
         self.weights = WeightMap(architecture, values=self._VALUES)
         self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[place.pp]
         self.experts = expert_block(architecture.experts, place.ep_size, place.ep)
-        self.config = transformer_config(architecture, model, parallel)
+        here = detect()
+        layers = choose_layers(model.layers, here)
+        kernels = kernel_settings(model, layers, here)
+        self.config = transformer_config(architecture, model, parallel, kernels)
         module = self._module(
             config=self.config,
-            transformer_layer_spec=block_spec(self.config, choose_layers(model.layers)),
+            transformer_layer_spec=block_spec(self.config, layers),
             vocab_size=architecture.padded_vocab(place.tp_size),
             max_sequence_length=architecture.max_positions,
             pre_process=place.first_stage,
@@ -183,7 +188,8 @@ class PolicyModel(StageModel):
             if entry.expert is not None:
                 shards = self._fetch(entry, parameters.get(name))
             else:
-                shards = self._gather(parameters[name].data) if self.place.dp == 0 else []
+                first = self.place.in_stage < self.place.tp_size
+                shards = self._gather(parameters[name].data) if first else []
             if self.place.in_stage == 0:
                 yield from self.weights.merge(entry, shards)
 
@@ -221,9 +227,12 @@ class PolicyModel(StageModel):
 
 
 def transformer_config(
-    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig
+    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, kernels: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's config of the model. Raises UserError if TP does not divide its sizes, or if experts forbid it."""
+    """Megatron's config of the model; `kernels` are `kernel_settings`.
+
+    Raises UserError if TP does not divide its sizes, or if experts forbid it.
+    """
     _check_tp(architecture, parallel)
     dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
     return TransformerConfig(
@@ -247,22 +256,20 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
         pipeline_model_parallel_layout=_pipeline_layout(architecture.layers, parallel),
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,
         # Megatron asks for this dispatcher with variable lengths, also for dense models.
         moe_token_dispatcher_type="alltoall",
         **_experts_config(architecture, parallel),
-        batch_p2p_comm=False,
         # The values are overwritten, but only then are weights marked as cut by TP, and the gradient norm
         # counts each shard.
         perform_initialization=True,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
         # Whoever learns divides itself, once; see Learner.
         calculate_per_token_loss=True,
         **(_FULL_RECOMPUTE if model.recompute else {}),
+        **kernels,
     )
 
 

@@ -1,7 +1,15 @@
-"""Megatron's AdamW for one model, and its state in checkpoints."""
+"""Megatron's AdamW for one model, and its state in checkpoints.
+
+What travels between data-parallel ranks may travel beside computation. With `overlap_grad_reduce` the sums of gradients
+begin in the backward pass of an optimiser step's last micro-batch, bucket by bucket as these become complete; with
+`overlap_param_gather` each rank has after a step the new weights of its own shard alone, and the others' come in the
+next training pass, before the layer that needs them. Whoever reads weights otherwise calls `gather` first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,17 +19,54 @@ from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlsys.config.schema import OptimizerConfig
+from rlsys.errors import UserError
 from rlsys.megatron.model import CHECKPOINT_METADATA, StageModel
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
-    """The model with gradients in contiguous float32 buffers, reduced only when asked."""
+    """The model with gradients in contiguous float32 buffers; pass through it within `passes`.
+
+    Raises UserError for an overlap that needs another setting.
+    """
+    if config.overlap_param_gather and not (config.distributed and config.overlap_grad_reduce):
+        raise UserError(
+            "overlap_param_gather=true gathers the shards of a distributed optimiser bucket by bucket: set distributed and "
+            "overlap_grad_reduce to true beside it, or it to false."
+        )
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.distributed,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
     )
-    wrapped = DistributedDataParallel(model.config, options, model.module)
-    model.config.no_sync_func = wrapped.no_sync
-    return wrapped
+    return DistributedDataParallel(model.config, options, model.module)
+
+
+@contextmanager
+def passes(wrapped: DistributedDataParallel, last: bool) -> Iterator[None]:
+    """Forward and backward passes within add to the gradients that there are.
+
+    `last` ends with the last micro-batch of an optimiser step, in whose backward pass sums may begin.
+    """
+    # Megatron's schedules take the last micro-batch of every call for a step's last, and end this context before it.
+    wrapped.config.no_sync_func = wrapped.no_sync if last else nullcontext
+    with nullcontext() if last else wrapped.no_sync():
+        yield
+
+
+def begin_sums(wrapped: DistributedDataParallel) -> None:
+    """Begin to sum the gradients that no backward pass has begun to sum, where that is overlapped."""
+    if not wrapped.ddp_config.overlap_grad_reduce:
+        return
+    for buckets in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        if buckets.grad_reduce_handle is None:
+            buckets.start_grad_sync()
+
+
+def gather(wrapped: DistributedDataParallel) -> None:
+    """Bring in the weights of other ranks' shards after a step; all ranks call this together."""
+    if wrapped.ddp_config.overlap_param_gather:
+        wrapped.start_param_sync(force_sync=True)
 
 
 def build(wrapped: DistributedDataParallel, model: StageModel, config: OptimizerConfig) -> Any:
@@ -38,6 +83,7 @@ def build(wrapped: DistributedDataParallel, model: StageModel, config: Optimizer
         bf16=model.config.bf16,
         params_dtype=model.config.params_dtype,
         use_distributed_optimizer=config.distributed,
+        overlap_param_gather=config.overlap_param_gather,
     )
     return get_megatron_optimizer(
         options,

@@ -1,12 +1,13 @@
 """Where a process stands in its Megatron group, and how the group comes about.
 
-Ranks are ordered as Megatron orders them: tensor parallel fastest, then data parallel, then pipeline. Experts
-are spread over the ranks of a stage, whatever these are in tensor and data parallelism: over each run of `ep`
-neighbours. No expert is cut itself, so tensor-parallel ranks count as data-parallel ones where experts are concerned.
+Ranks are ordered as Megatron orders them: tensor parallel fastest, then context parallel, then data parallel, then
+pipeline. Experts are spread over the ranks of a stage, whatever these are otherwise: over each run of `ep` neighbours.
+No expert is cut itself, so tensor- and context-parallel ranks count as data-parallel ones where experts are concerned.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,6 +40,9 @@ class Place:
     rank: int
     tp: int
     tp_size: int
+    cp: int
+    """Which chunks of every sequence it works on; see `rlsys.megatron.context`."""
+    cp_size: int
     dp: int
     dp_size: int
     pp: int
@@ -50,12 +54,12 @@ class Place:
     @property
     def in_stage(self) -> int:
         """Its number within its pipeline stage."""
-        return self.dp * self.tp_size + self.tp
+        return (self.dp * self.cp_size + self.cp) * self.tp_size + self.tp
 
     @property
     def stage_size(self) -> int:
         """Processes of a pipeline stage."""
-        return self.dp_size * self.tp_size
+        return self.dp_size * self.cp_size * self.tp_size
 
     @property
     def exports(self) -> bool:
@@ -75,24 +79,23 @@ class Place:
     @property
     def reports(self) -> bool:
         """It returns results for its data-parallel rank: exactly one process of each does."""
-        return self.last_stage and self.tp == 0
+        return self.last_stage and self.cp == 0 and self.tp == 0
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
     """The coordinates of `rank`. Raises UserError if the group cannot be cut so."""
-    model = parallel.tp * parallel.pp
-    if parallel.cp != 1:
-        raise UserError(f"parallel.cp is {parallel.cp}; context parallelism is not supported, set it to 1.")
+    inner = parallel.tp * parallel.cp
+    model = inner * parallel.pp
     if world_size % model:
         raise UserError(
-            f"tp x pp is {model}, which does not divide the group's {world_size} processes; change one."
+            f"tp x cp x pp is {model}, which does not divide the group's {world_size} processes; change one."
         )
     if parallel.sequence_parallel and parallel.tp == 1:
         raise UserError(
             "sequence_parallel is true but tp is 1; set tp above 1 or sequence_parallel to false."
         )
     dp_size = world_size // model
-    stage_size = parallel.tp * dp_size
+    stage_size = inner * dp_size
     if stage_size % parallel.ep:
         raise UserError(
             f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage; change one."
@@ -101,7 +104,9 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
         rank=rank,
         tp=rank % parallel.tp,
         tp_size=parallel.tp,
-        dp=rank // parallel.tp % dp_size,
+        cp=rank // parallel.tp % parallel.cp,
+        cp_size=parallel.cp,
+        dp=rank // inner % dp_size,
         dp_size=dp_size,
         pp=rank // stage_size,
         pp_size=parallel.pp,
@@ -135,6 +140,7 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, round(rendezvous.timeout_s / 60)),
@@ -144,6 +150,9 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
 
 
 def _choose_device(rendezvous: Rendezvous) -> None:
+    # Before anything touches CUDA. Megatron counts on it up to Hopper: kernels start in the order of their launches, and
+    # those of communication before those that they overlap with.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     visible = torch.cuda.device_count()
     if rendezvous.device is Device.gpu:
         if not visible:

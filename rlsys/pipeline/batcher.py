@@ -51,6 +51,8 @@ class Frame:
     """Pipeline stages."""
     multiple_of: int = 1
     """What the width of a micro-batch is rounded up to."""
+    room_multiple: int = 1
+    """Packed, what the tokens of each sample are rounded up to; divides `multiple_of`."""
 
 
 def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Plan:
@@ -137,7 +139,7 @@ def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch
     batches: list[Batch] = []
     rooms: list[tuple[int, int]] = []
     for index in sorted(indices, key=lambda i: -sizes[i].tokens):
-        need = sizes[index].tokens
+        need = round_up(sizes[index].tokens, frame.room_multiple)
         place = bisect_left(rooms, (need, 0))
         if place == len(rooms):
             room, batch = capacity, len(batches)

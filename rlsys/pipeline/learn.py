@@ -46,9 +46,10 @@ async def learn(
             say(f"trains on {len(groups)} groups")
             await devices.need(*learners)
             samples = [sample for group in groups for sample in group.samples]
+            last = len(groups) == missing
             async with asyncio.TaskGroup() as tasks:
                 for learner in learners.values():
-                    tasks.create_task(learner.accumulate(samples))
+                    tasks.create_task(learner.accumulate(samples, last))
             trained += groups
         if cut.scored_first:
             await supply.fill()

@@ -3,12 +3,16 @@
 Pure numpy: no torch, no Ray. A per-token array is [rows, width]; an entry of it speaks of its token as a
 target, so the first token of a sequence, which nothing predicts, is never trained: a micro-batch that says
 otherwise cannot be made. Packed, that is what keeps one sequence from being predicted by the one before.
+
+A packed sequence takes `room_multiple` tokens or a multiple of them, the last of which may be padding: that is how
+context parallelism cuts each sequence evenly. Attention is causal, so padding behind a sequence is seen by itself alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +49,8 @@ class MicroBatch:
     pick_logprobs: Floats | None = None
     """[targets, k]"""
     packed: bool = False
+    room_multiple: int = 1
+    """Packed, what the tokens of each sequence are padded to a multiple of."""
 
     def __post_init__(self) -> None:
         if self.pick_tokens is not None and len(self.pick_tokens) != self.trained_tokens:
@@ -87,9 +93,9 @@ class MicroBatch:
     def boundaries(self) -> NDArray[np.int32]:
         """[sequences + 1] of a packed row: where each sequence begins, and the row's end.
 
-        Padding at the end counts as one more sequence.
+        A sequence's own padding is part of it; more at the row's end counts as one more sequence.
         """
-        ends = np.cumsum(self.lengths, dtype=np.int32)
+        ends = np.cumsum(self._rooms, dtype=np.int32)
         width = np.int32(self.tokens.size)
         padding = [width] if not len(ends) or ends[-1] < width else []
         return np.concatenate([[np.int32(0)], ends, padding]).astype(np.int32)
@@ -105,8 +111,13 @@ class MicroBatch:
     def _starts(self) -> NDArray[np.int64]:
         """[sequences] of each one's first token in a flattened array."""
         if self.packed:
-            return np.cumsum(self.lengths) - self.lengths
+            return np.cumsum(self._rooms) - self._rooms
         return np.arange(len(self.lengths)) * self.tokens.shape[1]
+
+    @property
+    def _rooms(self) -> NDArray[np.int64]:
+        """[sequences] tokens that each takes of a packed row."""
+        return np.array([round_up(int(one), self.room_multiple) for one in self.lengths], dtype=np.int64)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -120,25 +131,29 @@ def collate(
     multiple_of: int = 1,
     packed: bool = False,
     mask_of: MaskOf = trained_tokens,
+    room_multiple: int = 1,
 ) -> MicroBatch:
     """Lay `samples` out in rows whose width is a multiple of `multiple_of` tokens.
 
-    `mask_of` says which tokens of a trajectory are targets. What some sample lacks is left out. No samples give
-    one row of untrained padding, a micro-batch that fills up a rank. Raises ValueError for picks of other tokens
-    than the targets.
+    Packed, each sequence is padded to a multiple of `room_multiple`, which divides `multiple_of`. `mask_of` says
+    which tokens of a trajectory are targets. What some sample lacks is left out. No samples give one row of untrained
+    padding, a micro-batch that fills up a rank. Raises ValueError for picks of other tokens than the targets, and for
+    multiples that do not fit.
     """
+    if multiple_of % room_multiple:
+        raise ValueError(f"A row of {multiple_of} tokens cannot be cut into sequences of {room_multiple}.")
     lengths = [len(sample.trajectory.tokens) for sample in samples]
-    longest = sum(lengths) if packed else max(lengths, default=0)
+    rooms = [round_up(length, room_multiple) for length in lengths]
+    longest = sum(rooms) if packed else max(lengths, default=0)
     width = round_up(max(longest, _NARROWEST), multiple_of)
     rows = 1 if packed else max(1, len(samples))
+    starts = [0, *accumulate(rooms)][: len(rooms)] if packed else range(0, width * len(samples), width)
 
     def lay_out(values: Callable[[Sample], NDArray], fill: float, dtype: type) -> NDArray:
         out: NDArray = np.full((rows, width), fill, dtype=dtype)
-        if packed and samples:
-            out[0, :longest] = np.concatenate([values(sample) for sample in samples])
-            return out
-        for row, sample in enumerate(samples):
-            out[row, : lengths[row]] = values(sample)
+        flat = out.ravel()
+        for start, length, sample in zip(starts, lengths, samples, strict=True):
+            flat[start : start + length] = values(sample)
         return out
 
     def optional(values: Callable[[Sample], Floats | None]) -> Floats | None:
@@ -159,6 +174,7 @@ def collate(
         pick_tokens=None if picks is None else picks.tokens,
         pick_logprobs=None if picks is None else picks.logprobs,
         packed=packed,
+        room_multiple=room_multiple,
     )
 
 

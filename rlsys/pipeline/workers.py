@@ -58,8 +58,8 @@ class Learner(Protocol):
     def enough(self, samples: Sequence[Sample]) -> bool:
         """Whether `samples` are worth a call: they keep every rank and pipeline stage busy."""
 
-    async def accumulate(self, samples: Sequence[Sample]) -> None:
-        """Add the gradient of `samples`."""
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+        """Add the gradient of `samples`; with the `last` of an optimiser step, `apply` comes next."""
 
     async def apply(self) -> Mapping[str, float]:
         """Take one optimiser step; the statistics of what was accumulated for it."""

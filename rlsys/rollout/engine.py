@@ -2,15 +2,16 @@
 
 Contract:
 - All methods belong to one event loop, the one that first generates.
-- An update is staged in host memory while generation goes on. `finish_update` switches: generation pauses,
+- An update is staged while generation goes on: in host memory, or on the engine's first device if it comes on
+  GPUs (`cluster.sync_mode=ipc`) and the engine is awake. `finish_update` switches: generation pauses,
   requests under way keep their tokens, new ones wait; the weights are loaded and verified; then all go on
   with the new weights. Every token tells the version that sampled it, and its log-prob is of that version.
 - `finish_update` succeeds only if every tensor that the engine reports hashes to what was received.
   After a failed update nothing is generated until another succeeds: what is under way and what comes later
   ends with the reason. A paused engine goes on or refuses, however the switch ends. If SGLang dies, every
   call ends with EngineDied.
-- Asleep, an engine generates nothing and takes no weights in, but stages them; awake again, it holds what
-  it held before.
+- Asleep, an engine generates nothing and takes no weights in, but stages them, always in host memory: its device
+  belongs to others meanwhile. Awake again, it holds what it held before.
 - SGLang signals SIGQUIT to this process when one of its processes dies, and ends every child of this
   process on shutdown: give an engine a process of its own.
 """
@@ -35,7 +36,7 @@ from rlsys.config.schema import Device, EngineConfig, TaskConfig
 from rlsys.errors import RunError, UserError
 from rlsys.pipeline.routing import EngineDied
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.held_weights import Hasher, Layout, sha256_prefix
+from rlsys.rollout.held_weights import CPU_WIDTH_PADDING, Hasher, Layout, sha256_prefix
 from rlsys.rollout.liveness import Liveness
 from rlsys.rollout.staging import StagedVersion
 from rlsys.weights.buckets import Bucket, ChecksumError
@@ -66,7 +67,7 @@ class EngineCounts:
     update_s: float = 0.0
     """Wall time of updates, from `begin_update` to the verified end; mostly beside generation."""
     update_bytes: int = 0
-    """Staged in host memory."""
+    """Staged."""
     pause_s: float = 0.0
     """Wall time in which generation was held back by the switch."""
 
@@ -87,7 +88,7 @@ class Engine:
         self._hasher: Hasher = sha256_prefix
         self._eos_id: int = AutoTokenizer.from_pretrained(model_path).eos_token_id
         model = AutoConfig.from_pretrained(model_path)
-        self._layout = _layout(model, config)
+        self._layout = _layout(model, config, device)
         self._context_tokens: int = min(
             model.max_position_embeddings, config.kv_cache_tokens or model.max_position_embeddings
         )
@@ -182,14 +183,16 @@ class Engine:
         self._update_began = perf_counter()
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Check a bucket and stage it in host memory; generation goes on.
+        """Check a bucket and stage it; generation goes on.
 
         Raises RunError for a bucket that is not what was sent; the update has then failed.
         """
         update = self._staged()
         try:
             async with self._staging:
-                await asyncio.to_thread(update.take, bucket)
+                await asyncio.to_thread(update.take, bucket, to_host=self._asleep)
+            if self._asleep and self.frees_memory:
+                torch.cuda.empty_cache()  # What checking it took; torch would keep it from the others.
         except ChecksumError as error:
             self._refuse(str(error))
 
@@ -236,6 +239,8 @@ class Engine:
                     "its weights were switched; let that end first."
                 )
             self._asleep = True  # Before the first await, so that no request slips in.
+            if self._update is not None:
+                self._update.leave_device()
             success, message = await self._answer(self._sglang.sleep(FLUSH_TIMEOUT_S))
             if not success:
                 self._asleep = False
@@ -311,6 +316,8 @@ class Engine:
             # Its scheduler otherwise polls without a break, on a core that training could use.
             arguments["sleep_on_idle"] = True
             backend = "torch_native" if backend == "auto" else backend
+        elif not config.cuda_graphs:
+            arguments |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
         if backend != "auto":
             arguments["attention_backend"] = backend
         return arguments
@@ -407,12 +414,14 @@ class Engine:
         return generation
 
 
-def _layout(model: PretrainedConfig, config: EngineConfig) -> Layout:
+def _layout(model: PretrainedConfig, config: EngineConfig, device: Device) -> Layout:
     return Layout(
         tp=config.tp,
         kv_heads=model.num_key_value_heads,
         tied=model.tie_word_embeddings,
         dtype=getattr(torch, config.dtype.value),
+        experts=getattr(model, "num_experts", 0),
+        width_padding=CPU_WIDTH_PADDING if device is Device.cpu else 1,
     )
 
 

@@ -2,16 +2,19 @@
 
 SGLang's weight checker reports one hash for each of the engine's own tensors on each tensor-parallel
 rank. This module predicts them: it fuses and cuts the received Hugging Face tensors as SGLang does
-(`qkv_proj` is q, k, v; `gate_up_proj` is gate, up; rows are cut over ranks before they are fused; the
-vocabulary is padded with zeros to a multiple of 64) and hashes the result. A prediction that comes true for every tensor means that the engine holds what was sent.
+(`qkv_proj` is q, k, v; `gate_up_proj` is gate, up; `w13_weight` is gate, up of expert 0, then of expert 1
+and so on, `w2_weight` is down of each; rows are cut over ranks before they are fused; the vocabulary is
+padded with zeros to a multiple of 64, and on a CPU the width of an MLP to one of 32) and hashes the result. A
+prediction that comes true for every tensor means that the engine holds what was sent.
 
-Tensors of the Llama, Qwen2 and Qwen3 families. A fused tensor is kept until its parts are in; nothing
-else is kept.
+Tensors of the Llama, Qwen2, Qwen3 and Qwen3-MoE families. A fused tensor is kept until its parts are in,
+which for experts is a layer's worth of them; nothing else is kept.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,12 +23,18 @@ from torch import Tensor
 
 VOCAB_PADDING = 64
 """Rows; SGLang's default."""
+CPU_WIDTH_PADDING = 32
+"""Columns or rows of an MLP, on each tensor-parallel rank of an engine on a CPU."""
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-_CUT_COLUMNS = ("o_proj", "down_proj")
+_OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<module>\w+)\.weight")
+_CUT_ROWS = (*_FUSED, "w13_weight")
+_CUT_COLUMNS = ("o_proj", "down_proj", "w2_weight")
+_OF_MLP = ("gate_up_proj", "down_proj", "w13_weight", "w2_weight")
 _VOCABULARY = ("embed_tokens", "lm_head")
 
 Hasher = Callable[[Tensor], str]
@@ -46,6 +55,19 @@ class Layout:
     tied: bool
     """The output layer is the embedding; a separate `lm_head.weight` is ignored."""
     dtype: torch.dtype
+    experts: int = 0
+    """Of a layer; 0 is a dense model."""
+    width_padding: int = 1
+    """An MLP's width on a rank is padded to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a received tensor lies in the engine's tensor `target`: part number `index` of `parts`."""
+
+    target: str
+    index: int
+    parts: int
 
 
 class HeldWeights:
@@ -54,7 +76,7 @@ class HeldWeights:
     def __init__(self, layout: Layout, hasher: Hasher) -> None:
         self._layout = layout
         self._hasher = hasher
-        self._parts: dict[str, dict[str, Tensor]] = {}
+        self._parts: dict[str, dict[int, Tensor]] = {}
         self.hashes: list[dict[str, str]] = [{} for _ in range(layout.tp)]
         """By tensor-parallel rank: the engine's tensor name to its hash."""
 
@@ -63,15 +85,15 @@ class HeldWeights:
         if self._layout.tied and name == "lm_head.weight":
             return
         tensor = tensor.to(self._layout.dtype)
-        target, order = _fused_name(name)
-        if not order:
-            self._store(name, [tensor])
+        place = _place(name, self._layout.experts)
+        if place.parts == 1:
+            self._store(place.target, [tensor])
             return
-        parts = self._parts.setdefault(target, {})
-        parts[name] = tensor.clone()
-        if len(parts) == len(order):
-            del self._parts[target]
-            self._store(target, [parts[part] for part in order])
+        parts = self._parts.setdefault(place.target, {})
+        parts[place.index] = tensor.clone()
+        if len(parts) == place.parts:
+            del self._parts[place.target]
+            self._store(place.target, [parts[index] for index in sorted(parts)])
 
     def missing(self) -> list[str]:
         """Engine tensors of which only some parts have come."""
@@ -97,29 +119,45 @@ class HeldWeights:
     def _piece(self, target: str, index: int, part: Tensor, rank: int) -> Tensor:
         """Rank `rank`'s share of one part of the engine's tensor `target`."""
         tp = self._layout.tp
-        module = target.rsplit(".", 2)[-2]
+        module = _module(target)
         if module in _VOCABULARY:
-            return _pad_vocabulary(part).chunk(tp)[rank]
+            return _padded(part, VOCAB_PADDING, dim=0).chunk(tp)[rank]
         if module == "qkv_proj" and index > 0 and self._layout.kv_heads < tp:
             return part.chunk(self._layout.kv_heads)[rank * self._layout.kv_heads // tp]
-        if module in _FUSED:
-            return part.chunk(tp)[rank]
+        multiple = tp * self._layout.width_padding if module in _OF_MLP else 1
+        if module in _CUT_ROWS:
+            return _padded(part, multiple, dim=0).chunk(tp)[rank]
         if module in _CUT_COLUMNS and part.dim() == 2:
-            return part.chunk(tp, dim=1)[rank]
+            return _padded(part, multiple, dim=1).chunk(tp, dim=1)[rank]
         return part
 
 
-def _fused_name(name: str) -> tuple[str, list[str]]:
-    """The engine's tensor that `name` is a part of, and all parts in order; no parts if it stands alone."""
+def _place(name: str, experts: int) -> _Place:
+    """Where the Hugging Face tensor `name` of a model with so many experts a layer goes."""
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None:
+        for fused, modules in _OF_EXPERTS.items():
+            if expert["module"] in modules:
+                index = int(expert["number"]) * len(modules) + modules.index(expert["module"])
+                return _Place(f"{expert['experts']}.{fused}", index, experts * len(modules))
     for fused, modules in _FUSED.items():
-        for module in modules:
+        for index, module in enumerate(modules):
             if f".{module}." in name:
-                parts = [name.replace(f".{module}.", f".{sibling}.") for sibling in modules]
-                return name.replace(f".{module}.", f".{fused}."), parts
-    return name, []
+                return _Place(name.replace(f".{module}.", f".{fused}."), index, len(modules))
+    return _Place(name, 0, 1)
 
 
-def _pad_vocabulary(rows: Tensor) -> Tensor:
-    """Zero rows up to SGLang's padded vocabulary."""
-    missing = -rows.shape[0] % VOCAB_PADDING
-    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+def _module(target: str) -> str:
+    """What of a layer the engine's tensor `target` is: experts name their tensors, others the module of it."""
+    *_, module, leaf = target.rsplit(".", 2)
+    return leaf if leaf in _OF_EXPERTS else module
+
+
+def _padded(matrix: Tensor, multiple: int, dim: int) -> Tensor:
+    """With zeros behind, up to the next `multiple` along `dim`."""
+    missing = -matrix.shape[dim] % multiple
+    if not missing:
+        return matrix
+    shape = list(matrix.shape)
+    shape[dim] = missing
+    return torch.cat([matrix, matrix.new_zeros(shape)], dim=dim)

@@ -141,7 +141,8 @@ def gpu_hash(tensor: torch.Tensor) -> str:
 def _serialize(bucket: Bucket, ranks: int) -> list[bytes]:
     """A bucket as SGLang's flattened bucket, for each rank: where each name lies in one tensor.
 
-    The first serialisation copies the tensor to shared memory; the others point to the same.
+    In host memory the first serialisation copies the tensor to shared memory, and the others point to the same. On a GPU
+    each is a handle to it; the tensor is freed when all ranks have let go.
     """
     metadata = [
         FlattenedTensorMetadata(
@@ -154,5 +155,5 @@ def _serialize(bucket: Bucket, ranks: int) -> list[bytes]:
         )
         for record in bucket.records
     ]
-    payload = {"flattened_tensor": torch.from_numpy(bucket.data), "metadata": metadata}
+    payload = {"flattened_tensor": bucket.flat, "metadata": metadata}
     return [MultiprocessingSerializer.serialize(payload) for _ in range(ranks)]

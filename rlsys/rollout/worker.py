@@ -139,7 +139,9 @@ class RolloutWorker:
             raise RunError("Weights came to a rollout worker without a transport; call open_transport first.")
         async with self._receiving:
             bucket = await asyncio.to_thread(self._receiver.receive, parcel)
-            await self.engine.load_bucket(bucket)  # Copies: the bytes are lent until the next `receive`.
+            await self.engine.load_bucket(bucket)  # Copies: the bytes are lent.
+            del bucket
+            await asyncio.to_thread(self._receiver.release)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Switch to the new version; see `Engine.finish_update`.

@@ -1,19 +1,21 @@
 """Weights in transit: named tensors packed into flat buckets of bytes, each tensor with a checksum.
 
-A bucket is numpy and plain data; its memory may be shared between processes (`rlsys.weights.transport`).
+A bucket is plain data in host memory, as a numpy array, or in a device's memory, as a tensor; either may be shared
+between processes (`rlsys.weights.transport`). What is on a device is packed, hashed and checked there.
 Invariant: whoever unpacks gets the bytes that were packed, or an error that names the tensor. The digest
 of a version depends on every name, dtype, shape and byte, and not on order or on how tensors were
 spread over buckets.
 
-A byte is copied once and hashed at both ends. The hash of a tensor is one of the hashes of its pieces, so that
-threads pack several pieces at a time: one core copies at about half the speed that memory has. A piece is copied
-and hashed block by block, while the block is in the core's cache.
+A byte is copied once and hashed at both ends. The hash of a tensor is one of the hashes of its pieces. In host
+memory (XXH3) that lets threads pack several pieces at a time: one core copies at about half the speed that memory has. A
+piece is copied and hashed block by block, while the block is in the core's cache. On a device see `device_hash`; the
+hashes of the two differ.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +26,11 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlsys.weights.device_hash import hash_pieces
 from rlsys.weights.sizes import aligned
+
+Memory = NDArray[np.uint8] | Tensor
+"""[bytes] uint8: in host memory an array, on a device a tensor. What is a tensor is hashed as on a device, wherever it lies."""
 
 PIECE_BYTES = 4 * 1024 * 1024
 """Of a tensor, hashed by itself."""
@@ -64,9 +70,33 @@ class TensorRecord:
 class Bucket:
     """Some tensors of one version."""
 
-    data: NDArray[np.uint8]
+    data: Memory
     """[bytes]"""
     records: tuple[TensorRecord, ...]
+
+    @property
+    def in_host(self) -> NDArray[np.uint8]:
+        """The bytes of a bucket that is known to be in host memory. Raises TypeError for another."""
+        if isinstance(self.data, Tensor):
+            raise TypeError(f"A bucket on {self.data.device} was taken for one in host memory.")
+        return self.data
+
+    @property
+    def flat(self) -> Tensor:
+        """The bytes as a tensor that shares their memory, wherever they lie: do not write to it."""
+        if isinstance(self.data, Tensor):
+            return self.data
+        with warnings.catch_warnings():
+            # A receiver has no right to write to shared memory; the contract above is what torch warns about.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            return torch.from_numpy(self.data)
+
+    def copy(self, to_host: bool = False) -> Bucket:
+        """The same in memory of its own, on the same device or in host memory; it is hashed as before."""
+        if isinstance(self.data, Tensor):
+            target = torch.device("cpu") if to_host else self.data.device
+            return Bucket(self.data.to(target, copy=True), self.records)
+        return Bucket(self.data.copy(), self.records)
 
 
 def checksum(name: str, tensor: Tensor) -> str:
@@ -105,58 +135,89 @@ def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[B
         yield pack_into(np.empty(size, dtype=np.uint8), pending)
 
 
-def pack_into(memory: NDArray[np.uint8], tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
+def pack_into(memory: Memory, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
     """Copy tensors of any device and strides to `memory`, [bytes], in order; the bucket is the part that is used.
 
-    Raises BucketFullError, naming the tensor, if they do not fit.
+    Where it returns, the copies are complete. Raises BucketFullError, naming the tensor, if they do not fit.
     """
-    flat = torch.from_numpy(memory)
-    parts: list[tuple[str, Tensor, int, list[Future[bytes]]]] = []
-    end = 0
-    with ThreadPoolExecutor(PACKERS, "pack") as packers:
-        for name, tensor in tensors:
-            start, end = aligned(end), aligned(end) + tensor.nbytes
-            if end > memory.nbytes:
-                raise BucketFullError(
-                    f"{name} takes {tensor.nbytes} bytes, and {memory.nbytes - start} of {memory.nbytes} are left."
-                )
-            copy = _typed(flat[start:end], tensor.dtype, tensor.shape)
-            parts.append((name, copy, start, _copy(copy, tensor.detach(), packers)))
-    records = (
-        TensorRecord(
-            name,
-            _dtype_name(copy),
-            tuple(copy.shape),
-            start,
-            _joined_hash(name, copy, (piece.result() for piece in pieces)),
-        )
+    parts = _pack_on_device(memory, tensors) if isinstance(memory, Tensor) else _pack_in_host(memory, tensors)
+    records = tuple(
+        TensorRecord(name, _dtype_name(copy), tuple(copy.shape), start, _joined_hash(name, copy, pieces))
         for name, copy, start, pieces in parts
     )
-    return Bucket(memory[:end], tuple(records))
+    end = records[-1].offset + records[-1].nbytes if records else 0
+    return Bucket(memory[:end], records)
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[TensorRecord, Tensor]]:
     """The tensors of a bucket, as views of its memory: do not write to them.
 
-    Raises ChecksumError with the first tensor that is not what was sent.
+    Raises ChecksumError with the first tensor that is not what was sent; on a device before any is given out.
     """
-    with warnings.catch_warnings():
-        # A receiver has no right to write to shared memory; the contract above is what torch warns about.
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        flat = torch.from_numpy(bucket.data)
-    for record in bucket.records:
-        piece = flat[record.offset : record.offset + record.nbytes]
+    flat = bucket.flat
+    pieces = [flat[record.offset : record.offset + record.nbytes] for record in bucket.records]
+    for record, piece in zip(bucket.records, pieces, strict=True):
         if piece.numel() != record.nbytes:
             raise ChecksumError(f"Tensor {record.name} is cut short in transit.")
-        tensor = _typed(piece, getattr(torch, record.dtype), record.shape)
-        if checksum(record.name, tensor) != record.checksum:
+    tensors = [
+        _typed(piece, getattr(torch, record.dtype), record.shape)
+        for record, piece in zip(bucket.records, pieces, strict=True)
+    ]
+    for record, tensor, found in zip(bucket.records, tensors, _hashes(bucket, tensors, pieces), strict=True):
+        if found != record.checksum:
             raise ChecksumError(f"Tensor {record.name} did not arrive as it was sent.")
         yield record, tensor
 
 
+_Part = tuple[str, Tensor, int, Iterable[bytes]]
+"""Name, copy, offset, and the hashes of its pieces."""
+
+
+def _pack_in_host(memory: NDArray[np.uint8], tensors: Iterable[tuple[str, Tensor]]) -> list[_Part]:
+    with ThreadPoolExecutor(PACKERS, "pack") as packers:
+        parts = [
+            (name, copy, start, _copy(copy, source, packers))
+            for name, source, copy, start in _laid_out(torch.from_numpy(memory), tensors)
+        ]
+    return [(name, copy, start, [one.result() for one in pieces]) for name, copy, start, pieces in parts]
+
+
+def _pack_on_device(memory: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> list[_Part]:
+    parts = []
+    for name, source, copy, start in _laid_out(memory, tensors):
+        copy.copy_(source)
+        parts.append((name, copy, start))
+    hashes = hash_pieces([memory[start : start + copy.nbytes] for _, copy, start in parts])
+    return [(*part, pieces) for part, pieces in zip(parts, hashes, strict=True)]
+
+
+def _laid_out(
+    memory: Tensor, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor, Tensor, int]]:
+    """Name, source, the place for its copy and the offset of that. Raises BucketFullError."""
+    end = 0
+    for name, tensor in tensors:
+        start, end = aligned(end), aligned(end) + tensor.nbytes
+        if end > memory.nbytes:
+            raise BucketFullError(
+                f"{name} takes {tensor.nbytes} bytes, and {memory.nbytes - start} of {memory.nbytes} are left."
+            )
+        yield name, tensor.detach(), _typed(memory[start:end], tensor.dtype, tensor.shape), start
+
+
+def _hashes(bucket: Bucket, tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> Iterator[str]:
+    """Of each tensor of a bucket, as it is hashed where the bucket lies; `pieces` are the tensors' bytes."""
+    names = [record.name for record in bucket.records]
+    if isinstance(bucket.data, Tensor):
+        return map(_joined_hash, names, tensors, hash_pieces(pieces))
+    return map(checksum, names, tensors)
+
+
 def _typed(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     # Bytes without an extent may have a stride of 0, which torch refuses to view as anything else.
-    return flat.view(dtype).view(shape) if flat.numel() else torch.empty(shape, dtype=dtype)
+    return (
+        flat.view(dtype).view(shape) if flat.numel() else torch.empty(shape, dtype=dtype, device=flat.device)
+    )
 
 
 def _copy(target: Tensor, source: Tensor, packers: Executor) -> list[Future[bytes]]:

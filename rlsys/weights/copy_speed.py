@@ -1,23 +1,31 @@
-"""How fast this host copies memory: what the speed of moving weights is measured against."""
+"""How fast memory is copied here: what the speed of moving weights is measured against."""
 
 from __future__ import annotations
 
 import time
 
 import numpy as np
+import torch
 
 LARGEST_BYTES = 256 * 1024 * 1024
 """Of a measurement; a copy of more runs at the same speed."""
 ROUNDS = 3
 
 
-def copy_gb_s(nbytes: int) -> float:
-    """10^9 bytes a second at which one thread copies `nbytes` from one buffer to another: the fastest of a few."""
+def copy_gb_s(nbytes: int, device: torch.device) -> float:
+    """10^9 bytes a second at which `nbytes` are copied from one buffer to another: the fastest of a few.
+
+    On a CPU by one thread.
+    """
     size = min(nbytes, LARGEST_BYTES)
-    source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     fastest = float("inf")
     for _ in range(ROUNDS):
         started = time.perf_counter()
-        np.copyto(target, source)
+        if device.type == "cuda":
+            target.copy_(source)
+            torch.cuda.synchronize(device)
+        else:
+            np.copyto(target.numpy(), source.numpy())
         fastest = min(fastest, time.perf_counter() - started)
     return size / fastest / 1e9

@@ -330,3 +330,10 @@ def test_prompts_take_the_chat_template_where_there_is_one() -> None:
     templated = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     assert Codec(tokenizer).prompt("Why?") == templated
     assert EOS not in templated
+
+
+def test_a_prompt_that_has_been_through_a_template_is_not_put_through_another() -> None:
+    tokenizer: PreTrainedTokenizerFast = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    assert Codec(tokenizer).prompt("Why?") == "[Why?]"
+    assert Codec(tokenizer).prompt(f"Why?{EOS}") == f"Why?{EOS}"

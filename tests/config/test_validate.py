@@ -126,7 +126,14 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
             ["cluster=one_slot", "trainer.schedule.kind=sequential", "eval.engines=1"],
             ["eval.engines=1", "cluster.mode=collocated"],
         ),
-        ([APART, "actor.parallel.cp=2"], ["actor.parallel.cp=2", "not available"]),
+        (
+            [APART, "actor.parallel.cp=2", "actor.packing=padded"],
+            ["actor.parallel.cp=2", "actor.packing is padded"],
+        ),
+        (
+            [APART, "actor.parallel.cp=2", "task.max_total_tokens=1021", "actor.micro_batch_tokens=1023"],
+            ["actor.micro_batch_tokens=1023", "rounds up to 1024"],
+        ),
         (["actor.parallel.sequence_parallel=true"], ["actor.parallel.sequence_parallel=true", "tp above 1"]),
         (
             ["trainer.prompts_per_step=30"],

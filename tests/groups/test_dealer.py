@@ -35,6 +35,34 @@ def test_every_sample_is_dealt_once_and_found_again(packed: bool) -> None:
     }
 
 
+def test_context_parallel_ranks_share_micro_batches_whose_sequences_are_cut_evenly() -> None:
+    parallel = ParallelConfig(tp=2, cp=2, sequence_parallel=True)
+    dealer = Dealer(parallel, processes=8, budget_tokens=30, pad_id=0, packed=True)
+    plan, batches = dealer.deal(samples(9, 7, 5, 5, 3, 2, 2))
+    assert len(batches) == 2, "data-parallel ranks"
+    assert sorted(index for rank in plan for batch in rank for index in batch) == list(range(7))
+    for batch in (batch for rank in batches for batch in rank):
+        assert not (np.diff(batch.boundaries) % 4).any(), "two chunks for each of two ranks"
+        assert batch.tokens.size % 8 == 0, "and sequence parallelism cuts a rank's share in two"
+        assert batch.tokens.size <= 30
+    with pytest.raises(ValueError, match="cp is 2, which cuts packed sequences"):
+        Dealer(parallel, processes=8, budget_tokens=30, pad_id=0, packed=False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_share_fits_fp8(packed: bool) -> None:
+    """Of rows that sequence parallelism cuts in two, and packed ones that two context-parallel ranks halve before."""
+    cp = 2 if packed else 1
+    parallel = ParallelConfig(tp=2, cp=cp, sequence_parallel=True)
+    dealer = Dealer(parallel, processes=4, budget_tokens=128, pad_id=0, packed=packed, fp8=True)
+    _, batches = dealer.deal(samples(9, 7, 5, 5, 3, 2, 2))
+    for batch in (batch for rank in batches for batch in rank):
+        assert batch.tokens.shape[1] % (16 * 2 * cp) == 0
+        assert batch.tokens.size <= 128
+        if packed:
+            assert not (np.diff(batch.boundaries) % 4).any()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_enough_is_a_sample_for_every_stage_of_every_rank(packed: bool) -> None:
     dealer = Dealer(ParallelConfig(pp=2), processes=4, budget_tokens=100, pad_id=0, packed=packed)

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlsys.config.schema import Device, ParallelConfig, SyncMode
 from rlsys.megatron.actor import Actor, Objective
 from rlsys.megatron.parallel import Rendezvous
+from rlsys.pipeline.micro_batch import MicroBatch, collate
 from rlsys.weights.buckets import Bucket, digest, unpack
 from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
 from tests.megatron import reference
@@ -82,6 +83,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     pp_layers: tuple[int, ...] | None = None
     sequence_parallel: bool = False
@@ -95,6 +97,7 @@ class Layout:
         return ParallelConfig(
             tp=self.tp,
             pp=self.pp,
+            cp=self.cp,
             ep=self.ep,
             pp_layers=layers,
             sequence_parallel=self.sequence_parallel,
@@ -102,9 +105,17 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def filler(self) -> MicroBatch | None:
+        """A packed micro-batch that trains nothing, where all must be packed."""
+        if self.cp == 1:
+            return None
+        wide = 2 * self.cp * self.tp
+        return collate([], pad_id=0, multiple_of=wide, packed=True, room_multiple=2 * self.cp)
 
     @property
     def reporting(self) -> list[int]:
         """Rank of each data-parallel rank that returns results."""
-        return [self.tp * (self.dp * (self.pp - 1) + dp) for dp in range(self.dp)]
+        return [self.tp * self.cp * (self.dp * (self.pp - 1) + dp) for dp in range(self.dp)]

@@ -118,21 +118,25 @@ def make_batches(count: int, seed: int = 0) -> list[MicroBatch]:
     return batches
 
 
-def packed(*batches: MicroBatch, also: Sequence[str] = ()) -> MicroBatch:
+def packed(*batches: MicroBatch, also: Sequence[str] = (), cp: int = 1, tp: int = 1) -> MicroBatch:
     """The sequences of padded micro-batches in one row, padded at its end to a multiple of 4.
 
-    `also` names further fields [rows, width] that they have.
+    `also` names further fields [rows, width] that they have. With `cp` above 1, every sequence is padded to a multiple
+    of 2 cp, and the row to one of 2 cp tp.
     """
     pieces = [(batch, row) for batch in batches for row in range(len(batch.lengths))]
-    total = sum(int(batch.lengths.sum()) for batch in batches)
+    room, wide = (1, 4) if cp == 1 else (2 * cp, 2 * cp * tp)
 
     def joined(name: str) -> np.ndarray:
         flat = [getattr(batch, name)[row, : batch.lengths[row]] for batch, row in pieces]
-        return np.pad(np.concatenate(flat), (0, -total % 4))[None]
+        row = np.concatenate([np.pad(values, (0, -len(values) % room)) for values in flat])
+        return np.pad(row, (0, -len(row) % wide))[None]
 
     names = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs", *also)
     lengths = np.concatenate([batch.lengths for batch in batches])
-    return MicroBatch(lengths=lengths, packed=True, **{name: joined(name) for name in names})
+    return MicroBatch(
+        lengths=lengths, packed=True, room_multiple=room, **{name: joined(name) for name in names}
+    )
 
 
 def load(path: Path) -> torch.nn.Module:

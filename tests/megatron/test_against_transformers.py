@@ -65,7 +65,27 @@ LAYOUTS = [
         Layout(tp=4, sequence_parallel=True, tied=False), "qwen3", id="qwen3-tp4-sp", marks=pytest.mark.slow
     ),
     pytest.param(Layout(tp=2, pp=3, tied=False), "llama", id="llama-tp2-pp3", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2, recompute=True), "qwen2", id="cp2"),
+    pytest.param(Layout(tp=2, cp=2, sequence_parallel=True, tied=False), "llama", id="llama-tp2-cp2-sp"),
+    pytest.param(Layout(cp=4, distributed=False), "qwen2", id="cp4", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2, dp=2, tied=False), "qwen3", id="qwen3-cp2-dp2", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2, pp=2, pp_layers=(2, 1)), "qwen2", id="cp2-pp2-tied", marks=pytest.mark.slow),
+    pytest.param(
+        Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True),
+        "qwen2",
+        id="tp2-cp2-pp2-sp",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(Layout(dp=2, ep=2, tied=False), "qwen3_moe", id="moe-ep2"),
+    pytest.param(Layout(cp=2, ep=2, tied=False), "qwen3_moe", id="moe-cp2-ep2"),
+    pytest.param(Layout(cp=2, tied=False), "qwen3_moe", id="moe-cp2", marks=pytest.mark.slow),
+    # Experts are spread over tensor, context and data parallel ranks at once, in two copies.
+    pytest.param(
+        Layout(tp=2, cp=2, dp=2, ep=4, sequence_parallel=True, tied=False),
+        "qwen3_moe",
+        id="moe-tp2-cp2-dp2-ep4-sp",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-ep2-sp"),
     pytest.param(
         Layout(distributed=False, recompute=True, tied=False), "qwen3_moe", id="moe", marks=pytest.mark.slow
@@ -104,9 +124,12 @@ def _steps() -> list[list[MicroBatch]]:
     return [reference.make_batches(PER_STEP, seed=step) for step in range(STEPS)]
 
 
-def _half_packed(batches: list[MicroBatch]) -> list[MicroBatch]:
-    """The same, every second one in a single row."""
-    return [reference.packed(batch) if index % 2 else batch for index, batch in enumerate(batches)]
+def _half_packed(batches: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
+    """The same, every second one in a single row; with context parallelism every one."""
+    return [
+        reference.packed(batch, cp=layout.cp, tp=layout.tp) if index % 2 or layout.cp > 1 else batch
+        for index, batch in enumerate(batches)
+    ]
 
 
 def _in_group(
@@ -128,10 +151,10 @@ def _in_group(
     results["initial"] = weights_of(actor)
     results["applied"], results["stats"] = [], []
     for step, batches in enumerate(_steps()):
-        mine = _half_packed(batches[place.dp :: place.dp_size])
+        mine = _half_packed(batches[place.dp :: place.dp_size], layout)
         # A different number of calls each step: how the batches come in must not matter.
         # One that trains nothing: no rank has a logit to compute, and all must agree on that.
-        filler = collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
+        filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
         for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
             results["stats"].append(actor.accumulate(piece).stats)
         results["applied"].append(actor.apply())
@@ -144,7 +167,7 @@ def _in_group(
     worker = LogProbWorker(
         rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, 1, FIXED
     )
-    probe = _half_packed(_steps()[0][:3])
+    probe = _half_packed(_steps()[0][:3], layout)
     results["before"] = worker.compute(probe)
     _update(worker, 1, box[0][:1], box[1], refused="came without")
     _update(worker, 1, box[0], "0" * 32, refused="digest")
@@ -186,7 +209,7 @@ def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, t
     ports = [free_port(), free_port()]
     run_group(_in_group, layout.processes, layout, family, str(model), str(tmp_path), ports)
     first = torch.load(tmp_path / "rank0.pt", weights_only=False)
-    reporting = torch.load(tmp_path / f"rank{layout.tp * layout.dp * (layout.pp - 1)}.pt", weights_only=False)
+    reporting = torch.load(tmp_path / f"rank{layout.reporting[0]}.pt", weights_only=False)
 
     untrained = reference.load(model)
     expected = reference.named_tensors(untrained)
@@ -207,7 +230,7 @@ def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, t
 
     with torch.no_grad():
         for index, (padded, batch) in enumerate(
-            zip(_steps()[0], _half_packed(_steps()[0][:3]), strict=False)
+            zip(_steps()[0], _half_packed(_steps()[0][:3], layout), strict=False)
         ):
             before = reference.logprobs_and_entropy(untrained, padded.tokens)[0].numpy()[padded.loss_mask]
             after = reference.logprobs_and_entropy(trained, padded.tokens)[0].numpy()[padded.loss_mask]

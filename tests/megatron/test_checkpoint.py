@@ -21,6 +21,8 @@ from tests.megatron.harness import OBJECTIVE, free_port, rendezvous, run_group, 
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
+CUTS = {"dp2": ParallelConfig(), "tp2": ParallelConfig(tp=2), "cp2": ParallelConfig(cp=2)}
+"""Of two processes."""
 
 
 def _actor(
@@ -37,16 +39,25 @@ def _actor(
 
 
 def _train(actor: Actor, step: int) -> None:
-    actor.accumulate(STEPS[step][actor.place.dp :: actor.place.dp_size])
+    cp, mine = actor.place.cp_size, STEPS[step][actor.place.dp :: actor.place.dp_size]
+    actor.accumulate([reference.packed(batch, cp=cp) for batch in mine] if cp > 1 else mine)
     actor.apply()
 
 
 def _resume(
-    rank: int, _: int, model: str, out: str, ports: list[int], distributed: bool, dtype: Dtype
+    rank: int,
+    _: int,
+    model: str,
+    out: str,
+    ports: list[int],
+    layouts: tuple[ParallelConfig, ParallelConfig],
+    distributed: bool,
+    dtype: Dtype,
 ) -> None:
+    """Save under the first layout, and go on under both."""
     checkpoint = f"{out}/checkpoint"
-    dp2, tp2 = ParallelConfig(), ParallelConfig(tp=2)
-    actor = _actor(rank, ports[0], model, dp2, distributed, dtype)
+    first, other = layouts
+    actor = _actor(rank, ports[0], model, first, distributed, dtype)
     actor.load_hf(model)
     _train(actor, 0)
     _train(actor, 1)
@@ -57,10 +68,10 @@ def _resume(
     results = {"saved": weights_of(actor)}
     _train(actor, 2)
     results["uninterrupted"] = weights_of(actor)
-    for name, parallel, port in (("resumed", dp2, ports[1]), ("resharded", tp2, ports[2])):
+    for name, parallel, port in (("resumed", first, ports[1]), ("resharded", other, ports[2])):
         groups.stop()
         actor = _actor(rank, port, model, parallel, distributed, dtype)
-        assert actor.load(checkpoint) == (parallel is dp2)
+        assert actor.load(checkpoint) == (parallel is first)
         assert actor.step == 2
         _train(actor, 2)
         results[name] = weights_of(actor)
@@ -71,19 +82,22 @@ def _resume(
 
 
 @pytest.mark.parametrize(
-    ("distributed", "dtype", "tolerance"),
+    ("layouts", "distributed", "dtype", "tolerance"),
     [
-        (True, Dtype.float32, 2e-5),
-        pytest.param(False, Dtype.float32, 2e-5, marks=pytest.mark.slow),
-        pytest.param(True, Dtype.bfloat16, 2e-2, marks=pytest.mark.slow),
+        (("dp2", "tp2"), True, Dtype.float32, 2e-5),
+        (("cp2", "dp2"), True, Dtype.float32, 2e-5),
+        pytest.param(("tp2", "cp2"), True, Dtype.float32, 2e-5, marks=pytest.mark.slow),
+        pytest.param(("dp2", "tp2"), False, Dtype.float32, 2e-5, marks=pytest.mark.slow),
+        pytest.param(("dp2", "tp2"), True, Dtype.bfloat16, 2e-2, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(
-    distributed: bool, dtype: Dtype, tolerance: float, tmp_path: Path
+    layouts: tuple[str, str], distributed: bool, dtype: Dtype, tolerance: float, tmp_path: Path
 ) -> None:
     model = reference.make_model(reference.tiny_config(), tmp_path / "model")
     ports = [free_port() for _ in range(3)]
-    run_group(_resume, 2, str(model), str(tmp_path), ports, distributed, dtype)
+    cuts = tuple(CUTS[name] for name in layouts)
+    run_group(_resume, 2, str(model), str(tmp_path), ports, cuts, distributed, dtype)
     results = torch.load(tmp_path / "results.pt")
     for name, tensor in results["uninterrupted"].items():
         assert torch.equal(tensor, results["resumed"][name]), name

@@ -26,13 +26,21 @@ OPTIMIZER = OptimizerConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)
 CLIP, STEPS, PER_STEP = 0.3, 2, 4
 
 
+ALONE = Layout()
 LAYOUTS = [
-    pytest.param(Layout(), id="one-process"),
+    pytest.param(ALONE, id="one-process"),
     pytest.param(Layout(dp=2, tied=False), id="dp2"),
     pytest.param(Layout(tp=2), id="tp2"),
     pytest.param(Layout(tp=2, sequence_parallel=True, tied=False), id="tp2-sp"),
     pytest.param(Layout(pp=2, pp_layers=(2, 1)), id="pp2-tied"),
     pytest.param(Layout(pp=2, pp_layers=(1, 2), tied=False), id="pp2"),
+    pytest.param(Layout(cp=2), id="cp2"),
+    pytest.param(
+        Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True),
+        id="tp2-cp2-pp2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(Layout(cp=2, dp=2, tied=False), id="cp2-dp2", marks=pytest.mark.slow),
     pytest.param(
         Layout(tp=2, pp=2, dp=2, pp_layers=(1, 2), sequence_parallel=True),
         id="tp2-pp2-dp2",
@@ -64,8 +72,8 @@ def _steps() -> list[list[MicroBatch]]:
     return steps
 
 
-def _packed(*batches: MicroBatch) -> MicroBatch:
-    return reference.packed(*batches, also=("values", "returns"))
+def _packed(*batches: MicroBatch, layout: Layout = ALONE) -> MicroBatch:
+    return reference.packed(*batches, also=("values", "returns"), cp=layout.cp, tp=layout.tp)
 
 
 def _critic(
@@ -82,13 +90,13 @@ def _critic(
     )
 
 
-def _train(critic: Critic, step: int) -> list[Any]:
+def _train(critic: Critic, step: int, layout: Layout = ALONE) -> list[Any]:
     mine = _steps()[step][critic.place.dp :: critic.place.dp_size]
     # One that trains nothing, and one that is packed.
-    filler = collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
-    stats = [
-        critic.accumulate(piece).stats for piece in ([*mine[:1], filler], [_packed(m) for m in mine[1:]])
-    ]
+    filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
+    rows = [_packed(batch, layout=layout) for batch in mine]
+    first = rows[:1] if layout.cp > 1 else mine[:1]
+    stats = [critic.accumulate(piece).stats for piece in ([*first, filler], rows[1:])]
     return [stats, critic.apply()]
 
 
@@ -96,9 +104,13 @@ def _in_group(rank: int, world: int, layout: Layout, model: Path, out: Path, por
     critic = _critic(rank, world, port, model, layout.parallel)
     critic.load_hf(model)
     padded = _steps()[0]
-    probe = [padded[0], _packed(*padded[1:3]), collate([], pad_id=0, multiple_of=4)]
+    probe = [
+        padded[0] if layout.cp == 1 else _packed(padded[0], layout=layout),
+        _packed(*padded[1:3], layout=layout),
+        layout.filler or collate([], pad_id=0, multiple_of=4),
+    ]
     results: dict[str, Any] = {"before": critic.compute(probe)}
-    results["steps"] = [_train(critic, step) for step in range(STEPS)]
+    results["steps"] = [_train(critic, step, layout) for step in range(STEPS)]
     results["after"] = critic.compute(probe)
     groups.stop()
     torch.save(results, out / f"rank{rank}.pt")
@@ -139,12 +151,15 @@ def _reference_steps(model: torch.nn.Module) -> list[float]:
     return norms
 
 
-def _assert_values(found: list[np.ndarray], model: torch.nn.Module, tolerance: float) -> np.ndarray:
+def _assert_values(
+    found: list[np.ndarray], model: torch.nn.Module, tolerance: float, layout: Layout
+) -> np.ndarray:
     """Compare what `_in_group` computed for its probe; returns the values."""
     padded = _steps()[0]
     with torch.no_grad():
         expected = [_values(model, batch).numpy()[batch.loss_mask] for batch in padded[:3]]
-    masks = [padded[0].loss_mask, _packed(*padded[1:3]).loss_mask]
+    first = padded[0] if layout.cp == 1 else _packed(padded[0], layout=layout)
+    masks = [first.loss_mask, _packed(*padded[1:3], layout=layout).loss_mask]
     for values, mask, numbers in zip(found, masks, (expected[0], np.concatenate(expected[1:])), strict=False):
         assert values.dtype == np.float32
         assert not values[~mask].any()
@@ -157,16 +172,16 @@ def _assert_values(found: list[np.ndarray], model: torch.nn.Module, tolerance: f
 def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) -> None:
     policy = reference.make_model(reference.tiny_config(tied=layout.tied), tmp_path / "policy")
     model = _classifier(policy, tmp_path / "model")
-    world = layout.tp * layout.pp * layout.dp
+    world = layout.processes
     run_group(_in_group, world, layout, model, tmp_path, free_port())
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 
     trained = AutoModelForTokenClassification.from_pretrained(model, dtype=torch.float32)
     for rank in layout.reporting:
-        before = _assert_values(results[rank]["before"], trained, 2e-5)
+        before = _assert_values(results[rank]["before"], trained, 2e-5, layout)
     norms = _reference_steps(trained)
     for rank in layout.reporting:
-        after = _assert_values(results[rank]["after"], trained, 1e-4)
+        after = _assert_values(results[rank]["after"], trained, 1e-4, layout)
     assert np.abs(after - before).max() > 0.05
     for rank in set(range(world)) - set(layout.reporting):
         assert results[rank]["before"] is None

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+import rlsys.groups.sending
+from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig, SyncMode
 from rlsys.errors import RunError
+from rlsys.groups.sending import Sending
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.megatron.log_prob_worker import LogProbWorker
-from rlsys.weights.buckets import Bucket, pack
+from rlsys.weights.buckets import Bucket, digest, pack, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
-from tests.megatron.harness import OBJECTIVE, digest_of, export, free_port, rendezvous, run_group
+from tests.megatron.harness import OBJECTIVE, Layout, digest_of, export, free_port, rendezvous, run_group
+from tests.weights import ends
 
 
 def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> None:
@@ -61,3 +66,55 @@ def test_buckets_are_as_small_as_the_model_allows_and_may_lie_in_one_memory(tmp_
     model = reference.make_model(reference.tiny_config(), tmp_path / "model")
     other = reference.make_model(reference.tiny_config(), tmp_path / "other", seed=5)
     run_group(_in_process, 1, str(model), str(other), [free_port(), free_port()])
+
+
+def _every_stage_sends(
+    rank: int, world_size: int, layout: Layout, models: list[str], folder: str, port: int
+) -> None:
+    rlsys.groups.sending.open_sender = ends.sender_of
+    config = ModelConfig(models[0], Layers.local, Dtype.float32)
+    place = rendezvous(rank, world_size, port)
+    actor = Actor(place, config, layout.parallel, OptimizerConfig(), OBJECTIVE, 3, seed=1)
+    spec = ends.spec(SyncMode.ipc, 1, Path(folder), bucket_bytes=50_000)
+    sending, receiver = Sending(actor.place, 50_000, actor.export), ends.receiver_of(replace(spec, rank=1))
+    speed = sending.open_export(spec)
+    assert (speed is not None) == (rank % (world_size // layout.pp) == 0), "the first of each stage sends"
+    taken = 0
+    for model in models:
+        actor.load_hf(model)
+        sending.begin_export()
+        found, checksums = {}, {}
+        pids = set()
+        while True:
+            # As a driver does it: the next is asked for before the last is read.
+            parcel = sending.next_parcel(taken)
+            done = [parcel is None]
+            dist.broadcast_object_list(done, src=0)
+            if done[0]:
+                break
+            if parcel is not None:
+                assert parcel.number == taken + 1
+                pids.add(parcel.where.pid)
+                for record, tensor in unpack(receiver.receive(parcel)):
+                    found[record.name], checksums[record.name] = tensor.clone(), record.checksum
+                receiver.release()
+            taken += 1
+        whole = sending.end_export(taken)
+        if rank == 0:
+            expected = reference.named_tensors(reference.load(Path(model)))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert whole == digest(checksums)
+            assert len(pids) == layout.pp, "each stage hands out its own"
+    groups.stop()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pp=2, pp_layers=(2, 1), tied=False), Layout(tp=2, pp=2, pp_layers=(1, 2))],
+    ids=["two stages", "cut stages"],
+)
+def test_each_stage_hands_its_part_out_where_it_lies(layout: Layout, tmp_path: Path) -> None:
+    shape = reference.tiny_config(tied=layout.tied)
+    models = [str(reference.make_model(shape, tmp_path / str(seed), seed=seed)) for seed in (1, 2)]
+    run_group(_every_stage_sends, layout.processes, layout, models, str(tmp_path), free_port())

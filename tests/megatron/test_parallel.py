@@ -17,6 +17,17 @@ def test_tensor_parallel_is_fastest_then_data_then_pipeline() -> None:
     assert [place.rank for place in places if place.reports] == [6, 8, 10]
 
 
+def test_context_parallel_comes_between_tensor_and_data_parallel() -> None:
+    places = [place_of(rank, 16, ParallelConfig(tp=2, cp=2, pp=2, ep=4)) for rank in range(16)]
+    assert [place.tp for place in places] == [0, 1] * 8
+    assert [place.cp for place in places] == [0, 0, 1, 1] * 4
+    assert [place.dp for place in places] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
+    assert [place.ep for place in places] == [0, 1, 2, 3] * 4
+    assert [place.in_stage for place in places] == [*range(8)] * 2
+    assert [place.rank for place in places if place.reports] == [8, 12]
+    assert [place.rank for place in places if place.exports] == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
 def test_experts_are_spread_over_neighbours_of_a_stage() -> None:
     places = [place_of(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
     assert [place.ep for place in places] == [0, 1, 2] * 4
@@ -30,8 +41,8 @@ def test_experts_are_spread_over_neighbours_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("parallel", "sentence"),
     [
-        (ParallelConfig(tp=3), "tp x pp is 3, which does not divide the group's 8 processes"),
-        (ParallelConfig(cp=2), "cp is 2"),
+        (ParallelConfig(tp=3), "tp x cp x pp is 3, which does not divide the group's 8 processes"),
+        (ParallelConfig(tp=2, cp=3), "tp x cp x pp is 6, which does not divide the group's 8 processes"),
         (ParallelConfig(pp=2, ep=3), "ep is 3, which does not divide the 4 processes of a pipeline stage"),
         (ParallelConfig(sequence_parallel=True), "sequence_parallel is true but tp is 1"),
     ],

@@ -1,7 +1,7 @@
 """Every policy loss, aggregation and KL on each parallel layout equals one process: its value and its gradient.
 
-The way is that of a run: a log-prob group under TP 2 scores the samples and picks tokens, another group, cut
-otherwise, trains on them.
+The way is that of a run: a log-prob group scores the samples and picks tokens, another group, cut otherwise, trains on
+them.
 """
 
 from __future__ import annotations
@@ -47,12 +47,22 @@ from tests.megatron.one_process import LOSS_LENGTH, SAMPLES, Expected, OneProces
 # Adam without a memory: a step is gradient / (|gradient| + 1), from which the gradient follows.
 OPTIMIZER = OptimizerConfig(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
 TOP_K = 12
-SCORED_UNDER = ParallelConfig(tp=2)
+SCORED_UNDER = {
+    2: ParallelConfig(tp=2),
+    4: ParallelConfig(tp=2, cp=2, sequence_parallel=True),
+    8: ParallelConfig(tp=2),
+}
+"""Processes -> how their log-prob group is cut."""
 LAYOUTS = {
     "tp2": (2, ParallelConfig(tp=2)),
     "tp2-sp": (2, ParallelConfig(tp=2, sequence_parallel=True)),
     "pp2": (2, ParallelConfig(pp=2)),
     "dp2": (2, ParallelConfig()),
+    "cp2": (2, ParallelConfig(cp=2)),
+    "tp2-cp2": (4, ParallelConfig(tp=2, cp=2, sequence_parallel=True)),
+    "cp2-pp2": (4, ParallelConfig(cp=2, pp=2)),
+    "cp2-dp2": (4, ParallelConfig(cp=2)),
+    "cp4": (4, ParallelConfig(cp=4)),
     "tp2-pp2-dp2": (8, ParallelConfig(tp=2, pp=2, sequence_parallel=True)),
 }
 """Name -> processes, and how they are cut."""
@@ -174,12 +184,13 @@ def _scored(
     picks = pick_plan(AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=TOP_K))
     fixed = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
     model, temperature = _model(policies.reference), reference.TEMPERATURE
-    worker = LogProbWorker(meeting, model, SCORED_UNDER, temperature, 1, fixed, picks)
+    cut = SCORED_UNDER[meeting.world_size]
+    worker = LogProbWorker(meeting, model, cut, temperature, 1, fixed, picks)
     worker.begin_update()
     for bucket in update:
         worker.load_bucket(bucket)
     worker.finish_update(1, digest_of(update))
-    plan, batches = _dealer(SCORED_UNDER, meeting.world_size, 47).deal(SAMPLES)
+    plan, batches = _dealer(cut, meeting.world_size, 47).deal(SAMPLES)
     found = worker.compute(batches[worker.place.dp])
     answers: list[Any] = [None] * meeting.world_size
     torch.distributed.all_gather_object(answers, None if found is None else (worker.place.dp, found))
@@ -233,6 +244,11 @@ def processes2(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
+def processes4(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _ran(4, policies, tmp_path_factory.mktemp("processes4"))
+
+
+@pytest.fixture(scope="module")
 def processes8(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _ran(8, policies, tmp_path_factory.mktemp("processes8"))
 
@@ -263,12 +279,13 @@ def test_no_two_cases_are_alike(truth: Truth) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_groups_cut_otherwise(layout: str) -> None:
     plans = [_actors_dealer(layout).deal(SAMPLES[call])[0] for call in CALLS]
-    scored, _ = _dealer(SCORED_UNDER, LAYOUTS[layout][0], 47).deal(SAMPLES)
+    world = LAYOUTS[layout][0]
+    scored, _ = _dealer(SCORED_UNDER[world], world, 47).deal(SAMPLES)
     sizes = [len(batch) for plan in plans for rank in plan for batch in rank]
     assert len(set(sizes)) > 1
     assert len(sizes) > 4
     assert (0 in sizes) is layout.endswith("dp2")
-    assert plans[0][0][0] not in [batch for rank in scored for batch in rank]
+    assert any(batch not in [one for rank in scored for one in rank] for rank in plans[0] for batch in rank)
 
 
 LAYOUT_PARAMS = [

@@ -42,7 +42,7 @@ class Bare:
         """Any."""
         return True
 
-    async def accumulate(self, samples: Sequence[Sample]) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         """Nothing."""
 
     async def apply(self) -> Mapping[str, float]:

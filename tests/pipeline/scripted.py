@@ -283,7 +283,7 @@ class Learner:
         """Some number of samples."""
         return len(samples) >= self.script.enough
 
-    async def accumulate(self, samples: Sequence[Sample]) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
         """Check everything about samples that are trained."""
         self.record.begin(self.name)
         for sample in samples:

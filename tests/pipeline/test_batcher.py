@@ -18,20 +18,26 @@ SIZES = st.lists(
     st.integers(2, 300).flatmap(lambda tokens: st.builds(Size, st.just(tokens), st.integers(0, tokens - 1))),
     max_size=60,
 )
-FRAME = st.builds(
-    Frame,
-    budget_tokens=st.integers(1, 1200),
-    packed=st.booleans(),
-    ranks=st.integers(1, 5),
-    stages=st.integers(1, 4),
-    multiple_of=st.sampled_from([1, 2, 4, 8]),
+MULTIPLES = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (16, 8)])
+"""Of a row, and of each of its sequences."""
+FRAME = MULTIPLES.flatmap(
+    lambda multiples: st.builds(
+        Frame,
+        budget_tokens=st.integers(1, 1200),
+        packed=st.booleans(),
+        ranks=st.integers(1, 5),
+        stages=st.integers(1, 4),
+        multiple_of=st.just(multiples[0]),
+        room_multiple=st.just(multiples[1]),
+    )
 )
 
 
 def area(sizes: list[Size], batch: list[int], frame: Frame) -> int:
     """Tokens that `batch` takes, padding included."""
     lengths = [sizes[index].tokens for index in batch]
-    width = sum(lengths) if frame.packed else max(lengths, default=0)
+    rooms = [length + -length % frame.room_multiple for length in lengths]
+    width = sum(rooms) if frame.packed else max(lengths, default=0)
     while width % frame.multiple_of:
         width += 1
     return width if frame.packed else len(batch) * width

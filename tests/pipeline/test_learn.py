@@ -53,9 +53,9 @@ class Logged:
     def enough(self, _: Sequence[Sample]) -> bool:
         return True
 
-    async def accumulate(self, samples: Sequence[Sample]) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         self.seen += [sample.trajectory.question_uid for sample in samples]
-        self._events.append(("accumulated", len(samples)))
+        self._events.append(("accumulated the last" if last else "accumulated", len(samples)))
 
     async def apply(self) -> Mapping[str, float]:
         self._events.append(("applied", len(self.seen)))
@@ -79,7 +79,7 @@ def run(cut: MiniBatches) -> tuple[list[Event], Logged]:
 
 def test_a_step_is_taken_as_soon_as_its_mini_batch_is_there() -> None:
     events, _ = run(MiniBatches(updates=2, groups_per_update=2))
-    one_update = [("scored", 1), ("accumulated", 1)] * 2
+    one_update = [("scored", 1), ("accumulated", 1), ("scored", 1), ("accumulated the last", 1)]
     assert events == [*one_update, ("applied", 2), *one_update, ("applied", 4), ("closed", 0)]
 
 
@@ -89,7 +89,8 @@ def test_what_scores_does_not_step_before_the_last_score() -> None:
     first_step = events.index(("applied", 3))
     assert events[:first_step].count(("scored", 1)) == 6
     assert ("scored", 1) not in events[first_step:]
-    assert events[-2:] == [("applied", 6), ("closed", 0)]
+    assert events[-3:] == [("accumulated the last", 3), ("applied", 6), ("closed", 0)]
+    assert events[first_step - 4] == ("accumulated the last", 1)
 
 
 @pytest.mark.parametrize(

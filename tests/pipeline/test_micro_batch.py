@@ -59,6 +59,19 @@ def test_packed_sequences_follow_each_other_and_padding_comes_last() -> None:
     assert_array_equal(collate([LONG, SHORT], pad_id=9, packed=True).boundaries, [0, 5, 8])
 
 
+def test_packed_sequences_are_padded_one_by_one_where_each_is_cut() -> None:
+    batch = collate([LONG, SHORT], pad_id=9, multiple_of=8, packed=True, room_multiple=4)
+    assert_array_equal(batch.tokens, [[11, 12, 13, 14, 15, 9, 9, 9, 21, 22, 23, 9, 9, 9, 9, 9]])
+    assert_array_equal(batch.loss_mask, [[0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]])
+    assert_array_equal(batch.sequence_numbers, [[0] * 5 + [-1] * 3 + [1] * 3 + [-1] * 5])
+    assert_array_equal(batch.boundaries, [0, 8, 12, 16])
+    assert_array_equal(batch.targets, [13, 15, 22, 23])
+    assert_array_equal(batch.trained_lengths, [2, 2])
+    assert [part.tolist() for part in batch.split(batch.tokens)] == [[11, 12, 13, 14, 15], [21, 22, 23]]
+    with pytest.raises(ValueError, match="A row of 6 tokens cannot be cut into sequences of 4"):
+        collate([LONG], pad_id=9, multiple_of=6, packed=True, room_multiple=4)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_results_come_back_by_sequence(packed: bool) -> None:
     batch = collate([SHORT, LONG, SHORT], pad_id=9, multiple_of=4, packed=packed)

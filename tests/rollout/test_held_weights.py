@@ -85,3 +85,45 @@ def test_every_kind_of_difference_is_named() -> None:
     reported = {"model.norm.weight": sha256_prefix(norm), "model.unsent.weight": sha256_prefix(norm)}
     partial = f"{PREFIX}.mlp.gate_up_proj.weight"
     assert held.mismatches([reported]) == ["model.extra.weight", partial, "model.unsent.weight"]
+
+
+def test_experts_lie_one_after_the_other_each_cut_over_ranks() -> None:
+    layout = Layout(tp=2, kv_heads=2, tied=False, dtype=torch.float32, experts=2)
+    experts = f"{PREFIX}.mlp.experts"
+    tensors = {
+        f"{experts}.1.up_proj.weight": rows(70, 4),
+        f"{experts}.0.gate_proj.weight": rows(0, 4),
+        f"{experts}.1.down_proj.weight": rows(0, 4).T.contiguous() + 50,
+        f"{PREFIX}.mlp.gate.weight": rows(90, 2),
+        f"{experts}.1.gate_proj.weight": rows(60, 4),
+        f"{experts}.0.up_proj.weight": rows(10, 4),
+        f"{experts}.0.down_proj.weight": rows(0, 4).T.contiguous() + 40,
+    }
+    first, second = row_numbers(layout, tensors)
+    assert first[f"{experts}.w13_weight"] == [0, 1, 10, 11, 60, 61, 70, 71]
+    assert second[f"{experts}.w13_weight"] == [2, 3, 12, 13, 62, 63, 72, 73]
+    assert first[f"{experts}.w2_weight"] == [40, 40, 50, 50]
+    assert second[f"{experts}.w2_weight"] == [42, 42, 52, 52]
+    assert first[f"{PREFIX}.mlp.gate.weight"] == second[f"{PREFIX}.mlp.gate.weight"] == [90, 91]
+
+
+def test_an_expert_that_did_not_come_is_a_difference() -> None:
+    held = HeldWeights(Layout(tp=1, kv_heads=2, tied=False, dtype=torch.float32, experts=2), sha256_prefix)
+    held.feed(f"{PREFIX}.mlp.experts.1.down_proj.weight", rows(0, 2))
+    assert held.mismatches([{}]) == [f"{PREFIX}.mlp.experts.w2_weight"]
+
+
+def test_the_width_of_an_mlp_is_padded_on_a_cpu() -> None:
+    layout = Layout(tp=1, kv_heads=2, tied=False, dtype=torch.float32, experts=1, width_padding=4)
+    tensors = {
+        f"{PREFIX}.mlp.gate_proj.weight": rows(1, 3),
+        f"{PREFIX}.mlp.up_proj.weight": rows(5, 3),
+        f"{PREFIX}.mlp.experts.0.gate_proj.weight": rows(10, 4),
+        f"{PREFIX}.mlp.experts.0.up_proj.weight": rows(20, 4),
+    }
+    (held,) = row_numbers(layout, tensors)
+    assert held[f"{PREFIX}.mlp.gate_up_proj.weight"] == [1, 2, 3, 0, 5, 6, 7, 0]
+    assert held[f"{PREFIX}.mlp.experts.w13_weight"] == [10, 11, 12, 13, 20, 21, 22, 23]
+    wide = HeldWeights(layout, lambda tensor: str(tensor.tolist()))
+    wide.feed(f"{PREFIX}.mlp.down_proj.weight", torch.tensor([[1.0, 2.0, 3.0]]))
+    assert wide.hashes == [{f"{PREFIX}.mlp.down_proj.weight": "[[1.0, 2.0, 3.0, 0.0]]"}]

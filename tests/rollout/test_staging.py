@@ -8,7 +8,7 @@ import torch
 
 from rlsys.rollout.held_weights import Layout, sha256_prefix
 from rlsys.rollout.staging import StagedVersion
-from rlsys.weights.buckets import ChecksumError, digest, pack
+from rlsys.weights.buckets import ChecksumError, digest, pack, pack_into
 
 TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]
 
@@ -51,3 +51,24 @@ def test_it_refuses_what_was_not_sent() -> None:
     bucket.data[bucket.records[2].offset] ^= 1
     with pytest.raises(ChecksumError, match=TENSORS[2][0]):
         staged().take(bucket)
+
+
+@pytest.mark.parametrize("how", ["kept", "moved", "moved later"])
+def test_what_comes_on_a_device_is_checked_and_kept_there_or_moved(how: str) -> None:
+    version = staged()
+    room = torch.empty(10_000, dtype=torch.uint8)
+    bucket = pack_into(room, TENSORS)
+    version.take(bucket, to_host=how == "moved")
+    room[:] = 255
+    if how == "moved later":
+        version.leave_device()
+    version.check(3, digest({record.name: record.checksum for record in bucket.records}))
+    (out,) = version.hand_out()
+    for record, (_, tensor) in zip(out.records, TENSORS, strict=True):
+        arrived = out.flat[record.offset : record.offset + record.nbytes].view(torch.float32)
+        assert torch.equal(arrived, tensor)
+    reported = {name: sha256_prefix(tensor) for name, tensor in TENSORS}
+    assert version.mismatches([reported]) == []
+    room[bucket.records[1].offset] = 254
+    with pytest.raises(ChecksumError, match=TENSORS[0][0]):
+        staged().take(bucket, to_host=how == "moved")

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from rlsys.agent.episode import TurnSampling
 from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.config.schema import Device, OnUpdate, SyncMode, TokenMode
 from rlsys.errors import RunError
-from rlsys.weights.buckets import Bucket, pack
-from rlsys.weights.transport import Parcel, TransportSpec, open_sender
+from rlsys.weights.buckets import Bucket, pack, pack_into
+from rlsys.weights.transport import Parcel, TransportSpec
 from tests.rollout import tiny
 from tests.rollout.bench import (
     QUESTION,
@@ -25,6 +26,7 @@ from tests.rollout.bench import (
     greedy_by_transformers,
     logprobs_of,
 )
+from tests.weights.ends import receiver_of, sender_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120)]
 
@@ -228,30 +230,63 @@ async def test_an_update_that_broke_off_is_forgotten(bench: Bench) -> None:
     bench.assert_logprobs(bench.encode("Paris"), generation)
 
 
-async def test_weights_come_through_the_transport(bench: Bench) -> None:
+@pytest.mark.parametrize("mode", [SyncMode.tensor, SyncMode.ipc], ids=str)
+async def test_weights_come_through_the_transport(
+    bench: Bench, mode: SyncMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.rollout.worker.open_receiver", receiver_of)
     await bench.bring(bench.first)
-    buckets = list(pack(bench.second.named_parameters(), bucket_bytes=40_000))
-    size = max(bucket.data.nbytes for bucket in buckets)
+    weights = dict(bench.second.named_parameters())
+    parts = list(pack(weights.items(), bucket_bytes=40_000))
+    size = max(bucket.data.nbytes for bucket in parts)
     spec = TransportSpec(
-        SyncMode.tensor, 0, ("actor", "engine"), size, timeout_s=10.0, device=Device.cpu,
+        mode, 0, ("actor", "engine"), size, timeout_s=10.0, device=Device.cpu,
         address=("127.0.0.1", 0), folder="",
     )  # fmt: skip
-    sender = open_sender(spec)
+    sender = sender_of(spec)
+    if bench.worker._receiver is not None:
+        await bench.worker._close_transport()
     with pytest.raises(RunError, match="call open_transport first"):
         await bench.worker.load_bucket(Parcel(1, (), 0, None))
     await bench.worker.open_transport(replace(spec, rank=1))
     version = bench.new_version(bench.second)
     await bench.worker.begin_update(version)
-    for taken, bucket in enumerate(buckets, start=1):
-        room = sender.room()[: bucket.data.nbytes]
-        room[:] = bucket.data
-        await bench.worker.load_bucket(sender.send(Bucket(room, bucket.records)))
+    sent = []
+    for taken, part in enumerate(parts, start=1):
+        room = sender.room()
+        sent.append(pack_into(room, [(record.name, weights[record.name]) for record in part.records]))
+        await bench.worker.load_bucket(sender.send(sent[-1]))
+        if mode is SyncMode.ipc:
+            assert bench.worker._receiver._memory is None, "it still holds the memory of the sender's GPU"
         room[:] = 0  # A transport lends the same memory again and again.
         sender.release(taken)
-    await bench.worker.finish_update(version, digest_of(buckets))
+    await bench.worker.finish_update(version, digest_of(sent))
     trajectory = await bench.worker.answer(QUESTION)
     assert trajectory.answer == "Lyon"
     sender.close()
+
+
+async def test_weights_come_on_a_device_awake_or_asleep(bench: Bench) -> None:
+    """A tensor stands for memory of a GPU: it is staged as it is, or in host memory while the engine is asleep."""
+    await bench.bring(bench.first)
+    version = bench.new_version(bench.second)
+    parts = list(pack(bench.second.named_parameters(), bucket_bytes=40_000))
+    room = torch.empty(max(bucket.flat.numel() for bucket in parts), dtype=torch.uint8)
+    names = [[record.name for record in bucket.records] for bucket in parts]
+    weights = dict(bench.second.named_parameters())
+    sent = []
+    await bench.engine.begin_update(version)
+    for number, part in enumerate(names):
+        if number == len(names) // 2:
+            await bench.engine.sleep()
+        sent.append(pack_into(room, [(name, weights[name]) for name in part]))
+        await bench.engine.load_bucket(sent[-1])
+        room[:] = 0
+    await bench.engine.wake()
+    await bench.engine.finish_update(version, digest_of(sent))
+    generation = await bench.engine.generate(bench.encode("Paris"), greedy(20), "after")
+    assert set(generation.versions) == {version}
+    bench.assert_logprobs(bench.encode("Paris"), generation)
 
 
 async def test_a_bucket_that_changed_on_its_way_is_refused(bench: Bench) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from rlsys.config.schema import Device, SyncMode
 from rlsys.weights.buckets import ChecksumError, digest, pack_into, unpack
 from rlsys.weights.transport import Parcel, Receiver, Sender, TransportSpec, open_receiver, open_sender
+from rlsys.weights.transport.ipc import IpcReceiver, IpcSender
 
 Named = list[tuple[str, Tensor]]
 ANSWER_S = 60.0
@@ -62,6 +63,16 @@ def spec(
     )
 
 
+def sender_of(spec: TransportSpec) -> Sender:
+    """As in a run; memory that torch shares stands for a GPU's."""
+    return IpcSender(spec, torch.device("cpu")) if spec.mode is SyncMode.ipc else open_sender(spec)
+
+
+def receiver_of(spec: TransportSpec) -> Receiver:
+    """See `sender_of`."""
+    return IpcReceiver(spec, torch.device("cpu")) if spec.mode is SyncMode.ipc else open_receiver(spec)
+
+
 class Source:
     """What an actor's rank 0 does, with tensors made up."""
 
@@ -73,7 +84,7 @@ class Source:
 
     def open_transport(self, spec: TransportSpec) -> float:
         self.close()
-        self._sender = open_sender(spec)
+        self._sender = sender_of(spec)
         return 2.0
 
     def open_export(self, spec: TransportSpec) -> float:
@@ -127,7 +138,7 @@ class Sink:
     def open_transport(self, spec: TransportSpec) -> None:
         if self._receiver is not None:
             self._receiver.close()
-        self._receiver = open_receiver(spec)
+        self._receiver = receiver_of(spec)
 
     def read_slowly(self, seconds: float) -> None:
         self.slowness_s = seconds
@@ -144,6 +155,7 @@ class Sink:
         # Looked at again: what was overwritten meanwhile is not what it was.
         for record, tensor in unpack(bucket):
             self._held[record.name] = tensor.clone()
+        self._receiver.release()
 
     def finish_update(self, version: int, expected: str) -> None:
         if digest(self._checksums) != expected:

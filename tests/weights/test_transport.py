@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError
-from rlsys.weights.buckets import ChecksumError, pack_into
-from rlsys.weights.transport import Parcel, open_receiver, open_sender
+from rlsys.weights.buckets import ChecksumError, pack_into, unpack
+from rlsys.weights.transport import Parcel, TransportSpec, broadcast, open_receiver, open_sender
 from rlsys.weights.transport.parcel import SharedPlace
-from tests.weights.ends import End, answers, connect, ends, raw, some_tensors, spec
+from tests.weights.ends import End, answers, connect, ends, raw, sender_of, some_tensors, spec
 
 Ends = tuple[End, list[End]]
 each_mode = pytest.mark.parametrize("mode", list(SyncMode), ids=str)
@@ -73,7 +76,7 @@ def test_a_bit_that_changes_on_the_way_is_found_and_its_tensor_named(
 @each_mode
 def test_no_room_is_given_that_was_not_released(mode: SyncMode, tmp_path: Path) -> None:
     alone = replace(spec(mode, 0, tmp_path), members=("actor rank 0",))
-    sender = open_sender(alone)
+    sender = sender_of(alone)
     tensors = some_tensors(1)
     for number in (0, 1):
         sender.send(pack_into(sender.room(), tensors[number]))
@@ -121,6 +124,49 @@ def test_receivers_of_a_broadcast_are_told_that_the_sender_was_killed(tmp_path: 
             ):
                 sink.answer()
         assert time.monotonic() - started < 40, "a closed connection is noticed before the time-out"
+
+
+class ConnectsAtFirst:
+    """A group that, as NCCL does, blocks at its first broadcast until every member has begun one."""
+
+    def __init__(self, group: Any, store: dist.Store, size: int) -> None:
+        self._group, self._store, self._size = group, store, size
+        self._connected = False
+
+    def broadcast(self, tensors: list[Any], options: Any) -> dist.Work:
+        if not self._connected:
+            until = time.monotonic() + 5
+            self._store.add("begun", 1)
+            while self._store.add("begun", 0) < self._size:
+                if time.monotonic() > until:
+                    raise RuntimeError("a member has not begun")
+                time.sleep(0.01)
+            self._connected = True
+        work: dist.Work = self._group.broadcast(tensors, options)
+        return work
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+def test_a_bucket_leaves_before_anybody_receives_it_where_members_connect_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_group = broadcast._open_group
+
+    def like_nccl(spec: TransportSpec, store: dist.Store) -> Any:
+        return ConnectsAtFirst(open_group(spec, store), store, len(spec.members))
+
+    monkeypatch.setattr(broadcast, "_open_group", like_nccl)
+    both = spec(SyncMode.broadcast, 1, tmp_path)
+    with ThreadPoolExecutor() as threads:
+        opening = threads.submit(open_receiver, replace(both, rank=1))
+        sender, receiver = open_sender(both), opening.result(timeout=20)
+    parcel = sender.send(pack_into(sender.room(), some_tensors(1)[0]))
+    found = {record.name: raw(tensor) for record, tensor in unpack(receiver.receive(parcel))}
+    assert found == {name: raw(tensor) for name, tensor in some_tensors(1)[0]}
+    receiver.close()
+    sender.close()
 
 
 def test_a_member_that_does_not_come_is_named_by_those_that_wait(tmp_path: Path) -> None:

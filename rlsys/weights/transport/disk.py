@@ -42,12 +42,12 @@ class DiskSender:
         file = self._folder / f"bucket-{number:06d}"
         partial = file.with_name(f".{file.name}.partial")
         with partial.open("wb", buffering=0) as out:
-            rest = bucket.data.data
+            rest = bucket.in_host.data
             while rest:
                 rest = rest[out.write(rest) :]
         partial.rename(file)
         self._files[number] = file
-        return Parcel(number, bucket.records, bucket.data.nbytes, str(file.resolve()))
+        return Parcel(number, bucket.records, bucket.in_host.nbytes, str(file.resolve()))
 
     def release(self, taken: int) -> None:
         """See `Sender`."""
@@ -74,12 +74,15 @@ class DiskReceiver:
         self._await(file)
         bucket = Bucket(self._memory[: parcel.nbytes], parcel.records)
         with file.open("rb", buffering=0) as source:
-            rest = bucket.data.data
+            rest = bucket.in_host.data
             while rest and (count := source.readinto(rest)):
                 rest = rest[count:]
         if rest:
             raise RunError(f"{self._spec.name} found {file} {len(rest)} bytes short; is the disk full?")
         return bucket
+
+    def release(self) -> None:
+        """See `Receiver`. The memory is used again."""
 
     def close(self) -> None:
         """See `Receiver`."""

@@ -43,7 +43,7 @@ class SharedSender:
         number = self._slots.count()
         offset = (number - 1) % SLOTS * self._stride
         place = SharedPlace(self._host, os.getpid(), self._descriptor, offset)
-        return Parcel(number, bucket.records, bucket.data.nbytes, place)
+        return Parcel(number, bucket.records, bucket.in_host.nbytes, place)
 
     def release(self, taken: int) -> None:
         """See `Sender`."""
@@ -53,7 +53,7 @@ class SharedSender:
         """See `Sender`. The memory itself goes with the last bucket in it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._slots = -1, Slots([])
+        self._descriptor, self._slots.pieces = -1, []
 
 
 class SharedReceiver:
@@ -75,6 +75,9 @@ class SharedReceiver:
             )
         self._map(place)
         return Bucket(self._memory[place.offset : place.offset + parcel.nbytes], parcel.records)
+
+    def release(self) -> None:
+        """See `Receiver`. The memory stays mapped: it is the same again and again."""
 
     def close(self) -> None:
         """See `Receiver`."""

@@ -1,0 +1,333 @@
+"""RLinf's dialect: a YAML file with the keys of RLinf's Search-R1 example, as settings of ours.
+
+Contract: `translate` gives settings that mean what the file says, or raises `UserError` with a line for every key that
+rlsys does not know or whose value it cannot honour; nothing of the file is left aside silently but what
+`rlsys.config.rlinf_keys` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled by no
+key: a turn that neither searches nor answers is told so and goes on, and stop strings reach the engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlsys.config.rlinf_keys import IDLE_BRANCHES, RULES, Idle, Joint, Moved, Only
+from rlsys.errors import UserError
+
+DEVICES_PER_NODE = 8
+"""What `all` means in a placement, on each node: the machine of RLinf's example."""
+
+PLACEMENT = "cluster.component_placement"
+_PLACED = ("actor", "inference", "rollout")
+_UNPLACED = ("reward", "agentloop", "agent")
+"""Groups of RLinf's that work beside the driver here, on no device."""
+_ONLY_THEIRS = ("runner", "data", "agentloop", "tools", *IDLE_BRANCHES)
+_RESOLVERS = {
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "int_div": lambda a, b: a // b,
+    "not": lambda value: not value,
+}
+"""RLinf's own functions in `${...}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A file of RLinf's, in our words."""
+
+    settings: dict[str, Any]
+    """Nested, as in a YAML file of ours."""
+    overrides: list[str]
+    """Those that were in our words already."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What has been understood so far."""
+
+    given: Mapping[str, Any]
+    """RLinf's dotted key -> value."""
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Our dotted key -> value, and what said so."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the file is for an evaluation alone."""
+        return self.given.get("runner.task_type") == "reasoning_eval" or bool(
+            self.given.get("rollout.is_eval")
+        )
+
+    def put(self, ours: str, value: Any, theirs: str) -> None:
+        """Note that `theirs` sets our key; two that disagree are a problem. None leaves our default."""
+        if value is None:
+            return
+        before = self.settings.setdefault(ours, (value, theirs))
+        if before[0] != value:
+            self.problems.append(
+                f"{before[1]} and {theirs} say different things of one and the same ({ours}): write the same."
+            )
+
+    def refuse(self, key: str, instead: str) -> None:
+        """Note that the value of `key` cannot be honoured."""
+        self.problems.append(f"{key}={_shown(self.given.get(key))} cannot be honoured: {instead}.")
+
+
+def is_rlinf(file: Path) -> bool:
+    """Whether `file` is in RLinf's dialect, which has a `runner` where ours has a `trainer`."""
+    try:
+        tree = OmegaConf.load(file)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError):
+        return False  # Whoever reads it next says what is wrong with it.
+    return isinstance(tree, DictConfig) and "runner" in tree
+
+
+def translate(file: Path, overrides: Sequence[str] = ()) -> Translated:
+    """The settings of `file`, with `overrides` such as runner.max_steps=5 (RLinf's) or trainer.seed=5 (ours)."""
+    theirs = [override for override in overrides if _is_theirs(override)]
+    draft = _Draft(dict(_leaves(_read(file, theirs))))
+    _by_table(draft)
+    for part in (_defaults, _task, _required, _placement, _lengths, _steps, _clip, _sampling, _engine):
+        part(draft)
+    if draft.problems:
+        raise UserError("\n".join(f"{file}: {problem}" for problem in draft.problems))
+    tree = OmegaConf.create()
+    for key, (value, _) in draft.settings.items():
+        OmegaConf.update(tree, key, value, force_add=True)
+    settings = OmegaConf.to_container(tree)
+    assert isinstance(settings, dict)
+    ours = [override for override in overrides if override not in theirs]
+    return Translated({str(key): value for key, value in settings.items()}, ours)
+
+
+def _is_theirs(override: str) -> bool:
+    key = override.partition("=")[0].lstrip("+")
+    return key in RULES or any(f"{key}.".startswith(f"{one}.") for one in (*_ONLY_THEIRS, PLACEMENT))
+
+
+def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree of `file` with `overrides`, its references resolved."""
+    for name, function in _RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+    try:
+        tree = OmegaConf.load(file)
+        for override in overrides:
+            key, _, text = override.lstrip("+").partition("=")
+            OmegaConf.update(
+                tree, key, OmegaConf.from_dotlist([f"value={text}"]).value, merge=False, force_add=True
+            )
+        container = OmegaConf.to_container(tree, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, TypeError) as problem:
+        raise UserError(f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend the value.") from problem
+    finally:
+        for name in _RESOLVERS:
+            OmegaConf.clear_resolver(name)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in `tree`; a placement is one value."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key != PLACEMENT:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _by_table(draft: _Draft) -> None:
+    """What each key says by itself."""
+    for key, value in draft.given.items():
+        if any(f"{key}.".startswith(f"{branch}.") for branch in IDLE_BRANCHES):
+            continue
+        match RULES.get(key):
+            case None:
+                close = difflib.get_close_matches(key, RULES, n=1, cutoff=0.6)
+                hint = f"did you mean {close[0]}?" if close else "take it out."
+                draft.problems.append(f"{key} is not a key of RLinf's Search-R1 that rlsys reads: {hint}")
+            case Only(values, instead) if value not in values:
+                draft.refuse(key, instead)
+            case Moved(ours, convert):
+                try:
+                    converted = convert(value)
+                except (ValueError, TypeError) as problem:
+                    draft.refuse(key, str(problem))
+                    continue
+                for one in ours:
+                    draft.put(one, converted, key)
+            case Only() | Idle() | Joint():
+                pass
+
+
+def _defaults(draft: _Draft) -> None:
+    """Nothing may come from other files, which would have to be read by RLinf's rules."""
+    listed = draft.given.get("defaults") or []
+    names = [str(next(iter(one))) if isinstance(one, dict) else str(one) for one in listed]
+    if any(name != "_self_" and not name.removeprefix("override ").startswith("hydra/") for name in names):
+        draft.refuse("defaults", "write all keys into the one file")
+
+
+def _task(draft: _Draft) -> None:
+    if draft.given.get("runner.task_type", "reasoning") not in ("reasoning", "reasoning_eval"):
+        draft.refuse("runner.task_type", "write reasoning, or reasoning_eval for an evaluation")
+    if not draft.is_evaluation and draft.given.get("data.shuffle") is False:
+        draft.refuse("data.shuffle", "questions are shuffled, by data.seed; write True")
+    size = "algorithm.group_size"
+    draft.put("eval.samples" if draft.is_evaluation else "algorithm.n_samples", draft.given.get(size), size)
+    half = draft.given.get("actor.optim.bf16")
+    dtype = draft.settings.get("model.dtype")
+    if half is not None and dtype is not None and half != (dtype[0] == "bfloat16"):
+        draft.refuse("actor.optim.bf16", f"{dtype[1]} says {dtype[0]}; write {not half}")
+
+
+def _required(draft: _Draft) -> None:
+    """What has no default."""
+    for key in ("rollout.model.model_path", "data.train_data_paths", "data.val_data_paths"):
+        if draft.given.get(key) is None and not (draft.is_evaluation and key == "data.train_data_paths"):
+            draft.problems.append(f"{key} has no value: give the path.")
+    if draft.is_evaluation and "task.train_path" not in draft.settings and "task.eval_path" in draft.settings:
+        draft.settings["task.train_path"] = draft.settings["task.eval_path"]
+
+
+def _placement(draft: _Draft) -> None:
+    """Groups on devices. Those on the same ones take turns; RLinf's rank 0 is our rank 0."""
+    nodes = draft.given.get("cluster.num_nodes", 1)
+    named: dict[Any, Any] = draft.given.get(PLACEMENT) or {}
+    if not isinstance(nodes, int) or nodes < 1:
+        return draft.refuse("cluster.num_nodes", "write a number of machines")
+    if not isinstance(named, dict):
+        return draft.refuse(
+            PLACEMENT, 'write groups and their devices, such as {"actor,rollout,reward": all}'
+        )
+    places: dict[str, str] = {}
+    for names, place in named.items():
+        whole = f"0-{nodes * DEVICES_PER_NODE - 1}"
+        places |= {name.strip(): whole if place == "all" else str(place) for name in str(names).split(",")}
+        if ":" in str(place):
+            return draft.refuse(
+                PLACEMENT, 'a process has a device of its own; write ranks alone, such as "0-3"'
+            )
+    if draft.is_evaluation and "rollout" in places:
+        places |= dict.fromkeys(_PLACED, places["rollout"])
+    if places.get("actor") is not None and places.get("actor") == places.get("rollout"):
+        places.setdefault("inference", places["actor"])
+    unknown = sorted(set(places) - {*_PLACED, *_UNPLACED})
+    if unknown:
+        return draft.refuse(
+            PLACEMENT, f"{unknown[0]} is no group; the groups are {', '.join(_PLACED)} and reward"
+        )
+    missing = [name for name in _PLACED if name not in places]
+    if missing:
+        return draft.refuse(PLACEMENT, f"it gives no devices to {' and '.join(missing)}; name them")
+    shared = len({places[name] for name in _PLACED}) == 1
+    draft.put("cluster.nodes", nodes, "cluster.num_nodes")
+    draft.put("cluster.placement", {name: places[name] for name in _PLACED}, PLACEMENT)
+    draft.put("cluster.mode", "collocated" if shared else "disaggregated", PLACEMENT)
+    draft.put("trainer.schedule.kind", "sequential" if shared else "pipelined", PLACEMENT)
+    if nodes > 1 or "all" in named.values():
+        draft.put("cluster.devices_per_node", DEVICES_PER_NODE, PLACEMENT)
+    if nodes > 1 and not shared:
+        draft.put("cluster.sync_mode", "broadcast", "cluster.num_nodes")
+    return None
+
+
+def _lengths(draft: _Draft) -> None:
+    """Tokens of a micro-batch."""
+    key = "runner.max_tokens_per_mbs"
+    draft.put("actor.micro_batch_tokens", draft.given.get(key), key)
+    own = f"{key}_inference"
+    scored = own if draft.given.get(own) is not None else key
+    draft.put("inference.micro_batch_tokens", draft.given.get(scored), scored)
+
+
+def _steps(draft: _Draft) -> None:
+    """The length of the run, and the part of it in which the learning rate rises. An evaluation has neither."""
+    if draft.is_evaluation:
+        return None
+    limit, epochs = draft.given.get("runner.max_steps", -1), draft.given.get("runner.max_epochs")
+    bounds = [limit] if isinstance(limit, int) and limit >= 0 else []
+    batch = draft.given.get("data.rollout_batch_size")
+    data = draft.settings.get("task.train_path", ("", ""))[0]
+    if epochs is None and not bounds:
+        return draft.refuse("runner.max_steps", "give a number of steps, or runner.max_epochs")
+    rows = _rows(Path(data))
+    if epochs is not None and rows is not None and isinstance(batch, int) and batch > 0:
+        bounds.append(epochs * (rows // batch))
+        if not bounds[-1]:
+            return draft.refuse("data.rollout_batch_size", f"{data} has {rows} rows; write no more than that")
+    steps = min(bounds, default=None)  # Without its data, which is found missing later, no run begins.
+    draft.put("trainer.steps", steps, "runner.max_steps")
+    return _warm_up(draft, steps)
+
+
+def _warm_up(draft: _Draft, steps: int | None) -> None:
+    """RLinf's fraction is of `lr_decay_iters` optimiser steps, ours of those of the run."""
+    fraction = draft.given.get("actor.lr_sched.lr_warmup_fraction") or 0.0
+    key = "actor.lr_sched.lr_decay_iters"
+    spread = draft.given.get(key)
+    total = None if steps is None else steps * draft.given.get("algorithm.n_minibatches", 1)
+    if spread is not None and total:
+        if draft.given.get("actor.lr_sched.lr_decay_style", "constant") != "constant" and spread != total:
+            return draft.refuse(
+                key, f"the rate falls over the {total} optimiser steps of the run; write null"
+            )
+        fraction *= spread / total
+        if fraction > 1:
+            return draft.refuse(
+                key,
+                f"the rate would still rise when the run ends, after {total} optimiser steps; write null for those",
+            )
+    draft.put("actor.optimizer.warmup_fraction", fraction, "actor.lr_sched.lr_warmup_fraction")
+    return None
+
+
+def _clip(draft: _Draft) -> None:
+    both = "algorithm.ratio_clip_eps"
+    for ours, own in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
+        key = f"algorithm.{own}" if draft.given.get(f"algorithm.{own}") is not None else both
+        draft.put(f"algorithm.{ours}", draft.given.get(key), key)
+
+
+def _sampling(draft: _Draft) -> None:
+    """Rollouts are drawn; an evaluation is drawn or greedy."""
+    key, prefix = "do_sample", "algorithm.sampling_params."
+    drawn = draft.given.get(prefix + key, True)
+    temperature = draft.given.get(prefix + "temperature", 1.0)
+    if draft.is_evaluation:
+        draft.put("eval.temperature", float(temperature) if drawn else 0.0, prefix + key)
+    elif not drawn:
+        draft.refuse(prefix + key, "rollouts are drawn by chance, by temperature; write True")
+    draft.put("rollout.sampling.temperature", temperature, prefix + "temperature")
+
+
+def _engine(draft: _Draft) -> None:
+    """Graphs are recorded for every number of sequences that an engine decodes at once."""
+    key = "rollout.cuda_graph_max_bs"
+    recorded, running = draft.given.get(key), draft.given.get("rollout.max_running_requests")
+    if recorded is not None and running is not None and recorded < running:
+        draft.refuse(key, f"write rollout.max_running_requests={running} or more")
+
+
+def _rows(file: Path) -> int | None:
+    """How many questions a file has; None where it is not there, or is of no kind that can be read."""
+    if not file.is_file():
+        return None
+    if file.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return int(parquet.ParquetFile(file).metadata.num_rows)
+    with file.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def _shown(value: Any) -> str:
+    """`value` as YAML has it."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1_000_000).split("\n...")[0].strip()

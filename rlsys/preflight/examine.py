@@ -1,0 +1,91 @@
+"""Everything that a run needs, looked at before anything starts: what is wrong is said all at once.
+
+Contract: nothing is started that stays, no weights are read, and every wait ends by itself. What is wrong with the
+config already is not looked at again in the world: a path that is not there is said once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlsys.capabilities import lacking
+from rlsys.config.derived import has_critic
+from rlsys.config.placement import parse_placement
+from rlsys.config.plan import make_plan
+from rlsys.config.schema import Device, RunConfig
+from rlsys.config.validate import find_problems
+from rlsys.errors import UserError
+from rlsys.preflight.cluster import devices_here, elsewhere, look_at_ray, machines, ray_findings
+from rlsys.preflight.finding import Finding, ok, unknown, wrong
+from rlsys.preflight.gpus import gpu_findings, interface_findings, nccl_findings
+from rlsys.preflight.inputs import MODEL, data_findings, model_findings
+from rlsys.preflight.probes import Probes
+from rlsys.preflight.room import room_findings
+from rlsys.preflight.search import search_findings
+from rlsys.preflight.versions import version_findings
+
+
+def examine(config: RunConfig, probes: Probes) -> Iterator[Finding]:
+    """All findings for a run of `config` from the machine that `probes` look at, in the order of the table."""
+    problems = list(find_problems(config))
+    yield from (wrong(problem.key, problem.sentence) for problem in problems)
+    if not problems:
+        yield ok("config", f"{config.name}: its settings go together")
+    bad = {problem.key for problem in problems}
+    plan, ranks = _plan(config), _ranks(config)
+    ray = look_at_ray(config, probes)
+    yield from version_findings(config.cluster.device, probes.version)
+    yield from _devices(config, devices_here(config, ranks, ray, probes), plan, probes)
+    yield from interface_findings(probes)
+    yield from ray_findings(config, ranks, ray, probes)
+    yield from room_findings(config, plan, Path(tempfile.gettempdir()), probes)
+    if MODEL not in bad:
+        yield from model_findings(Path(config.model.path))
+    question = ""
+    for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
+        if key not in bad:
+            finding, first = data_findings(key, Path(path))
+            question = question or (first.text if first else "")
+            yield finding
+    if not any(key.startswith("search.") for key in bad):
+        yield from search_findings(config, question, machines(config, ray), probes)
+    yield from elsewhere(machines(config, ray) - 1)
+
+
+def _devices(
+    config: RunConfig, wanted: int, plan: dict[str, Any] | None, probes: Probes
+) -> Iterator[Finding]:
+    """Of the devices that this machine gives, and of what is installed to use them."""
+    on_gpus = config.cluster.device is Device.gpu
+    if on_gpus and not wanted:
+        yield unknown("GPUs", "this machine gives none; those of the others are not seen from here")
+        return
+    if on_gpus:
+        # Before torch looks: it takes memory of the cards.
+        yield from gpu_findings(config, wanted, plan, probes)
+    problems = list(lacking(config, probes.capabilities()))
+    yield from (wrong(problem.key, problem.sentence) for problem in problems)
+    if not problems:
+        yield ok("capabilities", "nothing that the settings ask for is missing")
+    if on_gpus:
+        yield from nccl_findings(probes.capabilities())
+
+
+def _plan(config: RunConfig) -> dict[str, Any] | None:
+    """None where the config is too wrong for one, which has been said."""
+    try:
+        return make_plan(config)
+    except (UserError, ValueError, ArithmeticError, LookupError):
+        return None
+
+
+def _ranks(config: RunConfig) -> int:
+    """Devices that the run takes; 1 where its placement cannot be read."""
+    try:
+        placed = parse_placement(config.cluster.placement, has_critic(config.algorithm))
+    except UserError:
+        return 1
+    return len({rank for held in placed.values() for rank in held})

@@ -1,0 +1,147 @@
+"""The cards of this machine: number, memory, driver, who is on them; and NCCL. Pure.
+
+Memory is compared with the plan's estimate of the fullest device, as `rlsys.config.hardware` sums it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlsys.capabilities import Capabilities
+from rlsys.config.hardware import USABLE, fullest_device
+from rlsys.config.schema import RunConfig
+from rlsys.preflight.finding import Finding, note, ok, unknown, wrong
+from rlsys.preflight.probes import Gpus, Probes, Unseen
+
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""Major version of CUDA -> of the driver that programs built for it need at least.
+
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+"""
+_RESERVED_GIB = 1.0
+"""Of a card that a driver may hold for itself and a desktop."""
+_SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def gpu_findings(
+    config: RunConfig, wanted: int, plan: Mapping[str, Any] | None, probes: Probes
+) -> Iterator[Finding]:
+    """Of this machine, which is to give `wanted` cards."""
+    try:
+        seen = probes.gpus()
+    except Unseen as problem:
+        yield wrong("GPUs", str(problem), "run on a machine with NVIDIA GPUs and their driver")
+        return
+    yield _number(seen, wanted)
+    # Only now: torch takes memory of the cards that it looks at.
+    here = probes.capabilities()
+    yield _driver(seen.driver, here.cuda)
+    if not seen.cards or plan is None:
+        return
+    real = min(card.total_gib for card in seen.cards)
+    names, needed = fullest_device(
+        replace(config, cluster=replace(config.cluster, device_memory_gib=real)), plan
+    )
+    yield _memory(names, needed, real)
+    yield from _tenants(seen, needed)
+
+
+def interface_findings(probes: Probes) -> Iterator[Finding]:
+    """What the environment says of network interfaces, where it says something."""
+    present = probes.interfaces()
+    for variable in _SOCKETS:
+        value = probes.variable(variable)
+        if not value:
+            continue
+        if any(_names(value, interface, variable) for interface in present):
+            yield ok(variable, value)
+        else:
+            yield wrong(
+                variable,
+                f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}",
+                f"export {variable} with one of them, or unset it",
+            )
+
+
+def nccl_findings(here: Capabilities) -> Iterator[Finding]:
+    """How far its presence goes; `rlsys.capabilities` says where it is absent."""
+    if here.nccl:
+        yield note(
+            "NCCL", f"in torch {here.torch}; whether cards and machines reach each other shows at the start"
+        )
+
+
+def _number(seen: Gpus, wanted: int) -> Finding:
+    names = ", ".join(sorted({card.name for card in seen.cards}))
+    found = f"{len(seen.cards)} of {wanted}" + (f": {names}" if names else "")
+    if len(seen.cards) >= wanted:
+        return ok("GPUs", found)
+    return wrong(
+        "GPUs",
+        found,
+        "place the groups on fewer (cluster.placement), look at CUDA_VISIBLE_DEVICES, or use a machine with more",
+    )
+
+
+def _driver(driver: str, cuda: str | None) -> Finding:
+    what = "CUDA driver"
+    if cuda is None:
+        return wrong(
+            what, f"{driver}, and torch is built without CUDA", "install torch as requirements/gpu.txt says"
+        )
+    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    if oldest is None:
+        return unknown(
+            what, f"{driver}; what CUDA {cuda} needs is not known here", "look at NVIDIA's release notes"
+        )
+    if int(driver.split(".")[0]) < oldest:
+        return wrong(
+            what,
+            f"{driver} is too old for torch's CUDA {cuda}, which needs {oldest}",
+            f"install driver {oldest} or newer, or torch built for an older CUDA",
+        )
+    return ok(what, f"{driver}, torch is built for CUDA {cuda}")
+
+
+def _memory(names: Sequence[str], needed: float, card_gib: float) -> Finding:
+    """Of the smallest card, which the groups `names` are to share."""
+    found = f"{' + '.join(names)} take about {needed:.1f} of {card_gib:.1f} GiB of a card"
+    if needed <= card_gib * USABLE:
+        return ok("GPU memory", found)
+    megatron = [name for name in names if name != "rollout"]
+    fixes = [f"raise {name}.parallel.tp or lower {name}.micro_batch_tokens" for name in megatron]
+    fixes += ["lower rollout.engine.memory_fraction or raise rollout.engine.tp"] if "rollout" in names else []
+    return wrong("GPU memory", f"{found}, of which {USABLE:.0%} can be used", "; or ".join(fixes))
+
+
+def _tenants(seen: Gpus, needed: float) -> Iterator[Finding]:
+    """Who is on the cards already, and whether it leaves what the fullest card is to hold."""
+    taken = [card for card in seen.cards if card.used_gib > _RESERVED_GIB]
+    if not taken:
+        yield ok("GPUs in use", "nobody else is on them")
+        return
+    for card in taken:
+        who = _named(seen, card.uuid) or "a process that is not seen from here"
+        found = f"{card.used_gib:.1f} of {card.total_gib:.1f} GiB by {who}"
+        if card.total_gib - card.used_gib >= needed:
+            yield note(f"GPU {card.index} in use", f"{found}; the rest is enough")
+        else:
+            fix = "end it, or leave the card out with CUDA_VISIBLE_DEVICES"
+            yield wrong(f"GPU {card.index} in use", f"{found}; {needed:.1f} may be wanted", fix)
+
+
+def _named(seen: Gpus, uuid: str) -> str:
+    here = [tenant for tenant in seen.tenants if tenant.uuid == uuid]
+    return ", ".join(f"{tenant.name} (process {tenant.pid}, {tenant.used_gib:.1f} GiB)" for tenant in here)
+
+
+def _names(value: str, interface: str, variable: str) -> bool:
+    """Whether `value` lets `interface` through. NCCL takes prefixes, `=` for whole names and `^` for all but these."""
+    others = value.startswith("^") and variable == "NCCL_SOCKET_IFNAME"
+    listed: Sequence[str] = value.removeprefix("^").split(",")
+    whole = listed[0].startswith("=") or variable != "NCCL_SOCKET_IFNAME"
+    names = [name.strip().removeprefix("=") for name in listed]
+    matches = interface in names if whole else any(interface.startswith(name) for name in names)
+    return matches != others and interface != "lo" if others else matches

@@ -1,0 +1,140 @@
+"""What the probes read of a real machine: nvidia-smi's text, ports, disks, servers, Ray."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import orjson
+import pytest
+
+from rlsys.config.schema import SearchConfig
+from rlsys.preflight.machine import ThisMachine, read_gpus
+from rlsys.preflight.probes import Unseen
+
+CARDS = """\
+0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 4, 580.82.07
+1, GPU-bbb, NVIDIA H100 80GB HBM3, 81559, 20480, 580.82.07
+"""
+TENANTS = "GPU-bbb, 4711, /usr/bin/python3, 20470\nGPU-bbb, 12, [Not Found], [N/A]\n"
+
+
+def test_cards_and_those_on_them_are_read() -> None:
+    seen = read_gpus(CARDS, TENANTS, None)
+    assert seen.driver == "580.82.07"
+    assert [(card.index, round(card.total_gib, 1)) for card in seen.cards] == [(0, 79.6), (1, 79.6)]
+    assert seen.cards[1].used_gib == 20.0
+    assert [(one.uuid, one.pid) for one in seen.tenants] == [("GPU-bbb", 4711), ("GPU-bbb", 12)]
+    assert seen.tenants[0].name == "python3"
+    assert seen.tenants[1].used_gib == 0.0
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [("", []), ("1", [1]), ("1,0", [1, 0]), ("GPU-b", [1]), ("0,-1,1", [0]), ("7", [])],
+)
+def test_visible_cards_are_those_that_cuda_would_take(visible: str, indices: list[int]) -> None:
+    assert [card.index for card in read_gpus(CARDS, "", visible).cards] == indices
+
+
+def test_text_that_is_no_table_is_not_guessed_at() -> None:
+    with pytest.raises(Unseen, match="not understood"):
+        read_gpus("No devices were found", "", None)
+
+
+def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unseen, match="no NVIDIA driver"):
+        ThisMachine().gpus()
+
+
+def test_a_driver_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(Unseen, match="library version mismatch"):
+        ThisMachine().gpus()
+
+
+def test_the_disk_of_a_folder_that_is_not_there_is_that_of_its_parent(tmp_path: Path) -> None:
+    disk = ThisMachine().disk(tmp_path / "a" / "b")
+    assert disk.folder == tmp_path
+    assert 0 < disk.free_gib < disk.total_gib
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unseen, match="is a file"):
+        ThisMachine().disk(tmp_path / "file")
+
+
+def test_a_taken_port_is_seen() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+        assert not ThisMachine().port_is_free(port)
+    assert ThisMachine().port_is_free(port)
+
+
+def test_nobody_at_the_address_of_a_cluster_is_said_without_ray() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(Unseen, match="nobody listens"):
+        ThisMachine().ray(f"127.0.0.1:{port}")
+
+
+@contextmanager
+def served(status: int, answer: object) -> Iterator[str]:
+    """A search server that says one thing."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(orjson.dumps(answer))
+
+        def log_message(self, *_: object) -> None:
+            """Silence."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+HIT = {"document": {"id": "1", "contents": "text"}, "score": 1.0}
+
+
+def test_each_server_is_asked_and_each_says_its_own() -> None:
+    with served(200, {"result": [[HIT, HIT]]}) as good, served(500, {"detail": "it broke"}) as bad:
+        settings = SearchConfig(url=good, replicas=[bad], topk=2, timeout_s=5)
+        first, second = ThisMachine().search(settings, "Who?")
+    assert (first.url, first.passages, first.error) == (good, 2, "")
+    assert (second.url, second.passages) == (bad, 0)
+    assert "it broke" in second.error
+
+
+def test_a_server_that_is_silent_ends_the_wait() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        (answer,) = ThisMachine().search(SearchConfig(url=url, timeout_s=0.2), "Who?")
+    assert answer.error == "no answer within 0.2 s"
+
+
+def test_a_silent_driver_ends_the_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("rlsys.preflight.machine._DRIVER_S", 0.2)
+    with pytest.raises(Unseen, match="no answer within"):
+        ThisMachine().gpus()

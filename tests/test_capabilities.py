@@ -1,0 +1,202 @@
+"""What a machine lacks for a config is said, each thing once, with the key to change; what it has is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.capabilities import Capabilities, detect, lacking
+from rlsys.config.schema import (
+    Attention,
+    ClusterConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    Layers,
+    Mode,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SyncMode,
+)
+
+LAPTOP = Capabilities(torch="2.13.0+cpu", megatron_core="0.16.1", sglang="0.5.21")
+H100 = Capabilities(
+    cuda_devices=8,
+    compute_capability=(9, 0),
+    device_memory_gib=79.6,
+    nccl=True,
+    torch="2.13.0",
+    cuda="13.0",
+    megatron_core="0.16.1",
+    transformer_engine="2.20.2",
+    flash_attn_4="4.0.0b36",
+    apex=True,
+    sglang="0.5.21",
+    sglang_kernel="0.4.7",
+    torch_memory_saver="0.0.10",
+    faiss_gpu="1.14.1",
+)
+A100 = replace(H100, compute_capability=(8, 0), flash_attn="2.8.3", flash_attn_4=None)
+V100 = replace(H100, compute_capability=(7, 0), flash_attn_4=None)
+
+
+def config(
+    device: Device = Device.gpu,
+    mode: Mode = Mode.disaggregated,
+    sync: SyncMode = SyncMode.tensor,
+    cp: int = 1,
+    **model: Any,
+) -> RunConfig:
+    made = RunConfig(
+        model=ModelConfig(path="model", **model),
+        cluster=ClusterConfig(device=device, mode=mode, sync_mode=sync),
+        rollout=RolloutConfig(engine=EngineConfig(dtype=model.get("dtype", Dtype.bfloat16))),
+    )
+    made.actor.parallel = ParallelConfig(cp=cp)
+    return made
+
+
+def keys(asked: RunConfig, here: Capabilities) -> list[str]:
+    problems = list(lacking(asked, here))
+    for problem in problems:
+        assert problem.sentence.endswith("."), problem
+        assert ":" in problem.sentence, f"no fix: {problem}"
+    return [problem.key for problem in problems]
+
+
+def test_a_machine_that_has_all_lacks_nothing() -> None:
+    assert keys(config(), H100) == []
+    full = config(
+        mode=Mode.collocated, sync=SyncMode.ipc, cp=2, layers=Layers.te, attention=Attention.flash, fp8=True
+    )
+    assert keys(full, H100) == []
+
+
+def test_defaults_lack_nothing_on_a_cpu() -> None:
+    assert keys(config(Device.cpu), LAPTOP) == []
+    assert keys(config(Device.cpu, Mode.collocated, SyncMode.broadcast), LAPTOP) == []
+
+
+def test_everything_is_said_at_once() -> None:
+    asked = config(mode=Mode.collocated, layers=Layers.te, fp8=True)
+    # No device, no NCCL, no kernels of SGLang: three sentences of one key.
+    assert keys(asked, LAPTOP) == ["model.layers", *["cluster.device"] * 3, "cluster.mode"]
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "key"),
+    [
+        (replace(H100, transformer_engine=None), config(layers=Layers.te), "model.layers"),
+        (replace(H100, transformer_engine=None), config(attention=Attention.fused), "model.attention"),
+        (H100, config(layers=Layers.local, attention=Attention.flash), "model.attention"),
+        (H100, config(layers=Layers.local, fp8=True), "model.fp8"),
+        (LAPTOP, config(Device.cpu, fp8=True), "model.fp8"),
+        (H100, config(Device.cpu, layers=Layers.te), "model.layers"),
+        (replace(H100, sglang_kernel=None), config(), "cluster.device"),
+        (replace(H100, nccl=False), config(), "cluster.device"),
+        (replace(H100, torch_memory_saver=None), config(mode=Mode.collocated), "cluster.mode"),
+        (replace(H100, foreign_apex="0.9.10"), config(), "model.fusions"),
+        (replace(H100, flash_attn_4=None), config(attention=Attention.flash), "model.attention"),
+        (replace(A100, flash_attn=None), config(attention=Attention.flash), "model.attention"),
+        (
+            replace(A100, flash_attn=None, flash_attn_4="4"),
+            config(attention=Attention.flash),
+            "model.attention",
+        ),
+        (H100, config(attention=Attention.flash, dtype=Dtype.float32), "model.attention"),
+        (A100, config(fp8=True), "model.fp8"),
+        (H100, config(cp=2, attention=Attention.unfused), "actor.parallel.cp"),
+        (H100, config(cp=2, dtype=Dtype.float32), "actor.parallel.cp"),
+    ],
+)
+def test_what_is_lacking_is_named(here: Capabilities, asked: RunConfig, key: str) -> None:
+    assert keys(asked, here) == [key]
+
+
+def test_old_gpus_have_no_bfloat16() -> None:
+    assert keys(config(), V100) == ["model.dtype", "rollout.engine.dtype"]
+    assert keys(config(dtype=Dtype.float32), V100) == []
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        A100,
+        replace(H100, flash_attn_3="3.0.0", flash_attn_4=None),
+        replace(H100, flash_attn="2.8.3", flash_attn_4=None),
+    ],
+)
+def test_any_flash_attention_of_its_generation_will_do(here: Capabilities) -> None:
+    assert keys(config(attention=Attention.flash), here) == []
+
+
+def test_context_parallelism_of_local_layers_needs_nothing() -> None:
+    for asked in (config(cp=2, layers=Layers.local), config(cp=2, layers=Layers.local, dtype=Dtype.float32)):
+        assert keys(asked, H100) == []
+
+
+def test_auto_layers() -> None:
+    assert H100.layers is Layers.te
+    assert replace(H100, transformer_engine=None).layers is Layers.local
+    assert replace(H100, cuda_devices=0).layers is Layers.local, "Transformer Engine has nothing for a CPU"
+
+
+Installed = Callable[..., Capabilities]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """What is detected where these packages and modules are there besides torch."""
+
+    def installed(packages: dict[str, str], modules: tuple[str, ...] = ()) -> Capabilities:
+        def version(name: str) -> str:
+            if name in packages:
+                return packages[name]
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr("rlsys.capabilities.version", version)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in modules else None)
+        return detect()
+
+    return installed
+
+
+def test_apex_is_known_by_its_kernels_and_not_by_its_name(installed: Installed) -> None:
+    kernels = ("amp_C", "fused_weight_gradient_mlp_cuda")
+    theirs = installed({"apex": "0.9.10.dev0"})
+    assert (theirs.apex, theirs.foreign_apex) == (False, "0.9.10.dev0")
+    nvidia = installed({"apex": "0.1"}, kernels)
+    assert (nvidia.apex, nvidia.foreign_apex) == (True, None)
+    half = installed({"apex": "0.1"}, kernels[:1])
+    assert (half.apex, half.foreign_apex) == (False, None), (
+        "NVIDIA's, built without the kernel that is wanted"
+    )
+    assert installed({}).foreign_apex is None
+
+
+def test_transformer_engine_is_its_part_for_torch(installed: Installed) -> None:
+    assert installed({"transformer-engine": "2.20.2"}).transformer_engine is None
+    wheels = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2"}
+    assert installed(wheels).transformer_engine == "2.20.2"
+    built = installed({"transformer-engine": "2.21.0+abc"}, ("transformer_engine_torch",))
+    assert built.transformer_engine == "2.21.0+abc"
+
+
+def test_without_torch_nothing_is_known_of_devices(installed: Installed) -> None:
+    assert installed({}) == Capabilities()
+    assert installed({"faiss-gpu-cu12": "1.14.1"}).faiss_gpu == "1.14.1"
+
+
+def test_detection_agrees_with_torch_and_what_is_installed() -> None:
+    here = detect()
+    assert here.torch == importlib.metadata.version("torch")
+    assert here.sglang == importlib.metadata.version("sglang")
+    assert here.cuda_devices == torch.cuda.device_count()
+    assert (here.compute_capability is None) is not torch.cuda.is_available()

@@ -1,0 +1,1 @@
+megatron_convertor/mg2hf_3b.sh
