@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import typer
 
-from rlsys.cli import convert, data, doctor, evaluate, search, train
+from rlsys.cli import convert, data, doctor, evaluate, launch, search, train
 from rlsys.errors import Interrupted, RunError, UserError, root_cause
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
@@ -27,11 +27,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", help="Train a policy as a config says.")(train.command)
+app.command("launch", help="Train on several machines: the same command on each.")(launch.command)
 app.command("eval", help="Ask a model sets of questions, and say how well it answers.")(evaluate.command)
 app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")
 app.add_typer(search.app, name="search")
-app.command("doctor", help="Say what is installed, what is missing, and what to do.")(doctor.command)
+app.command("doctor", help="Say what is here and what is missing; with --for, whether a config can run.")(doctor.command)
 
 
 def main() -> None:
