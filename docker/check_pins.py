@@ -65,6 +65,8 @@ class PinnedSet:
     dockerfile: str
     cuda: str | None = None
     """Major and minor number; None without CUDA."""
+    extras: tuple[tuple[str, str], ...] = ()
+    """Extras that the set is to serve: (package, extra)."""
     alone: tuple[str, ...] = ()
     """Packages whose own requirements are not followed: installed without them, or in a build that has others."""
 
@@ -87,7 +89,14 @@ class PinnedSet:
 
 
 SETS = (
-    PinnedSet("gpu", ("gpu.txt",), python="3.12", dockerfile="Dockerfile.gpu", cuda="13.0"),
+    PinnedSet(
+        "gpu",
+        ("gpu.txt", "gpu-dashboard.txt"),
+        python="3.12",
+        dockerfile="Dockerfile.gpu",
+        cuda="13.0",
+        extras=(("ray", "default"),),
+    ),
     PinnedSet(
         "cpu",
         ("cpu.txt", "cpu-nodeps.txt", "dev.txt"),
@@ -149,6 +158,8 @@ def unfit(pinned: PinnedSet, versions: Mapping[str, Version], requires: Requires
             "`python docker/check_pins.py --refresh`."
         )
     extras: dict[str, set[str]] = {name: {""} for name in versions}
+    for name, extra in pinned.extras:
+        extras[name].add(extra)
     asked = [name for name in versions if name not in unknown and name not in pinned.alone]
     told: set[str] = set()
     while asked:

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlsys.cluster.network import interface_settings, own_addresses
+
 
 class _Shell:
-    def __init__(self, log: str, path: list[str]) -> None:
+    def __init__(self, log: str, path: list[str], across: bool = False) -> None:
+        """`across` machines: torch's and SGLang's groups then meet on the network that Ray's nodes meet on."""
         sys.path.extend(entry for entry in path if entry not in sys.path)
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -25,6 +28,10 @@ class _Shell:
         os.close(descriptor)
         faulthandler.enable(file=2)
         self._worker: Any = None
+        if across:
+            import ray
+
+            os.environ.update(interface_settings(ray.util.get_node_ip_address(), own_addresses()))
 
     def free_address(self) -> tuple[str, int]:
         """This machine's address in the cluster and a free port."""

@@ -7,52 +7,103 @@ address is joined and left; only the run's own actors end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import logging
 import shutil
 import socket
-import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
-import psutil
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlsys.cluster.connecting import connect
+from rlsys.cluster.machines import Machine, machines
+from rlsys.cluster.offspring import adopt_orphans, descendants, end
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
-STOP_S = 3.0
-"""How long processes may take to end by themselves."""
-PR_SET_CHILD_SUBREAPER = 36
-"""From linux/prctl.h."""
+LOOK_S = 0.5
+"""Between two looks for machines that are not there yet."""
+SLIVER = 0.001
+"""Of the resource that every machine has of its own: enough to be there."""
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 
 
 @contextlib.contextmanager
-def ray_runtime(cluster: ClusterConfig, bundle_sizes: Sequence[int]) -> Iterator[PlacementGroup]:
-    """Join or start Ray and reserve bundles of that many devices each, every bundle on one machine."""
-    slots = sum(bundle_sizes)
-    _adopt_orphans()
-    strangers = {process.pid for process in _descendants()}
-    local_dir = _start(cluster, slots)
+def ray_runtime(
+    cluster: ClusterConfig, bundle_sizes: Sequence[int], on: Sequence[int] | None = None
+) -> Iterator[PlacementGroup]:
+    """Join or start Ray and reserve bundles of that many devices each, every bundle on one machine.
+
+    `on` says on which, by their numbers in the order of `machines`, counting those alone that have devices for the
+    largest bundle; None leaves it to Ray. Raises RunError if the cluster has too few in time.
+    """
+    adopt_orphans()
+    strangers = {process.pid for process in descendants()}
+    local_dir = _start(cluster, sum(bundle_sizes))
     try:
-        bundles = placement_group(
-            [{RESOURCE[cluster.device]: size} for size in bundle_sizes], strategy="PACK"
-        )
-        if not bundles.wait(cluster.start_timeout_s):
-            have = int(ray.cluster_resources().get(RESOURCE[cluster.device], 0))
-            raise RunError(
-                f"the cluster did not give {slots} {cluster.device} slots within {cluster.start_timeout_s:.0f} s "
-                f"(it has {have} in all): free some, or place the groups on fewer."
-            )
+        until = time.monotonic() + cluster.start_timeout_s
+        places = _places(cluster, max(bundle_sizes), on, until)
+        shapes = [
+            {RESOURCE[cluster.device]: size} | place
+            for size, place in zip(bundle_sizes, places or [{}] * len(bundle_sizes), strict=True)
+        ]
+        bundles = placement_group(shapes, strategy="PACK")
+        if not bundles.wait(max(1.0, until - time.monotonic())):
+            raise RunError(_too_few(cluster, bundle_sizes))
         try:
             yield bundles
         finally:
             remove_placement_group(bundles)
     finally:
         _stop(local_dir, strangers)
+
+
+def hosts_of(bundles: PlacementGroup) -> dict[int, str]:
+    """Bundle -> host name of its machine."""
+    hosts = {machine.node_id: machine.host for machine in machines()}
+    return {
+        index: hosts.get(node_id, node_id)
+        for index, node_id in placement_group_table(bundles)["bundles_to_node_id"].items()
+    }
+
+
+def _places(
+    cluster: ClusterConfig, devices: int, on: Sequence[int] | None, until: float
+) -> list[dict[str, float]] | None:
+    """What each bundle must find besides devices to be on its machine. Waits until there are enough machines."""
+    if on is None:
+        return None
+    while True:
+        fit = [one for one in machines() if one.devices[RESOURCE[cluster.device]] >= devices]
+        if len(fit) > max(on):
+            return [{fit[number].resource: SLIVER} for number in on]
+        if time.monotonic() > until:
+            have = ", ".join(_described(one, cluster.device) for one in machines())
+            raise RunError(
+                f"the cluster has {len(fit)} machines with {devices} {cluster.device} slots, and cluster.nodes="
+                f"{cluster.nodes} needs {max(on) + 1} (waited {cluster.start_timeout_s:.0f} s; there are {have}): "
+                "start Ray on the missing ones, or place the groups on fewer."
+            )
+        time.sleep(LOOK_S)
+
+
+def _described(machine: Machine, device: Device) -> str:
+    return f"{machine.host} with {machine.devices[RESOURCE[device]]:g}"
+
+
+def _too_few(cluster: ClusterConfig, bundle_sizes: Sequence[int]) -> str:
+    slots, have = sum(bundle_sizes), int(ray.cluster_resources().get(RESOURCE[cluster.device], 0))
+    return (
+        f"the cluster did not give {slots} {cluster.device} slots within {cluster.start_timeout_s:.0f} s "
+        f"(it has {have} in all): free some, or place the groups on fewer."
+    )
 
 
 def within(bundles: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
@@ -91,20 +142,18 @@ def device_ids(
 
 def _start(cluster: ClusterConfig, slots: int) -> str | None:
     """Connect; returns the folder of a local Ray, None when a running cluster was joined."""
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if cluster.address is not None:
         _check_reachable(cluster.address)
-        ray.init(address=cluster.address, **quiet)
+        connect(address=cluster.address)
         return None
     folder = tempfile.mkdtemp(prefix="rlsys-ray-")
     resources = {"num_cpus": slots} if cluster.device is Device.cpu else {}
-    ray.init(
+    connect(
         address="local",
         include_dashboard=False,
         _temp_dir=folder,
         object_store_memory=512 * 1024 * 1024 if cluster.device is Device.cpu else None,
         **resources,
-        **quiet,
     )
     return folder
 
@@ -128,31 +177,8 @@ def _stop(local_dir: str | None, strangers: set[int]) -> None:
     if local_dir is None:
         ray.shutdown()
         return
-    ours = [process for process in _descendants() if process.pid not in strangers]
+    ours = [process for process in descendants() if process.pid not in strangers]
     ray.shutdown()
-    ours += [process for process in _descendants() if process.pid not in strangers]
-    _, alive = psutil.wait_procs(ours, timeout=STOP_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=STOP_S)
+    ours += [process for process in descendants() if process.pid not in strangers]
+    end(ours)
     shutil.rmtree(local_dir, ignore_errors=True)
-
-
-def _descendants() -> list[psutil.Process]:
-    """All that this process has started, and what that has started, but multiprocessing's own helper."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                found.append(child)
-    return found
-
-
-def _adopt_orphans() -> None:
-    """Make orphans of this process's descendants its own children, so that `_stop` finds them.
-
-    A worker that is killed leaves an engine's processes behind, which would otherwise go to init.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -2,6 +2,7 @@
 
 Contract: every wait has a time-out and names the ranks that are missing; a rank that dies or raises
 ends the call at once with the last lines of its log; calls to one rank are carried out in order.
+Where a death makes other ranks fail, it is the death that is told.
 A rank that died (`RankDied`), one that does not answer in time (`RankSilent`) and one whose worker raised
 (its UserError or RunError as it is, else a RunError) are told apart.
 The workers themselves are plain objects that know nothing of Ray.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +24,15 @@ from ray.util.placement_group import PlacementGroup
 
 from rlsys.cluster.bundles import Seat
 from rlsys.cluster.host import AsyncHost, SyncHost
-from rlsys.cluster.runtime import RESOURCE, device_ids, within
+from rlsys.cluster.runtime import RESOURCE, device_ids, hosts_of, within
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
 LOG_LINES = 15
+DEATH_S = 10.0
+"""In which the death of a process becomes known, later than to those that it was connected with."""
+GATHERED = "nodes"
+"""Folder of a run's logs that has those of machines of their own, each by its rank."""
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -87,6 +93,8 @@ class WorkerGroup:
         `concurrency` above 0 makes the workers asynchronous, with that many calls at a time.
         """
         host = AsyncHost if concurrency else SyncHost
+        across = cluster.nodes > 1
+        machines = hosts_of(bundles) if across else {}
         pinned = {seat.bundle for seat in seats if seat.pinned and cluster.device is Device.gpu}
         named = device_ids(bundles, pinned, cluster.start_timeout_s)
         ranks = []
@@ -103,8 +111,9 @@ class WorkerGroup:
                 options["num_cpus" if RESOURCE[cluster.device] == "CPU" else "num_gpus"] = seat.share
             if concurrency:
                 options["max_concurrency"] = concurrency
-            handle = ray.remote(host).options(**options).remote(str(log), list(sys.path))
-            ranks.append(Rank(number, f"{name} rank {number}", handle, log))
+            handle = ray.remote(host).options(**options).remote(str(log), list(sys.path), across)
+            where = f" (on {machines[seat.bundle]})" if across else ""
+            ranks.append(Rank(number, f"{name} rank {number}{where}", handle, log))
         return cls(name, ranks, cluster.call_timeout_s)
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:
@@ -171,7 +180,10 @@ class WorkerGroup:
         names = dict(zip(waits, ranks, strict=False))
         try:
             done, missing = await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-            for wait in done:
+            if any(_may_be_bereaved(wait.exception()) for wait in done):
+                later, missing = await _until_death(missing)
+                done |= later
+            for wait in sorted(done, key=lambda wait: not isinstance(wait.exception(), _DEATHS)):
                 problem = wait.exception()
                 if problem is not None:
                     raise _explain(names[wait], purpose, problem) from problem
@@ -201,6 +213,27 @@ def _environment(threads: int | None, device_ids: Sequence[str] | None) -> dict[
     return environment | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
+def _may_be_bereaved(problem: BaseException | None) -> bool:
+    """Whether a rank may have failed because another one, which it exchanges tensors with, is gone."""
+    cause = problem.cause if isinstance(problem, ray.exceptions.RayTaskError) else None
+    return cause is not None and not isinstance(cause, UserError | RunError)
+
+
+async def _until_death(
+    waits: set[asyncio.Future[Any]],
+) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
+    """Those of `waits` that are done, and the others, once one of them is known to be of a dead rank, or soon."""
+    until = time.monotonic() + DEATH_S
+    done: set[asyncio.Future[Any]] = set()
+    while waits and not any(isinstance(wait.exception(), _DEATHS) for wait in done):
+        left = until - time.monotonic()
+        more, waits = await asyncio.wait(waits, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+        done |= more
+        if left <= 0:
+            break
+    return done, waits
+
+
 def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
     """The failure of a rank as one sentence, with what it last wrote."""
     if isinstance(problem, ray.exceptions.RayTaskError):
@@ -217,8 +250,10 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
 
 
 def _tail(rank: Rank) -> str:
-    """The last lines of a rank's log."""
-    if not rank.log.is_file():
+    """The last lines of a rank's log, or of what was gathered of it from its machine."""
+    gathered = rank.log.parent.glob(f"{GATHERED}/*/workers/{rank.log.name}")
+    log = next((file for file in (rank.log, *gathered) if file.is_file()), None)
+    if log is None:
         return f"Its log would be {rank.log} on its own machine."
-    lines = rank.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    return "\n".join([f"The last lines of {rank.log}:", *(f"    {line}" for line in lines)])
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "\n".join([f"The last lines of {log}:", *(f"    {line}" for line in lines)])

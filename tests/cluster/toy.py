@@ -45,3 +45,10 @@ class Toy:
             print("about to fall over", file=sys.stderr, flush=True)
             os._exit(3)
         time.sleep(30)
+
+    def lose(self, rank: int) -> None:
+        """End the process of one rank a second after the others have failed for it."""
+        if self.rank != rank:
+            raise ConnectionError("closed by peer")
+        time.sleep(1)
+        os._exit(3)

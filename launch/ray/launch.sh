@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Run rlsys on several machines; see the usage below.
+# Also where it is started by a plain sh.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+Run rlsys on several machines: run this on every one of them, with the same words.
+
+    bash launch.sh --config-name CONFIG [--nodes N] [--rank R] [--head HOST[:PORT]] [--wait S] [KEY=VALUE ...]
+
+The machine of rank 0 is where Ray's head and the trainer's driver are; the others join it and leave with it. It works from
+any directory, and relative paths are of the repository, which all machines must have at the same place.
+
+Settings from the environment, which flags go before:
+
+    PYTHON                         interpreter that has rlsys                                            python3
+    NODE_RANK, GROUP_RANK, RANK    this machine's number, from 0
+    NNODES, WORLD_SIZE             how many machines; by default cluster.nodes of the config
+    MASTER_ADDR, MASTER_PORT       where the machine of rank 0 is, and the port of Ray there
+
+Example, on the second of two machines:
+
+    NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash launch.sh --config-name searchr1_qwen2.5_7b_2node
+
+END
+}
+
+for word in "$@"; do
+    if [[ $word == -h || $word == --help ]]; then
+        usage
+        exit
+    fi
+done
+if [[ $# == 0 ]]; then
+    usage >&2
+    exit 2
+fi
+: "${PYTHON:=python3}"
+if [[ $PYTHON == */* && $PYTHON != /* ]]; then PYTHON=$PWD/$PYTHON; fi
+cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../.."
+if ! "$PYTHON" -c 'import hydra, ray, typer, rlsys' 2>/dev/null; then
+    printf '%s\n' "PYTHON=$PYTHON lacks what rlsys needs: activate its environment, or set PYTHON to its interpreter" >&2
+    exit 2
+fi
+exec "$PYTHON" -m rlsys.cli.main launch "$@"

@@ -1,0 +1,81 @@
+"""`rlsys launch`: the same command on every machine trains on all of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from rlsys.cli.train import ConfigDir, ConfigName, Overrides
+from rlsys.config.compose import load_config
+from rlsys.config.validate import validate
+from rlsys.errors import UserError
+from rlsys.launch.role import DEFAULT_PORT, Role, find_role
+from rlsys.launch.searching import check_searching
+from rlsys.launch.task import Task
+
+
+def command(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Machines in all; by default from the environment, else cluster.nodes.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Which of them this is, from 0; by default from the environment.")
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Where the machine of rank 0 is, for all to meet."),
+    ] = None,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="For all machines to come.")] = 600.0,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Use the Ray cluster that runs there (auto: the one around) and start none.",
+        ),
+    ] = None,
+    preflight: Annotated[
+        bool, typer.Option(help="Start nothing before `rlsys doctor --for` finds everything right.")
+    ] = True,
+) -> None:
+    """Bring the machines of a cluster together, train, and leave nothing behind.
+
+    Give the same command on every machine. The head also starts search servers (cluster.search), gathers the logs of
+    all machines under the run's folder, and passes the run's exit status on.
+    """
+    config = load_config(config_name, overrides or (), config_dir)
+    validate(config)
+    check_searching(config)
+    task = Task(config, config_name, tuple(overrides or ()), config_dir, preflight, wait)
+    if cluster is not None:
+        if rank is not None or head is not None:
+            raise UserError("--cluster is for a cluster that runs already: leave --rank and --head out.")
+        role = Role(0, nodes or config.cluster.nodes, "", DEFAULT_PORT)
+    else:
+        role = find_role(os.environ, config.cluster.nodes, rank=rank, nodes=nodes, head=head)
+    raise typer.Exit(_launch(task, role, cluster))
+
+
+def _launch(task: Task, role: Role, cluster: str | None) -> int:
+    from rlsys.launch.ray_node import auth_mode
+
+    if cluster is None:
+        os.environ.update(auth_mode(os.environ))  # Ray reads it once, when it is loaded.
+
+    # Ray takes seconds to load, which a mistake need not wait for.
+    from rlsys.cli.running import run_to_end
+    from rlsys.launch.head import lead, lead_cluster
+    from rlsys.launch.worker import work
+
+    def say(text: str) -> None:
+        typer.echo(f"launch: {text}", err=True)
+
+    if cluster is not None:
+        return run_to_end(lead_cluster(task, role, cluster, say))
+    if role.leads:
+        return run_to_end(lead(task, role, say))
+    return run_to_end(work(role, task.config, task.wait_s, say)).status

@@ -1,0 +1,104 @@
+"""What runs on every machine for the launcher: it serves searches, reads logs, and says how the run ended.
+
+A plain object in a process of Ray's that takes up no device. It ends with the cluster, and its search server
+with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlsys.cluster.worker_group import GATHERED
+from rlsys.launch.ray_node import FOLDER_VARIABLE, Ending, tell_ending
+from rlsys.search.launch import SearchServer
+
+MOST_BYTES = 4 * 1024**2
+"""Of logs in one answer."""
+_OWN, _RAY, _WORKERS = "node", "ray", "workers"
+_RAYS_DEFAULT = "/tmp/ray"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of a log."""
+
+    name: str
+    """Of the log, relative to all of the machine's."""
+    start: int
+    """Of the piece in the log, in bytes."""
+    data: bytes
+
+
+class NodeAgent:
+    """The launcher's hand on one machine."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="rlsys-node-", dir=os.environ.get(FOLDER_VARIABLE)))
+        self._server: SearchServer | None = None
+        self._logs = {_OWN: self._folder, _RAY: _ray_logs()}
+
+    def serve(self, index: str, host: str, port: int, topk: int, device: str, threads: int | None) -> str:
+        """Start a search server; its address. It may not answer yet. Raises UserError if the port is taken."""
+        log = self._folder / "search.log"
+        self._server = SearchServer(
+            index, log, topk=topk, host=host, port=port, threads=threads, device=device
+        )
+        return self._server.url
+
+    def await_server(self, timeout_s: float) -> None:
+        """Return once the search server answers. Raises RunError if it dies or takes longer."""
+        assert self._server is not None
+        self._server.wait_healthy(timeout_s)
+
+    def follow(self, logs: str) -> None:
+        """Read the logs of the run's workers in `logs` too, unless that is the folder that the head has."""
+        if not (Path(logs) / GATHERED).is_dir():
+            self._logs[_WORKERS] = Path(logs)
+
+    def read(self, since: Mapping[str, int], most_bytes: int = MOST_BYTES) -> list[Piece]:
+        """What has been written to the logs beyond the bytes `since` of each; a little at a time, empty in the end."""
+        pieces = []
+        for name, file in self._files():
+            if most_bytes <= 0:
+                break
+            start = since.get(name, 0)
+            try:
+                size = file.stat().st_size
+                if size == start:
+                    continue
+                start = 0 if size < start else start  # It was begun anew.
+                with file.open("rb") as log:
+                    log.seek(start)
+                    data = log.read(most_bytes)
+            except OSError:
+                continue  # Ray renames logs that have grown long.
+            if data:
+                pieces.append(Piece(name, start, data))
+                most_bytes -= len(data)
+        return pieces
+
+    def close(self, status: int, sentence: str) -> None:
+        """End the search server, and let this machine's launcher know how the run ended."""
+        if self._server is not None:
+            self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            tell_ending(Path(folder), Ending(status, sentence))
+
+    def _files(self) -> Sequence[tuple[str, Path]]:
+        return [
+            (f"{kind}/{file.relative_to(folder)}", file)
+            for kind, folder in self._logs.items()
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and not file.is_symlink()
+        ]
+
+
+def _ray_logs() -> Path:
+    """Of this machine's part of Ray."""
+    return Path(os.environ.get(FOLDER_VARIABLE, _RAYS_DEFAULT)) / "session_latest" / "logs"

@@ -1,0 +1,181 @@
+"""The first machine: it brings the others together, runs what is launched, and ends everything everywhere.
+
+In order: Ray, all machines, search servers where the config says, the preflight, then `rlsys train` as a child.
+While that goes on, logs are gathered and the machines are watched: the loss of one ends the run with a
+sentence that names it. On the way out, whatever the reason, every machine is told how the run ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import time
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlsys.cluster.machines import RANK, joined
+from rlsys.cluster.network import answers, own_addresses
+from rlsys.cluster.worker_group import GATHERED
+from rlsys.errors import RunError, UserError
+from rlsys.launch.child import rlsys_command
+from rlsys.launch.crew import Crew, assemble, crew_of
+from rlsys.launch.ray_node import RayNode, ray_node
+from rlsys.launch.role import Role
+from rlsys.launch.searching import search_settings, serving_positions
+from rlsys.launch.task import Say, Task
+
+LOOK_S = 1.0
+"""Between two looks at the machines and the run."""
+GATHER_TIMEOUT_S = 10.0
+"""For a machine to hand its logs out."""
+CALL_TIMEOUT_S = 60.0
+"""For a machine to do what takes a moment."""
+
+
+async def lead(task: Task, role: Role, say: Say) -> int:
+    """Start Ray on this machine, bring the others together, and run `task`; its exit status.
+
+    Raises RunError naming the machines that do not come in time, or are lost.
+    """
+    host = own_address(role)
+    arguments = [
+        "--head",
+        "--port",
+        str(role.port),
+        "--node-ip-address",
+        host,
+        "--include-dashboard",
+        "false",
+    ]
+    if answers(host, role.port, LOOK_S):
+        raise UserError(
+            f"--head: port {role.port} of {host} is taken already: end what uses it, or give another."
+        )
+    say(f"node 0 starts Ray at {host}:{role.port}")
+    until = time.monotonic() + task.wait_s
+    with ray_node(arguments, task.config, f"{RANK}0") as node:
+        await _answering(host, role.port, node, until)
+        return await lead_cluster(task, role, f"{host}:{role.port}", say, until)
+
+
+async def lead_cluster(task: Task, role: Role, address: str, say: Say, until: float | None = None) -> int:
+    """Run `task` on the Ray cluster at `address` once all machines are there; its exit status.
+
+    Machines must have come when the monotonic clock says `until`, by default `task.wait_s` from now.
+    """
+    until = time.monotonic() + task.wait_s if until is None else until
+    with joined(address):
+        found = await assemble(role, address, task.wait_s, until, say)
+        async with crew_of(found) as crew:
+            return await _run(task, crew, address, say)
+
+
+def own_address(role: Role) -> str:
+    """The address of this machine that the others come to. Raises UserError if `role.host` is another machine."""
+    if not role.host:
+        return "127.0.0.1"
+    own = own_addresses()
+    try:
+        found = socket.getaddrinfo(role.host, None, type=socket.SOCK_STREAM)
+    except OSError as problem:
+        raise UserError(
+            f"--head {role.host} has no address ({problem}): give one of {', '.join(own)}."
+        ) from None
+    meant = [str(address[0]) for *_, address in found]
+    here = next((address for address in meant if address in own), None)
+    if here is None:
+        raise UserError(
+            f"--head {role.host} is {', '.join(meant)}, and this machine of rank 0 has {', '.join(own)}: give one of "
+            "these on every machine, or start rank 0 on that one."
+        )
+    return here
+
+
+async def _answering(host: str, port: int, node: RayNode, until: float) -> None:
+    while not await asyncio.to_thread(answers, host, port, LOOK_S):
+        node.require_alive()
+        if time.monotonic() > until:
+            raise RunError(f"Ray was not ready at {host}:{port} in time: give more with --wait.")
+        await asyncio.sleep(LOOK_S / 4)
+
+
+async def _run(task: Task, crew: Crew, address: str, say: Say) -> int:
+    status, sentence = 1, "the head has broken off"
+    try:
+        settings = [f"cluster.address={address}", *await _searching(task, crew, say)]
+        status = await _preflight(task, settings, say) if task.preflight else 0
+        if status == 0:
+            status = await _train(task, crew, settings, say)
+        sentence = "the run has ended" if status == 0 else f"the run has ended with status {status}"
+    except asyncio.CancelledError:
+        status, sentence = 130, "the run was interrupted"
+        raise
+    except (UserError, RunError) as error:
+        sentence = str(error).partition("\n")[0]
+        raise
+    finally:
+        await crew.gathering.gather(GATHER_TIMEOUT_S)
+        await crew.dismiss(status, sentence, GATHER_TIMEOUT_S)
+    return status
+
+
+async def _searching(task: Task, crew: Crew, say: Say) -> list[str]:
+    """Overrides that name the search servers, once those that the config asks for answer."""
+    config = task.config
+    serving = serving_positions(config, crew.hosts())
+    if not serving:
+        return []
+    place, search = config.cluster.search, config.search
+
+    async def serve(position: int) -> str:
+        host = crew.machines[position].address
+        say(f"{crew.name(position)} serves {search.index} at {host}:{place.port}")
+        arguments = (search.index, host, place.port, search.topk, place.device, config.cluster.threads)
+        url: str = await crew.call(position, "serve", *arguments, timeout_s=CALL_TIMEOUT_S)
+        limit = search.start_timeout_s
+        await crew.call(position, "await_server", limit, timeout_s=limit + CALL_TIMEOUT_S)
+        return url
+
+    async with asyncio.TaskGroup() as starts:
+        urls = [starts.create_task(serve(position)) for position in serving]
+    return search_settings(search, [url.result() for url in urls])
+
+
+async def _preflight(task: Task, settings: Sequence[str], say: Say) -> int:
+    say("the preflight looks at everything first")
+    async with rlsys_command(task.doctor(settings)) as doctor:
+        return await doctor.wait()
+
+
+async def _train(task: Task, crew: Crew, settings: Sequence[str], say: Say) -> int:
+    with tempfile.TemporaryDirectory(prefix="rlsys-launch-") as scratch:
+        folder = Path(scratch) / "folder"
+        say("the run starts")
+        async with rlsys_command([*task.train(settings), "--folder-to", str(folder)]) as train:
+            await _watch(crew, train, folder)
+            status = await train.wait()
+    if status:
+        # What it died of may be a machine that the cluster has not given up yet.
+        crew.require(*await crew.gathering.gather(GATHER_TIMEOUT_S))
+    return status
+
+
+async def _watch(crew: Crew, train: Process, folder: Path) -> None:
+    """Until the run ends: gather logs, into the run's folder once that is known. Raises RunError if a machine is lost."""
+    ended = asyncio.ensure_future(train.wait())
+    known = False
+    try:
+        while not ended.done():
+            crew.require(*crew.lost())
+            if not known and folder.is_file():
+                known = True
+                logs = Path(folder.read_text()) / "logs"
+                crew.gathering.move_to(logs / GATHERED)
+                for position in range(len(crew.machines)):
+                    await crew.call(position, "follow", str(logs), timeout_s=CALL_TIMEOUT_S)
+            await crew.gathering.gather(GATHER_TIMEOUT_S)
+            await asyncio.wait({ended}, timeout=LOOK_S)
+    finally:
+        ended.cancel()

@@ -1,0 +1,105 @@
+"""`rlsys launch` on hosts made of namespaces: real Ray, real gloo and real searches between them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hosts import Hosts, namespaced_hosts
+from tests.launch.launched import launch, run_folder, wait_until
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with namespaced_hosts(2, tmp_path) as found:
+        yield found
+
+
+def test_two_machines_train_search_on_a_named_one_and_leave_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    launched = launch(hosts, tmp_path, "cluster.search.nodes=[node-1]", preflight=True)
+    assert [one.wait() for one in launched] == [0, 0], launched[0].said()
+    assert f"serves data/tiny_world/index at {hosts[1].address}:8000" in launched[0].said()
+    assert "searchr1_tiny_cpu can run" in launched[0].said()
+    assert "leaves: the run has ended" in launched[1].said()
+    folder = run_folder(tmp_path)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    assert rows[1]["engine/0/search_requests"] > 0
+    assert [row["rollout/search_errors"] for row in rows] == [0, 0]
+    assert not (folder / "logs" / "search.log").exists(), "the run started none itself"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+    logs = folder / "logs" / "nodes"
+    assert "Application startup complete" in (logs / "1" / "node" / "search.log").read_text()
+    assert not (logs / "0" / "node").exists(), "the first machine serves nothing"
+    for rank in "01":
+        assert (logs / rank / "ray" / "raylet.out").stat().st_size > 0
+    assert all(one.leaves_nothing() for one in launched)
+
+
+def test_a_machine_that_does_not_come_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    (head,) = launch(hosts, tmp_path, "--wait", "12", ranks=(0,))
+    assert head.wait() == 1
+    assert (
+        f"node 1 did not come to {hosts[0].address}:6379 within 12 s (1 of 2 machines are there)"
+        in head.said()
+    )
+    assert head.leaves_nothing()
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_without_a_head_a_machine_gives_up(hosts: Hosts, tmp_path: Path) -> None:
+    (worker,) = launch(hosts, tmp_path, "--wait", "2", ranks=(1,))
+    assert worker.wait() == 1
+    assert f"node 1 waited 2 s for the head at {hosts[0].address}:6379" in worker.said()
+    assert worker.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_machine_that_loses_power_ends_the_run_and_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    head, worker = launch(hosts, tmp_path)
+    logs = "outputs/*/logs/nodes/1/ray/raylet.out"
+    wait_until(lambda: list(tmp_path.glob(logs)), 120, head, worker)
+    hosts[1].power_off()
+    assert head.wait() == 1
+    assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
+    assert head.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_machine_whose_cable_is_pulled_is_named_and_ends_by_itself(hosts: Hosts, tmp_path: Path) -> None:
+    head, worker = launch(hosts, tmp_path, "trainer.steps=200")
+    wait_until(lambda: list(tmp_path.glob("outputs/*/metrics.jsonl")), 300, head, worker)
+    hosts.cut(1)
+    assert [head.wait(), worker.wait()] == [1, 1]
+    assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
+    assert "is lost: it has answered nothing for 20 s" in worker.said()
+    assert (run_folder(tmp_path) / "logs" / "nodes" / "1" / "ray" / "raylet.out").is_file()
+    assert head.leaves_nothing()
+    assert worker.leaves_nothing()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_head_ends_every_machine(hosts: Hosts, tmp_path: Path, number: int) -> None:
+    head, worker = launch(hosts, tmp_path)
+    wait_until(lambda: list(tmp_path.glob("outputs/*/logs/nodes/1/ray/raylet.out")), 120, head, worker)
+    head.signal(number)
+    assert [head.wait(), worker.wait()] == [130, 130]
+    assert "leaves: the run was interrupted" in worker.said()
+    assert head.leaves_nothing()
+    assert worker.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_an_interrupted_machine_ends_the_run(hosts: Hosts, tmp_path: Path) -> None:
+    head, worker = launch(hosts, tmp_path)
+    wait_until(lambda: list(tmp_path.glob("outputs/*/logs/nodes/1/ray/raylet.out")), 120, head, worker)
+    worker.signal(signal.SIGTERM)
+    assert [head.wait(), worker.wait()] == [1, 130]
+    assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
+    assert head.leaves_nothing()
+    assert worker.leaves_nothing()
