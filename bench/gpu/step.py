@@ -9,7 +9,9 @@ import torch
 
 from bench.gpu.figures import Figure, Scale
 from bench.gpu.trainer import make_actor, random_micro_batch
-from rlsys.config.schema import Device, Dtype
+from rlsys.config.memory import group_memory
+from rlsys.config.rank import Load
+from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
 from rlsys.groups.dealer import flops_of
 from rlsys.observe.utilisation import peak_flops
 from rlsys.weights.families import read_architecture
@@ -28,6 +30,8 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
     batches = [random_micro_batch(scale, architecture.vocab, seed) for seed in range(scale.micro_batches)]
     actor.accumulate(batches)
     actor.apply()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     started = _now(on_gpu)
     for _ in range(scale.steps):
         actor.accumulate(batches)
@@ -45,11 +49,27 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
     ]
     if not on_gpu:
         return figures
+    estimate = _estimate(scale, folder)
+    held = torch.cuda.max_memory_allocated()
+    figures.append(
+        Figure("step", "memory", held / 2**30, "GiB", "the plan's estimate", held / estimate, "0.9 to 1.1")
+    )
     peak = peak_flops([torch.cuda.get_device_name()])
     if peak:
         mfu = flops / seconds / peak
         figures.append(Figure("step", "MFU", mfu, "", "a published run", mfu / PUBLISHED_MFU, "0.5"))
     return figures
+
+
+def _estimate(scale: Scale, folder: Path) -> float:
+    """Bytes that the plan of such an actor says."""
+    config = RunConfig(
+        model=ModelConfig(str(folder), recompute=True),
+        cluster=ClusterConfig(placement={"actor": "0", "inference": "1", "rollout": "2"}),
+    )
+    tokens = scale.sequences * scale.length
+    load = Load(tokens, targets=round(scale.trained * scale.length) * scale.sequences, width=scale.length)
+    return group_memory(config, read_architecture(str(folder)), "actor", load).total
 
 
 def _now(on_gpu: bool) -> float:

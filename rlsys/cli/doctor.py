@@ -11,7 +11,7 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -62,7 +62,7 @@ def command(
     if config_name is not None:
         if strict:
             raise typer.BadParameter("--for is strict in any case: leave it out", param_hint="--strict")
-        _preflight(config_name, overrides or [], config_dir, as_json)
+        look(config_name, overrides or [], config_dir, as_json)
         return
     for given, name in ((overrides, "KEY=VALUE"), (config_dir, "--config-dir"), (as_json, "--json")):
         if given:
@@ -85,8 +85,8 @@ def command(
         raise typer.Exit(1)
 
 
-def _preflight(name: str, overrides: list[str], config_dir: Path | None, as_json: bool) -> None:
-    """Look at what the run of one config needs."""
+def look(name: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool = False) -> None:
+    """Show all that the run of one config needs, here. Exits with 2 where something is to be mended."""
     from rlsys.config.compose import load_config
     from rlsys.preflight.examine import examine
     from rlsys.preflight.finding import is_right

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from rlsys.cli.doctor import look
 from rlsys.cli.train import ConfigDir, ConfigName, Overrides
 from rlsys.config.compose import load_config
-from rlsys.config.validate import validate
+from rlsys.config.validate import find_problems, validate
 from rlsys.errors import UserError
 from rlsys.launch.role import DEFAULT_PORT, Role, find_role
 from rlsys.launch.searching import check_searching
@@ -48,6 +49,8 @@ def command(
     all machines under the run's folder, and passes the run's exit status on.
     """
     config = load_config(config_name, overrides or (), config_dir)
+    if preflight and any(find_problems(config)):
+        look(config_name, overrides or (), config_dir)  # Which says these, and what else is wrong here.
     validate(config)
     check_searching(config)
     task = Task(config, config_name, tuple(overrides or ()), config_dir, preflight, wait)

@@ -1,70 +1,33 @@
 """The resolved plan of a run: groups, ranks, worlds and an estimate of memory. Pure.
 
-The memory of a Megatron process counts weights, gradients (4 bytes a parameter), the optimiser
-(float32 master where weights are not, and two moments) cut by what shards it, and the logits of one
-micro-batch (of a critic, none; where the reference is in the actor, its own for a full pipeline); a reference that
-moves has a float32 master too; activations beyond those are not
-counted.
+`rlsys.config.memory` says what the estimate counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from rlsys.config.algorithm import Baseline
 from rlsys.config.algorithm_checks import algorithm_notes
 from rlsys.config.derived import (
     has_critic,
-    has_reference,
     max_staleness,
     megatron_groups,
-    moves_reference,
     needs_server,
     needs_whole_mini_batch,
     runs_ahead,
-    sums_over_vocabulary,
 )
+from rlsys.config.memory import GIB, group_memory
+from rlsys.config.parameters import count_parameters
 from rlsys.config.placement import parse_placement
 from rlsys.config.schema import (
     Device,
-    Dtype,
     Mode,
     RunConfig,
     Schedule,
     SearchConfig,
 )
-from rlsys.weights.families import Architecture, read_architecture, rules_of
-
-BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
-GIB = 1024**3
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """How many a model has."""
-
-    shared: int
-    """All but the experts'."""
-    experts: int
-
-    @property
-    def all(self) -> int:
-        """Of the whole model."""
-        return self.shared + self.experts
-
-
-def count_parameters(model: Architecture) -> Parameters:
-    """Of the model's tensors, a tied one once."""
-    shared = experts = 0
-    for rule in rules_of(model):
-        numbers = sum(map(prod, rule.shapes)) * (model.layers if rule.per_layer else 1) * rule.exported
-        if rule.per_expert:
-            experts += numbers * model.experts
-        else:
-            shared += numbers
-    return Parameters(shared, experts)
+from rlsys.weights.families import Architecture, read_architecture
 
 
 def make_plan(config: RunConfig) -> dict[str, Any]:
@@ -74,19 +37,14 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     parameters = count_parameters(model)
     trainer, algorithm = config.trainer, config.algorithm
     episodes = trainer.prompts_per_step * algorithm.n_samples
-    groups: dict[str, Any] = {}
-    for name in ("actor", "inference", "critic"):
-        if name in ranks:
-            groups[name] = _megatron_group(config, model, parameters, ranks[name], name)
-    engines = len(ranks["rollout"]) // config.rollout.engine.tp
-    groups["rollout"] = {
-        "ranks": list(ranks["rollout"]),
-        "engines": engines,
-        "tp": config.rollout.engine.tp,
-        "memory_gib_per_rank": _gib(
-            parameters.all * BYTES[config.rollout.engine.dtype] / config.rollout.engine.tp
-            + _kv_bytes(config, model) / config.rollout.engine.tp
-        ),
+    groups: dict[str, Any] = {
+        name: {
+            "ranks": list(ranks[name]),
+            **_sizes(config, ranks[name], name),
+            **_memory(config, model, name),
+        }
+        for name in ("actor", "inference", "critic", "rollout")
+        if name in ranks
     }
     return {
         "name": config.name,
@@ -128,6 +86,8 @@ def render_plan(plan: dict[str, Any]) -> str:
         sizes = ", ".join(f"{key} {value}" for key, value in group.items() if key in _SIZES)
         ranks = ",".join(map(str, group["ranks"]))
         lines.append(f"  {name:10} ranks {ranks}: {sizes}, about {group['memory_gib_per_rank']:.3g} GiB each")
+        parts = (f"{part} {size:.3g}" for part, size in group["memory_gib"].items())
+        lines.append(f"  {'':10} of GiB at their fullest: {', '.join(parts)}")
     return "\n".join([*lines, *(f"  note       {note}" for note in plan["notes"])])
 
 
@@ -166,53 +126,23 @@ def _search(search: SearchConfig) -> str:
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 
 
-def _megatron_group(
-    config: RunConfig, model: Architecture, parameters: Parameters, ranks: tuple[int, ...], name: str
-) -> dict[str, Any]:
-    settings = megatron_groups(config)[name]
-    parallel = settings.parallel
+def _sizes(config: RunConfig, ranks: tuple[int, ...], name: str) -> dict[str, int]:
+    """How the ranks of a group share its work."""
+    if name == "rollout":
+        tp = config.rollout.engine.tp
+        return {"engines": len(ranks) // tp, "tp": tp}
+    parallel = megatron_groups(config)[name].parallel
     dp = len(ranks) // (parallel.tp * parallel.pp * parallel.cp)
-    # Experts are spread over ep, and not cut by tp.
-    own = (parameters.shared / parallel.tp + parameters.experts / parallel.ep) / parallel.pp
-    columns = 1 if name == "critic" else model.vocab / parallel.tp
-    logits = columns * (
-        4 + (parallel.pp * BYTES[config.model.dtype] if _holds_reference(config, name) else 0)
-    )
-    memory = own * _bytes_a_parameter(config, name, dp) + settings.micro_batch_tokens * logits
+    return {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep, "dp": dp}
+
+
+def _memory(config: RunConfig, model: Architecture, name: str) -> dict[str, Any]:
+    """Of one rank of the group: at its fullest, and by parts, which are not all there at once."""
+    memory = group_memory(config, model, name)
     return {
-        "ranks": list(ranks),
-        "tp": parallel.tp,
-        "pp": parallel.pp,
-        "cp": parallel.cp,
-        "ep": parallel.ep,
-        "dp": dp,
-        "memory_gib_per_rank": _gib(memory),
+        "memory_gib_per_rank": _gib(memory.total),
+        "memory_gib": {part: _gib(size) for part, size in memory.parts.items()},
     }
-
-
-def _bytes_a_parameter(config: RunConfig, name: str, dp: int) -> float:
-    """Of all copies that a Megatron group keeps of its parameters, and of what it keeps beside them."""
-    algorithm, weight = config.algorithm, BYTES[config.model.dtype]
-    master = 0 if config.model.dtype is Dtype.float32 else 4
-    reference = weight + (master if moves_reference(algorithm) else 0)
-    if name == "inference":
-        return weight + (reference if has_reference(algorithm) else 0)
-    optimizer = config.critic.optimizer if name == "critic" else config.actor.optimizer
-    trained = weight + 4 + (8 + master) / (dp if optimizer.distributed else 1)
-    return trained + (reference if _holds_reference(config, name) else 0)
-
-
-def _holds_reference(config: RunConfig, name: str) -> bool:
-    """Whether the actor's processes have the reference too, for a KL over the whole vocabulary."""
-    algorithm = config.algorithm
-    return name == "actor" and sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
-
-
-def _kv_bytes(config: RunConfig, model: Architecture) -> float:
-    """Of the KV cache where its size is set; where SGLang fills the device, of one full episode."""
-    width = 2 * model.kv_heads * model.head_dim
-    tokens = config.rollout.engine.kv_cache_tokens or config.task.max_total_tokens
-    return model.layers * width * tokens * BYTES[config.rollout.engine.dtype]
 
 
 def _gib(size: float) -> float:

@@ -28,7 +28,7 @@ def search_findings(config: RunConfig, question: str, machines: int, probes: Pro
         return
     if search.url is None:
         if search.index is not None:
-            yield _index(Path(search.index))
+            yield _index_there(config, Path(search.index))
         yield _later(config, probes)
         return
     answers = probes.search(search, question or _QUESTION)
@@ -64,6 +64,15 @@ def _command(search: SearchConfig, url: str) -> str:
     listen = f"--port {port}" + (" --host 0.0.0.0" if away else "")
     place = f" on {parts.hostname}" if away else ""
     return f"start it{place}: rlsys search serve {search.index or 'INDEX'} --topk {search.topk} {listen}"
+
+
+def _index_there(config: RunConfig, folder: Path) -> Finding:
+    """The index, which other machines may have and this one not."""
+    serving = config.cluster.search.nodes
+    if config.cluster.nodes > 1 and serving and not folder.exists():
+        where = ", ".join(serving)
+        return unknown(INDEX, f"{folder} is not here; machine {where}, on which it is served, must have it")
+    return _index(folder)
 
 
 def _index(folder: Path) -> Finding:

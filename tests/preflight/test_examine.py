@@ -214,3 +214,10 @@ def test_an_index_that_is_cut_short_is_found(node_run: Compose, tmp_path: Path) 
     assert "postings is empty" in wrong_things(config, complete())["search.index"].found
     (index / "postings").write_bytes(b"1")
     assert wrong_things(config, complete()) == {}
+
+
+def test_an_index_that_another_machine_serves_need_not_be_here(node_run: Compose, tmp_path: Path) -> None:
+    elsewhere = ["search.url=null", f"search.index={tmp_path / 'none'}"]
+    served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
+    assert found(served, complete(), "search.index").state is State.unknown
+    assert "search.index" in wrong_things(node_run(*elsewhere), complete())
