@@ -4,7 +4,7 @@ A layer is a list of steps in the order of its forward pass. Each `keeps` some b
 and has others alive only while that runs (`backward`) or, without gradients, while it itself runs (`forward`). They
 follow from which tensors each operation saves for its gradient: a storage counts once, however many operations save views
 of it, and for as long as one of them does. Seen with torch 2.13 and megatron-core 0.16 for Megatron's own layers
-(tests/megatron/test_memory.py); derived, not seen, for the layers of Transformer Engine (`Kernels.engine`).
+(tests/megatron/test_memory.py); read in Transformer Engine 2.20 and not seen for its layers (`Kernels.engine`).
 
 Sizes are of one micro-batch. What is proportional neither to tokens times a width nor to a weight is left out.
 """
@@ -32,6 +32,8 @@ class Kernels:
     """The layers are Transformer Engine's."""
     chunk_bytes: int
     """Of the float32 pieces in which logits are worked off."""
+    masks: bool
+    """Attention needs a mask where a chunk's queries see keys before it: torch has that in one kernel on a GPU alone."""
     foreach: bool
     """The optimiser's step takes all parameters at once."""
 
@@ -41,10 +43,22 @@ class Kernels:
 
 
 CPU = Kernels(
-    fused_norm=False, fused_swiglu=False, fused_rope=False, engine=False, chunk_bytes=MIB, foreach=False
+    fused_norm=False,
+    fused_swiglu=False,
+    fused_rope=False,
+    engine=False,
+    chunk_bytes=MIB,
+    masks=True,
+    foreach=False,
 )
 LOCAL = Kernels(
-    fused_norm=True, fused_swiglu=False, fused_rope=False, engine=False, chunk_bytes=128 * MIB, foreach=True
+    fused_norm=True,
+    fused_swiglu=True,
+    fused_rope=False,
+    engine=False,
+    chunk_bytes=128 * MIB,
+    masks=False,
+    foreach=True,
 )
 
 
@@ -54,6 +68,8 @@ class Step(NamedTuple):
     keeps: float
     backward: float
     forward: float
+    ahead: float = 0.0
+    """Alive in a forward pass with gradients, besides what it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +85,8 @@ class Work:
     width: int
     """Positions: the tokens of a packed row, or the width of a rectangle."""
     packed: bool
+    longest: int
+    """Tokens of the longest sequence, of all context-parallel ranks."""
     cp: int
     hidden: int
     head_dim: int
@@ -80,8 +98,9 @@ class Work:
     qk_norm: bool
     experts: int
     """Of the layer; 0 is a dense one."""
+    ep: int
     routed: int
-    """Tokens that its experts get, each counted as often as it is sent, when all experts get equally many."""
+    """Tokens that its experts get, each counted as often as it is sent."""
     expert_ffn: int
 
     @property
@@ -110,6 +129,15 @@ def backward_peak(steps: Sequence[Step]) -> float:
     return peak
 
 
+def recompute_peak(steps: Sequence[Step]) -> float:
+    """Most bytes alive in a forward pass with gradients of `steps` alone."""
+    held = peak = 0.0
+    for step in steps:
+        held += step.keeps
+        peak = max(peak, held + step.ahead)
+    return peak
+
+
 def forward_peak(steps: Sequence[Step], stream: float) -> float:
     """Most bytes alive in a forward pass without gradients.
 
@@ -125,7 +153,11 @@ def layer_steps(work: Work, kernels: Kernels) -> list[Step]:
 
 
 def norm(work: Work, kernels: Kernels) -> Step:
-    """RMSNorm of the residual stream: the norm keeps its input, what comes behind keeps its output."""
+    """RMSNorm of the residual stream: the norm keeps its input, what comes behind keeps its output.
+
+    Transformer Engine's `_LayerNormLinear` saves input, output (a rank's own share with sequence parallelism) and 1/rms,
+    as do its RMSNorm and the layer behind it; torch's `rms_norm` is one kernel, `_fused_rms_norm`, on a GPU alone.
+    """
     stream = work.stream
     if kernels.fused_norm:
         rstd = 4 * work.normed
@@ -136,13 +168,15 @@ def norm(work: Work, kernels: Kernels) -> Step:
     return Step(2 * float32 + stream, 4 * float32 + stream, 2 * float32)
 
 
-def _column(work: Work, width: int) -> float:
+def _column(work: Work, kernels: Kernels, width: int) -> float:
     """Bytes alive in the backward pass of a linear layer from the residual stream to a `width` that TP cuts.
 
-    Gradients of its output, weight and input and of the residual stream. With sequence parallelism the input is
-    gathered once more, into a buffer that lives on, and its gradient is scattered.
+    Gradients of its output, weight and input and of the residual stream. With sequence parallelism the gradient of the
+    input is scattered, and the input gathered once more: by Megatron into a buffer that lives on, by Transformer Engine
+    into a new tensor (`_LayerNormLinear.backward`).
     """
-    gradients = work.tokens * (width + work.hidden) + width * work.hidden
+    gathered = work.tokens * work.hidden if work.sequence_parallel and kernels.engine else 0
+    gradients = work.tokens * (width + work.hidden) + width * work.hidden + gathered
     return gradients * work.item + work.stream * (2 if work.sequence_parallel else 1)
 
 
@@ -158,37 +192,85 @@ def _row(work: Work, width: int) -> float:
 def _attention(work: Work, kernels: Kernels) -> list[Step]:
     """From the normed input to the sum with the residual stream, which the next norm keeps."""
     token = work.tokens * work.item
-    query, key, mixed = token * work.query, token * work.key, token * (work.query + 2 * work.key)
-    # Queries and keys are turned into new tensors; values remain a view of the projection's output and keep all of it. Under
-    # context parallelism local layers gather keys and values of all ranks, and keep those.
-    gathers = work.cp > 1 and not kernels.engine
-    inputs = query + 2 * key * work.cp if gathers else mixed + query + key
-    log_sums = 4 * work.tokens * work.heads
-    # Packed, local layers attend sequence by sequence, and join what comes out.
-    joined = query if work.packed and not kernels.engine else 0
-    tables = 0 if kernels.fused_rope else 4 * work.width * work.head_dim * work.item
+    query, mixed = token * work.query, token * (work.query + 2 * work.key)
     return [
-        Step(0, _column(work, work.query + 2 * work.key), 2 * mixed),
+        Step(0, _column(work, kernels, work.query + 2 * work.key), 2 * mixed),
         *([_qk_norm(work, kernels)] if work.qk_norm else []),
-        # Four terms of the gradient of the rotation, with those of keys and values that wait.
-        Step(tables, 4 * query + 2 * key, mixed + 4 * query),
-        # Gradients: of the output, and of what goes in, once for the sequences and once joined.
+        _rotate(work, kernels, query, token * work.key),
+        *(_attend_engine if kernels.engine else _attend)(work, kernels, query, token * work.key),
+    ]
+
+
+def _rotate(work: Work, kernels: Kernels, query: int, key: int) -> Step:
+    """Rotary positions; `query` and `key` in bytes.
+
+    Megatron keeps tables of sines and cosines, and has four terms of the gradient alive with those of keys and values.
+    Transformer Engine's `FusedRoPEFunc` saves angles that all layers share; then gradients of queries, keys and values
+    are joined (`SplitAlongDim.backward`).
+    """
+    mixed = query + 2 * key
+    if kernels.fused_rope:
+        return Step(0, 2 * mixed + work.stream, mixed + 2 * query + key)
+    return Step(4 * work.width * work.head_dim * work.item, 4 * query + 2 * key, mixed + 4 * query)
+
+
+def _attend(work: Work, kernels: Kernels, query: int, key: int) -> list[Step]:
+    """Attention of local layers, by torch's kernels, and the projection behind; `query` and `key` in bytes.
+
+    Queries and keys are turned into new tensors; values remain a view of the projection's output and keep all of it.
+    Packed, sequences are attended one by one, and what comes out is joined.
+    """
+    mixed = query + 2 * key
+    sums = 4 * work.tokens * work.heads
+    joined = query if work.packed else 0
+    project = Step(joined, _row(work, work.query), joined + work.tokens * work.hidden * work.item)
+    if work.cp > 1:
+        return [_attend_gathered(work, kernels, query, key), project]
+    # Gradients: of the output, and of what goes in, once for the sequences and once joined.
+    gradients = query + (2 if joined else 1) * mixed + work.stream
+    return [Step(mixed + query + key + query + sums, gradients, mixed + 3 * query + key), project]
+
+
+def _attend_gathered(work: Work, kernels: Kernels, query: int, key: int) -> Step:
+    """As `_attend`, of context parallelism: keys and values of all ranks are gathered.
+
+    Of n = 2 cp chunks of a sequence, ranks but the first have masks of chunks r and n - 1 - r, which see (r + 1) / n and
+    (n - r) / n of it: (n + 1) / n^2 of its length squared, for which the row's length times the longest is a bound.
+    """
+    whole = 2 * key * work.cp
+    chunks = 2 * work.cp
+    pairs = work.tokens * work.cp * work.longest * (chunks + 1) / chunks**2 if kernels.masks else 0
+    keeps = query + whole + query + 4 * work.tokens * work.heads + pairs * work.item
+    return Step(keeps, query + 2 * whole, 2 * whole + 3 * query)
+
+
+def _attend_engine(work: Work, _: Kernels, query: int, key: int) -> list[Step]:
+    """Attention of Transformer Engine, and the projection behind, which saves the same output; bytes as in `_attend`.
+
+    `get_qkv_layout` copies values, being strided, so that of the projection's output nothing is kept; FusedAttnFunc and
+    FlashAttention save queries, keys, values, the output, and a float32 of each row's softmax. With context parallelism
+    `AttnFuncWithCPAndKVP2P` saves the same of a rank's own tokens, keys and values as one tensor, and works backward
+    with two buffers for keys and values and for their gradients, and one for queries'.
+    """
+    mixed = query + 2 * key
+    ring = query + 8 * key if work.cp > 1 else 0
+    return [
         Step(
-            inputs + query + log_sums,
-            query + (2 if joined else 1) * mixed + work.stream,
-            mixed + 3 * query + key,
+            mixed + query + 4 * work.tokens * work.heads,
+            query + mixed + work.stream + ring,
+            2 * mixed + query,
         ),
-        Step(
-            joined,
-            _row(work, work.query),
-            joined + token * work.hidden,
-        ),
+        Step(0, _row(work, work.query), work.tokens * work.hidden * work.item),
     ]
 
 
 def _qk_norm(work: Work, kernels: Kernels) -> Step:
     """Norms of queries, which are copied for it, and of keys, per head."""
     query, key = work.tokens * work.query, work.tokens * work.key
+    if kernels.engine:
+        # `ops.RMSNorm` copies keys as well, which are strided; of each head 1/rms.
+        rstd = 4 * (query + key) / work.head_dim
+        return Step((query + key) * work.item + rstd, 3 * query * work.item, 3 * query * work.item)
     if kernels.fused_norm:
         return Step(query * work.item, 3 * query * work.item, 3 * query * work.item)
     # As `norm`: what is copied to float32 is new where the model's dtype is another.
@@ -202,7 +284,7 @@ def _mlp(work: Work, kernels: Kernels) -> list[Step]:
     # Gate and up projection, then, unless fused, silu(gate) and a copy of up, each kept for their product; the product.
     apart = 0 if kernels.fused_swiglu else 2 * ffn
     return [
-        Step(0, _column(work, 2 * work.ffn), token * work.hidden + 2 * ffn),
+        Step(0, _column(work, kernels, 2 * work.ffn), token * work.hidden + 2 * ffn),
         # Two gradients come of one. Fused, the gradient of gate and up comes of one.
         Step(2 * ffn + apart, 3 * ffn + work.stream, 3 * ffn + apart),
         Step(ffn, _row(work, work.ffn), token * work.hidden + ffn),
@@ -210,16 +292,24 @@ def _mlp(work: Work, kernels: Kernels) -> list[Step]:
 
 
 def _experts(work: Work, kernels: Kernels) -> list[Step]:
-    """Router, tokens on their way to experts, these, and the way back."""
+    """Router, tokens on their way to experts, these, and the way back.
+
+    Of Megatron-core's MoELayer: a token's product is kept before and after its share weighs it, unless `fused_swiglu`
+    (`WeightedSwiGLUFunction` saves gate and up). What is sent stays alive while experts work, once as it was permuted
+    and, over `ep` ranks, once as it came; what they make is joined, and sorted back.
+    """
     sent = work.routed * work.hidden * work.item
     ffn = work.routed * work.expert_ffn * work.item
     # Probabilities in float32, their scattered shares and who is chosen, for every expert.
     router = work.normed * work.experts * (4 + 1 + 2 * work.item)
-    # As in `_mlp`; a token's product is kept before and after its share weighs it.
+    # Which token went where; Transformer Engine's `make_row_id_map` has two int32 of every token and expert.
+    places = 4 * work.normed * (2 * work.experts + 1) if kernels.engine else 8 * work.routed
     apart = 0 if kernels.fused_swiglu else 3 * ffn
+    passing = sent * (4 if work.ep > 1 else 3)
+    # `_GroupedLinear.backward` has gradients of all experts' weights at once.
+    weights = work.experts // work.ep * 2 * work.expert_ffn * work.hidden * work.item if kernels.engine else 0
     return [
         Step(router, 2 * router + 2 * work.stream, router),
-        Step(sent + 8 * work.routed, 2 * sent + work.stream, 2 * sent),
-        # What comes out expert by expert, joined and in another order; without gradients also what went in.
-        Step(3 * ffn + apart, 3 * sent + work.stream, 4 * sent),
+        Step(sent + places, 2 * sent + work.stream, 2 * sent),
+        Step(3 * ffn + apart, max(2 * sent, sent + 3 * ffn + weights) + work.stream, passing + sent, passing),
     ]

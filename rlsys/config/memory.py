@@ -14,7 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlsys.config.activations import backward_peak, forward_peak, kept, layer_steps, norm
+from rlsys.config.activations import (
+    backward_peak,
+    forward_peak,
+    kept,
+    layer_steps,
+    norm,
+    recompute_peak,
+)
 from rlsys.config.derived import has_reference, megatron_groups, sums_over_vocabulary
 from rlsys.config.parameters import count_parameters
 from rlsys.config.rank import BYTES, Load, Rank
@@ -67,7 +74,7 @@ def stage_memory(rank: Rank) -> GroupMemory:
     passing, peak = _scoring(rank) if rank.optimizer is None else _training(rank)
     later = {"step": _step(rank), "weight_sync": _weight_sync(rank)}
     parts = {**always, **passing, **later}
-    total = sum(always.values()) + max(peak, *later.values())
+    total = sum(always.values()) + max(peak, _left(rank) + max(later.values()))
     return GroupMemory({name: size for name, size in parts.items() if size}, total, rank.stage)
 
 
@@ -118,19 +125,40 @@ def _training(rank: Rank) -> tuple[dict[str, float], float]:
     matrix = rank.columns * work.hidden * work.item
     tied = matrix if rank.tied_here else 0
     arriving = work.stream if not rank.last else 0
-    layer = backward_peak(steps) - of_layer + (work.stream if recompute else 0)
-    if recompute and not kernels.norm_keeps_input(work):
-        layer += work.stream
-    moments = [waiting + layer + tied + arriving]
+    layer = backward_peak(steps) - of_layer
+    if recompute:
+        # The gradient of its output is there while a layer runs forward again.
+        layer = max(backward_peak(steps), recompute_peak(steps) + work.stream)
+        # A norm that keeps a copy does so beside the sum behind attention.
+        layer += 0 if kernels.norm_keeps_input(work) else work.stream
+    left = _left(rank)
+    moments = [waiting + layer + tied + arriving + max(left / 2 - work.stream, 0)]
     if rank.last:
         moments.append(activations + last_norm.backward + tied)
     if rank.stage == 0:
-        below = waiting - rank.layers * of_layer
+        below = waiting - rank.layers * of_layer + left
         moments.append(below + matrix + tied + work.stream)
     logits = _read_out_and_back(rank) if rank.last else 0.0
     backward = max(max(moments) - activations, 0.0)
-    parts = {"activations": activations, "logits": logits, "backward": backward}
-    return parts, activations + max(logits, backward)
+    reference = _reference_logits(rank)
+    parts = {"activations": activations, "logits": logits + reference, "backward": backward}
+    return parts, activations + reference + max(logits, backward)
+
+
+def _reference_logits(rank: Rank) -> float:
+    """Of the micro-batches that go through the pipeline together, till the last has run backward (`Actor._loss_for`)."""
+    if not (rank.last and holds_reference(rank.config, rank.group)):
+        return 0.0
+    return float(rank.parallel.pp * rank.targets * rank.columns * rank.item)
+
+
+def _left(rank: Rank) -> float:
+    """What stays of layers with experts that were recomputed, till they next run: their inputs, and the gradients of these.
+
+    Megatron's token dispatcher keeps the shares of a token's experts, whose graph ends in the layer's input.
+    """
+    stays = rank.config.model.recompute and rank.work.experts and rank.optimizer is not None
+    return 2.0 * rank.layers * rank.work.stream if stays else 0.0
 
 
 def _read_out_and_back(rank: Rank) -> float:
@@ -141,10 +169,8 @@ def _read_out_and_back(rank: Rank) -> float:
         return hidden * (rank.item + 4 + 4)
     logits = rank.targets * rank.columns * rank.item
     algorithm = rank.config.algorithm
-    # A KL between distributions has a gradient of its own, and the whole vocabulary's also the reference's logits.
+    # A KL between distributions has a gradient of its own.
     extra = logits if rank.group == "actor" and sums_over_vocabulary(algorithm) else 0
-    if holds_reference(rank.config, rank.group):
-        extra += logits * rank.parallel.pp
     at_loss = 2 * logits + extra + _chunks(rank)
     weight = rank.columns * rank.work.hidden * rank.item
     return hidden * rank.item + max(at_loss, logits + weight + hidden * rank.item)
@@ -198,7 +224,10 @@ def _weight_sync(rank: Rank) -> float:
 
 
 def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
-    """Of one rank of an SGLang engine: its weights, and its KV cache or what it may fill with it."""
+    """Of the first rank of an SGLang engine: its weights, and its KV cache or what it may fill with it.
+
+    With sync_mode=ipc it keeps a whole model of weights that came, beside what `memory_fraction` gives the engine.
+    """
     engine, cluster = config.rollout.engine, config.cluster
     item = BYTES[engine.dtype]
     parameters = count_parameters(model).all * item / engine.tp
@@ -209,4 +238,6 @@ def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
         cache = max(0.0, engine.memory_fraction * cluster.device_memory_gib * GIB - parameters)
     else:
         cache = float(token * config.task.max_total_tokens)
-    return GroupMemory({"parameters": parameters, "kv_cache": cache}, parameters + cache)
+    staged = parameters * engine.tp if cluster.sync_mode is SyncMode.ipc else 0.0
+    parts = {"parameters": parameters, "kv_cache": cache, "weight_sync": staged}
+    return GroupMemory({name: size for name, size in parts.items() if size}, sum(parts.values()))

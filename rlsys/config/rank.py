@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -35,9 +35,11 @@ class Load:
     """Of one, padding included."""
     targets: int
     width: int
-    """Of its rows."""
+    """Of its rows, or of the longest sequence of a packed one."""
     micro_batches: int | None = None
     """Of a call, no more of which are in a pipeline at a time; None: enough to fill it."""
+    routed: int | None = None
+    """Tokens that a rank's experts get of one, each counted as often as it is sent; None: all equally many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +132,14 @@ class Rank:
         if self.config.cluster.device is Device.cpu:
             return CPU
         if model.layers is Layers.local:
-            return LOCAL
+            return replace(LOCAL, fused_swiglu=model.fusions)
         return Kernels(
             fused_norm=True,
             fused_swiglu=model.fusions,
             fused_rope=model.fusions,
             engine=True,
             chunk_bytes=LOCAL.chunk_bytes,
+            masks=False,
             foreach=False,
         )
 
@@ -166,6 +169,7 @@ class Rank:
             normed=normed,
             width=tokens if packed else self.load.width,
             packed=packed,
+            longest=self.load.width,
             cp=self.parallel.cp,
             hidden=model.hidden,
             head_dim=model.head_dim,
@@ -176,7 +180,8 @@ class Rank:
             ffn=model.ffn // tp,
             qk_norm=model.qk_norm,
             experts=model.experts,
-            routed=normed * model.experts_per_token,
+            ep=self.parallel.ep,
+            routed=normed * model.experts_per_token if self.load.routed is None else self.load.routed,
             expert_ffn=model.expert_ffn,
         )
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rlsys.algorithms.values import ValueLoss
-from rlsys.config.algorithm import AlgorithmConfig, Baseline
-from rlsys.config.memory import GroupMemory, stage_memory
+from rlsys.capabilities import Capabilities
+from rlsys.config.algorithm import FULL_KL, AlgorithmConfig, Baseline
+from rlsys.config.memory import GroupMemory, holds_reference, stage_memory
 from rlsys.config.rank import Load, Rank
 from rlsys.config.schema import (
     ActorConfig,
@@ -24,17 +28,21 @@ from rlsys.config.schema import (
     Device,
     Dtype,
     InferenceConfig,
+    Layers,
     ModelConfig,
     OptimizerConfig,
     Packing,
     RunConfig,
 )
+from rlsys.megatron import layers
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.megatron.anchor import ReferencePlan
 from rlsys.megatron.critic import Critic
+from rlsys.megatron.divergence import divergence_of
+from rlsys.megatron.kernels import kernel_settings
 from rlsys.megatron.learner import Learner
-from rlsys.megatron.log_prob_worker import LogProbWorker
+from rlsys.megatron.log_prob_worker import LogProbWorker, PickPlan
 from rlsys.megatron.offload import gradient_buffers, training_state
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.families import read_architecture
@@ -71,6 +79,16 @@ SHAPES: dict[str, partial[PretrainedConfig]] = {
 }
 
 
+KL: dict[str, dict[str, Any]] = {
+    "sampled": {},
+    "whole": {"kl_estimator": FULL_KL[0]},
+    "top 128": {"kl_estimator": FULL_KL[0], "kl_topk_tokens": 128},
+    "whole, average": {"kl_estimator": FULL_KL[1], "ref_policy_ema_tau": 0.9},
+    "sampled, average": {"ref_policy_ema_tau": 0.9},
+}
+"""What a case's `kl` is in the algorithm's settings."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What is run."""
@@ -83,6 +101,7 @@ class Case:
     """Share of a sequence, at its end."""
     micro_batches: int = 1
     dtype: Dtype = Dtype.float32
+    kl: str = "sampled"
 
     def config(self, path: Path) -> RunConfig:
         """Of a run that has the group alone on ranks from 0 on."""
@@ -100,7 +119,9 @@ class Case:
             actor=ActorConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
             critic=CriticConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
             inference=InferenceConfig(parallel=layout.parallel, packing=packing),
-            algorithm=AlgorithmConfig(kl_coef=0.1, baseline=Baseline.critic if critic else Baseline.group),
+            algorithm=AlgorithmConfig(
+                kl_coef=0.1, baseline=Baseline.critic if critic else Baseline.group, **KL[self.kl]
+            ),
         )
 
 
@@ -110,6 +131,7 @@ QUICK = [
     Case(Layout(tp=2, sequence_parallel=True, recompute=True)),
     Case(Layout(pp=2), packed=False, micro_batches=3),
     Case(group="inference"),
+    Case(Layout(cp=2)),
 ]
 LAYOUTS = [
     Layout(),
@@ -130,6 +152,12 @@ GRID = [
     Case(Layout(dp=2, ep=2, recompute=True, tied=False), "moe", dtype=Dtype.bfloat16),
     Case(Layout(tp=2, sequence_parallel=True), group="inference", packed=False),
     Case(Layout(tied=False), "moe", "inference", dtype=Dtype.bfloat16),
+    Case(Layout(cp=2, recompute=True), dtype=Dtype.bfloat16),
+    Case(Layout(recompute=True), kl="whole"),
+    Case(Layout(pp=2, recompute=True), kl="whole, average", micro_batches=3, dtype=Dtype.bfloat16),
+    Case(Layout(recompute=True), kl="top 128"),
+    Case(group="inference", kl="top 128"),
+    Case(group="inference", kl="sampled, average", dtype=Dtype.bfloat16),
 ]
 
 
@@ -144,9 +172,23 @@ def test_every_layout_takes_the_bytes_that_are_estimated(case: Case, tmp_path: P
     _compare(case, tmp_path)
 
 
+@pytest.mark.parametrize("fusions", [True, False])
+def test_local_layers_on_a_gpu_are_estimated_with_the_kernels_that_they_get(
+    fusions: bool, tmp_path: Path
+) -> None:
+    SHAPES["dense"]().save_pretrained(tmp_path)
+    config = Case().config(tmp_path)
+    config.cluster.device = Device.gpu
+    config.model.layers, config.model.fusions = Layers.local, fusions
+    settings = kernel_settings(config.model, Layers.local, Capabilities(cuda_devices=1))
+    rank = Rank(config, read_architecture(config.model.path), "actor", 0, Load(64, 8, 64))
+    assert rank.kernels.fused_swiglu == settings.get("bias_activation_fusion", False)
+    assert rank.kernels.fused_rope == settings.get("apply_rope_fusion", False)
+
+
 def _compare(case: Case, folder: Path) -> None:
     shape = SHAPES[case.shape](tie_word_embeddings=case.layout.tied)
-    if case.group == "inference":
+    if case.group == "inference" or case.kl != "sampled":
         AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
     else:
         shape.save_pretrained(folder)
@@ -155,23 +197,42 @@ def _compare(case: Case, folder: Path) -> None:
 
 def _measure(rank: int, world_size: int, port: int, folder: Path, case: Case) -> None:
     """Of one process: run the step once to warm up and once under the meter, and compare."""
+    layers.causal_lower_right = _unseen(causal_lower_right)
     config = case.config(folder)
     here = rendezvous(rank, world_size, port)
     worker = _worker(case, config, here)
     batch = _batch(case)
     batches = [batch] * case.micro_batches
     _step(worker, batches)
+    routed = _count_routed(worker)
     resident = list(_resident(worker))
     meter = MemoryMeter(resident)
     always = meter.alive
     with meter:
         _step(worker, batches)
-    load = Load(batch.tokens.size, batch.trained_tokens, batch.tokens.shape[1], case.micro_batches)
+    load = Load(
+        batch.tokens.size,
+        batch.trained_tokens,
+        int(batch.lengths.max()) if case.packed else batch.tokens.shape[1],
+        case.micro_batches,
+        # Recomputed layers are there one at a time.
+        (max(routed) if case.layout.recompute else sum(routed) // len(routed)) if routed else None,
+    )
     estimate = stage_memory(
         Rank(config, read_architecture(config.model.path), case.group, worker.place.pp, load)
     )
     _check(estimate, always, meter.peak)
     groups.stop()
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` out of the meter's sight: it makes a tensor of another class, which torch does not allow within it."""
+
+    def called(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments)
+
+    return called
 
 
 def _check(estimate: GroupMemory, always: int, peak: int) -> None:
@@ -184,14 +245,18 @@ def _check(estimate: GroupMemory, always: int, peak: int) -> None:
 
 
 def _worker(case: Case, config: RunConfig, here: groups.Rendezvous) -> Learner | LogProbWorker:
-    model, parallel = config.model, case.layout.parallel
+    model, parallel, algorithm = config.model, case.layout.parallel, config.algorithm
+    plan = ReferencePlan(algorithm.ref_policy_ema_tau, update_period=1, reset_period=None)
+    k = algorithm.kl_topk_tokens
     if case.group == "inference":
-        plan = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
-        return LogProbWorker(here, model, parallel, 1.0, seed=0, reference=plan)
+        picks = None if k is None else PickPlan(k, forward=False)
+        return LogProbWorker(here, model, parallel, 1.0, seed=0, reference=plan, picks=picks)
     if case.group == "critic":
         loss = ValueLoss(clip=0.5)
         return Critic(here, model, parallel, config.critic.optimizer, loss, total_steps=9, seed=0)
-    return Actor(here, model, parallel, config.actor.optimizer, OBJECTIVE, total_steps=9, seed=0)
+    kept_here = plan if holds_reference(config, "actor") else None
+    objective = replace(OBJECTIVE, divergence=divergence_of(algorithm), reference=kept_here)
+    return Actor(here, model, parallel, config.actor.optimizer, objective, total_steps=9, seed=0)
 
 
 def _step(worker: Learner | LogProbWorker, batches: Sequence[MicroBatch]) -> None:
@@ -202,11 +267,22 @@ def _step(worker: Learner | LogProbWorker, batches: Sequence[MicroBatch]) -> Non
     worker.apply()
 
 
+def _count_routed(worker: Learner | LogProbWorker) -> list[int]:
+    """How many tokens the experts of each layer that runs from now on get, which are few or many by chance."""
+    counts: list[int] = []
+    model = worker._policy if isinstance(worker, LogProbWorker) else worker._model
+    for name, module in model.module.named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0])))
+    return counts
+
+
 def _resident(worker: Learner | LogProbWorker) -> list[Tensor]:
     if isinstance(worker, LogProbWorker):
         return list(worker._tensors())
     state = training_state(worker._model.module, worker._optimizer)
-    return [*state, *gradient_buffers(worker._wrapped)]
+    kept = worker._anchor.tensors() if isinstance(worker, Actor) and worker._anchor is not None else ()
+    return [*state, *kept, *gradient_buffers(worker._wrapped)]
 
 
 def _batch(case: Case) -> MicroBatch:
@@ -219,6 +295,8 @@ def _batch(case: Case) -> MicroBatch:
     for number, (end, length) in enumerate(zip(ends, lengths, strict=True)):
         mask[0 if case.packed else number, end - int(length * case.targets) : end] = True
     zeros = np.zeros((rows, width), dtype=np.float32)
+    k = KL[case.kl].get("kl_topk_tokens")
+    picked = None if k is None else np.tile(np.arange(k, dtype=np.int32), (int(mask.sum()), 1))
     return MicroBatch(
         tokens=np.random.default_rng(0).integers(0, VOCAB, size=(rows, width)),
         lengths=lengths,
@@ -228,5 +306,7 @@ def _batch(case: Case) -> MicroBatch:
         ref_logprobs=zeros,
         values=zeros,
         returns=zeros,
+        pick_tokens=picked,
+        pick_logprobs=None if picked is None else np.full(picked.shape, -9.0, dtype=np.float32),
         packed=case.packed,
     )
