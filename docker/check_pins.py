@@ -91,7 +91,7 @@ class PinnedSet:
 SETS = (
     PinnedSet(
         "gpu",
-        ("gpu.txt", "gpu-dashboard.txt"),
+        ("gpu.txt", "gpu-build.txt", "gpu-dashboard.txt"),
         python="3.12",
         dockerfile="Dockerfile.gpu",
         cuda="13.0",

@@ -1,8 +1,10 @@
-"""What this machine can do, and which settings need something that it lacks: the one place that says so.
+"""What this machine can do, and which settings of a run need something that it lacks, said before anything starts.
 
 `detect` looks at installed packages by their metadata and at devices through torch; it imports none of the libraries
 that it names. `lacking` is pure. A default that has no meaning on a machine (CUDA graphs on a CPU) lacks nothing: only
-what was asked for is a problem. What one process sees is said of its own machine and of no other.
+what was asked for is a problem. What one process sees is said of its own machine and of no other: where a model is made,
+which may be on one that nobody has looked at, `rlsys.megatron.kernels` refuses what is lacking there; a search server
+does so for its FAISS.
 
 What Transformer Engine's attention kernels need was read in its `get_attention_backend` (2.20).
 """
@@ -20,7 +22,6 @@ from rlsys.config.schema import Attention, Device, Dtype, Layers, Mode, RunConfi
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
 """Compute capabilities: the first with bfloat16, the first with FP8, the first with FlashAttention 3 and 4."""
-_FAISS_GPU = ("faiss-gpu-cu12", "faiss-gpu-cu11", "faiss-gpu")
 _APEX_KERNELS = ("amp_C", "fused_weight_gradient_mlp_cuda")
 
 
@@ -31,14 +32,11 @@ class Capabilities:
     cuda_devices: int = 0
     compute_capability: tuple[int, int] | None = None
     """Of the oldest device."""
-    device_memory_gib: float | None = None
-    """Of the smallest device."""
     nccl: bool = False
     """Whether torch is built with NCCL."""
     torch: str | None = None
     cuda: str | None = None
     """That torch is built for."""
-    megatron_core: str | None = None
     transformer_engine: str | None = None
     """Its PyTorch part, without which the rest cannot be used here."""
     flash_attn: str | None = None
@@ -49,10 +47,8 @@ class Capabilities:
     """NVIDIA's apex, with the kernels that add weight gradients to their buffer."""
     foreign_apex: str | None = None
     """Another project that PyPI has under the name of apex."""
-    sglang: str | None = None
     sglang_kernel: str | None = None
     torch_memory_saver: str | None = None
-    faiss_gpu: str | None = None
 
     @property
     def layers(self) -> Layers:
@@ -76,17 +72,14 @@ def detect() -> Capabilities:
     """Of this machine. Where torch sees devices it initialises CUDA in this process, which must not fork after that."""
     return replace(
         _devices(),
-        megatron_core=_version("megatron-core"),
-        transformer_engine=_version("transformer-engine-torch") or _built_transformer_engine(),
-        flash_attn=_version("flash-attn"),
-        flash_attn_3=_version("flash-attn-3"),
-        flash_attn_4=_version("flash-attn-4"),
+        transformer_engine=version_of("transformer-engine-torch") or _built_transformer_engine(),
+        flash_attn=version_of("flash-attn"),
+        flash_attn_3=version_of("flash-attn-3"),
+        flash_attn_4=version_of("flash-attn-4"),
         apex=all(map(_found, _APEX_KERNELS)),
-        foreign_apex=None if any(map(_found, _APEX_KERNELS)) else _version("apex"),
-        sglang=_version("sglang"),
-        sglang_kernel=_version("sglang-kernel"),
-        torch_memory_saver=_version("torch-memory-saver"),
-        faiss_gpu=next(filter(None, map(_version, _FAISS_GPU)), None),
+        foreign_apex=None if any(map(_found, _APEX_KERNELS)) else version_of("apex"),
+        sglang_kernel=version_of("sglang-kernel"),
+        torch_memory_saver=version_of("torch-memory-saver"),
     )
 
 
@@ -94,7 +87,6 @@ def lacking(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     """Every setting of `config` that asks for what a machine with `here` does not have, and what to do."""
     yield from _layers(config, here)
     if config.cluster.device is Device.cpu:
-        yield from _on_cpu(config)
         return
     yield from _for_gpu(config, here)
     if here.cuda_devices:
@@ -103,7 +95,13 @@ def lacking(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
 
 
 def _layers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    if config.model.layers is Layers.te and here.transformer_engine is None:
+    if config.model.layers is Layers.te and config.cluster.device is Device.cpu:
+        yield Problem(
+            "model.layers",
+            "model.layers=te with cluster.device=cpu: Transformer Engine computes on GPUs alone; use "
+            "model.layers=local.",
+        )
+    elif config.model.layers is Layers.te and here.transformer_engine is None:
         yield Problem(
             "model.layers",
             "model.layers=te, and Transformer Engine is not installed: install transformer-engine[pytorch] as "
@@ -120,15 +118,6 @@ def _layers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
             "model.fp8",
             "model.fp8=true needs Transformer Engine's layers, and these are Megatron's own: use model.layers=te on "
             "GPUs, or model.fp8=false.",
-        )
-
-
-def _on_cpu(config: RunConfig) -> Iterator[Problem]:
-    if config.model.layers is Layers.te:
-        yield Problem(
-            "model.layers",
-            "model.layers=te with cluster.device=cpu: Transformer Engine computes on GPUs alone; use "
-            "model.layers=local.",
         )
 
 
@@ -238,7 +227,7 @@ def _spoken(here: Capabilities) -> str:
 
 def _devices() -> Capabilities:
     """What torch knows."""
-    installed = _version("torch")
+    installed = version_of("torch")
     if installed is None:
         return Capabilities()
     import torch
@@ -252,16 +241,16 @@ def _devices() -> Capabilities:
         found,
         cuda_devices=len(devices),
         compute_capability=min((device.major, device.minor) for device in devices),
-        device_memory_gib=min(device.total_memory for device in devices) / 2**30,
     )
 
 
 def _built_transformer_engine() -> str | None:
     """Its version if it was built from source, where one package holds all its parts."""
-    return _version("transformer-engine") if _found("transformer_engine_torch") else None
+    return version_of("transformer-engine") if _found("transformer_engine_torch") else None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package; None is absent."""
     try:
         return version(package)
     except PackageNotFoundError:

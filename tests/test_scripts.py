@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from examples.searchr1.tiny.demo import WORLD, prepare_world
+from rlsys.config.compose import load_config
 from tests.examples.test_search_scripts import served
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,6 +105,7 @@ def test_help_shows_the_flags_of_the_command(tmp_path: Path) -> None:
         ("run_main_searchr1_multi_node.sh", ["no where/mine.yaml"], "no where/mine.yaml does not exist"),
         ("run_main_searchr1_multi_node.sh", ["searchr1_tiny_cpu", "2"], '"2" is not a setting'),
         ("train_ppo.sh", ["nq"], '"nq" is not a setting'),
+        ("train_ppo.sh", ["--config-dir"], "--config-dir is a flag with a value"),
         ("train_grpo.sh", ["--dry-run", "model.path=/no model"], "model.path=/no model"),
     ],
 )
@@ -126,6 +128,82 @@ def test_nothing_starts_before_the_preflight_is_content(script: str, tmp_path: P
     assert done.stderr.splitlines()[-1].startswith("Nothing was started")
     (only,) = asked.read_text().splitlines()
     assert only.startswith("doctor --for ")
+
+
+def asked_for(tmp_path: Path, script: str, *arguments: str, cwd: Path, **settings: str) -> list[list[str]]:
+    """The words after `rlsys` of each call, by an interpreter that notes them and is content."""
+    asked = tmp_path / "asked"
+    asked.unlink(missing_ok=True)
+    python = tmp_path / "noting python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nshift 2\nprintf "%s\\n" "$@" "" >> "{asked}"\n')
+    python.chmod(0o755)
+    done = run(script, *arguments, cwd=cwd, PYTHON=str(python), **settings)
+    assert done.returncode == 0, done.stderr
+    return [call.splitlines() for call in asked.read_text().removesuffix("\n\n").split("\n\n")]
+
+
+ODD = ["a (b)=c", "für, {all} #1", "it's", 'of "both" it\'s', "to [the] end\\"]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_folder_it_is_called_from_may_have_any_name(name: str, tmp_path: Path) -> None:
+    here = tmp_path / name
+    here.mkdir()
+    (here / "train.jsonl").write_text("")
+    words = ("searchr1_tiny_cpu", "task.train_path=train.jsonl", "output_dir=out")
+    for script in ("run_main_searchr1_single.sh", "run_main_searchr1_multi_node.sh"):
+        for call in asked_for(tmp_path, script, *words, cwd=here):
+            config = load_config("searchr1_tiny_cpu", call[-2:])
+            assert (config.task.train_path, config.output_dir) == (f"{here}/train.jsonl", f"{here}/out")
+
+
+def test_names_from_the_environment_may_have_any_characters(tmp_path: Path) -> None:
+    here = tmp_path / "it's (a) place"
+    (here / "my, data").mkdir(parents=True)
+    (here / "my, data" / "train.parquet").write_text("")
+    named = {"DATA_DIR": "my, data", "BASE_MODEL": "/no/model (3B)", "EXPERIMENT_NAME": "a=b, #1"}
+    for _, *call in asked_for(tmp_path, "train_grpo.sh", cwd=here, **named):
+        config = load_config("searchr1_published_grpo", [word for word in call if "=" in word])
+        assert config.task.train_path == f"{here}/my, data/train.parquet"
+        assert config.task.eval_path == "my, data/test.parquet"
+        assert (config.model.path, config.name) == (named["BASE_MODEL"], named["EXPERIMENT_NAME"])
+
+
+@pytest.mark.parametrize(
+    ("given", "passed_on"),
+    [
+        ('["a.jsonl"]', "'{here}/a.jsonl'"),
+        ("[a.jsonl]", "'{here}/a.jsonl'"),
+        ("a.jsonl", "'{here}/a.jsonl'"),
+        ("'a.jsonl'", "'{here}/a.jsonl'"),
+        ('["a.jsonl","b.jsonl"]', '["a.jsonl","b.jsonl"]'),
+        ("[no.jsonl]", "[no.jsonl]"),
+    ],
+)
+def test_a_list_of_one_is_its_path_and_any_other_is_left_alone(
+    given: str, passed_on: str, tmp_path: Path
+) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("")
+    words = ("searchr1_tiny_cpu", f"data.train_data_paths={given}")
+    for call in asked_for(tmp_path, "run_main_searchr1_single.sh", *words, cwd=tmp_path):
+        assert call[-1] == "data.train_data_paths=" + passed_on.format(here=tmp_path)
+
+
+def test_flags_take_their_values_from_here(tmp_path: Path) -> None:
+    (tmp_path / "my configs").mkdir()
+    folder = str(tmp_path / "my configs")
+    for given in (["--config-dir", "my configs"], ["--config-dir=my configs"]):
+        for script in ("run_main_searchr1_single.sh", "run_main_searchr1_multi_node.sh"):
+            for call in asked_for(tmp_path, script, "mine", *given, "trainer.steps=5", cwd=tmp_path):
+                assert " ".join(call).replace("=", " ").count(f"--config-dir {folder} trainer.steps 5") == 1
+    doctor, train = asked_for(
+        tmp_path, "run_main_searchr1_single.sh", "mine", "--folder-to", "note", "--json", cwd=tmp_path
+    )
+    assert doctor == ["doctor", "--for", "mine"]
+    assert train[3:] == ["--folder-to", str(tmp_path / "note"), "--json"]
+    launch = asked_for(tmp_path, "run_main_searchr1_multi_node.sh", "mine", "--nodes", "2", cwd=tmp_path)
+    assert launch == [["launch", "--nodes", "2", "--config-name", "mine"]]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
     python -m bench.gpu             # one H100 or H200, under 8 minutes; 20 GB of disk
     python -m bench.gpu --small     # does it run: a tiny model on whatever is here, without a GPU too
 
-Every part is a process of its own with a time limit; one that fails is told with its reason and costs no other. It
+Every part is a process of its own with a time limit; one that fails, or that cannot be
+measured here, is told with its reason and costs no other, and none leaves a process behind. It
 prints a table and writes `outputs/bench/gpu.json` with the machine's name. The model has random weights: nothing is
 downloaded. The exit status is 1 if a part failed.
 """
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu.figures import FULL, PROJECT, SMALL, Figure, from_json
+from bench.gpu.figures import FULL, PROJECT, SMALL, Outcome, from_json
 from bench.gpu.part import PARTS
 from bench.gpu.random_model import write_random_model
+from rlsys.cluster.offspring import adopt_orphans, descendants, end
 from rlsys.config.schema import Device
 from rlsys.observe.environment import environment
 
@@ -48,8 +50,8 @@ def main() -> None:
         sys.exit("There is no CUDA device here: run it on a machine with one, or try it out with --small.")
     device, scale = (Device.gpu if on_gpu else Device.cpu), ("small" if options.small else "full")
     started = time.perf_counter()
-    figures: list[Figure] = []
-    failures: dict[str, str] = {}
+    outcomes: dict[str, Outcome] = {}
+    adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="rlsys-bench-") as scratch:
         folder = Path(scratch) / "model"
         shape = Path((SMALL if options.small else FULL).shape)
@@ -58,56 +60,68 @@ def main() -> None:
         if on_gpu:
             torch.cuda.empty_cache()
         for name in options.only:
-            found, failure = _run(name, device, scale, folder)
-            figures += found
-            if failure:
-                failures[name] = failure
+            outcomes[name] = _run(name, device, scale, folder)
     report = {
         "machine": torch.cuda.get_device_name() if on_gpu else "no GPU",
         "scale": scale,
         "seconds": round(time.perf_counter() - started, 1),
         "versions": environment(),
-        "figures": [asdict(figure) for figure in figures],
-        "failures": failures,
+        "figures": [asdict(figure) for outcome in outcomes.values() for figure in outcome.figures],
+        "not_here": {name: outcome.needs for name, outcome in outcomes.items() if outcome.needs},
+        "failures": {name: outcome.failed for name, outcome in outcomes.items() if outcome.failed},
     }
-    _show(report, figures)
+    _show(report, outcomes)
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(report, indent=2) + "\n")
-    sys.exit(bool(failures))
+    sys.exit(bool(report["failures"]))
 
 
-def _run(name: str, device: Device, scale: str, folder: Path) -> tuple[list[Figure], str]:
-    """The figures of a part, or why there are none."""
+def _run(name: str, device: Device, scale: str, folder: Path) -> Outcome:
+    """What comes of a part."""
     command = [sys.executable, "-m", "bench.gpu.part", name, str(device), scale, str(folder)]
     try:
-        done = subprocess.run(
+        done = run_within(command, LIMITS_S[name])
+    except subprocess.TimeoutExpired:
+        return Outcome(failed=f"not done after {LIMITS_S[name]:.0f} s")
+    if done.returncode:
+        return Outcome(failed=(done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    return from_json(done.stdout.splitlines()[-1])
+
+
+def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run `command`; whatever it has started, and left behind, is ended: it would hold the GPU against the next part.
+
+    This process has to have adopted orphans. Raises subprocess.TimeoutExpired after `limit_s` seconds.
+    """
+    before = {process.pid for process in descendants()}
+    try:
+        return subprocess.run(
             command,
             cwd=PROJECT,
             env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             capture_output=True,
             text=True,
-            timeout=LIMITS_S[name],
+            timeout=limit_s,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return [], f"not done after {LIMITS_S[name]:.0f} s"
-    if done.returncode:
-        return [], (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    found = from_json(done.stdout.splitlines()[-1])
-    return found, "" if found else "what it needs is not installed"
+    finally:
+        end(process for process in descendants() if process.pid not in before)
 
 
-def _show(report: Mapping[str, Any], figures: list[Figure]) -> None:
+def _show(report: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> None:
     table = Table(
         title=f"{report['machine']}, {report['scale']}, {report['seconds']} s", title_justify="left"
     )
     for heading in ("part", "figure", "value", "of", "ratio", "aim"):
         table.add_column(heading, justify="right" if heading in ("value", "ratio") else "left")
-    for one in figures:
-        ratio = "" if one.ratio is None else f"{one.ratio:.3g}"
-        table.add_row(one.part, one.name, f"{one.value:.4g} {one.unit}", one.baseline, ratio, one.aim)
-    for name, reason in report["failures"].items():
-        table.add_row(name, "failed", reason)
+    for name, outcome in outcomes.items():
+        for one in outcome.figures:
+            ratio = "" if one.ratio is None else f"{one.ratio:.3g}"
+            table.add_row(name, one.name, f"{one.value:.4g} {one.unit}", one.baseline, ratio, one.aim)
+        if outcome.failed:
+            table.add_row(name, "failed", outcome.failed)
+        elif outcome.needs:
+            table.add_row(name, "not measured", outcome.needs)
     Console().print(table)
 
 

@@ -8,7 +8,7 @@ import random
 import time
 from pathlib import Path
 
-from bench.gpu.figures import Figure, Scale
+from bench.gpu.figures import Figure, NotHereError, Scale
 from rlsys.agent.episode import TurnSampling
 from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.rollout.engine import Engine
@@ -20,9 +20,9 @@ _PLAIN_TOKENS = 256
 
 
 def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """Of many requests at once, and of one alone; nothing without SGLang."""
+    """Of many requests at once, and of one alone. Raises NotHereError without SGLang."""
     if importlib.util.find_spec("sglang") is None:
-        return []
+        raise NotHereError("needs SGLang")
     return asyncio.run(_measure(scale, device, folder))
 
 

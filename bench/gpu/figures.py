@@ -73,14 +73,29 @@ class Figure:
     ratio: float | None = None
     """The value over the baseline's."""
     aim: str = ""
+    """What is wanted, beginning with what it is of: `ratio` or `value`; empty without an aim."""
 
 
-def to_json(figures: list[Figure]) -> str:
+class NotHereError(Exception):
+    """A part cannot be measured on this machine; the message says what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a part: its figures, or in one of the others why there are none."""
+
+    figures: tuple[Figure, ...] = ()
+    needs: str = ""
+    """What the machine lacks, which is no failure."""
+    failed: str = ""
+
+
+def to_json(outcome: Outcome) -> str:
     """One line."""
-    return json.dumps([asdict(figure) for figure in figures])
+    return json.dumps(asdict(outcome))
 
 
-def from_json(line: str) -> list[Figure]:
-    """The figures of such a line."""
-    rows: list[dict[str, Any]] = json.loads(line)
-    return [Figure(**row) for row in rows]
+def from_json(line: str) -> Outcome:
+    """The outcome of such a line."""
+    fields: dict[str, Any] = json.loads(line)
+    return Outcome(**fields | {"figures": tuple(Figure(**row) for row in fields["figures"])})

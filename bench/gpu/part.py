@@ -1,6 +1,7 @@
 """One part of the benchmark, in a process of its own: `python -m bench.gpu.part NAME DEVICE SCALE FOLDER`.
 
-The last line that it prints are its figures. Each part is a module of that name with `measure`.
+The last line that it prints is its outcome. Each part is a module of that name with `measure`, which raises
+`NotHereError` where the machine lacks what it needs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.gpu.figures import FULL, SMALL, Figure, Scale, to_json
+from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Scale, to_json
 from rlsys.config.schema import Device
 
 PARTS = ("step", "logprobs", "sync", "engine", "parity")
@@ -23,4 +24,8 @@ if __name__ == "__main__":
     measure: Callable[[Scale, Device, Path], list[Figure]] = importlib.import_module(
         f"bench.gpu.{name}"
     ).measure
-    print(to_json(measure(SCALES[scale], Device(device), Path(folder))))
+    try:
+        outcome = Outcome(tuple(measure(SCALES[scale], Device(device), Path(folder))))
+    except NotHereError as need:
+        outcome = Outcome(needs=str(need))
+    print(to_json(outcome))

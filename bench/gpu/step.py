@@ -9,6 +9,7 @@ import torch
 
 from bench.gpu.figures import Figure, Scale
 from bench.gpu.trainer import make_actor, random_micro_batch
+from rlsys.capabilities import detect
 from rlsys.config.memory import group_memory
 from rlsys.config.rank import Load
 from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
@@ -52,19 +53,27 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
     estimate = _estimate(scale, folder)
     held = torch.cuda.max_memory_allocated()
     figures.append(
-        Figure("step", "memory", held / 2**30, "GiB", "the plan's estimate", held / estimate, "0.9 to 1.1")
+        Figure(
+            "step",
+            "memory",
+            held / 2**30,
+            "GiB",
+            "the plan's estimate",
+            held / estimate,
+            "ratio of 0.9 to 1.1",
+        )
     )
     peak = peak_flops([torch.cuda.get_device_name()])
     if peak:
         mfu = flops / seconds / peak
-        figures.append(Figure("step", "MFU", mfu, "", "a published run", mfu / PUBLISHED_MFU, "0.5"))
+        figures.append(Figure("step", "MFU", mfu, "", "a published run", mfu / PUBLISHED_MFU, "value of 0.5"))
     return figures
 
 
 def _estimate(scale: Scale, folder: Path) -> float:
-    """Bytes that the plan of such an actor says."""
+    """Bytes that the plan of such an actor says, of the layers that it has here."""
     config = RunConfig(
-        model=ModelConfig(str(folder), recompute=True),
+        model=ModelConfig(str(folder), layers=detect().layers, recompute=True),
         cluster=ClusterConfig(placement={"actor": "0", "inference": "1", "rollout": "2"}),
     )
     tokens = scale.sequences * scale.length

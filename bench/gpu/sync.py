@@ -34,7 +34,7 @@ def measure(_scale: Scale, device: Device, folder: Path) -> list[Figure]:
     ipc = _speed(actor, device, SyncMode.ipc)
     return [
         Figure("sync", "host memory", host, "GB/s"),
-        Figure("sync", "CUDA IPC", ipc, "GB/s", "host memory", ipc / host, "10"),
+        Figure("sync", "CUDA IPC", ipc, "GB/s", "host memory", ipc / host, "ratio of 10"),
     ]
 
 

@@ -32,22 +32,60 @@ new_from_here() {
     if [[ $1 == /* ]]; then printf '%s\n' "$1"; else printf '%s\n' "$called_from/$1"; fi
 }
 
-# The setting KEY=VALUE $1, a path in it as it is named from here.
+# The text $1 in quotes, as a value that both Hydra and YAML read as it stands. Quotes of both kinds together, and
+# backslashes before a quote, are only Hydra's to read.
+quoted() {
+    if [[ $1 == *\'* && $1 != *[\"\\]* ]]; then
+        printf '"%s"\n' "$1"
+    else
+        printf "'%s\n" "$(printf '%s' "$1'" | sed -E "s/(\\\\*)'/\\1\\1\\\\'/g; \$s/\\\\'\$/'/")"
+    fi
+}
+
+# The setting KEY=VALUE $1, a path in it as it is named from here, and then in quotes, whatever its characters.
 setting_from_here() {
-    local key=${1%%=*} value=${1#*=}
+    local key=${1%%=*} value=${1#*=} path
+    path=$value
     case $key in
-        output_dir | runner.output_dir) value=$(new_from_here "$value") ;;
-        *path | *_dir | *.index | resume) value=$(from_here "$value") ;;
         # A list of one is the path in it.
-        *paths)
-            value=${value#[}
-            value=${value%]}
-            value=${value#[\"\']}
-            value=${value%[\"\']}
-            value=$(from_here "$value")
-            ;;
+        *paths) if [[ $path == \[*\] && $path != *,* ]]; then path=${path#[} path=${path%]}; fi ;;
     esac
+    if [[ $path =~ ^\'[^\'\\]*\'$ || $path =~ ^\"[^\"\\]*\"$ ]]; then path=${path:1:-1}; fi
+    case $key in
+        output_dir | runner.output_dir) path=$(new_from_here "$path") ;;
+        *path | *paths | *_dir | *.index | resume) path=$(from_here "$path") ;;
+    esac
+    if [[ $path == "$called_from"/* && $value != *"$path"* ]]; then value=$(quoted "$path"); fi
     printf '%s\n' "$key=$value"
+}
+
+# Sort the words that follow, paths in them as they are named from here, into `settings`, `folder` (the flag
+# --config-dir) and `flags` (all others).
+sort_words() {
+    local word before=""
+    settings=() folder=() flags=()
+    for word in "$@"; do
+        case $before in
+            --config-dir) folder=(--config-dir "$(from_here "$word")") ;;
+            --folder-to) flags+=(--folder-to "$(new_from_here "$word")") ;;
+            --nodes | --rank | --head | --wait | --cluster) flags+=("$before" "$word") ;;
+            *)
+                case $word in
+                    --config-dir | --folder-to | --nodes | --rank | --head | --wait | --cluster)
+                        before=$word
+                        continue
+                        ;;
+                    --config-dir=*) folder=("--config-dir=$(from_here "${word#*=}")") ;;
+                    --folder-to=*) flags+=("--folder-to=$(new_from_here "${word#*=}")") ;;
+                    -*) flags+=("$word") ;;
+                    *=*) settings+=("$(setting_from_here "$word")") ;;
+                    *) fail "\"$word\" is not a setting: write KEY=VALUE, such as trainer.steps=5" ;;
+                esac
+                ;;
+        esac
+        before=""
+    done
+    if [[ -n $before ]]; then fail "$before is a flag with a value: give it one"; fi
 }
 
 # Set PYTHON to an interpreter that has rlsys, go to the repository, or end.
@@ -91,21 +129,17 @@ find_config() {
 # Train by config $1 with the words that follow, settings and flags of `rlsys train`, once `rlsys doctor` has no objection.
 # --dry-run starts nothing, so that nothing need be there.
 train() {
-    local config=$1 word settings=() flags=() planned="" status=0
+    local config=$1 word settings flags folder planned="" status=0
     shift
-    for word in "$@"; do
-        case $word in
-            --dry-run) planned=yes ;;&
-            -*) flags+=("$word") ;;
-            *=*) settings+=("$(setting_from_here "$word")") ;;
-            *) fail "\"$word\" is not a setting: write KEY=VALUE, such as trainer.steps=5" ;;
-        esac
+    sort_words "$@"
+    for word in ${flags[@]+"${flags[@]}"}; do
+        if [[ $word == --dry-run ]]; then planned=yes; fi
     done
     if [[ -z $planned ]]; then
-        rlsys doctor --for "$config" ${settings[@]+"${settings[@]}"} || status=$?
+        rlsys doctor --for "$config" ${folder[@]+"${folder[@]}"} ${settings[@]+"${settings[@]}"} || status=$?
         if [[ $status == 2 ]]; then fail "Nothing was started: mend what is wrong above, and run this again."; fi
         if [[ $status != 0 ]]; then exit "$status"; fi
     fi
-    exec "$PYTHON" -m rlsys.cli.main train --config-name "$config" ${flags[@]+"${flags[@]}"} \
-        ${settings[@]+"${settings[@]}"}
+    exec "$PYTHON" -m rlsys.cli.main train --config-name "$config" ${folder[@]+"${folder[@]}"} \
+        ${flags[@]+"${flags[@]}"} ${settings[@]+"${settings[@]}"}
 }

@@ -39,10 +39,10 @@ train_published() {
     shift 3
     require_rlsys
     train "$config" \
-        "task.train_path=$(from_here "${TRAIN_DATA_DIR:-$data}/train.parquet")" \
-        "task.eval_path=$(from_here "${TEST_DATA_DIR:-$data}/test.parquet")" \
-        "model.path=${BASE_MODEL:-Qwen2.5-3B}" \
-        "name=${EXPERIMENT_NAME:-$name}" \
-        "tracking.project=${WAND_PROJECT:-Search-R1}" \
+        "task.train_path=$(quoted "$(from_here "${TRAIN_DATA_DIR:-$data}/train.parquet")")" \
+        "task.eval_path=$(quoted "$(from_here "${TEST_DATA_DIR:-$data}/test.parquet")")" \
+        "model.path=$(quoted "$(from_here "${BASE_MODEL:-Qwen2.5-3B}")")" \
+        "name=$(quoted "${EXPERIMENT_NAME:-$name}")" \
+        "tracking.project=$(quoted "${WAND_PROJECT:-Search-R1}")" \
         "$@"
 }

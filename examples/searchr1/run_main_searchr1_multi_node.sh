@@ -46,22 +46,7 @@ if [[ $# -gt 0 && $1 != -* && $1 != *=* ]]; then
     config=$(find_config "$1")
     shift
 fi
-settings=()
-flags=()
-has_value=
-for word in "$@"; do
-    if [[ -n $has_value || $word == -* ]]; then
-        flags+=("$word")
-    elif [[ $word == *=* ]]; then
-        settings+=("$(setting_from_here "$word")")
-    else
-        fail "\"$word\" is not a setting: write KEY=VALUE, such as trainer.steps=5"
-    fi
-    case $word in
-        --nodes | --rank | --head | --wait | --cluster) has_value=yes ;;
-        *) has_value= ;;
-    esac
-done
+sort_words "$@"
 require_rlsys
 exec "$PYTHON" -m rlsys.cli.main launch ${flags[@]+"${flags[@]}"} --config-name "$config" \
-    ${settings[@]+"${settings[@]}"}
+    ${folder[@]+"${folder[@]}"} ${settings[@]+"${settings[@]}"}

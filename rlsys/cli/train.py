@@ -10,6 +10,7 @@ import typer
 
 from rlsys.config.algorithm_checks import algorithm_notes
 from rlsys.config.compose import load_config
+from rlsys.config.hardware import launch_problems
 from rlsys.config.plan import make_plan, render_plan
 from rlsys.config.schema import RunConfig
 from rlsys.config.validate import validate
@@ -64,10 +65,11 @@ def _run(config: RunConfig, folder_to: Path | None) -> None:
     from rlsys.resume import find_origin, folder_of
     from rlsys.train import train
 
+    missing = list(launch_problems(config))
     if config.cluster.address is None:  # Else other machines do the work, of which this one knows nothing.
-        missing = [problem.sentence for problem in lacking(config, detect())]
-        if missing:
-            raise UserError("\n".join(missing))
+        missing += lacking(config, detect())
+    if missing:
+        raise UserError("\n".join(problem.sentence for problem in missing))
     for note in algorithm_notes(config):
         typer.echo(f"Note: {note}", err=True)
     origin = find_origin(config, lambda text: typer.echo(f"Note: {text}", err=True))

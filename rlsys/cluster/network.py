@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 
+from rlsys.errors import UserError
+
+_LOOPBACK = "127."
+_OUTSIDE = "192.0.2.1"
+"""An address that nobody has (RFC 5737): the way to it is the way out."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """By which gloo and NCCL are told an interface; without it they may take one that leads nowhere."""
 
@@ -24,11 +29,55 @@ def own_addresses() -> dict[str, str]:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on its way to `host`. Sends nothing. Raises OSError if there is no way, or no `host`."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    """This machine's IPv4 address on its way to `host`. Sends nothing. Raises OSError if there is no way, or no `host`."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def address_here(host: str) -> str:
+    """The IPv4 address by which others reach this machine, which they know as `host`, a name or an address of it.
+
+    The machine's own name is this machine whatever stands for it here (Debian's /etc/hosts has 127.0.1.1), and so is
+    127.0.0.1. Raises UserError if `host` is another machine, or this one has no address for others.
+    """
+    own = [address for address in own_addresses() if ":" not in address]
+    name = socket.gethostname()
+    named = host in (name, name.partition(".")[0])
+    try:
+        meant = [
+            str(found[4][0]) for found in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)
+        ]
+    except OSError as problem:
+        if not named:
+            raise UserError(
+                f"--head {host} has no IPv4 address ({problem}): give one of {', '.join(own)}."
+            ) from None
+        meant = []
+    for address in meant:
+        if address in own and not address.startswith(_LOOPBACK):
+            return address
+    if named or all(address.startswith(_LOOPBACK) for address in meant):
+        return _outward(host, own)
+    raise UserError(
+        f"--head {host} is {', '.join(meant)}, and this machine of rank 0 has {', '.join(own)}: give one of "
+        "these on every machine, or start rank 0 on that one."
+    )
+
+
+def _outward(host: str, own: Sequence[str]) -> str:
+    """Of the addresses in `own`, the one on the way out, else the first that is not the machine's own business."""
+    try:
+        return address_towards(_OUTSIDE)
+    except OSError:  # A network without a way out.
+        outer = [address for address in own if not address.startswith(_LOOPBACK)]
+    if not outer:
+        raise UserError(
+            f"--head {host} is this machine, which has no IPv4 address that others could reach it by: connect it, or "
+            "run on one machine."
+        )
+    return outer[0]
 
 
 def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, str]:
@@ -37,8 +86,11 @@ def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, 
     Those that are set already stay as they are.
     """
     interface = addresses.get(address)
-    unset = [name for name in INTERFACE_VARIABLES if not os.environ.get(name)]
-    return dict.fromkeys(unset, interface) if interface else {}
+    if interface is None:
+        return {}
+    # NCCL takes a bare name for the beginning of one: eth1 would be eth10 too.
+    settings = dict(zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True))
+    return {name: value for name, value in settings.items() if not os.environ.get(name)}
 
 
 def answers(host: str, port: int, timeout_s: float) -> bool:

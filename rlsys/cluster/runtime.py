@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -23,6 +22,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.cluster.connecting import connect
+from rlsys.cluster.folders import new_ray_folder
 from rlsys.cluster.machines import Machine, machines
 from rlsys.cluster.offspring import adopt_orphans, descendants, end
 from rlsys.config.schema import ClusterConfig, Device
@@ -146,7 +146,7 @@ def _start(cluster: ClusterConfig, slots: int) -> str | None:
         _check_reachable(cluster.address)
         connect(address=cluster.address)
         return None
-    folder = tempfile.mkdtemp(prefix="rlsys-ray-")
+    folder = str(new_ray_folder())
     resources = {"num_cpus": slots} if cluster.device is Device.cpu else {}
     connect(
         address="local",

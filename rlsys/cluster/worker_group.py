@@ -32,7 +32,7 @@ LOG_LINES = 15
 DEATH_S = 10.0
 """In which the death of a process becomes known, later than to those that it was connected with."""
 GATHERED = "nodes"
-"""Folder of a run's logs that has those of machines of their own, each by its rank."""
+"""Folder of a run's logs that has those of machines of their own, each by the time of the launch and its rank."""
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -251,7 +251,7 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
 
 def _tail(rank: Rank) -> str:
     """The last lines of a rank's log, or of what was gathered of it from its machine."""
-    gathered = rank.log.parent.glob(f"{GATHERED}/*/workers/{rank.log.name}")
+    gathered = sorted(rank.log.parent.glob(f"{GATHERED}/*/*/workers/{rank.log.name}"), reverse=True)
     log = next((file for file in (rank.log, *gathered) if file.is_file()), None)
     if log is None:
         return f"Its log would be {rank.log} on its own machine."

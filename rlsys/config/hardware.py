@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlsys.config.derived import needs_server
 from rlsys.config.placement import CRITIC
 from rlsys.config.problem import Problem
 from rlsys.config.schema import Device, Mode, RunConfig, SyncMode
@@ -41,7 +42,23 @@ def machine_problems(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
         )
     yield from _engines_within(config, ranks["rollout"], cluster.devices_per_node)
     yield from _reach(config, ranks, cluster.devices_per_node)
-    yield from _search_nodes(config)
+
+
+def launch_problems(config: RunConfig) -> Iterator[Problem]:
+    """What `rlsys launch` settles before it trains; without it a run would silently be another one."""
+    cluster = config.cluster
+    if cluster.nodes > 1 and cluster.address is None:
+        yield Problem(
+            "cluster.address",
+            f"cluster.nodes={cluster.nodes} and cluster.address is null: start the run with `rlsys launch` on every "
+            "machine, or give the address of a Ray cluster that has them.",
+        )
+    if cluster.search.nodes and config.search.url is None and needs_server(config.search):
+        yield Problem(
+            "cluster.search.nodes",
+            f"cluster.search.nodes={cluster.search.nodes} and search.url is null: servers are started there by `rlsys "
+            "launch` alone; start the run with it, give search.url of a running one, or set cluster.search.nodes=[].",
+        )
 
 
 def memory_problems(config: RunConfig, plan: Mapping[str, Any]) -> Iterator[Problem]:
@@ -64,14 +81,9 @@ def memory_problems(config: RunConfig, plan: Mapping[str, Any]) -> Iterator[Prob
 
 
 def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """The groups that take most of one device at the same time, and how much that is in GiB.
-
-    An engine takes its share of the device, or what it needs where that is more.
-    """
-    groups, have = plan["groups"], config.cluster.device_memory_gib
+    """The groups that take most of one device at the same time, and how much that is in GiB."""
+    groups = plan["groups"]
     sizes = {name: group["memory_gib_per_rank"] for name, group in groups.items()}
-    if have is not None:
-        sizes[ROLLOUT] = max(sizes[ROLLOUT], config.rollout.engine.memory_fraction * have)
     ranks = {rank for group in groups.values() for rank in group["ranks"]}
     together = {
         tuple(name for name in turn if rank in groups.get(name, {"ranks": ()})["ranks"])
@@ -105,24 +117,36 @@ def _engines_within(config: RunConfig, rollout: Sequence[int], per_node: int) ->
 
 
 def _reach(config: RunConfig, ranks: Ranks, per_node: int) -> Iterator[Problem]:
-    """Weights get from the actor's first rank to everybody in the way that is chosen."""
+    """Weights get from the ranks of the actor that send them to everybody in the way that is chosen.
+
+    Its first rank sends; with `ipc` so does the first rank of every pipeline stage.
+    """
     mode = config.cluster.sync_mode
     if mode not in (SyncMode.tensor, SyncMode.ipc):
         return
-    home = ranks["actor"][0] // per_node
-    away = [
-        name for name in ("inference", "rollout") if any(rank // per_node != home for rank in ranks[name])
-    ]
+    actor, stages = ranks["actor"], config.actor.parallel.pp if mode is SyncMode.ipc else 1
+    senders = actor[:: max(1, len(actor) // max(1, stages))]
+    concerned = {"actor": senders, "inference": ranks["inference"], "rollout": ranks["rollout"]}
+    home = actor[0] // per_node
+    away = [name for name, held in concerned.items() if any(rank // per_node != home for rank in held)]
     if away:
         way = "host memory" if mode is SyncMode.tensor else "device memory"
         yield Problem(
             "cluster.sync_mode",
             f"cluster.sync_mode={mode} hands weights on through the {way} of one machine, but cluster.placement puts "
-            f"{' and '.join(away)} on others than the actor's first rank: use cluster.sync_mode=broadcast.",
+            f"{' and '.join(away)} on others than the actor's first rank: use {way_across(config)}.",
         )
 
 
-def _search_nodes(config: RunConfig) -> Iterator[Problem]:
+def way_across(config: RunConfig) -> str:
+    """The setting by which weights get to other machines."""
+    if config.cluster.mode is Mode.collocated and config.cluster.device is Device.gpu:
+        # NCCL refuses a group that has two members on one GPU.
+        return "cluster.sync_mode=disk, with an output_dir that all machines share"
+    return "cluster.sync_mode=broadcast"
+
+
+def search_node_problems(config: RunConfig) -> Iterator[Problem]:
     """Search servers are started where there are machines, with an index."""
     wanted = config.cluster.search.nodes
     beyond = [name for name in wanted if name.isdigit() and int(name) >= config.cluster.nodes]
@@ -130,9 +154,9 @@ def _search_nodes(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "cluster.search.nodes",
             f"cluster.search.nodes names machine {beyond[0]}, but cluster.nodes={config.cluster.nodes} are numbered from "
-            "0: name one of them.",
+            "0: name one of them, or another machine by its host name.",
         )
-    if wanted and config.search.index is None:
+    if wanted and config.search.index is None and needs_server(config.search):
         yield Problem(
             "cluster.search.nodes",
             f"cluster.search.nodes={wanted} are to serve an index and search.index is null: give its folder.",

@@ -3,7 +3,9 @@
 Contract: `translate` gives settings that mean what the file says, or raises `UserError` with a line for every key that
 rlsys does not know or whose value it cannot honour; nothing of the file is left aside silently but what
 `rlsys.config.rlinf_keys` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled by no
-key: a turn that neither searches nor answers is told so and goes on, and stop strings reach the engine.
+key: a turn that neither searches nor answers is told so and goes on; stop strings reach the engine; and
+max_new_tokens is each turn's own. RLinf's agent loop has seq_length - max_prompt_length tokens for all turns and
+observations of an episode together; here seq_length alone bounds these, with the prompt that they have.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.config.rlinf_keys import IDLE_BRANCHES, RULES, Idle, Joint, Moved, Only
+from rlsys.config.rlinf_keys import IDLE_BRANCHES, OFFLOADS, RULES, Idle, Joint, Moved, Only
 from rlsys.errors import UserError
 
 DEVICES_PER_NODE = 8
@@ -234,8 +236,13 @@ def _placement(draft: _Draft) -> None:
     draft.put("trainer.schedule.kind", "sequential" if shared else "pipelined", PLACEMENT)
     if nodes > 1 or "all" in named.values():
         draft.put("cluster.devices_per_node", DEVICES_PER_NODE, PLACEMENT)
-    if nodes > 1 and not shared:
-        draft.put("cluster.sync_mode", "broadcast", "cluster.num_nodes")
+    if nodes > 1:
+        # Groups that share devices cannot broadcast over NCCL.
+        draft.put("cluster.sync_mode", "disk" if shared else "broadcast", "cluster.num_nodes")
+    if shared:
+        for key in OFFLOADS:
+            if draft.given.get(key, True) is not True:
+                draft.refuse(key, "groups that share devices leave them to each other; write True")
     return None
 
 

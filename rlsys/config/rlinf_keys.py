@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SERVER_PORT = 8000
+from rlsys.search.address import DEFAULT_PORT
+
 MANY_ANSWERS = 10
 """RLinf's reward of Search-R1 pays less for an episode with more answers; how much less is `reward.many_answers_score`."""
 WHOLE_VOCABULARY = 1_000_000
@@ -72,7 +73,7 @@ def _server(address: Any) -> str:
     """`host:port` as an address that a client can ask; a server on all interfaces is asked on this machine's own."""
     host, _, port = str(address).removeprefix("http://").rstrip("/").removesuffix("/retrieve").rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"write HOST:PORT, such as 127.0.0.1:{SERVER_PORT}")
+        raise ValueError(f"write HOST:PORT, such as 127.0.0.1:{DEFAULT_PORT}")
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
 
@@ -306,6 +307,8 @@ _OPTIMIZER = {
     "overlap_param_gather": "overlap_param_gather",
 }
 
+OFFLOADS = ("actor.offload_optimizer", "actor.offload_weight", "actor.offload_grad")
+
 MEGATRON: dict[str, Rule] = {
     **{f"actor.model.{name}": _to(f"actor.parallel.{ours}") for name, ours in _PARALLEL.items()},
     **{f"inference.model.{name}": _to(f"inference.parallel.{ours}") for name, ours in _PARALLEL.items()},
@@ -319,11 +322,7 @@ MEGATRON: dict[str, Rule] = {
     "actor.spec_name": Only(
         ("decoder_gpt",), "write decoder_gpt, and model.layers=local or te on the command line"
     ),
-    "actor.offload_optimizer": Only(
-        (True,), "groups that share devices leave them to each other; write True"
-    ),
-    "actor.offload_weight": Only((True,), "groups that share devices leave them to each other; write True"),
-    "actor.offload_grad": Only((True,), "groups that share devices leave them to each other; write True"),
+    **dict.fromkeys(OFFLOADS, Joint()),
     "actor.enable_dp_load_balance": Idle(),
     "actor.calculate_flops": Idle(),
     "actor.seed": _SEED,

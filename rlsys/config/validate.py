@@ -16,13 +16,21 @@ from rlsys.config.algorithm_checks import algorithm_problems
 from rlsys.config.compose import free_maps, schema_keys
 from rlsys.config.cuts import context_problems, engine_problems, parallel_problems
 from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead
-from rlsys.config.hardware import ipc_problems, machine_problems, memory_problems
+from rlsys.config.hardware import (
+    ipc_problems,
+    machine_problems,
+    memory_problems,
+    search_node_problems,
+    way_across,
+)
 from rlsys.config.placement import overlaps, parse_placement
 from rlsys.config.plan import make_plan
 from rlsys.config.problem import Problem
 from rlsys.config.ranges import out_of_range
 from rlsys.config.schema import (
+    ActorConfig,
     CassetteMode,
+    CriticConfig,
     Device,
     Mode,
     OnUpdate,
@@ -69,6 +77,7 @@ def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     yield from _sync(config)
     yield from _paths(config)
     yield from _search(config)
+    yield from search_node_problems(config)
     yield from _layout(config)
 
 
@@ -193,7 +202,7 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
 
 
 def _optimizers(config: RunConfig) -> Iterator[Problem]:
-    learners = {"actor": config.actor, "critic": config.critic}
+    learners: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor, "critic": config.critic}
     for name in ("actor", "critic") if has_critic(config.algorithm) else ("actor",):
         optimizer, key = learners[name].optimizer, f"{name}.optimizer"
         if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
@@ -233,13 +242,14 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
 
 def _search(config: RunConfig) -> Iterator[Problem]:
     search = config.search
-    if search.url is None and needs_server(search):
+    # The index of cluster.search.nodes is on those machines.
+    if search.url is None and needs_server(search) and not config.cluster.search.nodes:
         if search.index is None:
             yield Problem(
                 "search.url",
                 "search.url and search.index are both null: give a running server or an index folder.",
             )
-        elif not config.cluster.search.nodes and not (Path(search.index) / "manifest.json").is_file():
+        elif not (Path(search.index) / "manifest.json").is_file():
             yield Problem(
                 "search.index",
                 f"search.index={search.index} is not an index: make one with `rlsys search index`, or "
@@ -335,7 +345,7 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "cluster.sync_mode",
             "cluster.sync_mode=broadcast with cluster.mode=collocated puts two members of an NCCL group on one GPU, "
-            "which NCCL refuses: use cluster.sync_mode=tensor.",
+            f"which NCCL refuses: use {'cluster.sync_mode=tensor' if cluster.nodes == 1 else way_across(config)}.",
         )
 
 

@@ -40,6 +40,8 @@ class Sending:
         if self._sender is not None:
             self._sender.close()
         self._sender = sender = open_sender(spec)
+        if self._place.rank:
+            return None
         device = sender.device if isinstance(sender, IpcSender) else torch.device("cpu")
         return copy_gb_s(self._bucket_bytes, device)
 

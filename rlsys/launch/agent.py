@@ -1,4 +1,4 @@
-"""What runs on every machine for the launcher: it serves searches, reads logs, and says how the run ended.
+"""What runs on every machine for the launcher: it looks at the machine, serves searches, reads logs, and says how the run ended.
 
 A plain object in a process of Ray's that takes up no device. It ends with the cluster, and its search server
 with it.
@@ -6,21 +6,28 @@ with it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.cluster.worker_group import GATHERED
+from rlsys.errors import RunError
 from rlsys.launch.ray_node import FOLDER_VARIABLE, Ending, tell_ending
-from rlsys.search.launch import SearchServer
+from rlsys.preflight.finding import State
+from rlsys.search.launch import SearchServer, child_environment
 
 MOST_BYTES = 4 * 1024**2
 """Of logs in one answer."""
 _OWN, _RAY, _WORKERS = "node", "ray", "workers"
 _RAYS_DEFAULT = "/tmp/ray"
+_OF_THE_HEAD = ("search", "task.")
+"""How the names of findings begin on what the first machine alone must have, or those that serve searches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,29 @@ class NodeAgent:
         self._folder = Path(tempfile.mkdtemp(prefix="rlsys-node-", dir=os.environ.get(FOLDER_VARIABLE)))
         self._server: SearchServer | None = None
         self._logs = {_OWN: self._folder, _RAY: _ray_logs()}
+
+    def examine(self, arguments: Sequence[str], timeout_s: float) -> list[str]:
+        """What `rlsys doctor` with `arguments` finds wrong with this machine, of what it is to have of its own.
+
+        Raises RunError if that ends otherwise than with findings, or takes longer.
+        """
+        command = [sys.executable, "-m", "rlsys.cli.main", *arguments, "--json"]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=child_environment(),
+                timeout=timeout_s, check=False,
+            )  # fmt: skip
+            findings = json.loads(done.stdout)["findings"]
+        except subprocess.TimeoutExpired:
+            raise RunError(f"the preflight took longer than {timeout_s:.0f} s") from None
+        except (ValueError, LookupError):
+            last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+            raise RunError(f"the preflight ended with status {done.returncode}: {''.join(last)}") from None
+        return [
+            f"{one['what']}: {one['found']}{' -> ' if one['fix'] else ''}{one['fix']}"
+            for one in findings
+            if one["state"] == State.wrong and not one["what"].startswith(_OF_THE_HEAD)
+        ]
 
     def serve(self, index: str, host: str, port: int, topk: int, device: str, threads: int | None) -> str:
         """Start a search server; its address. It may not answer yet. Raises UserError if the port is taken."""
@@ -83,12 +113,12 @@ class NodeAgent:
         return pieces
 
     def close(self, status: int, sentence: str) -> None:
-        """End the search server, and let this machine's launcher know how the run ended."""
+        """Let this machine's launcher know how the run ended, then end the search server, which takes a while."""
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            tell_ending(Path(folder), Ending(status, sentence))
         if self._server is not None:
             self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if folder := os.environ.get(FOLDER_VARIABLE):
-            tell_ending(Path(folder), Ending(status, sentence))
 
     def _files(self) -> Sequence[tuple[str, Path]]:
         return [

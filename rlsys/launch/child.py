@@ -10,6 +10,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from rlsys.cluster.tether import tethered
 from rlsys.search.launch import child_environment
 
 PATIENCE_S = 60.0
@@ -20,13 +21,10 @@ PATIENCE_S = 60.0
 async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
     """Run `rlsys` with `arguments`, its output where ours goes; on the way out it is ended, gently if it can be.
 
-    It leads a process group, so that Ctrl-C reaches it through us alone, once.
+    It leads a process group, so that Ctrl-C reaches it through us alone, once, and is told to end if we are killed.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "rlsys.cli.main",
-        *arguments,
+        *tethered([sys.executable, "-m", "rlsys.cli.main", *arguments]),
         stdin=DEVNULL,
         env=child_environment(),
         process_group=0,

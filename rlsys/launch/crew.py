@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlsys.cluster.asking import answer
 from rlsys.cluster.host import SyncHost
 from rlsys.cluster.machines import Machine, lost, machines, resident
 from rlsys.cluster.worker_group import Rank, RankDied, RankSilent, WorkerGroup
 from rlsys.errors import RunError, UserError
 from rlsys.launch.agent import NodeAgent
 from rlsys.launch.gathering import Gathering
+from rlsys.launch.ray_node import RayNode
 from rlsys.launch.role import Role
 from rlsys.launch.task import Say
 
@@ -45,9 +47,9 @@ class Crew:
         """A machine as messages call it."""
         return _name(self.machines[position], position)
 
-    def lost(self) -> list[int]:
-        """Positions of the machines that the cluster has given up."""
-        gone = {machine.node_id for machine in lost(self.machines)}
+    async def lost(self) -> list[int]:
+        """Positions of the machines that the cluster has given up. Raises RunError if it does not answer."""
+        gone = {machine.node_id for machine in await answer(lambda: lost(self.machines))}
         return [number for number, machine in enumerate(self.machines) if machine.node_id in gone]
 
     def require(self, *gone: int) -> None:
@@ -77,14 +79,19 @@ class Crew:
         await asyncio.gather(*map(tell, range(len(self.machines))))
 
 
-async def assemble(role: Role, address: str, wait_s: float, until: float, say: Say) -> list[Machine]:
+async def assemble(
+    role: Role, address: str, wait_s: float, until: float, node: RayNode | None, say: Say
+) -> list[Machine]:
     """All machines of the run, once they are there.
 
-    Raises RunError at `until`, on the monotonic clock, naming the missing; UserError if two have one rank.
+    Raises RunError at `until`, on the monotonic clock, naming the missing, and where `node`, Ray on this machine, has
+    ended; UserError if two have one rank.
     """
     known: set[str] = set()
     while True:
-        found = machines()
+        if node is not None:
+            node.require_alive()
+        found = await answer(machines)
         for number, machine in enumerate(found):
             if machine.node_id not in known:
                 known.add(machine.node_id)

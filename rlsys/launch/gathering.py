@@ -1,4 +1,4 @@
-"""Logs of all machines, brought together in one folder while they are written: `<folder>/<rank>/...`.
+"""Logs of all machines, brought together in one folder of the launch while they are written: `<folder>/<rank>/...`.
 
 A log is copied as it grows, so that of a machine that is lost all is there but its last seconds.
 """
@@ -6,7 +6,9 @@ A log is copied as it grows, so that of a machine that is lost all is there but 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,9 +27,9 @@ class Gathering:
         self._folder = folder
         self._read: list[dict[str, int]] = [{} for _ in ranks]
 
-    def move_to(self, folder: Path) -> None:
-        """Keep everything in `folder` from now on."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def move_to(self, parent: Path) -> None:
+        """Keep everything in a new folder of `parent` from now on: a run that is resumed has many launches there."""
+        folder = _new_folder(parent)
         for part in self._folder.glob("*"):
             shutil.move(part, folder / part.name)
         self._folder = folder
@@ -59,3 +61,15 @@ class Gathering:
         with file.open("ab") as log:
             log.write(piece.data)
         self._read[agent][piece.name] = piece.start + len(piece.data)
+
+
+def _new_folder(parent: Path) -> Path:
+    """Named by the time."""
+    now = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for name in itertools.chain([now], (f"{now}_{number}" for number in itertools.count(2))):
+        try:
+            (parent / name).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return parent / name
+    raise AssertionError("the numbers have no end")

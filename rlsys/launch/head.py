@@ -1,6 +1,6 @@
 """The first machine: it brings the others together, runs what is launched, and ends everything everywhere.
 
-In order: Ray, all machines, search servers where the config says, the preflight, then `rlsys train` as a child.
+In order: Ray, all machines, the preflight on each, search servers where the config says, then `rlsys train` as a child.
 While that goes on, logs are gathered and the machines are watched: the loss of one ends the run with a
 sentence that names it. On the way out, whatever the reason, every machine is told how the run ended.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys.cluster.machines import RANK, joined
-from rlsys.cluster.network import answers, own_addresses
+from rlsys.cluster.network import address_here, answers
 from rlsys.cluster.worker_group import GATHERED
 from rlsys.errors import RunError, UserError
 from rlsys.launch.child import rlsys_command
@@ -26,10 +26,13 @@ from rlsys.launch.role import Role
 from rlsys.launch.searching import search_settings, serving_positions
 from rlsys.launch.task import Say, Task
 
+_LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0
 """Between two looks at the machines and the run."""
 GATHER_TIMEOUT_S = 10.0
 """For a machine to hand its logs out."""
+PREFLIGHT_S = 180.0
+"""For one machine's look at itself."""
 CALL_TIMEOUT_S = 60.0
 """For a machine to do what takes a moment."""
 
@@ -40,6 +43,12 @@ async def lead(task: Task, role: Role, say: Say) -> int:
     Raises RunError naming the machines that do not come in time, or are lost.
     """
     host = own_address(role)
+    if answers(host, role.port, LOOK_S):
+        raise UserError(
+            f"--head: port {role.port} of {host} is taken already: end what uses it, or give another."
+        )
+    say(f"node 0 starts Ray at {host}:{role.port}")
+    until = time.monotonic() + task.wait_s
     arguments = [
         "--head",
         "--port",
@@ -49,48 +58,38 @@ async def lead(task: Task, role: Role, say: Say) -> int:
         "--include-dashboard",
         "false",
     ]
-    if answers(host, role.port, LOOK_S):
-        raise UserError(
-            f"--head: port {role.port} of {host} is taken already: end what uses it, or give another."
-        )
-    say(f"node 0 starts Ray at {host}:{role.port}")
-    until = time.monotonic() + task.wait_s
+    # Of a server that nobody asks, but which ends Ray where its usual port is taken.
+    arguments += ["--ray-client-server-port", str(_free_port())]
     with ray_node(arguments, task.config, f"{RANK}0") as node:
         await _answering(host, role.port, node, until)
-        return await lead_cluster(task, role, f"{host}:{role.port}", say, until)
+        return await lead_cluster(task, role, f"{host}:{role.port}", say, until, node)
 
 
-async def lead_cluster(task: Task, role: Role, address: str, say: Say, until: float | None = None) -> int:
+async def lead_cluster(
+    task: Task, role: Role, address: str, say: Say, until: float | None = None, node: RayNode | None = None
+) -> int:
     """Run `task` on the Ray cluster at `address` once all machines are there; its exit status.
 
-    Machines must have come when the monotonic clock says `until`, by default `task.wait_s` from now.
+    Machines must have come when the monotonic clock says `until`, by default `task.wait_s` from now. `node` is the
+    Ray that has been started for it here, if any, whose end ends the run.
     """
     until = time.monotonic() + task.wait_s if until is None else until
     with joined(address):
-        found = await assemble(role, address, task.wait_s, until, say)
+        found = await assemble(role, address, task.wait_s, until, node, say)
         async with crew_of(found) as crew:
-            return await _run(task, crew, address, say)
+            return await _run(task, crew, address, node, say)
 
 
 def own_address(role: Role) -> str:
     """The address of this machine that the others come to. Raises UserError if `role.host` is another machine."""
-    if not role.host:
-        return "127.0.0.1"
-    own = own_addresses()
-    try:
-        found = socket.getaddrinfo(role.host, None, type=socket.SOCK_STREAM)
-    except OSError as problem:
-        raise UserError(
-            f"--head {role.host} has no address ({problem}): give one of {', '.join(own)}."
-        ) from None
-    meant = [str(address[0]) for *_, address in found]
-    here = next((address for address in meant if address in own), None)
-    if here is None:
-        raise UserError(
-            f"--head {role.host} is {', '.join(meant)}, and this machine of rank 0 has {', '.join(own)}: give one of "
-            "these on every machine, or start rank 0 on that one."
-        )
-    return here
+    alone = role.nodes == 1 and role.host in ("", "localhost", _LOOPBACK)
+    return _LOOPBACK if alone else address_here(role.host)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 async def _answering(host: str, port: int, node: RayNode, until: float) -> None:
@@ -101,13 +100,15 @@ async def _answering(host: str, port: int, node: RayNode, until: float) -> None:
         await asyncio.sleep(LOOK_S / 4)
 
 
-async def _run(task: Task, crew: Crew, address: str, say: Say) -> int:
+async def _run(task: Task, crew: Crew, address: str, node: RayNode | None, say: Say) -> int:
     status, sentence = 1, "the head has broken off"
     try:
-        settings = [f"cluster.address={address}", *await _searching(task, crew, say)]
-        status = await _preflight(task, settings, say) if task.preflight else 0
+        settings = [f"cluster.address={address}"]
+        serving = serving_positions(task.config, crew.hosts())
+        status = await _preflight(task, crew, settings, say) if task.preflight else 0
         if status == 0:
-            status = await _train(task, crew, settings, say)
+            settings += await _searching(task, crew, serving, say)
+            status = await _train(task, crew, settings, node, say)
         sentence = "the run has ended" if status == 0 else f"the run has ended with status {status}"
     except asyncio.CancelledError:
         status, sentence = 130, "the run was interrupted"
@@ -121,10 +122,9 @@ async def _run(task: Task, crew: Crew, address: str, say: Say) -> int:
     return status
 
 
-async def _searching(task: Task, crew: Crew, say: Say) -> list[str]:
-    """Overrides that name the search servers, once those that the config asks for answer."""
+async def _searching(task: Task, crew: Crew, serving: Sequence[int], say: Say) -> list[str]:
+    """Overrides that name the search servers, once those of the machines at `serving` answer."""
     config = task.config
-    serving = serving_positions(config, crew.hosts())
     if not serving:
         return []
     place, search = config.cluster.search, config.search
@@ -143,18 +143,38 @@ async def _searching(task: Task, crew: Crew, say: Say) -> list[str]:
     return search_settings(search, [url.result() for url in urls])
 
 
-async def _preflight(task: Task, settings: Sequence[str], say: Say) -> int:
-    say("the preflight looks at everything first")
-    async with rlsys_command(task.doctor(settings)) as doctor:
-        return await doctor.wait()
+async def _preflight(task: Task, crew: Crew, settings: Sequence[str], say: Say) -> int:
+    """0 if the run can start as far as all machines see; what is wrong has been said then."""
+    say("the preflight looks at everything first, on every machine")
+
+    async def look_there(position: int) -> bool:
+        """Whether all is well."""
+        arguments = (task.doctor(settings), PREFLIGHT_S)
+        try:
+            wrong = await crew.call(position, "examine", *arguments, timeout_s=PREFLIGHT_S + CALL_TIMEOUT_S)
+        except RunError as problem:
+            crew.require(*await crew.lost())
+            wrong = [str(problem)]
+        for one in wrong:
+            say(f"{crew.name(position)} is not right: {one}")
+        return not wrong
+
+    async def look_here() -> int:
+        async with rlsys_command(task.doctor(settings)) as doctor:
+            return await doctor.wait()
+
+    # This one's findings are a table of all, as those of `rlsys doctor`.
+    status = await look_here()
+    there = await asyncio.gather(*(look_there(number) for number in range(len(crew.machines)) if number))
+    return status or (0 if all(there) else 2)
 
 
-async def _train(task: Task, crew: Crew, settings: Sequence[str], say: Say) -> int:
+async def _train(task: Task, crew: Crew, settings: Sequence[str], node: RayNode | None, say: Say) -> int:
     with tempfile.TemporaryDirectory(prefix="rlsys-launch-") as scratch:
         folder = Path(scratch) / "folder"
         say("the run starts")
         async with rlsys_command([*task.train(settings), "--folder-to", str(folder)]) as train:
-            await _watch(crew, train, folder)
+            await _watch(crew, node, train, folder)
             status = await train.wait()
     if status:
         # What it died of may be a machine that the cluster has not given up yet.
@@ -162,13 +182,16 @@ async def _train(task: Task, crew: Crew, settings: Sequence[str], say: Say) -> i
     return status
 
 
-async def _watch(crew: Crew, train: Process, folder: Path) -> None:
-    """Until the run ends: gather logs, into the run's folder once that is known. Raises RunError if a machine is lost."""
+async def _watch(crew: Crew, node: RayNode | None, train: Process, folder: Path) -> None:
+    """Until the run ends: gather logs, into the run's folder once that is known.
+
+    Raises RunError if a machine is lost, or Ray on this one.
+    """
     ended = asyncio.ensure_future(train.wait())
     known = False
     try:
         while not ended.done():
-            crew.require(*crew.lost())
+            await _require_all(crew, node)
             if not known and folder.is_file():
                 known = True
                 logs = Path(folder.read_text()) / "logs"
@@ -179,3 +202,16 @@ async def _watch(crew: Crew, train: Process, folder: Path) -> None:
             await asyncio.wait({ended}, timeout=LOOK_S)
     finally:
         ended.cancel()
+
+
+async def _require_all(crew: Crew, node: RayNode | None) -> None:
+    """Raise RunError if Ray on this machine has ended, or another machine is lost."""
+    if node is not None:
+        node.require_alive()
+    try:
+        gone = await crew.lost()
+    except RunError:
+        if node is not None:
+            node.require_alive()  # Its end explains the silence.
+        raise
+    crew.require(*gone)

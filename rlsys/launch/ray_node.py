@@ -12,13 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlsys.cluster.folders import new_ray_folder
 from rlsys.cluster.offspring import adopt_orphans, descendants, end
+from rlsys.cluster.tether import tethered
 from rlsys.config.derived import has_critic
 from rlsys.config.placement import parse_placement
 from rlsys.config.schema import Device, RunConfig
@@ -41,10 +42,10 @@ _PATIENCE = {
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
 }
-"""A machine is given up after half a minute of silence; Ray's own patience is over a minute. The last: of a machine
-with a head that is silent, in seconds."""
+"""A machine is given up after half a minute of silence; Ray's own patience is over a minute. The last: of a process with
+a head that is silent, in seconds, after which Ray ends it on the spot; the launcher is sooner, and ends it in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,14 @@ def ray_node(arguments: list[str], config: RunConfig, resource: str) -> Iterator
     """Start Ray on this machine with `arguments` and 1 of `resource`; on the way out nothing of it stays."""
     adopt_orphans()
     strangers = {process.pid for process in descendants()}
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-ray-"))
+    folder = new_ray_folder()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style", "record"]
     command += ["--temp-dir", str(folder), "--disable-usage-stats"]
     command += ["--resources", json.dumps({resource: 1}), *arguments, *slots(config)]
     try:
         with (folder / _OUTPUT).open("wb") as output:
             process = subprocess.Popen(
-                command,
+                tethered(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -129,8 +130,12 @@ def slots(config: RunConfig) -> list[str]:
 
 def ray_settings(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Variables for Ray's processes where `environment` does not have them."""
-    settings = {name: value for name, value in _PATIENCE.items() if name not in environment}
-    return settings | auth_mode(environment) | {FOLDER_VARIABLE: str(folder)}
+    return patience(environment) | auth_mode(environment) | {FOLDER_VARIABLE: str(folder)}
+
+
+def patience(environment: Mapping[str, str]) -> dict[str, str]:
+    """How long Ray waits for what is silent, where `environment` does not say it."""
+    return {name: value for name, value in _PATIENCE.items() if name not in environment}
 
 
 def auth_mode(environment: Mapping[str, str]) -> dict[str, str]:

@@ -15,8 +15,8 @@ from rlsys.errors import UserError
 
 DEFAULT_PORT = 6379
 _RANKS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX", "RANK")
-_NODES = ("NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "WORLD_SIZE")
-_LISTED = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_NODES = ("NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "WORLD_SIZE")
+_LISTED = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +56,17 @@ def find_role(
     """
     names = _listed(environment)
     nodes = nodes if nodes is not None else _number(environment, _NODES)
-    nodes = wanted if nodes is None else nodes
+    nodes = machine_count(nodes, wanted)
     rank = rank if rank is not None else _number(environment, _RANKS)
     if rank is None and nodes > 1:
         raise UserError(
-            f"--rank: which of the {nodes} machines is this? Give --rank 0 on the head and 1 to {nodes - 1} on the "
-            f"others, or set one of {', '.join(_RANKS)}."
+            f"--rank: which of the {nodes} machines is this? Give --rank 0 on the head and "
+            f"{'--rank 1 on the other' if nodes == 2 else f'--rank 1 to {nodes - 1} on the others'}, "
+            f"or set one of {', '.join(_RANKS)}."
         )
     rank = rank or 0
     if not 0 <= rank < nodes:
         raise UserError(f"--rank {rank} is not a machine of --nodes {nodes}: ranks go from 0 to {nodes - 1}.")
-    if nodes < wanted:
-        raise UserError(
-            f"--nodes {nodes} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer."
-        )
     host, port = _head(head, environment, names)
     if not host and nodes > 1:
         raise UserError(
@@ -78,21 +75,36 @@ def find_role(
     return Role(rank, nodes, host, port, names)
 
 
+def machine_count(given: int | None, wanted: int) -> int:
+    """How many machines there will be: as many as are given, else as the config wants. Raises UserError for fewer."""
+    if given is not None and given < wanted:
+        raise UserError(
+            f"--nodes {given} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer."
+        )
+    return wanted if given is None else given
+
+
 def _head(head: str | None, environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int]:
     if head is not None:
-        # An IPv6 address with a port is in brackets, without one has several colons.
-        found = re.fullmatch(
-            r"\[(?P<six>[^]]+)\](:(?P<p6>\d+))?|(?P<host>[^:]+)(:(?P<port>\d+))?|(?P<bare>.*:.*:.*)", head
-        )
+        _refuse_ipv6(f"--head {head}", head)
+        found = re.fullmatch(r"(?P<host>[^:]+)(:(?P<port>\d+))?", head)
         if found is None:
             raise UserError(f"--head {head} is not HOST or HOST:PORT.")
-        port = int(found["p6"] or found["port"] or DEFAULT_PORT)
+        port = int(found["port"] or DEFAULT_PORT)
         if not 0 < port < 65536:
             raise UserError(f"--head {head}: a port is from 1 to 65535.")
-        return found["six"] or found["host"] or found["bare"], port
+        return found["host"], port
     if environment.get("MASTER_ADDR"):
+        _refuse_ipv6(f"MASTER_ADDR={environment['MASTER_ADDR']}", environment["MASTER_ADDR"])
         return environment["MASTER_ADDR"], _number(environment, ("MASTER_PORT",)) or DEFAULT_PORT
     return (names[0] if names else ""), DEFAULT_PORT
+
+
+def _refuse_ipv6(given: str, host: str) -> None:
+    if host.count(":") > 1:
+        raise UserError(
+            f"{given} is an IPv6 address, and machines meet over IPv4: give the machine's name or its IPv4 address."
+        )
 
 
 def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | None:

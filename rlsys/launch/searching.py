@@ -12,17 +12,11 @@ from rlsys.search.address import TOKEN_VARIABLE
 
 
 def check_searching(config: RunConfig) -> None:
-    """Raise UserError where servers are asked for that nobody would use, or that have no index."""
+    """Raise UserError where servers are asked for that nobody would use."""
     nodes, search = config.cluster.search.nodes, config.search
-    if not nodes or not needs_server(search):
-        return
-    if search.url is not None:
+    if nodes and needs_server(search) and search.url is not None:
         raise UserError(
             f"search.url={search.url} and cluster.search.nodes={nodes} both say who answers searches: leave one out."
-        )
-    if search.index is None:
-        raise UserError(
-            f"search.index: give the index that cluster.search.nodes={nodes} serve, a path on them."
         )
 
 

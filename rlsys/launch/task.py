@@ -32,7 +32,7 @@ class Task:
 
     def doctor(self, settings: Sequence[str]) -> list[str]:
         """Arguments of `rlsys` that say what is missing for it."""
-        return ["doctor", "--for", self.name, *self._rest(settings)]
+        return ["doctor", "--launched", "--for", self.name, *self._rest(settings)]
 
     def _rest(self, settings: Sequence[str]) -> list[str]:
         folder = [] if self.config_dir is None else ["--config-dir", str(self.config_dir)]

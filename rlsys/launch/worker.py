@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 
 from rlsys.cluster.machines import RANK
@@ -17,6 +18,8 @@ LOOK_S = 1.0
 """Between two looks at the head."""
 LOST_S = 20.0
 """The head is lost when it has answered nothing for so long."""
+FAREWELL_S = 90.0
+"""For a head that was told to end at the same time, as by Slurm, to close the run, which needs this machine."""
 
 
 async def work(role: Role, config: RunConfig, wait_s: float, say: Say) -> Ending:
@@ -29,7 +32,7 @@ async def work(role: Role, config: RunConfig, wait_s: float, say: Say) -> Ending
     joining = ["--address", f"{role.host}:{role.port}", "--node-ip-address", address]
     with ray_node(joining, config, f"{RANK}{role.rank}") as node:
         say(f"node {role.rank} joins the head as {address}")
-        ending = await _stay(role, node)
+        ending = await _stay(role, node, say)
     say(f"node {role.rank} leaves: {ending.sentence}")
     return ending
 
@@ -54,11 +57,29 @@ async def _await_head(role: Role, wait_s: float) -> str:
         await asyncio.sleep(LOOK_S)
 
 
-async def _stay(role: Role, node: RayNode) -> Ending:
-    heard = time.monotonic()
+async def _stay(role: Role, node: RayNode, say: Say) -> Ending:
+    """Until the head says how the run ended, or is lost.
+
+    SIGTERM does not end it before the head has had its time; a second one does, and Ctrl-C.
+    """
+    heard, leave = time.monotonic(), float("inf")
+    task = asyncio.current_task()
+    assert task is not None
+
+    def asked() -> None:
+        nonlocal leave
+        if leave < float("inf"):
+            task.cancel()
+            return
+        leave = time.monotonic() + FAREWELL_S
+        say(f"node {role.rank} leaves when the head has closed the run, within {FAREWELL_S:.0f} s")
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked)
     while True:
         if ending := node.ending():
             return ending
+        if time.monotonic() > leave:
+            raise asyncio.CancelledError
         if await asyncio.to_thread(answers, role.host, role.port, LOOK_S):
             heard = time.monotonic()
         elif time.monotonic() - heard > LOST_S:

@@ -85,7 +85,7 @@ class Actor(Learner):
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the weights out; they must not change until the export has ended.
 
-        All ranks call this together; `sender` is there on rank 0 alone.
+        All ranks call this together; `sender` is there on rank 0, with `ipc` on the first rank of every stage, and nowhere else.
         """
         require = functools.partial(self._memory.require, "export")
         require()

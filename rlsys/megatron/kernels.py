@@ -21,8 +21,15 @@ from rlsys.capabilities import Capabilities
 from rlsys.config.schema import Layers, ModelConfig
 from rlsys.errors import UserError
 
-FP8_RECIPE: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-"""Scales of each tensor as it is: there is no history of maxima that a checkpoint or a forward pass would have to keep."""
+FP8_RECIPE: dict[str, Any] = {
+    "fp8": "hybrid",
+    # Scales of each tensor as it is: there is no history of maxima that a checkpoint or a forward pass would have to keep.
+    "fp8_recipe": "tensorwise",
+    # Every micro-batch quantises the weights anew. Megatron would tell Transformer Engine which is the first of a pass:
+    # it would keep the copies on the GPU, also while the model is offloaded, and with fused accumulation would have that
+    # one overwrite the gradient, which here is a sum over several passes.
+    "disable_parameter_transpose_cache": True,
+}
 
 _log = logging.getLogger(__name__)
 

@@ -164,7 +164,7 @@ class LogProbWorker:
     def export_reference(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the reference out; it must not follow the policy until the export has ended.
 
-        All ranks call this together; `sender` is there on rank 0 alone.
+        All ranks call this together; `sender` is there on rank 0, with `ipc` on the first rank of every stage, and nowhere else.
         """
         model = self._reference("export the reference").model
         require = functools.partial(self._memory.require, "export the reference")

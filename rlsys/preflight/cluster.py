@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlsys.config.schema import Device, RunConfig
+from rlsys.launch.role import DEFAULT_PORT as RAY_PORT
 from rlsys.preflight.finding import Finding, ok, unknown, wrong
 from rlsys.preflight.probes import Probes, RayCluster, Unseen
 
-RAY_PORT = 6379
 _RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 RAY = "Ray"
 

@@ -11,13 +11,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlsys.config.derived import has_critic, has_reference, moves_reference
+from rlsys.config.plan import make_plan
 from rlsys.config.schema import CheckpointConfig, Dtype, RunConfig, SyncMode
+from rlsys.errors import UserError
 
 GIB = 1024**3
 _BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _OPTIMIZER_BYTES = 12
 BUCKET_FILES = 3
 """Most files of weights that cluster.sync_mode=disk has at a time."""
+
+
+def plan_of(config: RunConfig) -> dict[str, Any] | None:
+    """As `make_plan`; None where the config is too wrong for one, which its own problems say."""
+    try:
+        return make_plan(config)
+    except (UserError, ValueError, ArithmeticError, LookupError):
+        return None
 
 
 def checkpoint_gib(config: RunConfig, parameters: int) -> float:

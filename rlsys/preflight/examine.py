@@ -9,16 +9,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rlsys.capabilities import lacking
 from rlsys.config.derived import has_critic
+from rlsys.config.hardware import launch_problems
 from rlsys.config.placement import parse_placement
-from rlsys.config.plan import make_plan
 from rlsys.config.schema import Device, RunConfig
 from rlsys.config.validate import find_problems
 from rlsys.errors import UserError
 from rlsys.preflight.cluster import devices_here, elsewhere, look_at_ray, machines, ray_findings
+from rlsys.preflight.estimates import plan_of
 from rlsys.preflight.finding import Finding, ok, unknown, wrong
 from rlsys.preflight.gpus import gpu_findings, interface_findings, nccl_findings
 from rlsys.preflight.inputs import MODEL, data_findings, model_findings
@@ -28,20 +28,24 @@ from rlsys.preflight.search import search_findings
 from rlsys.preflight.versions import version_findings
 
 
-def examine(config: RunConfig, probes: Probes) -> Iterator[Finding]:
-    """All findings for a run of `config` from the machine that `probes` look at, in the order of the table."""
-    problems = list(find_problems(config))
+def examine(config: RunConfig, probes: Probes, *, launched: bool = False) -> Iterator[Finding]:
+    """All findings for a run of `config` from the machine that `probes` look at, in the order of the table.
+
+    `launched`: `rlsys launch` will bring machines together and start search servers before the run.
+    """
+    problems = [*find_problems(config), *(() if launched else launch_problems(config))]
     yield from (wrong(problem.key, problem.sentence) for problem in problems)
     if not problems:
         yield ok("config", f"{config.name}: its settings go together")
     bad = {problem.key for problem in problems}
-    plan, ranks = _plan(config), _ranks(config)
+    ranks = _ranks(config)
     ray = look_at_ray(config, probes)
     yield from version_findings(config.cluster.device, probes.version)
-    yield from _devices(config, devices_here(config, ranks, ray, probes), plan, probes)
+    yield from _devices(config, devices_here(config, ranks, ray, probes), probes)
     yield from interface_findings(probes)
-    yield from ray_findings(config, ranks, ray, probes)
-    yield from room_findings(config, plan, Path(tempfile.gettempdir()), probes)
+    if "cluster.address" not in bad:
+        yield from ray_findings(config, ranks, ray, probes)
+    yield from room_findings(config, plan_of(config), Path(tempfile.gettempdir()), probes)
     if MODEL not in bad:
         yield from model_findings(Path(config.model.path))
     question = ""
@@ -55,9 +59,7 @@ def examine(config: RunConfig, probes: Probes) -> Iterator[Finding]:
     yield from elsewhere(machines(config, ray) - 1)
 
 
-def _devices(
-    config: RunConfig, wanted: int, plan: dict[str, Any] | None, probes: Probes
-) -> Iterator[Finding]:
+def _devices(config: RunConfig, wanted: int, probes: Probes) -> Iterator[Finding]:
     """Of the devices that this machine gives, and of what is installed to use them."""
     on_gpus = config.cluster.device is Device.gpu
     if on_gpus and not wanted:
@@ -65,21 +67,13 @@ def _devices(
         return
     if on_gpus:
         # Before torch looks: it takes memory of the cards.
-        yield from gpu_findings(config, wanted, plan, probes)
+        yield from gpu_findings(config, wanted, probes)
     problems = list(lacking(config, probes.capabilities()))
     yield from (wrong(problem.key, problem.sentence) for problem in problems)
     if not problems:
         yield ok("capabilities", "nothing that the settings ask for is missing")
     if on_gpus:
         yield from nccl_findings(probes.capabilities())
-
-
-def _plan(config: RunConfig) -> dict[str, Any] | None:
-    """None where the config is too wrong for one, which has been said."""
-    try:
-        return make_plan(config)
-    except (UserError, ValueError, ArithmeticError, LookupError):
-        return None
 
 
 def _ranks(config: RunConfig) -> int:

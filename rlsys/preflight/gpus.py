@@ -1,17 +1,19 @@
 """The cards of this machine: number, memory, driver, who is on them; and NCCL. Pure.
 
-Memory is compared with the plan's estimate of the fullest device, as `rlsys.config.hardware` sums it up.
+Memory is compared with the plan's estimate of the fullest device, as `rlsys.config.hardware` sums it up, for the cards
+and the layers that are here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rlsys.capabilities import Capabilities
+from rlsys.cluster.network import INTERFACE_VARIABLES
 from rlsys.config.hardware import USABLE, fullest_device
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import Layers, RunConfig
+from rlsys.preflight.estimates import plan_of
 from rlsys.preflight.finding import Finding, note, ok, unknown, wrong
 from rlsys.preflight.probes import Gpus, Probes, Unseen
 
@@ -22,12 +24,9 @@ https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.ht
 """
 _RESERVED_GIB = 1.0
 """Of a card that a driver may hold for itself and a desktop."""
-_SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def gpu_findings(
-    config: RunConfig, wanted: int, plan: Mapping[str, Any] | None, probes: Probes
-) -> Iterator[Finding]:
+def gpu_findings(config: RunConfig, wanted: int, probes: Probes) -> Iterator[Finding]:
     """Of this machine, which is to give `wanted` cards."""
     try:
         seen = probes.gpus()
@@ -38,20 +37,32 @@ def gpu_findings(
     # Only now: torch takes memory of the cards that it looks at.
     here = probes.capabilities()
     yield _driver(seen.driver, here.cuda)
-    if not seen.cards or plan is None:
+    if not seen.cards:
         return
-    real = min(card.total_gib for card in seen.cards)
-    names, needed = fullest_device(
-        replace(config, cluster=replace(config.cluster, device_memory_gib=real)), plan
-    )
-    yield _memory(names, needed, real)
+    smallest = min(card.total_gib for card in seen.cards)
+    real = _on_these(config, smallest, here)
+    plan = plan_of(real)
+    if plan is None:
+        return
+    names, needed = fullest_device(real, plan)
+    yield _memory(names, needed, smallest, config.cluster.device_memory_gib)
     yield from _tenants(seen, needed)
+
+
+def _on_these(config: RunConfig, card_gib: float, here: Capabilities) -> RunConfig:
+    """`config` with the memory of these cards for the stated one, and what `model.layers=auto` is here."""
+    layers = here.layers if config.model.layers is Layers.auto else config.model.layers
+    return replace(
+        config,
+        model=replace(config.model, layers=layers),
+        cluster=replace(config.cluster, device_memory_gib=card_gib),
+    )
 
 
 def interface_findings(probes: Probes) -> Iterator[Finding]:
     """What the environment says of network interfaces, where it says something."""
     present = probes.interfaces()
-    for variable in _SOCKETS:
+    for variable in INTERFACE_VARIABLES:
         value = probes.variable(variable)
         if not value:
             continue
@@ -105,9 +116,11 @@ def _driver(driver: str, cuda: str | None) -> Finding:
     return ok(what, f"{driver}, torch is built for CUDA {cuda}")
 
 
-def _memory(names: Sequence[str], needed: float, card_gib: float) -> Finding:
-    """Of the smallest card, which the groups `names` are to share."""
+def _memory(names: Sequence[str], needed: float, card_gib: float, stated_gib: float | None) -> Finding:
+    """Of the smallest card, which the groups `names` are to share; `stated_gib` is what the config takes it for."""
     found = f"{' + '.join(names)} take about {needed:.1f} of {card_gib:.1f} GiB of a card"
+    if stated_gib is not None and abs(stated_gib - card_gib) > (1 - USABLE) * stated_gib:
+        found += f" (not of cluster.device_memory_gib={stated_gib:g})"
     if needed <= card_gib * USABLE:
         return ok("GPU memory", found)
     megatron = [name for name in names if name != "rollout"]
@@ -138,10 +151,17 @@ def _named(seen: Gpus, uuid: str) -> str:
 
 
 def _names(value: str, interface: str, variable: str) -> bool:
-    """Whether `value` lets `interface` through. NCCL takes prefixes, `=` for whole names and `^` for all but these."""
-    others = value.startswith("^") and variable == "NCCL_SOCKET_IFNAME"
-    listed: Sequence[str] = value.removeprefix("^").split(",")
-    whole = listed[0].startswith("=") or variable != "NCCL_SOCKET_IFNAME"
-    names = [name.strip().removeprefix("=") for name in listed]
-    matches = interface in names if whole else any(interface.startswith(name) for name in names)
-    return matches != others and interface != "lo" if others else matches
+    """Whether `value` lets `interface` through.
+
+    gloo takes whole names. NCCL takes prefixes; behind `=` whole names, behind `^` all but these and the loopback.
+    """
+    if variable != "NCCL_SOCKET_IFNAME":
+        return interface in _listed(value)
+    but, prefixes = value.startswith("^"), value.removeprefix("^")
+    names = _listed(prefixes.removeprefix("="))
+    matches = interface in names if prefixes.startswith("=") else interface.startswith(tuple(names))
+    return not matches and interface != "lo" if but else matches
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]

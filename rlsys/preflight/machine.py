@@ -10,18 +10,17 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
-from rlsys.capabilities import Capabilities, detect
+from rlsys.capabilities import Capabilities, detect, version_of
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError, UserError
 from rlsys.preflight.probes import Answer, Disk, Gpu, Gpus, RayCluster, RayNode, Tenant, Unseen
 
 _GIB = 1024**3
-_DRIVER_S, _CONNECT_S, _RAY_S, _SEARCH_S = 15.0, 3.0, 15.0, 10.0
+_DRIVER_S, _CONNECT_S, _RAY_S, _SEARCH_S = 15.0, 3.0, 60.0, 10.0
 _CARD_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
 _TENANT_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
@@ -45,10 +44,7 @@ class ThisMachine:
 
     def version(self, package: str) -> str | None:
         """Of an installed package; None is absent."""
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
+        return version_of(package)
 
     def disk(self, path: Path) -> Disk:
         """Where `path` is or will be. Raises Unseen."""
@@ -127,11 +123,17 @@ def read_gpus(cards: str, tenants: str, visible: str | None) -> Gpus:
         everything = tuple(
             Gpu(int(index), uuid, name, _mib(total), _mib(used)) for index, uuid, name, total, used, _ in rows
         )
-        apps = [[cell.strip() for cell in line.split(",")] for line in tenants.splitlines() if line.strip()]
-        found = tuple(Tenant(uuid, int(pid), Path(name).name, _mib(used)) for uuid, pid, name, used in apps)
+        found = tuple(_tenant(line) for line in tenants.splitlines() if line.strip())
     except (ValueError, IndexError) as problem:
         raise Unseen(f"nvidia-smi printed what is not understood ({problem})") from problem
     return Gpus(driver, _visible(everything, visible), found)
+
+
+def _tenant(line: str) -> Tenant:
+    """Of a process, whose name may have commas."""
+    uuid, pid, rest = line.split(",", 2)
+    name, used = rest.rsplit(",", 1)
+    return Tenant(uuid.strip(), int(pid), Path(name.strip()).name, _mib(used.strip()))
 
 
 def _visible(cards: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:

@@ -1,6 +1,7 @@
 """What the checks ask of the machine and of what it can reach, so that they can be asked of another one in tests.
 
-Contract: no probe starts anything that stays, and each answers within a few seconds or raises `Unseen`.
+Contract: no probe starts anything that stays, and each ends by itself: within a minute at most it answers or
+raises `Unseen`.
 """
 
 from __future__ import annotations

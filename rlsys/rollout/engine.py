@@ -185,16 +185,18 @@ class Engine:
     async def load_bucket(self, bucket: Bucket) -> None:
         """Check a bucket and stage it; generation goes on.
 
-        Raises RunError for a bucket that is not what was sent; the update has then failed.
+        Raises RunError for a bucket that is not what was sent or finds no room; the update has then failed.
         """
         update = self._staged()
         try:
             async with self._staging:
                 await asyncio.to_thread(update.take, bucket, to_host=self._asleep)
-            if self._asleep and self.frees_memory:
-                torch.cuda.empty_cache()  # What checking it took; torch would keep it from the others.
+            if self._asleep:
+                _give_back()  # What checking it took.
         except ChecksumError as error:
             self._refuse(str(error))
+        except torch.OutOfMemoryError as error:
+            self._refuse(self._no_room(update, bucket, error))
 
     async def finish_update(self, version: int, expected_digest: str) -> None:
         """Switch to the staged weights and verify every tensor; generation is held back meanwhile.
@@ -216,6 +218,7 @@ class Engine:
             self.version = version
             self._update = None
             self._refusal = ""
+        _give_back()
         seconds, pause_s = perf_counter() - self._update_began, self.counts.pause_s - pause_before
         self.counts.updates += 1
         self.counts.update_s += seconds
@@ -239,8 +242,10 @@ class Engine:
                     "its weights were switched; let that end first."
                 )
             self._asleep = True  # Before the first await, so that no request slips in.
-            if self._update is not None:
-                self._update.leave_device()
+            async with self._staging:  # A bucket that is under way was told to stay on the device.
+                if self._update is not None:
+                    await asyncio.to_thread(self._update.leave_device)
+            _give_back()
             success, message = await self._answer(self._sglang.sleep(FLUSH_TIMEOUT_S))
             if not success:
                 self._asleep = False
@@ -316,8 +321,15 @@ class Engine:
             # Its scheduler otherwise polls without a break, on a core that training could use.
             arguments["sleep_on_idle"] = True
             backend = "torch_native" if backend == "auto" else backend
-        elif not config.cuda_graphs:
-            arguments |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+        else:
+            if self._layout.experts:
+                # Blackwell would get kernels that permute the experts' weights, which `HeldWeights` does not predict.
+                arguments["moe_runner_backend"] = "triton"
+            if not config.cuda_graphs:
+                arguments |= {
+                    "cuda_graph_backend_decode": "disabled",
+                    "cuda_graph_backend_prefill": "disabled",
+                }
         if backend != "auto":
             arguments["attention_backend"] = backend
         return arguments
@@ -377,6 +389,16 @@ class Engine:
         if not success:
             self._refuse(message)
 
+    def _no_room(self, update: StagedVersion, bucket: Bucket, error: torch.OutOfMemoryError) -> str:
+        """Why `bucket` was not staged, and the way out."""
+        fix = f"lower rollout.engine.memory_fraction={self._config.memory_fraction:g}"
+        if isinstance(bucket.data, torch.Tensor):
+            fix += ", or stage in host memory with cluster.sync_mode=tensor"
+        return (
+            f"after {update.nbytes} bytes of version {update.version} the engine's GPU had no room for more beside "
+            f"weights and KV cache; {fix} ({error})"
+        )
+
     def _refuse(self, reason: str) -> NoReturn:
         """Fail the update with `reason`."""
         self._reject(reason)
@@ -412,6 +434,13 @@ class Engine:
         self.counts.cached_tokens += generation.cached_tokens
         self.counts.generated_tokens += len(generation.token_ids)
         return generation
+
+
+def _give_back() -> None:
+    """Return GPU memory that this process has freed to the device: torch keeps it, and what SGLang had a handle to."""
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
 
 def _layout(model: PretrainedConfig, config: EngineConfig, device: Device) -> Layout:

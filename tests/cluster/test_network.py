@@ -9,11 +9,13 @@ import pytest
 from rlsys.cluster.machines import natural
 from rlsys.cluster.network import (
     INTERFACE_VARIABLES,
+    address_here,
     address_towards,
     answers,
     interface_settings,
     own_addresses,
 )
+from rlsys.errors import UserError
 
 ADDRESSES = {"127.0.0.1": "lo", "10.0.0.7": "ib0", "192.168.1.5": "eth0"}
 
@@ -22,7 +24,7 @@ def test_the_interface_is_the_one_of_the_address_unless_it_is_set(monkeypatch: p
     gloo, nccl = INTERFACE_VARIABLES
     for name in INTERFACE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert interface_settings("10.0.0.7", ADDRESSES) == {gloo: "ib0", nccl: "ib0"}
+    assert interface_settings("10.0.0.7", ADDRESSES) == {gloo: "ib0", nccl: "=ib0"}
     monkeypatch.setenv(nccl, "ib1")
     assert interface_settings("10.0.0.7", ADDRESSES) == {gloo: "ib0"}
     assert interface_settings("10.9.9.9", ADDRESSES) == {}
@@ -35,6 +37,40 @@ def test_addresses_of_this_machine() -> None:
         port = server.getsockname()[1]
         assert answers("127.0.0.1", port, 1)
     assert not answers("127.0.0.1", port, 1)
+
+
+@pytest.mark.parametrize("host", ["127.0.1.1", "127.0.0.1", "localhost", socket.gethostname()])
+def test_this_machine_by_whatever_name_has_an_address_for_others(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.cluster.network.own_addresses", lambda: ADDRESSES | {"fd00::1": "eth0"})
+    resolve = socket.getaddrinfo
+    debian = {socket.gethostname(): "127.0.1.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest: resolve(debian.get(name, name), *rest))
+    monkeypatch.setattr("rlsys.cluster.network.address_towards", lambda _: "192.168.1.5")
+    assert address_here(host) == "192.168.1.5", "the way out"
+
+    def no_way(_: str) -> str:
+        raise OSError
+
+    monkeypatch.setattr("rlsys.cluster.network.address_towards", no_way)
+    assert address_here(host) == "10.0.0.7", "the first"
+    monkeypatch.setattr("rlsys.cluster.network.own_addresses", lambda: {"127.0.0.1": "lo", "fd00::1": "eth0"})
+    with pytest.raises(UserError, match="no IPv4 address that others could reach"):
+        address_here(host)
+
+
+def test_an_address_of_this_machine_is_taken_and_anothers_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.cluster.network.own_addresses", lambda: ADDRESSES)
+    assert address_here("192.168.1.5") == "192.168.1.5"
+    with pytest.raises(
+        UserError, match=r"--head 10\.9\.9\.9 is 10\.9\.9\.9, and this machine of rank 0 has 127"
+    ):
+        address_here("10.9.9.9")
+    with pytest.raises(UserError, match=r"--head fd00::1 has no IPv4 address"):
+        address_here("fd00::1")
+    with pytest.raises(socket.gaierror):
+        address_towards("::1")
 
 
 def test_numbers_in_host_names_count_as_numbers() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from rlsys.cli.main import app
 from rlsys.config.compose import load_config
-from rlsys.config.hardware import fullest_device, memory_problems
-from rlsys.config.schema import RunConfig
+from rlsys.config.hardware import fullest_device, launch_problems, machine_problems, memory_problems
+from rlsys.config.schema import RunConfig, SyncMode
 from rlsys.config.validate import find_problems
+from rlsys.errors import UserError
 
 TinyRun = Callable[..., RunConfig]
 TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]
@@ -61,6 +66,56 @@ def test_what_does_not_fit_is_named(tiny_run: TinyRun, overrides: list[str], nam
         assert words in found
 
 
+def test_where_servers_are_is_checked_without_the_number_of_devices(tiny_run: TinyRun) -> None:
+    (found,) = sentences(tiny_run("cluster.search.nodes=['1']"))
+    assert "cluster.search.nodes names machine 1" in found
+    (found,) = sentences(tiny_run("cluster.search.nodes=['0']", "search.index=null"))
+    assert "search.index is null" in found
+
+
+@pytest.mark.parametrize(("pp", "away"), [(1, []), (2, ["actor"])])
+def test_of_device_memory_every_stage_of_the_actor_hands_its_own_on(
+    tiny_run: TinyRun, pp: int, away: list[str]
+) -> None:
+    """Machines of 4: ranks 2 and 4 of the actor are copies of one stage, or two stages on two machines."""
+    config = tiny_run(
+        "cluster.sync_mode=ipc", f"actor.parallel.pp={pp}", *TWO_MACHINES[:1], "cluster.devices_per_node=4"
+    )
+    placed = {"actor": (2, 4), "inference": (1,), "rollout": (0,)}
+    told = [problem.sentence for problem in machine_problems(config, placed)]
+    assert len(told) == len(away)
+    assert all("puts actor on others" in sentence for sentence in told)
+
+
+def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_run: TinyRun) -> None:
+    """NCCL refuses what sync_mode=broadcast would do there, and the others do not leave a machine."""
+    shared = ["cluster.mode=collocated", "trainer.schedule.kind=sequential", "cluster.device=gpu"]
+    places = "cluster.placement={actor: 0-3, inference: 0-3, rollout: 0-3}"
+    for mode in SyncMode:
+        told = [
+            problem.sentence
+            for problem in find_problems(
+                tiny_run(*TWO_MACHINES, *shared, places, f"cluster.sync_mode={mode}")
+            )
+            if problem.key == "cluster.sync_mode"
+        ]
+        assert len(told) == (mode is not SyncMode.disk)
+        assert all("use cluster.sync_mode=disk" in sentence for sentence in told)
+
+
+def test_what_the_launcher_alone_settles(tiny_run: TinyRun) -> None:
+    served = ["cluster.search.nodes=['0']", "search.url=null"]
+    assert [one.key for one in launch_problems(tiny_run(*TWO_MACHINES, *served))] == [
+        "cluster.address",
+        "cluster.search.nodes",
+    ]
+    assert list(launch_problems(tiny_run())) == []
+    settled = ["cluster.address=a:6379", "search.url=http://a:1"]
+    assert list(launch_problems(tiny_run(*TWO_MACHINES, *served, *settled))) == []
+    played = ["search.cassette.path=calls.jsonl", "search.cassette.mode=replay"]
+    assert list(launch_problems(tiny_run(*served, *played))) == [], "no server is needed"
+
+
 def test_an_engine_lies_on_one_machine(tiny_run: TinyRun) -> None:
     """Machines of 3 devices: the second engine of two ranks would have its feet on both."""
     placed = "cluster.placement={actor: '4', inference: '5', rollout: 0-3}"
@@ -79,7 +134,7 @@ GIB = {"actor": 30.0, "critic": 25.0, "inference": 12.0, "rollout": 5.0}
 
 
 def test_groups_that_share_a_device_side_by_side_add_up(tiny_run: TinyRun) -> None:
-    """Actor and critic on one device, 30 + 25; an engine fills half of its own, 40."""
+    """Actor and critic on one device, 30 + 25."""
     plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
     assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
 
@@ -122,3 +177,15 @@ def test_the_big_experiment_does_not_fit_smaller_cards() -> None:
     small = load_config("searchr1_qwen2.5_3b_1node", [*files, "cluster.device_memory_gib=24"])
     (found,) = sentences(small)
     assert "cluster.device_memory_gib=24" in found
+
+
+def test_training_without_the_launcher_is_refused_and_planning_is_not(
+    files: list[str], tmp_path: Path
+) -> None:
+    words = ["--config-name", "searchr1_tiny_cpu", *files, f"output_dir={tmp_path / 'runs'}"]
+    served = [*words, "cluster.search.nodes=['0']", *TWO_MACHINES, APART]
+    with pytest.raises(UserError) as caught:
+        typer.main.get_command(app).main(["train", *served], standalone_mode=False)
+    assert str(caught.value).count("`rlsys launch`") == 2
+    assert not (tmp_path / "runs").exists()
+    assert CliRunner().invoke(app, ["train", *served, "--dry-run"]).exit_code == 0

@@ -229,9 +229,22 @@ def test_placements(edited: Edited, place: dict[str, Any], mode: Mode, placement
     assert config.trainer.schedule.kind is Schedule(expected)
 
 
+@pytest.mark.parametrize("key", ["actor.offload_optimizer", "actor.offload_weight", "actor.offload_grad"])
+def test_what_stays_on_a_device_of_its_own_need_not_be_offloaded(edited: Edited, key: str) -> None:
+    apart = {"cluster.component_placement": {"actor": "0-3", "inference": 4, "rollout": "5-7"}}
+    assert load(edited(**{key: False}, **apart)).cluster.mode is Mode.disaggregated
+    (line,) = complaints(edited(**{key: False}))
+    assert f"{key}=false cannot be honoured" in line
+    assert "write True" in line
+
+
 def test_all_of_two_nodes_are_sixteen_devices(edited: Edited) -> None:
     changes = {"cluster.num_nodes": 2}
-    assert len(parse_ranks(load(edited(**changes)).cluster.placement["actor"], "actor")) == 16
+    shared = load(edited(**changes)).cluster
+    assert len(parse_ranks(shared.placement["actor"], "actor")) == 16
+    assert shared.sync_mode is SyncMode.disk, (
+        "all that works for groups that share devices of several machines"
+    )
     apart = {"actor": "0-7", "inference": "8", "rollout": "9-15"}
     config = load(edited(**changes, **{"cluster.component_placement": apart}))
     assert (config.cluster.nodes, config.cluster.devices_per_node) == (2, 8)
@@ -290,7 +303,7 @@ def test_overrides_speak_either_language_and_go_before_the_file() -> None:
     assert config.cluster.placement == {"actor": "0", "inference": "1", "rollout": "2"}
     assert (part(config, "algorithm.kl_estimator"), config.reward.terms) == ("k2", {"exact_match": 2.0})
     assert config.cluster.device is Device.cpu  # The profile, and what the file says too.
-    assert (config.model.dtype, config.rollout.engine.memory_fraction) == (Dtype.float32, 0.05)
+    assert (config.model.dtype, config.rollout.engine.memory_fraction) == (Dtype.float32, 0.5)
     assert load(TRAIN).cluster.device is Device.gpu  # Nothing of it reaches the next.
 
 

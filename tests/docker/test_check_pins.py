@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -83,19 +82,35 @@ def test_the_file_that_pip_would_take(check: ModuleType) -> None:
     assert check.choose_file(files[3:], Version("1.0"), "3.12") is None
 
 
-@pytest.mark.parametrize("name", ["Dockerfile.gpu", "Dockerfile.cpu"])
-def test_images_run_as_a_user_and_leave_the_compiler_s_layers_behind(name: str) -> None:
+def instructions(name: str) -> list[list[str]]:
+    """The words of each instruction of a Dockerfile, its continuation lines with it."""
     lines = (DOCKER / name).read_text().splitlines()
-    words = [line.split() for line in lines if re.match(r"[A-Z]+ ", line)]
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    return [line.split() for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.gpu", "Dockerfile.cpu"])
+def test_images_run_as_a_user_and_take_their_packages_from_the_first_stage(name: str) -> None:
+    words = instructions(name)
     assert [word[0] for word in words].count("FROM") == 2
     (user,) = [word[1] for word in words if word[0] == "USER"]
     assert user == "rlsys"
     last = max(number for number, word in enumerate(words) if word[0] == "FROM")
-    assert not [word for word in words[last:] if "--no-build-isolation" in word and "-r" in word]
+    setup = "scripts/setup_gpu.sh" if name.endswith("gpu") else "scripts/setup.sh"
+    (made,) = [n for n, word in enumerate(words) if word[0] == "RUN" and setup in " ".join(word)]
+    assert made < last
+    installing = [word for word in words[last:] if word[0] == "RUN" and {"pip", "pip3"} & set(word)]
+    assert all("--no-deps" in word and word[-1] == "." for word in installing), installing
     for word in words:
         if word[0] == "COPY" and not word[1].startswith("--from"):
-            source = DOCKER.parent / word[-2]
-            assert source.exists(), source
+            sources = [one for one in word[1:-1] if not one.startswith("--")]
+            assert all((DOCKER.parent / source).exists() for source in sources), sources
+
+
+def test_the_gpu_image_has_what_kuberay_s_probes_run() -> None:
+    words = instructions("Dockerfile.gpu")
+    (tools,) = [word for word in words[len(words) // 2 :] if "apt-get" in word]
+    assert "wget" in tools
 
 
 def test_the_compose_file_starts_commands_and_files_that_exist() -> None:

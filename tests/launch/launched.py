@@ -42,7 +42,8 @@ class Launched:
         command = [
             sys.executable,
             "-m",
-            "rlsys.cli.main", "launch",
+            "rlsys.cli.main",
+            "launch",
             "--config-name",
             "searchr1_tiny_cpu",
             *where,

@@ -52,15 +52,19 @@ def run(script: Path, *words: str, cwd: Path, **settings: str) -> subprocess.Com
 def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(tmp_path: Path) -> None:
     srun = tmp_path / "srun"
     srun.write_text(SRUN)
-    srun.chmod(0o755)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    for file in (srun, python):
+        file.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     words = ["cluster.search.nodes=[0, node-1]", "search.index=/a b"]
-    done = run(SBATCH, *words, cwd=tmp_path, PATH=path, SLURM_JOB_ID="1", PYTHON="/my/python")
+    done = run(SBATCH, *words, cwd=tmp_path, PATH=path, SLURM_JOB_ID="1", PYTHON=str(python))
     assert done.returncode == 7, done.stderr
     given = (tmp_path / "srun.words").read_text().splitlines()
     assert "--ntasks-per-node=1" in given
-    launcher = given.index("/my/python")
-    assert given[launcher : launcher + 4] == ["/my/python", "-m", "rlsys.cli.main", "launch"]
+    assert "--cpu-bind=none" in given
+    launcher = given.index(str(python))
+    assert given[launcher : launcher + 4] == [str(python), "-m", "rlsys.cli.main", "launch"]
     params = parsed(given[launcher + 4 :])
     config = composed(params)
     assert config.search.index == "/a b"
@@ -69,7 +73,14 @@ def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(t
     assert f"#SBATCH --nodes={config.cluster.nodes}\n" in SBATCH.read_text()
     assert f"#SBATCH --gpus-per-node={config.cluster.devices_per_node}\n" in SBATCH.read_text()
     other = run(
-        SBATCH, "searchr1_tiny_cpu", "trainer.steps=3", cwd=tmp_path, PATH=path, SLURM_JOB_ID="1", WAIT_S="9"
+        SBATCH,
+        "searchr1_tiny_cpu",
+        "trainer.steps=3",
+        cwd=tmp_path,
+        PATH=path,
+        SLURM_JOB_ID="1",
+        WAIT_S="9",
+        PYTHON=str(python),
     )
     assert other.returncode == 7
     given = (tmp_path / "srun.words").read_text().splitlines()
@@ -95,9 +106,10 @@ def test_scripts_say_what_is_missing(tmp_path: Path) -> None:
     outside = run(SBATCH, cwd=tmp_path)
     assert outside.returncode == 2
     assert "give it to sbatch" in outside.stderr
-    lacking = run(BARE, "--config-name", "x", cwd=tmp_path, PYTHON="/nowhere")
-    assert (lacking.returncode, lacking.stdout) == (2, "")
-    assert "PYTHON=/nowhere lacks what rlsys needs" in lacking.stderr
+    for script, settings in ((BARE, {}), (SBATCH, {"SLURM_JOB_ID": "1"})):
+        lacking = run(script, "--config-name", "x", cwd=tmp_path, PYTHON="/nowhere", **settings)
+        assert (lacking.returncode, lacking.stdout) == (2, "")
+        assert "PYTHON=/nowhere lacks what rlsys needs" in lacking.stderr
 
 
 def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:

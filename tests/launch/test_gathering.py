@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlsys.cluster.worker_group import RankSilent
+from rlsys.errors import RunError
 from rlsys.launch import agent as agents
 from rlsys.launch.agent import NodeAgent
 from rlsys.launch.gathering import Gathering
@@ -49,7 +50,7 @@ async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> 
         log.write(b"two\n")
     await gathering.gather(1)
     await gathering.gather(1)
-    there = tmp_path / "run" / "logs" / "nodes" / "3" / "ray"
+    (there,) = (tmp_path / "run" / "logs" / "nodes").glob("*/3/ray")
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\n"
     assert (there / "events" / "e.log").read_bytes() == b"\xff\x00"
     assert not (there / "empty.err").exists()
@@ -57,6 +58,21 @@ async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> 
     (ray_logs / "raylet.out").write_bytes(b"new\n")
     await gathering.gather(1)
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\nnew\n"
+
+
+async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(
+    ray_logs: Path, tmp_path: Path
+) -> None:
+    nodes = tmp_path / "run" / "logs" / "nodes"
+    for life in range(3):
+        (ray_logs / "raylet.out").write_text(f"life {life}")
+        gathering = Gathering(Called(NodeAgent()), [0], tmp_path / f"first-{life}")  # type: ignore[arg-type]
+        await gathering.gather(1)
+        gathering.move_to(nodes)
+    assert sorted(file.read_text() for file in nodes.glob("*/0/ray/raylet.out")) == [
+        "life 0", "life 1", "life 2",
+    ]  # fmt: skip
+    assert len(list(nodes.iterdir())) == 3
 
 
 async def test_long_logs_come_a_little_at_a_time(
@@ -112,3 +128,31 @@ def test_the_end_is_told_to_the_machines_launcher(tmp_path: Path) -> None:
     agent.close(3, "it is over")
     assert json.loads((tmp_path / "ray" / "end.json").read_text()) == {"status": 3, "sentence": "it is over"}
     assert not list((tmp_path / "ray").glob("rlsys-node-*"))
+
+
+def test_the_end_is_told_before_the_search_server_takes_its_time(tmp_path: Path) -> None:
+    agent = NodeAgent()
+    told = []
+
+    class Server:
+        def close(self) -> None:
+            told.append((tmp_path / "ray" / "end.json").is_file())
+
+    agent._server = Server()  # type: ignore[assignment]
+    agent.close(0, "it is over")
+    assert told == [True]
+
+
+def test_a_machine_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    arguments = [
+        "doctor",
+        "--for",
+        "searchr1_tiny_cpu",
+        f"model.path={tmp_path}/nothing",
+        "search.index=nowhere",
+    ]
+    wrong = NodeAgent().examine(arguments, 60)
+    assert any(one.startswith("model.path: ") for one in wrong)
+    assert not any(one.startswith(("search", "task")) for one in wrong), "the head looks at these"
+    with pytest.raises(RunError, match=r"the preflight ended with status 2: .*not_there"):
+        NodeAgent().examine(["doctor", "--for", "not_there"], 60)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch.hosts import Hosts, namespaced_hosts
 from tests.launch.launched import launch, run_folder, wait_until
+
+TAKES_A_PORT = """
+import socket, sys, time
+with socket.create_server(("", int(sys.argv[1]))):
+    print("taken", flush=True)
+    time.sleep(600)
+"""
+LOGS = "outputs/*/logs/nodes/*/1/ray/raylet.out"
 
 
 @pytest.fixture
@@ -32,7 +42,7 @@ def test_two_machines_train_search_on_a_named_one_and_leave_nothing(hosts: Hosts
     assert [row["rollout/search_errors"] for row in rows] == [0, 0]
     assert not (folder / "logs" / "search.log").exists(), "the run started none itself"
     assert json.loads((folder / "summary.json").read_text())["steps"] == 2
-    logs = folder / "logs" / "nodes"
+    (logs,) = (folder / "logs" / "nodes").iterdir()
     assert "Application startup complete" in (logs / "1" / "node" / "search.log").read_text()
     assert not (logs / "0" / "node").exists(), "the first machine serves nothing"
     for rank in "01":
@@ -41,8 +51,14 @@ def test_two_machines_train_search_on_a_named_one_and_leave_nothing(hosts: Hosts
 
 
 def test_a_machine_that_does_not_come_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    # Where Ray's own client server, which nobody needs, would listen.
+    taken = hosts[0].start([sys.executable, "-c", TAKES_A_PORT, "10001"], tmp_path / "taken.log")
+    wait_until(lambda: (tmp_path / "taken.log").read_text(), 20)
     (head,) = launch(hosts, tmp_path, "--wait", "12", ranks=(0,))
     assert head.wait() == 1
+    for process in psutil.Process(taken.pid).children():
+        process.kill()
+    taken.wait(10)
     assert (
         f"node 1 did not come to {hosts[0].address}:6379 within 12 s (1 of 2 machines are there)"
         in head.said()
@@ -61,8 +77,7 @@ def test_without_a_head_a_machine_gives_up(hosts: Hosts, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_machine_that_loses_power_ends_the_run_and_is_named(hosts: Hosts, tmp_path: Path) -> None:
     head, worker = launch(hosts, tmp_path)
-    logs = "outputs/*/logs/nodes/1/ray/raylet.out"
-    wait_until(lambda: list(tmp_path.glob(logs)), 120, head, worker)
+    wait_until(lambda: list(tmp_path.glob(LOGS)), 120, head, worker)
     hosts[1].power_off()
     assert head.wait() == 1
     assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
@@ -77,16 +92,16 @@ def test_a_machine_whose_cable_is_pulled_is_named_and_ends_by_itself(hosts: Host
     assert [head.wait(), worker.wait()] == [1, 1]
     assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
     assert "is lost: it has answered nothing for 20 s" in worker.said()
-    assert (run_folder(tmp_path) / "logs" / "nodes" / "1" / "ray" / "raylet.out").is_file()
+    assert list(tmp_path.glob(LOGS))
     assert head.leaves_nothing()
     assert worker.leaves_nothing()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_head_ends_every_machine(hosts: Hosts, tmp_path: Path, number: int) -> None:
     head, worker = launch(hosts, tmp_path)
-    wait_until(lambda: list(tmp_path.glob("outputs/*/logs/nodes/1/ray/raylet.out")), 120, head, worker)
+    wait_until(lambda: list(tmp_path.glob(LOGS)), 120, head, worker)
     head.signal(number)
     assert [head.wait(), worker.wait()] == [130, 130]
     assert "leaves: the run was interrupted" in worker.said()
@@ -97,9 +112,47 @@ def test_an_interrupted_head_ends_every_machine(hosts: Hosts, tmp_path: Path, nu
 @pytest.mark.slow
 def test_an_interrupted_machine_ends_the_run(hosts: Hosts, tmp_path: Path) -> None:
     head, worker = launch(hosts, tmp_path)
-    wait_until(lambda: list(tmp_path.glob("outputs/*/logs/nodes/1/ray/raylet.out")), 120, head, worker)
-    worker.signal(signal.SIGTERM)
+    wait_until(lambda: list(tmp_path.glob(LOGS)), 120, head, worker)
+    worker.signal(signal.SIGINT)
     assert [head.wait(), worker.wait()] == [1, 130]
     assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
+    assert head.leaves_nothing()
+    assert worker.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_machines_that_are_all_told_to_end_stay_until_the_head_has_closed_the_run(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    head, worker = launch(hosts, tmp_path)
+    wait_until(lambda: list(tmp_path.glob(LOGS)), 120, head, worker)
+    worker.signal(signal.SIGTERM)
+    head.signal(signal.SIGTERM)
+    assert [head.wait(), worker.wait()] == [130, 130]
+    assert "is lost" not in head.said()
+    assert "leaves: the run was interrupted" in worker.said()
+    assert head.leaves_nothing()
+    assert worker.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_process(hosts: Hosts, tmp_path: Path) -> None:
+    head, worker = launch(hosts, tmp_path)
+    wait_until(lambda: list(tmp_path.glob(LOGS)), 120, head, worker)
+    head.signal(signal.SIGKILL)
+    assert worker.wait() == 1
+    wait_until(lambda: not hosts[0].processes(), 90, head)
+    assert worker.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_dead_head_of_ray_ends_the_run_with_a_sentence(hosts: Hosts, tmp_path: Path) -> None:
+    head, worker = launch(hosts, tmp_path, "trainer.steps=200")
+    wait_until(lambda: list(tmp_path.glob(LOGS)), 120, head, worker)
+    (gcs,) = (one for one in hosts[0].processes() if one.name() == "gcs_server")
+    gcs.kill()
+    assert head.wait() == 1
+    assert "Ray ended on this machine with status 1" in head.said()
+    assert worker.wait() == 1
     assert head.leaves_nothing()
     assert worker.leaves_nothing()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.cli.launch import command
 from rlsys.errors import UserError
 from rlsys.launch.role import Role, expand_hosts, find_role
 
@@ -19,8 +20,6 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
         ({}, {}, Role(0, 1, "", 6379)),
         ({}, {"rank": 1, "nodes": 2, "head": "a"}, Role(1, 2, "a", 6379)),
         ({}, {"rank": 1, "nodes": 2, "head": "10.0.0.1:7000"}, Role(1, 2, "10.0.0.1", 7000)),
-        ({}, {"rank": 1, "nodes": 2, "head": "[fd00::1]:7000"}, Role(1, 2, "fd00::1", 7000)),
-        ({}, {"rank": 1, "nodes": 2, "head": "fd00::1"}, Role(1, 2, "fd00::1", 6379)),
         ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a"}, {}, Role(1, 3, "a", 6379)),
         (
             {"RANK": "9", "GROUP_RANK": "1", "WORLD_SIZE": "16", "NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},
@@ -29,6 +28,11 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
         ),
         ({"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "a"}, {"head": "b"}, Role(1, 2, "b", 6379)),
         (SLURM, {}, Role(2, 4, "gpu09", 6379, ("gpu09", "gpu10", "gpu11", "big"))),
+        (
+            {**SLURM, "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NODELIST": "gpu[10-11],big"},
+            {},
+            Role(2, 3, "gpu10", 6379, ("gpu10", "gpu11", "big")),
+        ),
         (SLURM, {"rank": 0}, Role(0, 4, "gpu09", 6379, ("gpu09", "gpu10", "gpu11", "big"))),
     ],
 )  # fmt: skip
@@ -42,6 +46,11 @@ def test_flags_go_before_the_environment(
     ("environment", "wanted", "flags", "said"),
     [
         ({}, 2, {}, "--rank: which of the 2 machines is this"),
+        ({}, 2, {}, "--rank 0 on the head and --rank 1 on the other, or"),
+        ({}, 3, {}, "--rank 0 on the head and --rank 1 to 2 on the others, or"),
+        ({}, 1, {"nodes": 0}, "--nodes 0 is fewer than cluster.nodes=1"),
+        ({}, 2, {"rank": 0, "head": "[fd00::1]:7000"}, "an IPv6 address"),
+        ({"MASTER_ADDR": "fd00::1"}, 2, {"rank": 0}, "MASTER_ADDR=fd00::1 is an IPv6 address"),
         ({}, 2, {"rank": 1}, "--head: where is the machine of rank 0"),
         ({}, 2, {"rank": 2, "head": "a"}, "--rank 2 is not a machine of --nodes 2"),
         ({}, 1, {"rank": -1}, "--rank -1 is not a machine"),
@@ -56,6 +65,13 @@ def test_what_does_not_fit_is_a_sentence(
 ) -> None:
     with pytest.raises(UserError, match=said):
         find_role(environment, wanted, **flags)
+
+
+def test_a_cluster_that_runs_needs_as_many_machines() -> None:
+    settings = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]
+    for nodes in (0, 1):
+        with pytest.raises(UserError, match=f"--nodes {nodes} is fewer than cluster.nodes=2"):
+            command("searchr1_tiny_cpu", settings, None, nodes, None, None, 1.0, "127.0.0.1:1", False)
 
 
 def test_a_machine_is_named_as_far_as_it_is_known() -> None:

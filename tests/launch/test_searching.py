@@ -32,15 +32,13 @@ def test_machines_are_found_by_rank_and_by_host_name() -> None:
         serving_positions(_run(["gpu-c"]), HOSTS)
 
 
-def test_servers_that_nobody_would_use_or_without_an_index_are_refused() -> None:
+def test_servers_that_nobody_would_use_are_refused() -> None:
     check_searching(_run([]))
     check_searching(_run(["0"]))
     with pytest.raises(
         UserError, match=r"search\.url=http://a:1 and cluster\.search\.nodes=.* leave one out"
     ):
         check_searching(_run(["0"], url="http://a:1"))
-    with pytest.raises(UserError, match=r"search\.index: give the index"):
-        check_searching(_run(["0"], index=None))
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def test_fp8_is_asked_for() -> None:
     model = ModelConfig("model", fp8=True)
     assert "fp8" not in kernel_settings(replace(model, fp8=False), Layers.te, TE)
     assert kernel_settings(model, Layers.te, TE)["fp8"] == "hybrid"
+    # Else the first micro-batch of every pass overwrites fused gradients, and copies of weights stay when they are offloaded.
+    assert kernel_settings(model, Layers.te, replace(TE, apex=True))["disable_parameter_transpose_cache"]
     for here in (TE, NOTHING):
         with pytest.raises(UserError, match="fp8 is true"):
             kernel_settings(model, Layers.local, here)

@@ -22,11 +22,9 @@ from rlsys.weights.hf_io import INDEX
 H100 = Capabilities(
     cuda_devices=8,
     compute_capability=(9, 0),
-    device_memory_gib=79.6,
     nccl=True,
     torch="2.13.0",
     cuda="13.0",
-    sglang="0.5.21",
     sglang_kernel="0.4.7",
     torch_memory_saver="0.0.10",
 )

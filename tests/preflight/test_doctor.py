@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
+from rlsys.cli.main import app
 from rlsys.preflight.finding import Finding, ok, unknown, wrong
 from rlsys.preflight.show import as_data, show, verdict
 
@@ -63,8 +65,10 @@ def test_the_tiny_run_can_run_here_and_not_without_its_questions(tmp_path: Path)
     good = doctor("--for", "searchr1_tiny_cpu", "--json", f"output_dir={tmp_path}")
     assert good.returncode == 0, good.stdout
     assert json.loads(good.stdout)["right"]
-    bad = doctor("--for", "searchr1_tiny_cpu", "task.eval_path=none.jsonl", "cluster.nodes=0")
-    assert bad.returncode == 2
+    bad = CliRunner().invoke(
+        app, ["doctor", "--for", "searchr1_tiny_cpu", "task.eval_path=none.jsonl", "cluster.nodes=0"]
+    )
+    assert bad.exit_code == 2
     told = " ".join(bad.stdout.split())
     assert (
         "2 things are to be mended before searchr1_tiny_cpu can run: cluster.nodes, task.eval_path." in told
@@ -73,7 +77,7 @@ def test_the_tiny_run_can_run_here_and_not_without_its_questions(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "words", [["trainer.steps=3"], ["--json"], ["--for", "searchr1_tiny_cpu", "--strict"]]
+    "words", [["trainer.steps=3"], ["--json"], ["--launched"], ["--for", "searchr1_tiny_cpu", "--strict"]]
 )
 def test_options_that_do_not_go_together_are_refused(words: list[str]) -> None:
     done = doctor(*words)

@@ -58,7 +58,7 @@ TAKEN_AWAY: list[tuple[str, Callable[[], Machine], str, str]] = [
     ("GPUs", lambda: complete(cards=Gpus("580.82", cards(4))), "4 of 8", "CUDA_VISIBLE_DEVICES"),
     ("GPUs", lambda: complete(cards=Unseen("no driver")), "no driver", "NVIDIA"),
     ("CUDA driver", lambda: complete(cards=Gpus("570.1", cards(8))), "needs 580", "install driver 580"),
-    ("GPU memory", lambda: complete(cards=Gpus("580.82", cards(8, total_gib=0.02))), "inference take", "inference.micro_batch_tokens"),
+    ("GPU memory", lambda: complete(cards=Gpus("580.82", cards(8, total_gib=0.001))), "of 0.0 GiB of a card", "lower "),
     (
         "GPU 0 in use",
         lambda: complete(cards=Gpus("580.82", cards(8, used_gib=70), (Tenant("GPU-0", 7, "python", 69.0),))),
@@ -92,6 +92,34 @@ def test_what_is_missing_is_the_one_thing_that_is_wrong(
     assert set(wrong) == {what}
     assert says in wrong[what].found
     assert fix in wrong[what].fix
+
+
+def test_an_engine_fills_its_part_of_the_card_that_is_there(node_run: Compose) -> None:
+    """Of a card of 40 GiB, not of the stated 80."""
+    small = complete(cards=Gpus("580.82", cards(8, total_gib=40.0)))
+    assert wrong_things(node_run("rollout.engine.memory_fraction=0.8"), small) == {}
+    told = found(node_run("rollout.engine.memory_fraction=0.8"), small, "GPU memory").found
+    assert told.startswith("rollout take about 32.0 of 40.0 GiB")
+    assert "not of cluster.device_memory_gib=80" in told
+    assert "device_memory_gib" not in found(node_run(), complete(), "GPU memory").found
+
+
+def test_memory_is_that_of_the_layers_that_are_here(node_run: Compose) -> None:
+    """Without recomputation, what the layers of a large micro-batch keep takes most of a card."""
+    tiny = Gpus("580.82", cards(8, total_gib=2.0))
+    plain, engine = complete(cards=tiny), complete(cards=tiny)
+    engine.here = replace(engine.here, transformer_engine="2.20.2")
+
+    def needed(layers: str, machine: Machine) -> str:
+        words = [
+            "model.recompute=false",
+            "actor.micro_batch_tokens=100000",
+            "rollout.engine.memory_fraction=0.01",
+        ]
+        config = node_run(f"model.layers={layers}", *words)
+        return found(config, machine, "GPU memory").found
+
+    assert needed("auto", plain) == needed("local", plain) != needed("te", engine) == needed("auto", engine)
 
 
 def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) -> None:
@@ -190,8 +218,25 @@ def test_a_machine_without_a_share_in_the_run_needs_no_gpu(node_run: Compose) ->
 
 def test_machines_that_a_launcher_will_gather_are_not_said_to_be_there(node_run: Compose) -> None:
     config = node_run(*TWO_NODES[1:])
-    assert found(config, complete(), "Ray").state is State.unknown
-    assert found(config, complete(taken_ports=[6379]), "Ray").state is State.wrong
+
+    def ray(machine: Machine) -> State:
+        (one,) = [one for one in examine(config, machine, launched=True) if one.what == "Ray"]
+        return one.state
+
+    assert ray(complete()) is State.unknown
+    assert ray(complete(taken_ports=[6379])) is State.wrong
+
+
+def test_what_the_launcher_alone_starts_is_wrong_without_it(node_run: Compose) -> None:
+    config = node_run(*TWO_NODES[1:-1], "search.url=null", "search.index=none", "cluster.search.nodes=['1']")
+    wrong = wrong_things(config, complete())
+    assert set(wrong) == {"cluster.address", "cluster.search.nodes"}
+    assert all("`rlsys launch`" in one.found for one in wrong.values())
+    assert is_right(examine(config, complete(), launched=True))
+    # What the launcher adds.
+    added = ("cluster.address=10.0.0.1:6379", "search.url=http://10.0.0.2:8000")
+    launched = node_run(*TWO_NODES[1:-1], "search.index=none", "cluster.search.nodes=['1']", *added)
+    assert wrong_things(launched, complete(cluster=CLUSTER)) == {}
 
 
 def test_an_address_that_means_another_machine_elsewhere_is_refused(node_run: Compose) -> None:

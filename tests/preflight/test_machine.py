@@ -20,7 +20,11 @@ CARDS = """\
 0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 4, 580.82.07
 1, GPU-bbb, NVIDIA H100 80GB HBM3, 81559, 20480, 580.82.07
 """
-TENANTS = "GPU-bbb, 4711, /usr/bin/python3, 20470\nGPU-bbb, 12, [Not Found], [N/A]\n"
+TENANTS = """\
+GPU-bbb, 4711, /usr/bin/python3, 20470
+GPU-bbb, 12, [Not Found], [N/A]
+GPU-aaa, 13, /opt/a,b, c, 5
+"""
 
 
 def test_cards_and_those_on_them_are_read() -> None:
@@ -28,9 +32,14 @@ def test_cards_and_those_on_them_are_read() -> None:
     assert seen.driver == "580.82.07"
     assert [(card.index, round(card.total_gib, 1)) for card in seen.cards] == [(0, 79.6), (1, 79.6)]
     assert seen.cards[1].used_gib == 20.0
-    assert [(one.uuid, one.pid) for one in seen.tenants] == [("GPU-bbb", 4711), ("GPU-bbb", 12)]
+    assert [(one.uuid, one.pid) for one in seen.tenants] == [
+        ("GPU-bbb", 4711),
+        ("GPU-bbb", 12),
+        ("GPU-aaa", 13),
+    ]
     assert seen.tenants[0].name == "python3"
     assert seen.tenants[1].used_gib == 0.0
+    assert (seen.tenants[2].name, seen.tenants[2].used_gib) == ("a,b, c", 5 / 1024)
 
 
 @pytest.mark.parametrize(

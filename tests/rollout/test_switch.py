@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from rlsys.pipeline.routing import EngineDied
 from rlsys.rollout.engine import Engine
 from rlsys.rollout.held_weights import sha256_prefix
 from rlsys.rollout.liveness import Liveness
-from rlsys.weights.buckets import Bucket, digest, pack, unpack
+from rlsys.rollout.staging import StagedVersion
+from rlsys.weights.buckets import Bucket, digest, pack, pack_into, unpack
 from tests.rollout import tiny
 
 NAME = "model.norm.weight"
@@ -70,6 +72,9 @@ class Script:
 
     async def checksums(self) -> tuple[tuple[bool, str], list[dict[str, str]]]:
         return await self._step("checksums"), [dict(self.holds)]
+
+    async def sleep(self, _flush_timeout_s: float) -> tuple[bool, str]:
+        return await self._step("sleep")
 
     def abort_all(self) -> None:
         self.log.append("abort_all")
@@ -174,6 +179,77 @@ async def test_a_switch_loads_between_pause_and_resume(engine: Engine) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert (engine.running, engine.counts.aborted) == (0, 1)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+async def test_a_bucket_without_room_is_refused_with_the_way_out(
+    engine: Engine, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [(NAME, torch.ones(4))]
+    bucket = (
+        pack_into(torch.empty(100, dtype=torch.uint8), tensors) if on_device else next(pack(tensors, 100))
+    )
+
+    def take(*_args: object, **_named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100 bytes.")
+
+    await engine.begin_update(1)
+    with monkeypatch.context() as full:
+        full.setattr(StagedVersion, "take", take)
+        with pytest.raises(RunError, match=r"version 1 .* no room .* Tried to allocate 100 bytes") as refused:
+            await engine.load_bucket(bucket)
+    assert "lower rollout.engine.memory_fraction=0.8" in str(refused.value)
+    assert ("cluster.sync_mode=tensor" in str(refused.value)) == on_device
+    with pytest.raises(RunError, match="no room"):
+        await generate(engine, [1])
+    await engine.finish_update(2, await stage(engine, 2))
+    await generate(engine, [1])
+
+
+async def test_a_gpu_gets_back_what_an_update_took(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    script: Script = engine._process  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for call in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, call, lambda call=call: script.log.append(call))
+    given = ["ipc_collect", "empty_cache"]
+    total = await stage(engine, 1)
+    assert script.log == [], "what is staged awake goes on from torch's cache"
+    await engine.finish_update(1, total)
+    assert script.log == [*STEPS, "resume", *given]
+    script.log.clear()
+    await engine.begin_update(2)
+    await engine.sleep()
+    assert script.log == [*given, "sleep"]
+    await stage(engine, 2)
+    assert script.log == [*given, "sleep", *given]
+
+
+async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script: Script = engine._process  # type: ignore[assignment]
+    begun, may_end = threading.Event(), threading.Event()
+    taken = StagedVersion.take
+
+    def take(self: StagedVersion, bucket: Bucket, to_host: bool = False) -> None:
+        begun.set()
+        assert may_end.wait(5)
+        taken(self, bucket, to_host)
+
+    monkeypatch.setattr(StagedVersion, "take", take)
+    await engine.begin_update(1)
+    bucket = pack_into(torch.empty(100, dtype=torch.uint8), [(NAME, torch.ones(4))])
+    left: list[str] = []
+    monkeypatch.setattr(StagedVersion, "leave_device", lambda update: left.append(f"{update.nbytes} bytes"))
+    staging = asyncio.create_task(engine.load_bucket(bucket))
+    await asyncio.to_thread(begun.wait, 5)
+    sleeping = asyncio.create_task(engine.sleep())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (left, script.log) == ([], [])
+    may_end.set()
+    await asyncio.gather(staging, sleeping)
+    assert (left, script.log) == (["16 bytes"], ["sleep"])
 
 
 async def test_versions_that_do_not_cover_the_tokens_are_an_error(

@@ -1,0 +1,115 @@
+"""scripts/setup_gpu.sh asks pip for the right things in the right order, and says what a machine lacks.
+
+On a copy of what it reads, with an interpreter and a compiler that note what they are asked: nothing is installed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+    "-c "*version_info*) exit {unfit} ;;
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip") shift 3; echo "$@" >> "{asked}" ;;
+esac
+"""
+NVCC = """#!/bin/sh
+echo "Cuda compilation tools, release {release}, V{release}.88"
+"""
+
+
+class Machine:
+    """A folder with a copy of the script and its files, and programs to be found first."""
+
+    def __init__(self, folder: Path, *, checkout: bool = True) -> None:
+        self.folder, self.asked = folder, folder / "asked"
+        self.root, self.programs = folder / "a copy", folder / "bin"
+        (self.root / "scripts").mkdir(parents=True)
+        self.programs.mkdir()
+        shutil.copy(ROOT / "scripts" / "setup_gpu.sh", self.root / "scripts")
+        shutil.copytree(ROOT / "requirements", self.root / "requirements")
+        if checkout:
+            (self.root / "setup.py").touch()
+        for tool in ("sh", "dirname", "sed", "grep", "mkdir", "cp", "cat"):
+            (self.programs / tool).symlink_to(str(shutil.which(tool)))
+
+    def has(self, name: str, text: str) -> None:
+        (self.programs / name).write_text(text)
+        (self.programs / name).chmod(0o755)
+
+    def setup(self, *flags: str, **settings: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.root / "scripts" / "setup_gpu.sh"), *flags],
+            cwd=self.folder, env={"PATH": str(self.programs)} | settings, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    made.has("python3.12", PYTHON.format(unfit=0, asked=made.asked))
+    made.has("nvcc", NVCC.format(release="13.0"))
+    return made
+
+
+def test_torch_and_what_is_compiled_with_come_first(machine: Machine) -> None:
+    done = machine.setup("--dashboard", VENV="my venv")
+    assert done.returncode == 0, done.stderr
+    first, second, third = machine.asked.read_text().splitlines()
+    named = dict(word.split("==") for word in first.split() if "==" in word)
+    assert set(named) == {"torch", "setuptools", "packaging", "ninja", "numpy"}
+    assert first.endswith("-r requirements/gpu-build.txt")
+    assert second == (
+        "install --no-build-isolation -r requirements/gpu.txt -r requirements/gpu-dashboard.txt"
+    )
+    assert third == "install --no-deps --no-build-isolation --editable ."
+    assert (machine.folder / "my venv" / "bin" / "python").is_file()
+    pinned = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
+    assert {f"{name}=={version}" for name, version in named.items()} <= set(pinned)
+
+
+def test_without_a_checkout_it_stops_at_the_packages(tmp_path: Path) -> None:
+    """As in the image, whose first stage has the requirement files alone."""
+    machine = Machine(tmp_path, checkout=False)
+    machine.has("python3.12", PYTHON.format(unfit=0, asked=machine.asked))
+    machine.has("nvcc", NVCC.format(release="13.0"))
+    assert machine.setup().returncode == 0
+    assert [line.split()[-1] for line in machine.asked.read_text().splitlines()] == [
+        "requirements/gpu-build.txt", "requirements/gpu.txt",
+    ]  # fmt: skip
+
+
+def test_what_is_missing_is_a_sentence(machine: Machine) -> None:
+    machine.has("nvcc", NVCC.format(release="12.8"))
+    assert "is of CUDA 12, and torch is built for CUDA 13" in machine.setup().stderr
+    (machine.programs / "nvcc").unlink()
+    assert "nvcc is not installed" in machine.setup().stderr
+    machine.has("python3.12", PYTHON.format(unfit=1, asked=machine.asked))
+    assert "python3.12 is not Python 3.12" in machine.setup().stderr
+    (machine.programs / "python3.12").unlink()
+    done = machine.setup()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("setup_gpu: python3.12 is not installed; install Python 3.12")
+    assert not machine.asked.exists()
+
+
+def test_an_environment_of_another_python_is_refused(machine: Machine) -> None:
+    assert machine.setup(VENV="my venv").returncode == 0
+    other = machine.folder / "my venv" / "bin" / "python"
+    other.write_text(re.sub("exit 0", "exit 1", other.read_text()))
+    assert "my venv is not of Python 3.12" in machine.setup(VENV="my venv").stderr
+
+
+def test_help_needs_nothing(machine: Machine) -> None:
+    (machine.programs / "nvcc").unlink()
+    done = machine.setup("--help")
+    assert done.returncode == 0
+    assert "--dashboard" in done.stdout
+    assert "is not a flag" in machine.setup("--cpu").stderr
