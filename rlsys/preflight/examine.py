@@ -6,7 +6,6 @@ config already is not looked at again in the world: a path that is not there is 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def examine(config: RunConfig, probes: Probes, *, launched: bool = False) -> Ite
     yield from interface_findings(probes)
     if "cluster.address" not in bad:
         yield from ray_findings(config, ranks, ray, probes)
-    yield from room_findings(config, plan_of(config), Path(tempfile.gettempdir()), probes)
+    yield from room_findings(config, plan_of(config), probes)
     if MODEL not in bad:
         yield from model_findings(Path(config.model.path))
     question = ""
@@ -56,7 +55,8 @@ def examine(config: RunConfig, probes: Probes, *, launched: bool = False) -> Ite
             yield finding
     if not any(key.startswith("search.") for key in bad):
         yield from search_findings(config, question, machines(config, ray), probes)
-    yield from elsewhere(machines(config, ray) - 1)
+    if not launched:  # Else each machine is looked at by itself.
+        yield from elsewhere(machines(config, ray) - 1)
 
 
 def _devices(config: RunConfig, wanted: int, probes: Probes) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Whether there is room: on disk for what the run writes, in shared memory, in host memory. Pure."""
+"""Whether there is room: on disk for what the run writes, in shared memory, in host memory. Pure but for TMPDIR."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlsys.cluster.folders import ray_parent
 from rlsys.config.schema import Device, RunConfig
+from rlsys.errors import UserError
 from rlsys.preflight.estimates import (
     checkpoint_gib,
     checkpoints_at_once,
@@ -26,13 +28,11 @@ _LOGS_GIB = 1.0
 """Logs, figures and Ray's session."""
 
 
-def room_findings(
-    config: RunConfig, plan: Mapping[str, Any] | None, scratch: Path, probes: Probes
-) -> Iterator[Finding]:
-    """`scratch` is where Ray keeps its session, and what it spills."""
+def room_findings(config: RunConfig, plan: Mapping[str, Any] | None, probes: Probes) -> Iterator[Finding]:
+    """Of all that a run writes; without a plan, of what does not depend on it."""
     if plan is not None:
         yield _output(config, int(plan["model"]["parameters"]), probes)
-    yield _spill(scratch, probes)
+    yield _spill(probes)
     yield _shared(config.cluster.device, probes)
     if plan is not None and config.cluster.device is Device.cpu and config.cluster.address is None:
         yield _host(plan, probes)
@@ -63,10 +63,14 @@ def _output(config: RunConfig, parameters: int, probes: Probes) -> Finding:
     return wrong(what, found, f"{fewer}free {needed - disk.free_gib:.1f} GiB, or give another output_dir")
 
 
-def _spill(scratch: Path, probes: Probes) -> Finding:
+def _spill(probes: Probes) -> Finding:
+    """Where Ray keeps its session, and what it spills."""
     what = "disk for Ray"
     try:
+        scratch = ray_parent()
         disk = probes.disk(scratch)
+    except UserError as problem:
+        return wrong(what, str(problem))
     except Unseen as problem:
         return wrong(what, f"{scratch}: {problem}", "set TMPDIR to a folder that can be written")
     used = 1 - disk.free_gib / disk.total_gib if disk.total_gib else 1.0

@@ -266,3 +266,14 @@ def test_an_index_that_another_machine_serves_need_not_be_here(node_run: Compose
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
     assert found(served, complete(), "search.index").state is State.unknown
     assert "search.index" in wrong_things(node_run(*elsewhere), complete())
+
+
+def test_a_folder_too_deep_for_rays_sockets_is_replaced_or_refused(
+    node_run: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("a" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    assert "in /tmp" in found(node_run(), complete(), "disk for Ray").found
+    monkeypatch.setattr("rlsys.cluster.folders._COMMON", deep)
+    assert "too long for Ray's sockets" in wrong_things(node_run(), complete())["disk for Ray"].found
