@@ -124,10 +124,11 @@ def _private(folder: Path, name: str) -> list[str]:
     """The host's own /tmp, and what everybody has in it."""
     own = folder / "private" / name
     own.mkdir()
-    shared = folder.resolve()
-    if shared.is_relative_to("/tmp"):
-        (own / shared.relative_to("/tmp")).mkdir(parents=True)
-    return [str(own), str(shared)]
+    everybodys = {path.resolve() for path in (folder, PROJECT, Path(sys.prefix), Path(sys.base_prefix))}
+    shared = [path for path in everybodys if path.is_relative_to("/tmp") and not everybodys & {*path.parents}]
+    for path in shared:
+        (own / path.relative_to("/tmp")).mkdir(parents=True, exist_ok=True)
+    return [str(own), *map(str, shared)]
 
 
 @contextmanager
@@ -135,12 +136,14 @@ def _first_process(settings: Sequence[str]) -> Iterator[psutil.Process]:
     """A process in namespaces of its own, with everything that it and others start in them."""
     setting_up = "true"
     if settings:
-        name, own, shared = settings
-        setting_up = (
-            f"hostname {name} && mount -t tmpfs -o size=2g tmpfs /dev/shm && mkdir -p /run/shared-folder && "
-            f"mount --rbind {shared} /run/shared-folder && mount --bind {own} /tmp && "
-            f"mount --move /run/shared-folder {shared}"
-        )
+        name, own, *shared = settings
+        aside = [f"/run/shared-folder-{number}" for number in range(len(shared))]
+        pairs = list(zip(shared, aside, strict=True))
+        steps = [f"hostname {name}", "mount -t tmpfs -o size=2g tmpfs /dev/shm"]
+        steps += [f"mkdir -p {there} && mount --rbind {path} {there}" for path, there in pairs]
+        steps += [f"mount --bind {own} /tmp"]
+        steps += [f"mount --move {there} {path}" for path, there in pairs]
+        setting_up = " && ".join(steps)
     wrapper = subprocess.Popen(
         [*_ALONE, "sh", "-c", f'{setting_up} && exec {sys.executable} -S -c "{_INIT}"'],
         stdin=subprocess.PIPE,

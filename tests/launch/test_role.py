@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from examples.searchr1.tiny.demo import prepare_world
 from rlsys.cli.launch import command
 from rlsys.errors import UserError
 from rlsys.launch.role import Role, expand_hosts, find_role
@@ -68,6 +70,7 @@ def test_what_does_not_fit_is_a_sentence(
 
 
 def test_a_cluster_that_runs_needs_as_many_machines() -> None:
+    prepare_world(Console(quiet=True))
     settings = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]
     for nodes in (0, 1):
         with pytest.raises(UserError, match=f"--nodes {nodes} is fewer than cluster.nodes=2"):
