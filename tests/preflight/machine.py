@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -18,16 +18,10 @@ from rlsys.preflight.probes import Answer, Disk, Gpu, Gpus, RayCluster, Unseen
 from rlsys.weights.bijection import WeightMap
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import INDEX
+from tests.test_capabilities import H100
 
-H100 = Capabilities(
-    cuda_devices=8,
-    compute_capability=(9, 0),
-    nccl=True,
-    torch="2.13.0",
-    cuda="13.0",
-    sglang_kernel="0.4.7",
-    torch_memory_saver="0.0.10",
-)
+BARE_H100 = replace(H100, transformer_engine=None, flash_attn_4=None, apex=False)
+"""With what the gpu profile cannot do without."""
 
 
 def cards(count: int, used_gib: float = 0.0, total_gib: float = 79.6) -> tuple[Gpu, ...]:
@@ -39,7 +33,7 @@ class Machine:
     """Probes with set answers: a node of eight H100 where all is well, unless a test says otherwise."""
 
     cards: Gpus | Unseen = field(default_factory=lambda: Gpus("580.82", cards(8)))
-    here: Capabilities = H100
+    here: Capabilities = BARE_H100
     packages: Mapping[str, str] | None = None
     """None: every package, in the version that is asked for."""
     free_gib: Mapping[str, float] = field(default_factory=dict)
