@@ -7,7 +7,7 @@ every process that was started is ended and everything known is on disk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,13 +39,14 @@ from rlsys.groups.weight_sync import Receiver, WeightSync
 from rlsys.observe.files import sha256_of
 from rlsys.observe.progress import Progress
 from rlsys.observe.spans import Tracer
+from rlsys.observe.status import STATUS, StatusFile
 from rlsys.observe.utilisation import peak_flops
 from rlsys.pipeline.flow import Flow, Handlers
 from rlsys.pipeline.group import Group
 from rlsys.pipeline.grouping import finish, reward_group
 from rlsys.pipeline.masks import MaskOf, trained_tokens, value_mask
 from rlsys.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
-from rlsys.record import RunRecord
+from rlsys.record import History, RunRecord
 from rlsys.resume import CHECKPOINTS, Origin
 from rlsys.reward.reward import Rewards
 from rlsys.saving import Saver
@@ -65,10 +66,10 @@ async def open_session(
     prompts = PromptSource(questions, config.trainer.seed, state.prompts if state else None)
     heldout = heldout_questions(config)
     async with AsyncExitStack() as stack:
-        progress = stack.enter_context(Progress())
-        progress.update(step=0, steps=config.trainer.steps)
+        history = origin.history if origin else None
+        progress = stack.enter_context(_progress(config, run_dir, history))
         cost = flops_of(read_architecture(config.model.path))
-        record = RunRecord(config, run_dir, progress, cost, origin.history if origin else None)
+        record = RunRecord(config, run_dir, progress, cost, history, _text_of(config))
         stack.callback(record.close)
         rewards = Rewards(config.reward, config.task, config.compat)
         stack.push_async_callback(rewards.close)
@@ -90,13 +91,17 @@ async def open_session(
         )
         done = state.step if state else 0
         await build_groups(run.config, groups, run.devices, {name: record.say(name) for name in groups}, done)
+        record.say("search")("starts")
         await asyncio.to_thread(search.wait_healthy)
+        record.say("search")("")
         record.actor_peak = peak_flops(await run.actor.device_names())
         stack.callback(run.sync.close)
         await run.sync.open()
         if origin:
             await run.load(origin)
         yield run
+        record.say(*groups)("ends")
+        record.say("sync")("")
         await run.rollout.stop(STOP_TIMEOUT_S)
 
 
@@ -114,7 +119,7 @@ def _assemble(
 ) -> Session:
     """The session of groups whose workers are yet to be built."""
     driver, state = record.tracers["driver"], origin.state if origin else None
-    rollout = RolloutGroup(groups["rollout"], config, record.tracers["rollout"])
+    rollout = RolloutGroup(groups["rollout"], config, record.tracers["rollout"], record.episodes)
     inference, trained = _megatron(config, record, groups)
     at_once: list[Receiver] = []
     members: dict[str, Member] = {"rollout": Tenant(rollout.sleep, rollout.wake)}
@@ -122,7 +127,7 @@ def _assemble(
     if isinstance(inference, InferenceGroup):
         at_once.append(inference)
         members["inference"] = Tenant(inference.offload, inference.restore)
-    devices = Residence(members if config.cluster.mode is Mode.collocated else {}, driver)
+    devices = Residence(members if config.cluster.mode is Mode.collocated else {}, driver, record.say)
     critic = trained.get("critic")
     scorer = WithValues(inference, critic) if isinstance(critic, CriticGroup) else inference
     kl = kl_control(config.algorithm)
@@ -138,7 +143,9 @@ def _assemble(
         rollout=rollout,
         inference=inference,
         trained=trained,
-        sync=WeightSync(groups["actor"], [rollout], config.cluster, run_dir, driver, at_once),
+        sync=WeightSync(
+            groups["actor"], [rollout], config.cluster, run_dir, driver, at_once, record.say("sync")
+        ),
         devices=devices,
         rewards=rewards,
         kl=kl,
@@ -158,6 +165,25 @@ def _assemble(
         saver=_saver(config, run_dir, record, devices, origin),
         questions_sha256=questions_sha256,
     )
+
+
+def _progress(config: RunConfig, run_dir: Path, history: History | None) -> Progress:
+    """Where the run stands as it begins, or goes on."""
+    progress = Progress(status=StatusFile(run_dir / STATUS))
+    em = history.evaluations[-1]["em"] if history and history.evaluations else None
+    progress.update(step=history.step if history else 0, steps=config.trainer.steps, em=em)
+    return progress
+
+
+def _text_of(config: RunConfig) -> Callable[[Sequence[int]], str]:
+    """The text of tokens of the policy, special ones too."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
 
 
 def _saver(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,20 @@ from omegaconf import OmegaConf
 from rlsys.algorithms.losses import MAX_SUFFIX, MIN_SUFFIX
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.evaluation.answers import answer_line
 from rlsys.evaluation.evaluate import Evaluation
-from rlsys.observe.files import json_safe, write_atomically
+from rlsys.observe.environment import begin_life
+from rlsys.observe.files import forget_parts, json_safe, write_atomically
 from rlsys.observe.guards import Alarm, Guards, GuardsState
+from rlsys.observe.keeper import Keeper
+from rlsys.observe.kept import forget_kept
 from rlsys.observe.lines import LineLog
-from rlsys.observe.metrics import MetricsLog, read_metrics
+from rlsys.observe.metrics import METRICS, read_metrics
 from rlsys.observe.plots import draw_curves
 from rlsys.observe.processor import tree_cpu_seconds
 from rlsys.observe.progress import Progress
+from rlsys.observe.run_folder import SUMMARY
 from rlsys.observe.samples import Sample as ShownSample
 from rlsys.observe.samples import write_samples
 from rlsys.observe.spans import (
@@ -43,8 +48,9 @@ from rlsys.observe.spans import (
     stage_seconds,
     write_chrome_trace,
 )
-from rlsys.observe.trackers import Resumed, open_trackers
-from rlsys.observe.utilisation import utilisation_figures
+from rlsys.observe.timeline import TIMELINE, EpisodeSpans, TimelineLog
+from rlsys.observe.trackers import Resumed, Told, open_trackers
+from rlsys.observe.utilisation import batch_figures, utilisation_figures
 from rlsys.pipeline.figures import step_figures, training_flops
 from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group
@@ -59,7 +65,11 @@ EVERY_STEP = ("rollout", "reward", "logprob", "train", "sync")
 """Stages whose seconds are in every row, 0 where nothing was done."""
 
 
-METRICS, PROMPTS, EVALUATIONS = "metrics.jsonl", "prompts.jsonl", "evaluations"
+PROMPTS, EVALUATIONS = "prompts.jsonl", "evaluations"
+_EVALUATED = re.compile(r"(?:reference_)?step_(\d+)\.jsonl?")
+"""Files of an evaluation."""
+LOGS = (METRICS, PROMPTS, TIMELINE)
+"""Files of rows, which a resumed run appends to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +77,8 @@ class History:
     """What a run had recorded when it was saved."""
 
     step: int
-    metrics_bytes: int
-    prompts_bytes: int
+    logs: Mapping[str, int]
+    """File of `LOGS` -> its bytes."""
     trackers: Mapping[str, str]
     """Tracker -> the run's id there."""
     guards: GuardsState
@@ -103,8 +113,10 @@ class RunRecord:
         progress: Progress,
         cost: Flops | None = None,
         history: History | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """`cost` is the model's; without it there is no figure of the actor's rate. `history` is the resumed run's."""
+        """`cost` is the model's; without it there is no figure of the actor's rate. `history` is the resumed run's;
+        `decode` gives the text of tokens, special ones too; without it no trajectories are kept."""
         self.config = config
         self.run_dir = run_dir
         self.progress = progress
@@ -115,30 +127,38 @@ class RunRecord:
         """What the actor's devices can do together, in operations a second; without it there is no `mfu/actor`."""
         self._cost = cost
         self._guards = Guards(config.guards, config.algorithm.kl_estimator)
+        self._keeper = Keeper(run_dir, decode) if decode is not None else None
+        self.episodes = EpisodeSpans()
+        """When episodes generated and searched; beside the traced spans, for no figure of a row counts them."""
         self._spans: list[Span] = []
+        self._untold: list[Span] = []
+        """Of them and of `episodes`, those that the timeline does not have yet."""
         self._recent: list[Span] = []
         self._begun_ns, self._begun_cpu_s = 0, 0.0
-        self._log = MetricsLog(run_dir / METRICS, history.metrics_bytes if history else None)
-        self._prompts = LineLog(run_dir / PROMPTS, history.prompts_bytes if history else None)
+        known = history.logs if history else {}
+        self._prompts = LineLog(run_dir / PROMPTS, known.get(PROMPTS))
+        self._timeline = TimelineLog(run_dir, known.get(TIMELINE))
         self._trace = "trace.json"
-        resumed = None
         if history is not None:
             self._guards.restore(history.guards)
             self._trace = f"trace_after_step_{history.step}.json"
             _forget_evaluations(run_dir, history.step)
-            resumed = Resumed(history.step, history.trackers)
+            forget_kept(run_dir, history.step)
+        begin_life(run_dir, history.step if history else 0)
+        # What an earlier life came to is not what this one will: until its end there is no summary.
+        (run_dir / SUMMARY).unlink(missing_ok=True)
         resolved = as_dict(config)
-        (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        self._trackers = open_trackers(config.tracking, run_dir, run_dir.name, resolved, resumed)
+        write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
+        resumed = _resumed(run_dir, history) if history else None
+        self._trackers = open_trackers(config.tracking, run_dir, resolved, resumed)
 
     def history(self, step: int) -> History:
         """What is recorded up to `step`, the last that was."""
-        ids = {name: tracker.id for name, tracker in self._trackers.items() if tracker.id}
+        positions = (self._trackers.metrics.position, self._prompts.position, self._timeline.position)
         return History(
             step,
-            self._log.position,
-            self._prompts.position,
-            ids,
+            dict(zip(LOGS, positions, strict=True)),
+            self._trackers.ids,
             self._guards.state(),
             tuple(self._evaluations[key] for key in sorted(self._evaluations) if key <= step),
         )
@@ -152,9 +172,9 @@ class RunRecord:
         for one in ended:
             self._prompts.append({"step": step, "ticket": one.number, "uid": one.uid, "end": str(one.end)})
 
-    def say(self, group: str) -> Callable[[str], None]:
-        """A function that shows what `group` does."""
-        return lambda text: self.progress.update(states={group: text})
+    def say(self, *voices: str) -> Callable[[str], None]:
+        """A function that shows what the groups of `voices` do; see `Progress`."""
+        return lambda text: self.progress.update(states=dict.fromkeys(voices, text))
 
     def begin_step(self) -> None:
         """From here on, time counts to the next step; what lies between steps counts to none."""
@@ -184,7 +204,8 @@ class RunRecord:
         alarms = self._guards.check(step, row)
         row |= {f"guard/{name}": 0.0 for name in self._guards.names}
         row |= {f"guard/{alarm.guard}": 1.0 for alarm in alarms}
-        self._write(step, row)
+        self._trackers.log(step, row)
+        self._tell_timeline(step, window)
         for alarm in alarms:
             if alarm.first:
                 self.progress.console.print(
@@ -194,6 +215,16 @@ class RunRecord:
             step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"]
         )
         return alarms
+
+    async def trajectories(self, step: int, groups: Sequence[Group]) -> None:
+        """Begin to keep trajectories of `step` token by token, once those of the step before are on disk."""
+        if self._keeper is not None:
+            await self._keeper.begin(step, groups, self.config.tracking.trajectories)
+
+    async def trajectories_kept(self) -> None:
+        """Wait until those of all steps are on disk."""
+        if self._keeper is not None:
+            await self._keeper.finish()
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Keep an evaluation of the policy: every answer in a file of its own, the figures with the trackers."""
@@ -213,8 +244,7 @@ class RunRecord:
         stem = f"{whose.replace(' ', '_')}step_{evaluation.step:06d}"
         write_atomically(folder / f"{stem}.jsonl", "".join(map(answer_line, evaluation.answered)))
         write_atomically(folder / f"{stem}.json", json.dumps(json_safe(evaluation.row()), indent=2) + "\n")
-        for tracker in self._trackers.values():
-            tracker.log(evaluation.step, figures)
+        self._trackers.log_evaluation(evaluation.step, figures)
         by_hop = "".join(f", {hop}-hop {em:.3f}" for hop, em in evaluation.em_by_hop.items())
         self.progress.console.print(
             f"step {evaluation.step}: {whose}held-out EM {evaluation.em:.3f}{by_hop}, "
@@ -266,11 +296,15 @@ class RunRecord:
 
     def close(self) -> None:
         """Write the trace and the curves, end the trackers."""
+        if self._keeper is not None:
+            self._keeper.close()
         self._drain()
-        self._log.close()
-        self._prompts.close()
-        for tracker in self._trackers.values():
-            tracker.close()
+        try:
+            self._tell_timeline(None, None)
+        except RunError as problem:
+            _log.warning("%s", problem)
+        for log in (self._prompts, self._timeline, self._trackers):
+            log.close()
         try:
             write_chrome_trace(self.run_dir / self._trace, self._spans)
             rows = read_metrics(self.run_dir / METRICS)
@@ -282,8 +316,15 @@ class RunRecord:
             _log.warning("the trace and the curves could not be written: %s", problem)
 
     def _drain(self) -> None:
-        for tracer in self.tracers.values():
-            self._spans.extend(tracer.drain())
+        drained = [span for tracer in self.tracers.values() for span in tracer.drain()]
+        self._spans += drained
+        self._untold += drained + self.episodes.drain()
+
+    def _tell_timeline(self, step: int | None, window: Interval | None) -> None:
+        """Write what ended since the last time."""
+        if window is not None or self._untold:
+            self._timeline.append(step, window, self._untold)
+        self._untold = []
 
     def _spans_of(self, window: Interval) -> list[Span]:
         """What was done in `window`, what still goes on included. Windows come in order."""
@@ -307,12 +348,8 @@ class RunRecord:
             "time/cpu": tree_cpu_seconds() - self._begun_cpu_s,
             **{f"idle/{group}": share for group, share in idle_share(spans, window).items()},
             **(utilisation_figures(flops, training, self.actor_peak) if flops else {}),
+            **batch_figures(spans, window),
         }
-
-    def _write(self, step: int, row: Mapping[str, float]) -> None:
-        self._log.log(step, row)
-        for tracker in self._trackers.values():
-            tracker.log(step, row)
 
 
 def update_figures(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -333,8 +370,32 @@ def _join(name: str, values: Sequence[float]) -> float:
     return float(join(values))
 
 
+def _resumed(run_dir: Path, history: History) -> Resumed:
+    """What trackers need to know. The evaluation after a step was told later than the step."""
+    file = run_dir / METRICS
+    rows = [row for row in (read_metrics(file) if file.is_file() else []) if row["step"] <= history.step]
+    times = {row["step"]: row["time"] for row in rows}
+    told = [
+        Told(row["step"], {key: row[key] for key in row if key not in ("step", "time")}, row["time"])
+        for row in rows
+    ]
+    begun = min(times.values(), default=time.time())
+    told += [
+        Told(
+            row["step"],
+            {f"eval/{name}": value for name, value in row["figures"].items()},
+            times.get(row["step"], begun),
+        )
+        for row in history.evaluations
+    ]
+    told.sort(key=lambda one: one.step)
+    return Resumed(history.step, history.trackers, history.logs.get(METRICS, 0), told)
+
+
 def _forget_evaluations(run_dir: Path, step: int) -> None:
-    """Delete the files of evaluations after `step`, which are of steps that are done again."""
-    for path in (run_dir / EVALUATIONS).glob("*step_*.json*"):
-        if int(path.stem.rpartition("_")[2]) > step:
+    """Delete the files of evaluations after `step`, which are of steps that are done again, and half-written ones."""
+    forget_parts(run_dir / EVALUATIONS)
+    for path in (run_dir / EVALUATIONS).glob("*"):
+        found = _EVALUATED.fullmatch(path.name)
+        if found and int(found[1]) > step:
             path.unlink()

@@ -30,10 +30,11 @@ from rlsys.config.differences import differences
 from rlsys.config.schema import RunConfig
 from rlsys.data.source import SourceState
 from rlsys.errors import RunError, UserError
-from rlsys.observe.environment import changes, environment
+from rlsys.observe.environment import RUN, changes, environment
 from rlsys.observe.files import sha256_of, write_atomically
+from rlsys.observe.kept import copy_kept
 from rlsys.pipeline.flow import FlowState
-from rlsys.record import EVALUATIONS, METRICS, PROMPTS, History, new_run_dir
+from rlsys.record import EVALUATIONS, LOGS, History, new_run_dir
 
 CHECKPOINTS = "checkpoints"
 _DATA, _STATE, _ENVIRONMENT = "data", "state.npz", "environment.json"
@@ -235,7 +236,8 @@ def _refuse_other_questions(config: RunConfig, before: str, folder: Path) -> Non
 def _tell_lost_rows(origin: Origin, say: Callable[[str], None]) -> None:
     """Say where the run's own records have less than they had when it was saved."""
     known = origin.state.history
-    for name, size in ((METRICS, known.metrics_bytes), (PROMPTS, known.prompts_bytes)):
+    for name in LOGS:
+        size = known.logs.get(name, 0)
         file = origin.run_dir / name
         found = file.stat().st_size if file.is_file() else 0
         if found < size:
@@ -248,12 +250,15 @@ def _tell_lost_rows(origin: Origin, say: Callable[[str], None]) -> None:
 def _copy_history(origin: Origin, run_dir: Path) -> None:
     """What was recorded up to the checkpoint."""
     known = origin.state.history
-    for name, size in ((METRICS, known.metrics_bytes), (PROMPTS, known.prompts_bytes)):
+    for name in LOGS:
         if (file := origin.run_dir / name).is_file():
             with file.open("rb") as old:
-                (run_dir / name).write_bytes(old.read(size))
+                (run_dir / name).write_bytes(old.read(known.logs.get(name, 0)))
     (run_dir / EVALUATIONS).mkdir()
     for file in (origin.run_dir / EVALUATIONS).glob("*"):
         found = _EVALUATED.search(file.name)
         if found and int(found[1]) <= known.step:
             shutil.copyfile(file, run_dir / EVALUATIONS / file.name)
+    copy_kept(origin.run_dir, run_dir, known.step)
+    if (file := origin.run_dir / RUN).is_file():
+        shutil.copyfile(file, run_dir / RUN)

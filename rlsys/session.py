@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlsys.algorithms.kl_control import KlController
@@ -38,6 +39,8 @@ from rlsys.saving import Saver, Saves
 from rlsys.search.serving import Serving
 
 _log = logging.getLogger(__name__)
+
+_KEEPS = "waits for trajectories to be written"
 
 
 @dataclass(slots=True)
@@ -79,10 +82,13 @@ class Session:
         """From here on, what the groups do is counted to `step`. Raises RunError if search is gone."""
         await self.search.require()
         self._count_to(step)
+        others = self.trained.keys() - self.learners(step).keys()
+        self.record.say(*others)("waits for the critic to warm up")
         self.record.begin_step()
 
     async def evaluate(self, step: int) -> None:
         """Ask the policy the held-out questions, and record the answers."""
+        self.record.say(*self.trained)("waits for the evaluation")
         await self.devices.need("rollout")
         self.record.evaluation(await self._ask_heldout(step))
 
@@ -108,6 +114,7 @@ class Session:
             await sync.switch(step + 1)
         finally:
             sync.close()
+        self.record.say(*self.trained)("waits for the evaluation")
         self.record.reference_evaluation(await self._ask_heldout(step))
 
     def steer_kl(self, groups: Sequence[Group]) -> None:
@@ -120,7 +127,8 @@ class Session:
         """Hand the actor's weights out as `version`; engines go on with what they have."""
         await self.devices.need("actor", "inference")
         await self.actor.end_step(version)
-        await self.sync.transfer(version)
+        with self._saying(f"takes version {version}", *(f"{name}.weights" for name in self.inference.groups)):
+            await self.sync.transfer(version)
 
     async def switch_weights(self, version: int) -> None:
         """Let every engine take `version`, and rollouts go as far ahead as that allows.
@@ -155,7 +163,12 @@ class Session:
         }
 
     async def save(self, step: int) -> None:
-        """Begin to write a checkpoint after `step`: of all groups, and of all that is under way."""
+        """Begin to write a checkpoint after `step`: of all groups, and of all that is under way.
+
+        The trajectories of the steps up to `step` are on disk by then.
+        """
+        with self._saying(_KEEPS, *(f"{name}.trajectories" for name in self.trained)):
+            await self.record.trajectories_kept()
         begun = await self.rollout.under_way()
         # From here to the end of the snapshot nothing is waited for: it is of one moment.
         self.note_ended(step)
@@ -173,14 +186,17 @@ class Session:
         if self._keeps_reference:
             assert isinstance(self.inference, InferenceGroup)
             parts["reference"] = ("inference", self.inference.reference)
-        await self.saver.begin(step, lambda folder: write_state(folder, state, self.config), parts)
+        with self._saying("saves a checkpoint", *(f"{name}.checkpoint" for name in self.trained)):
+            await self.saver.begin(step, lambda folder: write_state(folder, state, self.config), parts)
 
     async def load(self, origin: Origin) -> None:
         """Give every group what the checkpoint has of it."""
         folder = origin.checkpoint.folder
         for name, group in self.trained.items():
             await self.devices.need(name)
-            if not await group.checkpoints.load(folder / name):
+            with self._saying("loads the checkpoint", f"{name}.checkpoint"):
+                same_layout = await group.checkpoints.load(folder / name)
+            if not same_layout:
                 _log.warning(
                     "%s is laid out otherwise than when it was saved: its random generators begin anew", name
                 )
@@ -188,6 +204,11 @@ class Session:
             assert isinstance(self.inference, InferenceGroup)
             await self.devices.need("inference")
             await self.inference.reference.load(folder / "reference")
+
+    async def keep_trajectories(self, step: int, groups: Sequence[Group]) -> None:
+        """Begin to keep trajectories of `step` beside the training, once those of the step before are on disk."""
+        with self._saying(_KEEPS, *(f"{name}.trajectories" for name in self.trained)):
+            await self.record.trajectories(step, groups)
 
     def note_ended(self, step: int) -> None:
         """Record what has become of prompts by the end of `step`."""
@@ -218,16 +239,28 @@ class Session:
 
     async def _ask(self, step: int, ask: Ask, concurrency: int) -> Evaluation:
         await self.search.require()
-        return await evaluate(
-            self.heldout,
-            ask,
-            concurrency,
-            step,
-            say=self.record.say("rollout"),
-            score=heldout_score(self.config),
-            samples=self.config.eval.samples,
-            temperature=self.config.eval.temperature,
-        )
+        voice = "rollout.evaluation"
+        with self._saying("evaluates", voice):
+            return await evaluate(
+                self.heldout,
+                ask,
+                concurrency,
+                step,
+                say=self.record.say(voice),
+                score=heldout_score(self.config),
+                samples=self.config.eval.samples,
+                temperature=self.config.eval.temperature,
+            )
+
+    @contextmanager
+    def _saying(self, text: str, *voices: str) -> Iterator[None]:
+        """Show that the groups of `voices` do `text` while the body does it."""
+        say = self.record.say(*voices)
+        say(text)
+        try:
+            yield
+        finally:
+            say("")
 
     def _count_to(self, step: int) -> None:
         self.rollout.step = self.devices.step = step

@@ -59,6 +59,7 @@ async def train(
                     raise collapsed(alarms[0], run.saver.newest)
                 if run.takes_turns:
                     run.release(version=step)
+            run.record.say(*run.trained)("waits for the checkpoint to be written")
             await run.saver.finish()
             run.flow.stop()
         run.note_ended(steps)
@@ -81,13 +82,14 @@ async def one_step(
     """
     await run.begin_step(step)
     learners = run.learners(step)
-    groups, updates = await learn(run.flow, learners, run.devices, run.cut, run.record.say("actor"))
+    groups, updates = await learn(run.flow, learners, run.devices, run.cut, run.record.say(*learners))
     run.steer_kl(groups)
     await run.transfer_weights(version=step)
     switched = background.create_task(run.switch_weights(version=step))
     if run.on_policy:
         await switched
     alarms = run.record.step(step, groups, updates, await run.figures())
+    await run.keep_trajectories(step, groups)
     run.note_ended(step)
     return groups, switched, alarms
 

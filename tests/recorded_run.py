@@ -27,9 +27,9 @@ from rlsys.agent.trajectory import Trajectory
 from rlsys.algorithms.kl_control import kl_control
 from rlsys.checkpoint.store import CheckpointStore, Keep
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlPlace
+from rlsys.config.checkpoint import CheckpointConfig
 from rlsys.config.schema import (
     ActorConfig,
-    CheckpointConfig,
     ClusterConfig,
     Device,
     Dtype,
@@ -256,7 +256,7 @@ async def opened(
     groups = {"inference": HostedGroup("inference", pipes[:1]), "actor": HostedGroup("actor", pipes[1:])}
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(Progress(Console(file=io.StringIO())))
-        run = RunRecord(config, run_dir, progress, None, origin.history if origin else None)
+        run = RunRecord(config, run_dir, progress, None, origin.history if origin else None, str)
         stack.callback(run.close)
         for name, group in groups.items():
             await launch_megatron(group, name, config)  # type: ignore[arg-type]

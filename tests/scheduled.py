@@ -99,10 +99,13 @@ class Outcome:
         self.updates += updates
         return []
 
+    async def trajectories(self, _: int, _groups: Sequence[Group]) -> None:
+        """See `RunRecord`."""
+
     def prompts(self, _: int, _ended: Iterable[Ended]) -> None:
         """See `RunRecord`."""
 
-    def say(self, _: str) -> Say:
+    def say(self, *_: str) -> Say:
         """See `RunRecord`."""
         return lambda _: None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from rlsys.checkpoint.store import check
+from rlsys.observe.kept import kept_file, kept_steps
 from tests.megatron import reference
 from tests.recorded_run import GROUPS, MOMENTS, NAME, STEPS
 
@@ -30,6 +32,9 @@ class Ended:
         self.rows = [self._row(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         self.prompts = (folder / "prompts.jsonl").read_text()
         self.evaluations = {p.name: p.read_text() for p in (folder / "evaluations").iterdir()}
+        self.kept = {
+            step: gzip.decompress(kept_file(folder, step).read_bytes()) for step in kept_steps(folder)
+        }
         self.checkpoints = sorted((folder / "checkpoints").iterdir())
 
     @staticmethod
@@ -65,6 +70,7 @@ def test_what_the_run_does(uninterrupted: Ended) -> None:
         assert len({row[changing] for row in uninterrupted.rows}) == STEPS, changing
     ends = [json.loads(line) for line in uninterrupted.prompts.splitlines()]
     assert [one["end"] for one in ends] == ["trained"] * (STEPS * GROUPS)
+    assert [*uninterrupted.kept] == [1, 2, 3, 4]
     assert {path.name for path in uninterrupted.checkpoints} == {"global_step_3", "global_step_4"}
     assert set(uninterrupted.evaluations) >= {"step_000000.json", "step_000002.json", "step_000004.json"}
 
@@ -90,7 +96,10 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
 ) -> None:
     killed = run(model, tmp_path, moment, count)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
-    assert list(tmp_path.glob("*/checkpoints/global_step_*")), "there is nothing to go on from"
+    saved = [int(path.name.rpartition("_")[2]) for path in tmp_path.glob("*/checkpoints/global_step_*")]
+    assert saved, "there is nothing to go on from"
+    (folder,) = tmp_path.glob(f"{NAME}-*")
+    assert kept_steps(folder)[: max(saved)] == [*range(1, max(saved) + 1)], "a checkpoint's steps are kept"
     done = run(model, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     ended = Ended(tmp_path)
@@ -100,6 +109,7 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
     assert ended.rows == uninterrupted.rows
     assert ended.prompts == uninterrupted.prompts
     assert ended.evaluations == uninterrupted.evaluations
+    assert ended.kept == uninterrupted.kept
     assert [path.name for path in ended.checkpoints] == [path.name for path in uninterrupted.checkpoints]
     for folder in ended.checkpoints:
         check(folder)

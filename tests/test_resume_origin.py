@@ -19,14 +19,16 @@ from rlsys.checkpoint.codec import save_values
 from rlsys.checkpoint.store import CheckpointStore
 from rlsys.claim import claim
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import CheckpointConfig, RunConfig, TaskConfig, TrainerConfig
+from rlsys.config.checkpoint import CheckpointConfig
+from rlsys.config.schema import RunConfig, TaskConfig, TrainerConfig
 from rlsys.data.source import SourceState
 from rlsys.errors import UserError
 from rlsys.observe.environment import environment
 from rlsys.observe.files import sha256_of
 from rlsys.observe.guards import GuardsState
+from rlsys.observe.kept import kept_steps, write_kept
 from rlsys.pipeline.ledger import Ledger
-from rlsys.record import History
+from rlsys.record import LOGS, History
 from rlsys.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, same
@@ -59,14 +61,16 @@ class Outputs:
         run_dir = self.folder / name
         (run_dir / "evaluations").mkdir(parents=True)
         for step in range(1, max(steps, default=0) + 1):
-            for file in ("metrics.jsonl", "prompts.jsonl"):
+            for file in LOGS:
                 with (run_dir / file).open("a") as rows:
                     rows.write(json.dumps({"step": step}) + "\n")
             for stem in ("step", "reference_step"):
                 for kind in ("json", "jsonl"):
                     (run_dir / "evaluations" / f"{stem}_{step:06d}.{kind}").write_text(f"{step}\n")
+            write_kept(run_dir, step, ())
             if step in steps:
                 self.save(run_dir, step)
+        (run_dir / "run.json").write_text('{"lives": []}')
         return run_dir
 
     def save(self, run_dir: Path, step: int) -> Path:
@@ -83,13 +87,13 @@ class Outputs:
 
     def state(self, run_dir: Path, step: int) -> RunState:
         flow, _ = Bare().flow(Ledger(1, 0))
-        metrics, prompts = ((run_dir / f"{name}.jsonl").stat().st_size for name in ("metrics", "prompts"))
+        logs = {name: (run_dir / name).stat().st_size for name in LOGS}
         return RunState(
             step=step,
             pipeline=flow.state({}),
             prompts=SourceState(3 * step, (question(1),)),
             kl={"coef": 0.25},
-            history=History(step, metrics, prompts, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",)), ()),
+            history=History(step, logs, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",)), ()),
             questions_sha256=sha256_of(self.questions),
         )
 
@@ -510,11 +514,13 @@ def test_an_earlier_checkpoint_branches(outputs: Outputs) -> None:
     branch = folder_of(config, origin)
     assert branch.parent == outputs.folder
     assert branch != run_dir
-    for name in ("metrics.jsonl", "prompts.jsonl"):
+    for name in LOGS:
         assert (branch / name).read_text() == '{"step": 1}\n{"step": 2}\n'
     assert {path.name for path in (branch / "evaluations").iterdir()} == {
         f"{stem}_00000{step}.{kind}" for stem in ("step", "reference_step") for step in (1, 2) for kind in ("json", "jsonl")
     }  # fmt: skip
+    assert kept_steps(branch) == [1, 2]
+    assert (branch / "run.json").read_text() == (run_dir / "run.json").read_text(), "its lives so far"
     assert not (branch / CHECKPOINTS).exists()
     assert origin.history == replace(origin.state.history, trackers={})
     assert origin.state.history.trackers == {"wandb": "abc"}
@@ -525,6 +531,7 @@ def test_lost_rows_are_told_and_do_not_end_the_run(outputs: Outputs) -> None:
     run_dir = outputs.run(FIRST, 2, 4)
     os.truncate(run_dir / "metrics.jsonl", 16)
     (run_dir / "prompts.jsonl").unlink()
+    os.truncate(run_dir / "timeline.jsonl", 12)
     shutil.rmtree(run_dir / "evaluations")
     said: list[str] = []
     config = outputs.config(str(checkpoint(run_dir, 2)))
@@ -532,6 +539,7 @@ def test_lost_rows_are_told_and_do_not_end_the_run(outputs: Outputs) -> None:
     assert [line.split(":")[0] for line in said] == [
         f"{run_dir / 'metrics.jsonl'} has 16 bytes and not the 24 it had at step 2",
         f"{run_dir / 'prompts.jsonl'} has 0 bytes and not the 24 it had at step 2",
+        f"{run_dir / 'timeline.jsonl'} has 12 bytes and not the 24 it had at step 2",
     ]
     branch = folder_of(config, origin)
     assert (branch / "metrics.jsonl").stat().st_size == 16

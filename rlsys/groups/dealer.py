@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import lcm
 
 from rlsys.config.schema import ParallelConfig
@@ -19,6 +20,20 @@ BY_TOKENS = Flops(per_token=1.0)
 FP8_TOKENS = 16
 """Tokens that a matrix product in FP8 takes, or a multiple of them: cuBLAS aligns operands to 16 bytes, and with the
 gradient of weights the tokens are a row's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full the micro-batches of a call are, over all data-parallel ranks."""
+
+    micro_batches: int
+    """Those without a sample, which keep a rank in step with the others, included."""
+    tokens: int
+    """Of the samples."""
+    room: int
+    """The same with padding: what is computed."""
+    budget: int
+    """What so many micro-batches may hold."""
 
 
 class Dealer:
@@ -65,6 +80,16 @@ class Dealer:
         """Which sample went where, and the micro-batches of each data-parallel rank."""
         plan = self._plan(samples)
         return plan, [[self._collate([samples[i] for i in batch]) for batch in rank] for rank in plan]
+
+    def load(self, batches: Sequence[Sequence[MicroBatch]]) -> Load:
+        """How full dealt `batches` are."""
+        dealt = [batch for rank in batches for batch in rank]
+        return Load(
+            len(dealt),
+            sum(int(batch.lengths.sum()) for batch in dealt),
+            sum(batch.tokens.size for batch in dealt),
+            len(dealt) * self._frame.budget_tokens,
+        )
 
     def _plan(self, samples: Sequence[Sample]) -> Plan:
         trajectories = [sample.trajectory for sample in samples]

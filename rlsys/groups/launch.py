@@ -52,21 +52,26 @@ async def build_groups(
     say: Mapping[str, Say],
     done: int = 0,
 ) -> None:
-    """Make the workers of all groups. With `done` steps behind it, a run draws otherwise than at its beginning."""
+    """Make the workers of all groups. With `done` steps behind it, a run draws otherwise than at its beginning.
+
+    `say` has a voice for each group.
+    """
 
     async def build(name: str) -> None:
         say[name]("starts")
         await _build(name, groups[name], config, done)
         await devices.built(name)
-        say[name]("is ready")
+        say[name]("waits for the other groups to start")
 
     if config.cluster.mode is Mode.collocated:
         for name in groups:
             await build(name)
-        return
-    async with asyncio.TaskGroup() as builds:
-        for name in groups:
-            builds.create_task(build(name))
+    else:
+        async with asyncio.TaskGroup() as builds:
+            for name in groups:
+                builds.create_task(build(name))
+    for name in groups:
+        say[name]("waits for weight sync" if name == "rollout" else "waits for rollouts")
 
 
 async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) -> None:

@@ -11,7 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
 from rlsys.groups.dealer import Dealer
 from rlsys.megatron.results import LogProbs, switch_figures
-from rlsys.observe.spans import Arg, Tracer
+from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.pipeline.batcher import Plan
 from rlsys.pipeline.group import Floats, Picks, Sample, Scores
 from rlsys.pipeline.micro_batch import MicroBatch
@@ -50,9 +50,17 @@ class MegatronGroup:
         """Bring back what `offload` released; what it cost."""
         return switch_figures(await self.workers.call("restore"))
 
-    def span(self, name: str, **args: int) -> AbstractContextManager[dict[str, Arg]]:
+    def span(self, name: str, **args: Arg) -> AbstractContextManager[dict[str, Arg]]:
         """Record the body's time as the group's, in the step that it is counted to."""
         return self._tracer.span(name, None, step=self.step, **args)
+
+    def work(
+        self, name: str, samples: Sequence[Sample], batches: Sequence[Sequence[MicroBatch]]
+    ) -> AbstractContextManager[dict[str, Arg]]:
+        """The span of a call for `samples`, dealt out as `batches`: whose they are, and how full these are."""
+        questions = dict.fromkeys(sample.trajectory.question_uid for sample in samples)
+        facts: dict[str, Arg] = {"samples": len(samples), QUESTIONS: list(questions)}
+        return self.span(name, **facts, **asdict(self._dealer.load(batches)))
 
 
 class Checkpoints:
@@ -105,6 +113,7 @@ class InferenceGroup(MegatronGroup):
         super().__init__(workers, dealer, tracer)
         self.reference = Checkpoints(self)
         self._weights = asyncio.Lock()
+        self._version = 0
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -115,9 +124,10 @@ class InferenceGroup(MegatronGroup):
         """Scores without values, in the order of `samples`; log-probs are 0 where nothing is trained."""
         plan, batches = self._dealer.deal(samples)
         async with self._weights:
-            with self.span("logprob.compute", samples=len(samples)):
+            with self.work("logprob.compute", samples, batches):
                 answers = await self.workers.call("compute", share(batches))
-        return scores_of(plan, batches, answers)
+            version = self._version
+        return [replace(one, version=version) for one in scores_of(plan, batches, answers)]
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
         """Let each rank take weights in the way of its spec."""
@@ -140,6 +150,7 @@ class InferenceGroup(MegatronGroup):
         """Compute with `version` from now on. Raises RunError if it is not what the digest speaks of."""
         try:
             await self.workers.call("finish_update", version, digest)
+            self._version = version
         finally:
             self._weights.release()
 
@@ -163,7 +174,7 @@ class TrainedGroup(MegatronGroup, ABC):
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         """Add the gradient of the summed loss of `samples`, the `last` of an optimiser step or not."""
         _, batches = self._dealer.deal(samples)
-        with self.span("train.accumulate", samples=len(samples)):
+        with self.work("train.accumulate", samples, batches):
             answers = await self.workers.call("accumulate", share(batches), last)
         self._stats.extend(answer.stats for answer in answers if answer.stats)
 
@@ -196,7 +207,7 @@ class CriticGroup(TrainedGroup):
     async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
         """Values [seq] in the order of `samples`; 0 outside of the mask."""
         plan, batches = self._dealer.deal(samples)
-        with self.span("values.compute", samples=len(samples)):
+        with self.work("values.compute", samples, batches):
             answers = await self.workers.call("compute", share(batches))
         found: list[Floats] = [np.empty(0, np.float32)] * len(samples)
         for indices, batch, values in _dealt(plan, batches, answers):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlsys.observe.spans import Tracer
+from rlsys.pipeline.workers import Say, silent
 
 Figures = Mapping[str, float]
 """What a switch cost, as arguments of its span: bytes, rss_before, rss_after, ..."""
@@ -50,9 +51,15 @@ class Tenant:
 class Residence:
     """Moves members on and off the devices that they share."""
 
-    def __init__(self, members: Mapping[str, Member], tracer: Tracer) -> None:
-        """No member is built yet: once one is, `built` has it make room for the next."""
+    def __init__(
+        self, members: Mapping[str, Member], tracer: Tracer, say: Callable[[str], Say] = lambda _: silent
+    ) -> None:
+        """No member is built yet: once one is, `built` has it make room for the next.
+
+        `say` gives each member a voice, "actor.devices" for the actor.
+        """
         self.step = 0
+        self._say = {name: say(f"{name}.devices") for name in members}
         self._members = dict(members)
         self._tracer = tracer
         self._holding: set[str] = set()
@@ -91,12 +98,16 @@ class Residence:
 
     async def _release(self, name: str) -> None:
         self._ready.discard(name)
+        self._say[name]("leaves its devices")
         with self._tracer.span("switch.release", lane=name, step=self.step) as args:
             args.update(await self._members[name].release() or {})
         self._holding.discard(name)
+        self._say[name]("waits for its devices")
 
     async def _acquire(self, name: str) -> None:
         self._holding.add(name)
+        self._say[name]("takes its devices")
         with self._tracer.span("switch.acquire", lane=name, step=self.step) as args:
             args.update(await self._members[name].acquire() or {})
+        self._say[name]("")
         self._ready.add(name)

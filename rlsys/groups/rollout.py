@@ -36,7 +36,8 @@ from rlsys.data.question import Question
 from rlsys.errors import RunError
 from rlsys.groups.engines import Engines
 from rlsys.groups.switching import Switching
-from rlsys.observe.spans import Arg, Tracer
+from rlsys.observe.spans import Arg, Interval, Tracer
+from rlsys.observe.timeline import EpisodeSpans
 from rlsys.pipeline.routing import EngineDied, GroupLost, Loss, NoEngineLeft, NoneSetAside, Router
 
 MARGIN_S = 30.0
@@ -129,13 +130,16 @@ class Reserved:
 class RolloutGroup:
     """All engines as one generator. Belongs to the event loop in which it is made."""
 
-    def __init__(self, workers: WorkerGroup, config: RunConfig, tracer: Tracer) -> None:
+    def __init__(
+        self, workers: WorkerGroup, config: RunConfig, tracer: Tracer, episodes: EpisodeSpans
+    ) -> None:
+        """`episodes` is told when the episodes of groups generated and searched."""
         self.workers = workers
         self.step = 0
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
-        self._tracer = tracer
+        self._tracer, self._episodes = tracer, episodes
         self._given_up: dict[str, str] = {}
         self._router = Router(len(workers.ranks), self._slots)
         self._engines = Engines(workers, self._router, self._bereaved)
@@ -298,13 +302,21 @@ class RolloutGroup:
             engine = await self._turn(asked, again=attempt > 1)
             self._counts.requeued += attempt > 1
             try:
+                began_ns = self._tracer.now()
                 with self._span(engine, asked, attempt):
-                    return await self._generate(engine, asked)
+                    found = await self._generate(engine, asked)
             except (RankDied, EngineDied) as death:
                 self._engines.bury(engine, death)
+            else:
+                self._tell_episodes(engine, asked, (began_ns, self._tracer.now()), found)
+                return found
             if asked.key in self._given_up and self.living:
                 raise GroupLost(asked.uid, Loss.engine_died, self._given_up[asked.key])
             attempt += 1
+
+    def _tell_episodes(self, engine: int, asked: _Asked, whole: Interval, found: Any) -> None:
+        if asked.key in self._rolling:
+            self._episodes.add(whole, _lane(engine), {"question": asked.uid}, found)
 
     async def _generate(self, engine: int, asked: _Asked) -> Any:
         """One try, on one engine."""
@@ -331,7 +343,7 @@ class RolloutGroup:
         if attempt > 1:
             facts["attempt"] = attempt
         name = "rollout.group" if asked.key in self._rolling else "eval.episode"
-        return self._tracer.span(name, lane=f"engine {engine}", **facts)
+        return self._tracer.span(name, lane=_lane(engine), **facts)
 
     async def _turn(self, asked: _Asked, again: bool) -> int:
         """Wait in line, at its head if it comes `again`, for an engine with room."""
@@ -368,3 +380,7 @@ class RolloutGroup:
         if engine is not None:
             first.turn.set_result(engine)
         return engine is not None
+
+
+def _lane(engine: int) -> str:
+    return f"engine {engine}"

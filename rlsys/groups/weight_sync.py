@@ -25,6 +25,7 @@ from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import ClusterConfig
 from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
+from rlsys.pipeline.workers import Say, silent
 from rlsys.weights.transport import Parcel, TransportSpec
 
 
@@ -91,16 +92,17 @@ class WeightSync:
         run_dir: Path,
         tracer: Tracer,
         at_once: Sequence[Receiver] = (),
+        say: Say = silent,
     ) -> None:
         """`receivers` begin to use a version when told to `switch`, those `at_once` with the end of its transfer.
 
-        The processes of `sender` are `Sending`.
+        The processes of `sender` are `Sending`. `say` is told what is done and waited for.
         """
         self._sender = sender
         self._at_switch, self._at_once = tuple(receivers), tuple(at_once)
         self._cluster = cluster
         self._folder = run_dir / "weights"
-        self._tracer = tracer
+        self._tracer, self._say = tracer, say
         self._members: tuple[str, ...] = ()
         self._taken = 0
         self._copy_gb_s = 0.0
@@ -141,12 +143,16 @@ class WeightSync:
 
         Waits for the last switch. Raises RunError if that failed or takes too long.
         """
+        if not self._switched.is_set():
+            self._say("waits for the last switch")
         await self._last_switch(version)
         if self._living_members() != self._members:
             await self.open()
+        self._say("waits for log-probs")
         # Outside of what is measured: they may have to wait for work that is under way.
         await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
         started = time.perf_counter()
+        self._say(f"sends version {version}")
         with self._tracer.span("sync.transfer", step=version):
             sent_bytes, digest = await self._send_buckets()
             await asyncio.gather(*(receiver.finish_update(version, digest) for receiver in self._at_once))
@@ -154,6 +160,7 @@ class WeightSync:
         report = SyncReport(version, digest, sent_bytes, self._copy_gb_s, seconds)
         self._transferred = report
         self._switched.clear()
+        self._say("waits for the switch")
         return report
 
     async def switch(self, version: int) -> SyncReport:
@@ -162,6 +169,7 @@ class WeightSync:
         if held is None or held.version != version:
             raise RunError(f"Version {version} cannot be switched to: it was not transferred last.")
         started = time.perf_counter()
+        self._say(f"switches the engines to version {version}")
         try:
             with self._tracer.span("sync.switch", step=version):
                 await asyncio.gather(
@@ -170,6 +178,7 @@ class WeightSync:
             report = replace(held, switch_s=time.perf_counter() - started)
             self.reports.append(report)
             self._transferred = None
+            self._say("waits for training")
         finally:
             self._switched.set()
         return report

@@ -1,11 +1,28 @@
-"""What a run ran on: machine, Python, the versions of what decides its figures, the content of files."""
+"""What a run ran on: machine, Python, the versions of what decides its figures, the project's commit; and a run's lives.
+
+A run's `run.json` has a life for each time it was begun or went on: {"lives": [{"begun": seconds since the epoch,
+"after_step", "environment", "commit", "changed", "command"}]}. Commit, and whether files differ from it, are null where
+the project is no checkout of git, or git is not there.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import platform
 import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
+from rlsys.observe.files import write_atomically
+
+RUN = "run.json"
 PACKAGES = (
     "rlsys",
     "torch",
@@ -17,6 +34,25 @@ PACKAGES = (
     "faiss-cpu",
     "faiss-gpu-cu12",
 )
+_log = logging.getLogger(__name__)
+_PROJECT = Path(__file__).resolve().parents[2]
+_GIT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One time that a run was begun, or went on."""
+
+    begun: float
+    """Seconds since the epoch."""
+    after_step: int
+    """The step that it went on after; 0 for a run that begins."""
+    environment: dict[str, str]
+    commit: str | None
+    """Of the project."""
+    changed: bool | None
+    """Whether the project's files differ from the commit."""
+    command: list[str]
 
 
 def environment() -> dict[str, str]:
@@ -24,6 +60,7 @@ def environment() -> dict[str, str]:
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
+        "cpus": str(os.cpu_count()),
         "python": platform.python_version(),
         **{name: found for name in PACKAGES if (found := _version(name))},
     }
@@ -33,6 +70,48 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """Packages with another version than before, a phrase each."""
     names = [name for name in PACKAGES if before.get(name) != now.get(name)]
     return [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
+
+
+def begin_life(run_dir: Path, after_step: int) -> None:
+    """Add the life that begins now, in this process, to the folder of a run."""
+    lives: list[Life] = []
+    try:
+        lives = read_lives(run_dir)
+    except FileNotFoundError:
+        pass
+    except ValueError:
+        _log.warning("%s is damaged: the lives that the run had before are lost.", run_dir / RUN)
+    commit, changed = commit_of(_PROJECT)
+    lives.append(Life(time.time(), after_step, environment(), commit, changed, list(sys.argv)))
+    write_atomically(run_dir / RUN, json.dumps({"lives": list(map(asdict, lives))}, indent=2) + "\n")
+
+
+def commit_of(folder: Path) -> tuple[str | None, bool | None]:
+    """The commit that the checkout at `folder` is at, and whether its files differ; None for what is not known."""
+    commit = _git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else None
+    if commit is None:
+        return None, None
+    status = _git(folder, "status", "--porcelain")
+    return commit.strip(), None if status is None else bool(status)
+
+
+def read_lives(run_dir: Path) -> list[Life]:
+    """Those of a run, in order. Raises OSError without a file, ValueError for one that is damaged."""
+    try:
+        found: list[dict[str, Any]] = json.loads((run_dir / RUN).read_text(encoding="utf-8"))["lives"]
+        return [Life(**life) for life in found]
+    except (TypeError, LookupError) as damage:
+        raise ValueError(f"{RUN} does not hold the lives of a run.") from damage
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says; None if it cannot. It takes no locks: somebody may be at work in the checkout."""
+    command = ["git", "-C", str(folder), "--no-optional-locks", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 def _version(name: str) -> str | None:

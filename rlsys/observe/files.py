@@ -5,23 +5,51 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+_PART = re.compile(r"\..+\.\d+\.part")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file at `path` by `text`; a reader sees the old content or the new, never a part."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """As `write_atomically`, of bytes."""
+    with open_atomically(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A new file that replaces the one at `path` once the body has written it.
+
+    An OSError, also one of the body, names `path`: what a full disk refuses names no file by itself.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with part.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+    except OSError as problem:
+        raise OSError(problem.errno, problem.strerror or str(problem), str(path)) from problem
     finally:
         part.unlink(missing_ok=True)
+
+
+def forget_parts(folder: Path) -> None:
+    """Delete what a process that was killed had written of files in `folder`; nobody may be writing there."""
+    for path in folder.glob(".*.part"):
+        if _PART.fullmatch(path.name):
+            path.unlink()
 
 
 def sha256_of(path: str | Path) -> str:

@@ -1,7 +1,8 @@
 """A file of JSON objects, one a line, on disk as soon as each is known.
 
 A resumed run goes on at the `position` it had when it was saved: what came after is of steps that are done again. A
-line that a crash has cut short is ended, so that the next one is whole; all is ASCII, so that no cut breaks a character.
+line that a crash has cut short is ended, so that the next one is whole; one that a full disk has cut short is taken back.
+All is ASCII, so that no cut breaks a character.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,13 @@ class LineLog:
         return self._end > 0 and os.pread(self._file.fileno(), 1, self._end - 1) != b"\n"
 
     def _write(self, line: bytes) -> None:
+        begun = self._end
         try:
             while line:
                 written = self._file.write(line)
                 self._end, line = self._end + written, line[written:]
         except OSError as problem:
+            with suppress(OSError):
+                self._file.truncate(begun)
+                self._end = begun
             raise RunError(f"{self._path} could not be written: {problem.strerror}.") from problem

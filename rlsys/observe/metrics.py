@@ -1,41 +1,13 @@
-"""metrics.jsonl: one line a step, on disk as soon as it is known.
-
-A row is {"step", "time", flat keys}, "time" in seconds since the epoch. docs/metrics.md lists the keys with their
-units. A figure that is NaN or infinite is written as null.
-"""
+"""The rows of metrics.jsonl, as `trackers.JsonlTracker` writes them."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsys.observe.lines import LineLog
-
-
-class MetricsLog:
-    """Appends rows to a file. A resumed run appends to the same file, from `position` on."""
-
-    def __init__(
-        self, path: Path, position: int | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._clock = clock
-        self._lines = LineLog(path, position)
-
-    @property
-    def position(self) -> int:
-        """Bytes written so far."""
-        return self._lines.position
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one row and flush it."""
-        self._lines.append({"step": step, "time": self._clock(), **metrics})
-
-    def close(self) -> None:
-        """Close the file; idempotent."""
-        self._lines.close()
+METRICS = "metrics.jsonl"
+"""File of a run."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,12 @@
-"""What a run is doing now: a live area on a terminal, sparse plain lines where output goes to a file.
+"""What a run is doing now: a live area on a terminal, sparse plain lines where output goes to a file, and `status.json`.
 
-Contract: `update` is cheap and may be called as often as one likes. What it is not given it keeps. A
-state that begins with "waits" shows how long it has lasted, so that a stuck group can be seen at once.
+Contract: `update` is cheap and may be called as often as one likes. What it is not given it keeps. A state is what a
+group does, or begins with "waits for" and names the cause, without figures, which would begin the wait anew; it then
+shows how long that has lasted, so that a stuck group can be seen at once.
+
+Several parts of a run may speak for one group, each under a name of its own: "critic" and "critic.values" are the same
+group. A group shows what was begun last of what it does; it waits where all who speak for it wait. An empty text is
+the end of what one has to say.
 
 While the live area is up, whatever is printed or logged through `console` (or through `sys.stdout` and
 `sys.stderr`) appears above it.
@@ -11,8 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -22,18 +27,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlsys.observe.status import State, Status, StatusFile, ending
+
 WAIT_PREFIX = "waits"
 PLAIN_INTERVAL_S = 10.0
 """Between plain lines of one step; a new step always gets a line."""
 REFRESH_PER_S = 4.0
 SHOWN_WAIT_S = 1.0
 """A shorter wait is the pipeline's normal breathing and would only flicker."""
-
-
-@dataclass(slots=True)
-class _State:
-    text: str
-    since: float
 
 
 @dataclass(slots=True)
@@ -57,12 +58,22 @@ class _Figures:
 class Progress:
     """A context manager around the run; see the module's contract."""
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        status: StatusFile | None = None,
+    ) -> None:
+        """`status` is written from the beginning of the run to its end, and then says how it ended."""
         self.console = console or Console()
         self._clock = clock
         self._start = clock()
+        self._epoch = time.time() - self._start
+        """The clock's zero, in seconds since the epoch."""
         self._figures = _Figures()
-        self._states: dict[str, _State] = {}
+        self._voices: dict[str, dict[str, State]] = {}
+        """Group -> who speaks for it -> its state, `since` by the clock."""
+        self._file = status
         self._lock = threading.Lock()
         self._printed_step = -1
         self._printed_at = float("-inf")
@@ -77,6 +88,8 @@ class Progress:
                 transient=True,
             )
             self._live.start()
+        if self._file is not None:
+            self._file.begin(self.status)
         return self
 
     def __exit__(
@@ -85,6 +98,8 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        if self._file is not None:
+            self._file.end(replace(self.status(), ended=ending(error)))
 
     def update(
         self,
@@ -96,16 +111,19 @@ class Progress:
         tokens_per_s: float | None = None,
         states: Mapping[str, str] | None = None,
     ) -> None:
-        """Take over what is given. `em` is the last evaluation's; `states` is group -> what it does."""
+        """Take over what is given. `em` is the last evaluation's; `states` is who speaks -> what their group does."""
         given = {"step": step, "steps": steps, "em": em, "reward": reward, "tokens_per_s": tokens_per_s}
         now = self._clock()
         with self._lock:
             for name, value in given.items():
                 if value is not None:
                     setattr(self._figures, name, value)
-            for group, text in (states or {}).items():
-                if group not in self._states or self._states[group].text != text:
-                    self._states[group] = _State(text, now)
+            for voice, text in (states or {}).items():
+                said = self._voices.setdefault(voice.partition(".")[0], {})
+                if not text:
+                    said.pop(voice, None)
+                elif voice not in said or said[voice].text != text:
+                    said[voice] = State(text, now)
         if self._live is None and not self.console.is_terminal:
             self._print_plain(now)
 
@@ -114,8 +132,21 @@ class Progress:
         with self._lock:
             figures, now = self._figures, self._clock()
             parts = [f"step {figures.step}/{figures.steps}", *figures.parts(), _duration(now - self._start)]
-            parts += [f"{group}: {_with_wait(state, now)}" for group, state in self._states.items()]
+            parts += [f"{group}: {_with_wait(state, now)}" for group, state in self._shown()]
         return " | ".join(parts)
+
+    def status(self) -> Status:
+        """Everything at this moment, in seconds since the epoch; from any thread."""
+        with self._lock:
+            states = {
+                group: replace(state, since=self._epoch + state.since) for group, state in self._shown()
+            }
+            begun, now = self._epoch + self._start, self._epoch + self._clock()
+            return Status(begun=begun, at=now, states=states, **asdict(self._figures))
+
+    def _shown(self) -> list[tuple[str, State]]:
+        """Of each group, in the order in which they were first heard of."""
+        return [(group, _loudest(said.values())) for group, said in self._voices.items() if said]
 
     def _print_plain(self, now: float) -> None:
         step = self._figures.step
@@ -136,7 +167,7 @@ class Progress:
             ]
             head.add_row(*cells)
             body = Table.grid(padding=(0, 2))
-            for group, state in self._states.items():
+            for group, state in self._shown():
                 style = "yellow" if state.text.startswith(WAIT_PREFIX) else ""
                 text = Text(_with_wait(state, now), style=style, no_wrap=True, overflow="ellipsis")
                 body.add_row(Text(group, style="cyan"), text)
@@ -146,7 +177,14 @@ class Progress:
         return area
 
 
-def _with_wait(state: _State, now: float) -> str:
+def _loudest(states: Iterable[State]) -> State:
+    """What a group does, if anybody says that it does something; else the wait that began last, when all else was done."""
+    said = list(states)
+    working = [state for state in said if not state.text.startswith(WAIT_PREFIX)]
+    return max(working or said, key=lambda state: state.since)
+
+
+def _with_wait(state: State, now: float) -> str:
     waited = now - state.since
     if not state.text.startswith(WAIT_PREFIX) or waited < SHOWN_WAIT_S:
         return state.text

@@ -50,7 +50,7 @@ def render_sample(sample: Sample) -> str:
         "gold answers": " | ".join(question.answers),
         "answer": "none" if trajectory.answer is None else trajectory.answer.strip(),
         "reward": f"{sample.reward:g}",
-        "finish": f"{trajectory.finish.value} after {trajectory.searches} searches",
+        "finish": f"{trajectory.finish.value} after {_acts(trajectory)}",
         "tokens": f"{trajectory.prompt_length} prompt, {trained} trained, {response - trained} masked",
         "trained at": _trained_runs(trajectory),
         "re-tokenised": f"{trajectory.tokens_differing} trained tokens differ from what was sampled",
@@ -77,11 +77,18 @@ def _turn_lines(number: int, turn: Turn) -> list[str]:
     title = f"turn {number}: generated, {turn.generated_tokens} tokens, {turn.generate_s:.2f} s, {cached}"
     lines = ["", _rule(title), *_quoted(turn.text)]
     if turn.search_error:
-        lines += ["", _rule(f"turn {number}: search failed: {_one_line(turn.search_error)}")]
+        failed = turn.tool or "search"
+        lines += ["", _rule(f"turn {number}: {failed} failed: {_one_line(turn.search_error)}")]
     if turn.observation:
-        title = f"turn {number}: observation after {turn.action.value} (masked), {turn.search_s:.2f} s"
+        after = turn.tool or turn.action.value
+        title = f"turn {number}: observation after {after} (masked), {turn.search_s:.2f} s"
         lines += ["", _rule(title), *_quoted(turn.observation, mark="| ")]
     return lines
+
+
+def _acts(trajectory: Trajectory) -> str:
+    calls = f" and {trajectory.tool_calls} calls of tools" if trajectory.tool_calls else ""
+    return f"{trajectory.searches} searches{calls}"
 
 
 def _trained_runs(trajectory: Trajectory) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlsys.observe.files import write_atomically
 
-Arg = str | int | float | bool
+Arg = str | int | float | bool | list[str]
 Interval = tuple[int, int]
 """Start and end, ns."""
 
@@ -33,6 +33,8 @@ HIDDEN_SPANS = {
 }
 """Group -> names of the work that can hide behind generation."""
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
+QUESTIONS = "questions"
+"""Name of the arg that holds the uids of the questions whose samples a call worked on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,30 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
+
+
+def common_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """What is in both; of each, intervals are disjoint and in order, as `merge_intervals` gives them."""
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            common.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def without_intervals(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    """What of `intervals` is in none of `taken`; both are as `merge_intervals` gives them, and so is the result."""
+    if not intervals:
+        return []
+    edges = [intervals[0][0], *(edge for interval in taken for edge in interval), intervals[-1][1]]
+    gaps = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+    return common_intervals(intervals, gaps)
 
 
 def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:

@@ -1,9 +1,12 @@
-"""How much of what the actor's devices could compute they did. Pure."""
+"""How much of what the devices could compute they did, and how full the micro-batches were. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
+
+from rlsys.observe.spans import Interval, Span
 
 PEAK_TFLOPS = (
     ("GB200", 2500.0),
@@ -53,6 +56,28 @@ def utilisation_figures(flops: float, seconds: float, peak: float | None) -> dic
         return {}
     rate = flops / seconds
     return {"perf/actor_tflops": rate / 1e12, **({"mfu/actor": rate / peak} if peak else {})}
+
+
+def batch_figures(spans: Iterable[Span], window: Interval) -> dict[str, float]:
+    """How full the micro-batches were of the calls that ended in `window`, by group, as shares of 1.
+
+    `batch/fill` is tokens of samples to what the token budget allows, which a single sample may exceed; a micro-batch
+    without a sample, which keeps a rank in step with the others, is an empty one. `batch/padding` is padding to all that
+    was computed. Groups without such a call are absent.
+    """
+    calls: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if "budget" in span.args and window[0] < span.end_ns <= window[1]:
+            calls[span.group].append(span)
+    figures: dict[str, float] = {}
+    for group, found in sorted(calls.items()):
+        tokens, room, budget = (_total(found, name) for name in ("tokens", "room", "budget"))
+        figures |= {f"batch/fill/{group}": tokens / budget, f"batch/padding/{group}": 1.0 - tokens / room}
+    return figures
+
+
+def _total(spans: Iterable[Span], name: str) -> float:
+    return sum(float(value) for span in spans if isinstance(value := span.args[name], int))
 
 
 def _peak_tflops(device_name: str) -> float | None:

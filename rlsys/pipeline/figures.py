@@ -11,7 +11,7 @@ from statistics import fmean
 
 import numpy as np
 
-from rlsys.agent.trajectory import Action, Finish, Trajectory
+from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.algorithms.corrections import CorrectionStats, measure
 from rlsys.config.algorithm import CorrectionLevel
 from rlsys.pipeline.flops import Flops
@@ -92,8 +92,9 @@ def answer_figures(groups: Sequence[Group], tag: str) -> dict[str, float]:
 
 
 def episode_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What the policy did: actions, searches, ends."""
+    """What the policy did: actions, searches, calls of tools, ends."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    searches = [turn for turn in turns if turn.action is Action.SEARCH]
     valid = [sum(turn.action is not Action.INVALID for turn in one.turns) for one in trajectories]
     acted = [(count, len(one.turns)) for count, one in zip(valid, trajectories, strict=True) if one.turns]
     return {
@@ -104,13 +105,30 @@ def episode_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "env/finish_ratio": fmean(one.finish is Finish.ANSWER for one in trajectories),
         "rollout/episodes": len(trajectories),
         "rollout/aborted": sum(one.finish is Finish.ABORTED for one in trajectories),
-        "rollout/search_errors": sum(bool(turn.search_error) for turn in turns),
-        "rollout/search_s_mean": fmean(
-            [turn.search_s for turn in turns if turn.action is Action.SEARCH] or [0.0]
-        ),
+        "rollout/search_errors": sum(bool(turn.search_error) for turn in searches),
+        "rollout/search_s_mean": fmean([turn.search_s for turn in searches] or [0.0]),
         "rollout/generated_tokens": sum(turn.generated_tokens for turn in turns),
         "rollout/cached_prompt_share": sum(turn.cached_tokens for turn in turns)
         / max(1, sum(turn.prompt_tokens for turn in turns)),
+        **tool_figures(trajectories),
+    }
+
+
+def tool_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How often each tool that the policy called was called, how many calls failed, and how long they took."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    called: dict[str, list[Turn]] = defaultdict(list)
+    for turn in turns:
+        if turn.action is Action.TOOL and turn.observation:
+            called[turn.tool].append(turn)
+    return {
+        name: value
+        for tool, calls in called.items()
+        for name, value in {
+            f"tool/{tool}/calls": len(calls) / len(trajectories),
+            f"tool/{tool}/errors": sum(bool(turn.search_error) for turn in calls),
+            f"tool/{tool}/s_mean": fmean(turn.search_s for turn in calls),
+        }.items()
     }
 
 

@@ -30,11 +30,13 @@ from rlsys.data.question import Question
 from rlsys.pipeline.group import Group
 from rlsys.pipeline.ledger import GIVEN_BACK, Ledger, LedgerState, Reason, Stage, Ticket
 from rlsys.pipeline.routing import GroupLost
-from rlsys.pipeline.workers import Devices, Generator, Prompts, Say, Scorer
+from rlsys.pipeline.workers import Devices, Generator, Prompts, Say, Scorer, groups_of, silent
 
 MOST_LOSSES = 3
 """A question whose group was lost so often is not asked again before the next epoch, and then once: it may be
 what kills the engines."""
+SCORES = {"inference": "log-probs", "critic": "values"}
+"""Group that scores -> what it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +97,16 @@ class Flow:
         say: Callable[[str], Say],
         state: FlowState | None = None,
     ) -> None:
-        """With a `state`, whose tickets the ledger then has, goes on from it."""
+        """With a `state`, whose tickets the ledger then has, goes on from it.
+
+        `say` gives each stage a voice: "rollout", and "inference" and "critic.values", as far as they score.
+        """
         self.ledger = ledger
         self._prompts, self._generator, self._scorer = prompts, generator, scorer
         self._handlers, self._bites, self._devices = handlers, bites, devices
-        self._say_rollout, self._say_scorer = say("rollout"), say("inference")
+        self._say_rollout = say("rollout")
+        voices = {group: say("critic.values" if group == "critic" else group) for group in scorer.groups}
+        self._say_scorers = {SCORES[group]: voice for group, voice in voices.items()}
         self._rolling: dict[Ticket, asyncio.Task[None]] = {}
         """Until the task has ended, which is later than the ticket if it was cancelled."""
         self._rewarding: dict[Ticket, Sequence[Trajectory]] = {}
@@ -153,15 +160,19 @@ class Flow:
                 tasks.create_task(self._score_all())
         finally:
             self._end((ticket, Reason.end) for ticket in self.ledger.outstanding)
+            for say in (self._say_rollout, *self._say_scorers.values()):
+                say("waits for the end of the run")
 
-    async def take(self, most: int) -> list[Group]:
+    async def take(self, most: int, say: Say = silent) -> list[Group]:
         """Wait for a scored group, then take what is there, oldest first, at most `most`, which is at least 1.
 
-        Raises RuntimeError after `stop`.
+        `say` is told what is waited for. Raises RuntimeError after `stop`.
         """
         groups: list[Group] = []
         while not groups:
-            await self._until(lambda: self._stopping or bool(self._scored))
+            await self._until(
+                lambda: self._stopping or bool(self._scored), lambda: say(f"waits for {self._behind()}")
+            )
             if self._stopping:
                 raise RuntimeError("A group was waited for after the pipeline was stopped.")
             while self._scored and len(groups) < most:
@@ -175,6 +186,7 @@ class Flow:
     def close_step(self) -> None:
         """The optimiser has stepped. This dooms nothing: who had no place but in that step went when it was full."""
         self.ledger.close_step()
+        self._show_rollouts()
 
     def publish(self, version: int) -> None:
         """Every engine has `version`: more may be rolled."""
@@ -201,7 +213,7 @@ class Flow:
 
     async def _roll_all(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            await self._until(lambda: self._stopping or self._may_roll())
+            await self._until(lambda: self._stopping or self._may_roll(), self._show_rollouts)
             if self._stopping:
                 return
             await self._devices.need("rollout")
@@ -214,7 +226,6 @@ class Flow:
                 self._rolling[ticket] = task = tasks.create_task(self._roll(ticket, begun))
                 # Not the task's own doing: one that is cancelled before its first turn does nothing at all.
                 task.add_done_callback(partial(self._ended, ticket))
-                self._say_rollout(f"{len(self._rolling)} groups under way")
 
     async def _roll(self, ticket: Ticket, begun: Sequence[Begun]) -> None:
         group = None
@@ -243,7 +254,8 @@ class Flow:
 
     async def _score_all(self) -> None:
         while True:
-            self._say_scorer("waits for rollouts")
+            for say in self._say_scorers.values():
+                say("waits for rollouts")
             await self._until(lambda: self._stopping or self._worth_scoring())
             if self._stopping:
                 return
@@ -255,7 +267,8 @@ class Flow:
                 self._scoring = ()
 
     async def _score(self, bite: Sequence[tuple[Ticket, Group]]) -> None:
-        self._say_scorer(f"scores {len(bite)} groups")
+        for scores, say in self._say_scorers.items():
+            say(f"computes {scores} of {groups_of(len(bite))}")
         asked = [sample for _, group in bite for sample in group.samples]
         found = await self._scorer.compute(asked)
         samples = iter([one.with_scores(scores) for one, scores in zip(asked, found, strict=True)])
@@ -276,6 +289,22 @@ class Flow:
             return True
         rolling = self._rolling or self._again
         return bool(self._rolled) and not rolling and not self.ledger.may_admit()
+
+    def _show_rollouts(self) -> None:
+        generating = len(self._rolling) - len(self._rewarding)
+        if generating:
+            self._say_rollout(f"generates {groups_of(generating)}")
+        elif self._rewarding:
+            self._say_rollout("waits for rewards")
+        else:
+            trained = self.ledger.version > self.ledger.published
+            self._say_rollout("waits for weight sync" if trained else "waits for training")
+
+    def _behind(self) -> str:
+        """What the next group that can be taken is still at."""
+        if self._scoring:
+            return " and ".join(self._say_scorers) or "scores"
+        return "rewards" if self._rolling and len(self._rolling) == len(self._rewarding) else "rollouts"
 
     def _sweep(self) -> None:
         """Drop what can no longer be trained."""
@@ -300,8 +329,12 @@ class Flow:
         if reason in GIVEN_BACK:
             self._prompts.give_back(ticket.question)
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until `holds`, which changes with `_changed` alone. Any number may wait: each is woken each time."""
+    async def _until(self, holds: Callable[[], bool], show: Callable[[], None] = lambda: None) -> None:
+        """Wait until `holds`, which changes with `_changed` alone. Any number may wait: each is woken each time.
+
+        `show` is called whenever it has still to wait.
+        """
         while not holds():
+            show()
             self._changed.clear()
             await self._changed.wait()

@@ -41,6 +41,8 @@ class Scores:
     picks: Picks | None = None
     values: Floats | None = None
     """[seq] what the critic expects before the token is known; None without a critic."""
+    version: int | None = None
+    """Of the policy; None where the log-probs are the sampler's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Sample:
     in nats; None where it is no part of the reward."""
     kl_coef: float = 0.0
     """The weight with which it was."""
+    scored_version: int | None = None
+    """Of the policy that `old_logprobs` are under, where they were recomputed."""
 
     def with_scores(self, scores: Scores) -> Sample:
         """The same sample after the scoring stage."""
@@ -82,6 +86,7 @@ class Sample:
             ref_logprobs=scores.reference,
             picks=scores.picks,
             values=scores.values,
+            scored_version=scores.version,
         )
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rlsys.pipeline.flow import Flow
 from rlsys.pipeline.group import Group, Sample
-from rlsys.pipeline.workers import Devices, Learner, Say
+from rlsys.pipeline.workers import Devices, Learner, Say, groups_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,17 @@ async def learn(
     """Train one step; returns its groups and the statistics of each optimiser step.
 
     `learners` are those that learn in this step, at least one, by the names of their groups; the name and a slash
-    stand before that of each statistic.
+    stand before that of each statistic. `say` speaks for all of them.
     """
-    supply = _Supply(flow, cut.updates * cut.groups_per_update)
+    supply = _Supply(flow, cut.updates * cut.groups_per_update, say)
     trained: list[Group] = []
     updates: list[Mapping[str, float]] = []
     for update in range(1, cut.updates + 1):
         while (missing := update * cut.groups_per_update - len(trained)) > 0:
-            say("waits for log-probs")
             groups = await _worth_a_call(supply, [*learners.values()], missing, cut)
-            say(f"trains on {len(groups)} groups")
+            say("waits for its devices")
             await devices.need(*learners)
+            say(f"trains on {groups_of(len(groups))}")
             samples = [sample for group in groups for sample in group.samples]
             last = len(groups) == missing
             async with asyncio.TaskGroup() as tasks:
@@ -53,16 +53,18 @@ async def learn(
             trained += groups
         if cut.scored_first:
             await supply.fill()
+        say("updates the weights")
         updates.append(await _apply(learners))
     flow.close_step()
+    say("waits for weight sync")
     return trained, updates
 
 
 class _Supply:
     """The scored groups of one step."""
 
-    def __init__(self, flow: Flow, groups: int) -> None:
-        self._flow, self._missing = flow, groups
+    def __init__(self, flow: Flow, groups: int, say: Say) -> None:
+        self._flow, self._missing, self._say = flow, groups, say
         self._held: list[Group] = []
 
     async def take(self, most: int) -> list[Group]:
@@ -78,7 +80,7 @@ class _Supply:
             self._held += await self._from_flow(self._missing)
 
     async def _from_flow(self, most: int) -> list[Group]:
-        groups = await self._flow.take(most)
+        groups = await self._flow.take(most, self._say)
         self._missing -= len(groups)
         return groups
 

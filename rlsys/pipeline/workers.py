@@ -12,7 +12,16 @@ from rlsys.pipeline.group import Sample, Scores
 from rlsys.reward.scored import Scored
 
 Say = Callable[[str], None]
-"""Tells people what a stage does or waits for."""
+"""Tells people what a stage does, or "waits for" and what; an empty text is the end of what it has to say."""
+
+
+def silent(_: str) -> None:
+    """A `Say` that nobody hears."""
+
+
+def groups_of(count: int) -> str:
+    """`count` groups in words."""
+    return "1 group" if count == 1 else f"{count} groups"
 
 
 class Generator(Protocol):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.groups.dealer import Dealer
+from rlsys.groups.dealer import Dealer, Load
 from rlsys.pipeline.group import Sample
 from rlsys.pipeline.masks import response_tokens
 from tests.pipeline.build import sample
@@ -84,3 +84,13 @@ def test_a_rest_is_filled_up_so_that_all_ranks_do_the_same() -> None:
     assert [len(of_rank) for of_rank in batches] == [1, 1]
     assert batches[1][0].trained_tokens == 0
     assert np.all(batches[1][0].tokens == 7)
+
+
+def test_the_load_of_micro_batches_by_hand() -> None:
+    # Rectangles of 9 + 7, of 5 + 5 + 3 and of 2 + 2 tokens as wide as their longest, rounded up to 2 tokens.
+    padded = Dealer(ParallelConfig(tp=2, sequence_parallel=True), 2, 20, pad_id=0, packed=False)
+    _, batches = padded.deal(samples(9, 7, 5, 5, 3, 2, 2))
+    assert padded.load(batches) == Load(micro_batches=3, tokens=33, room=2 * 10 + 3 * 6 + 2 * 2, budget=60)
+    # The second rank has nothing: its row of two tokens is padding, and its budget counts.
+    packed = Dealer(ParallelConfig(), 2, 100, pad_id=0, packed=True)
+    assert packed.load(packed.deal(samples(4))[1]) == Load(micro_batches=2, tokens=4, room=6, budget=200)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rlsys.agent.trajectory import Action, Turn
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RolloutConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.groups.engines import PING_TIMEOUT_S
 from rlsys.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, RolloutGroup
 from rlsys.observe.spans import Tracer
+from rlsys.observe.timeline import EpisodeSpans
 from rlsys.pipeline.routing import EngineDied, GroupLost, NoEngineLeft
 from tests.groups.engines import NEVER, Engines
 from tests.pipeline.build import question
@@ -32,7 +35,7 @@ def make(engines: Engines, slots: int = 8) -> tuple[RolloutGroup, Tracer]:
         algorithm=AlgorithmConfig(n_samples=SAMPLES),
     )
     tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
-    return RolloutGroup(engines, config, tracer), tracer  # type: ignore[arg-type]
+    return RolloutGroup(engines, config, tracer, EpisodeSpans()), tracer  # type: ignore[arg-type]
 
 
 def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
@@ -341,5 +344,35 @@ def test_an_update_that_takes_too_long_on_a_living_engine_ends_the_run() -> None
         engines.ranks[0].silent = engines.ranks[1].silent = True
         with pytest.raises(NoEngineLeft, match="answers nothing any more: waited 1800 s"):
             await group.sleep()
+
+    run_virtually(story())
+
+
+def test_when_episodes_generated_and_searched_is_told_of_groups_alone() -> None:
+    """In the lane of the engine that returned them, after another died; not of answers to held-out questions."""
+
+    class Searching(Engines):
+        @staticmethod
+        def _later(worker: Any, call: Any, seconds: float, answer: Any) -> None:
+            began_ns = int(now() * 1e9) + 1
+            turn = Turn("", Action.SEARCH, "", "", 1, 1, 0, 2.0, 3.0, "", began_ns)
+            if isinstance(answer, list):
+                answer = [replace(one, turns=(turn,)) for one in answer]
+            Engines._later(worker, call, seconds, answer)
+
+    async def story() -> None:
+        engines, episodes = Searching(2, taking(run_group=10, answer=10)), EpisodeSpans()
+        config = RunConfig(algorithm=AlgorithmConfig(n_samples=SAMPLES))
+        tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
+        group = RolloutGroup(engines, config, tracer, episodes)  # type: ignore[arg-type]
+        asked = asyncio.gather(ask(group, 1), group.answer(question(7)))
+        await at(4, engines.die, 1)
+        await asked
+        found = [(span.name, span.lane, span.start_ns / 1e9, span.end_ns / 1e9) for span in episodes.drain()]
+        assert [(name, lane, round(start, 3), round(end, 3)) for name, lane, start, end in found] == [
+            ("generate.turns", "engine 0", 4, 6),
+            ("search.queries", "engine 0", 6, 9),
+        ]
+        assert episodes.drain() == []
 
     run_virtually(story())

@@ -16,6 +16,7 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, Device, RolloutConfig, RunConfig
 from rlsys.groups.rollout import RolloutGroup
 from rlsys.observe.spans import Tracer
+from rlsys.observe.timeline import EpisodeSpans
 from rlsys.pipeline.routing import NoEngineLeft
 from tests.groups.toy_engine import ToyEngine
 from tests.pipeline.build import question, trajectory
@@ -43,7 +44,7 @@ async def until_it_fails(group: RolloutGroup) -> None:
 
 
 async def scenario(workers: WorkerGroup) -> None:
-    group = RolloutGroup(workers, CONFIG, Tracer("rollout"))  # type: ignore[arg-type]
+    group = RolloutGroup(workers, CONFIG, Tracer("rollout"), EpisodeSpans())  # type: ignore[arg-type]
     begun = [(trajectory(uid=f"q:{number}", sample=1),) for number in range(4)]
     cancelled, *asked = [
         asyncio.ensure_future(group.run_group(question(number), number, begun[number])) for number in range(4)

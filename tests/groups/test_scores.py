@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,3 +96,25 @@ def test_the_groups_that_must_be_there_are_named() -> None:
     assert inference.groups == ("inference",)
     assert WithValues(inference, Critic()).groups == ("inference", "critic")
     assert EngineLogprobs().groups == ()
+
+
+def test_a_calls_span_says_whose_samples_it_worked_on_and_how_full_it_was() -> None:
+    asked = [
+        replace(one, trajectory=replace(one.trajectory, question_uid=uid))
+        for one, uid in zip(samples()[4:], ("b", "a", "b"), strict=True)
+    ]
+    dealer, tracer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True), Tracer("test")
+    group = InferenceGroup(None, dealer, tracer)  # type: ignore[arg-type]
+    group.step = 3
+    with group.work("logprob.compute", asked, dealer.deal(asked)[1]):
+        pass
+    (span,) = tracer.drain()
+    assert span.args == {
+        "step": 3,
+        "samples": 3,
+        "questions": ["b", "a"],
+        "micro_batches": 1,
+        "tokens": 7,
+        "room": 7,
+        "budget": 16,
+    }

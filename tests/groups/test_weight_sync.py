@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.schema import ClusterConfig, Device, SyncMode
+from rlsys.config.schema import ClusterConfig, Device, ParallelConfig, SyncMode
 from rlsys.errors import RunError
+from rlsys.groups.dealer import Dealer
 from rlsys.groups.megatron import InferenceGroup
 from rlsys.groups.weight_sync import SyncReport, WeightSync
 from rlsys.observe.spans import Tracer
@@ -264,7 +265,7 @@ class Workers:
 @pytest.fixture
 def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGroup:
     monkeypatch.setattr("rlsys.groups.megatron.share", lambda value: value)
-    dealer: Any = SimpleNamespace(deal=lambda _samples: ([], []))
+    dealer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True)
     workers: Any = Workers(events)
     return InferenceGroup(workers, dealer, Tracer("inference"))
 

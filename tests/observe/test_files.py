@@ -1,3 +1,4 @@
+import errno
 import json
 from pathlib import Path
 
@@ -5,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.observe.files import json_safe, write_atomically
-from rlsys.observe.metrics import MetricsLog, read_metrics
+from rlsys.observe.files import forget_parts, json_safe, write_atomically
+from rlsys.observe.metrics import read_metrics
 from rlsys.observe.summary import write_summary
+from rlsys.observe.trackers import JsonlTracker
 
 
 def test_scalars_of_numpy_and_torch_and_what_json_lacks() -> None:
@@ -31,6 +33,38 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert [found.name for found in path.parent.iterdir()] == ["a.txt"]
 
 
+def test_a_full_disk_is_told_with_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+    write_atomically(path, "old")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
+    assert full.filename is None, "as a write raises it"
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_atomically(path, "new")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(path))
+    assert [found.name for found in tmp_path.iterdir()] == ["a.txt"]
+    assert path.read_text() == "old"
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_by_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(IsADirectoryError) as raised:
+        write_atomically(tmp_path / "a.txt", "new")
+    assert raised.value.filename == str(tmp_path / "a.txt"), "and not its half-written copy"
+
+
+def test_only_what_a_kill_has_left_is_forgotten(tmp_path: Path) -> None:
+    left = (".step_000004.json.123.part", ".a.1.part")
+    kept = ("step_000004.json", "a.1.part", ".part", ".a.part", ".a.1.part.txt")
+    for name in (*left, *kept):
+        (tmp_path / name).touch()
+    forget_parts(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept}
+    forget_parts(tmp_path / "none")
+
+
 def test_summary_is_strict_json_with_stable_order(tmp_path: Path) -> None:
     first, second = tmp_path / "1.json", tmp_path / "2.json"
     write_summary(first, {"steps": 3, "em_after": float("nan"), "seconds": {"train": 1.5, "rollout": 2.0}})
@@ -46,7 +80,7 @@ def test_summary_is_strict_json_with_stable_order(tmp_path: Path) -> None:
 
 def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    log = MetricsLog(path, clock=lambda: 12.5)
+    log = JsonlTracker(path, clock=lambda: 12.5)
     log.log(1, {"critic/score/mean": np.float32(0.25), "time/step": float("nan")})
     row = {"step": 1, "time": 12.5, "critic/score/mean": 0.25, "time/step": None}
     assert json.loads(path.read_text()) == row
@@ -56,13 +90,13 @@ def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_a_resumed_run_appends_and_its_rows_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = MetricsLog(path)
+    first = JsonlTracker(path)
     for step in (1, 2, 3):
         first.log(step, {"critic/score/mean": 0.1 * step})
     first.close()
     with path.open("a") as file:
         file.write('{"step": 4, "rew')  # the crash
-    resumed = MetricsLog(path)
+    resumed = JsonlTracker(path)
     resumed.log(3, {"critic/score/mean": 0.9})
     resumed.close()
     assert [(row["step"], row["critic/score/mean"]) for row in read_metrics(path)] == [

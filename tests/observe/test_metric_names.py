@@ -21,7 +21,8 @@ from rlsys.agent.trajectory import Action, Turn
 from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss
 from rlsys.algorithms.values import ValueLoss
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import RunConfig, TrackingConfig
+from rlsys.config.schema import RunConfig
+from rlsys.config.tracking import TrackingConfig
 from rlsys.evaluation.evaluate import Answered, Evaluation
 from rlsys.evaluation.scores import scores_of
 from rlsys.groups.megatron import ActorGroup, CriticGroup

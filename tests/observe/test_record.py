@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.guards import GuardsConfig
-from rlsys.config.schema import RunConfig, TrackingConfig
+from rlsys.config.schema import RunConfig
+from rlsys.config.tracking import TrackingConfig
 from rlsys.evaluation.evaluate import Answered, Evaluation
 from rlsys.evaluation.scores import scores_of
+from rlsys.observe.environment import read_lives
 from rlsys.observe.guards import Alarm
+from rlsys.observe.kept import kept_steps, write_row
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
+from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Tracer
 from rlsys.pipeline.flops import Flops
 from rlsys.pipeline.group import Group
@@ -30,7 +38,8 @@ from rlsys.record import History, RunRecord, update_figures
 from tests.pipeline.build import question, rewarded, trajectory
 
 S = 1_000_000_000
-GROUPS = [Group(question(1), (rewarded(trajectory(range(5), version=0), 1.0),))]
+SCORED = replace(rewarded(trajectory(range(5), version=0), 1.0), old_logprobs=np.zeros(5, np.float32))
+GROUPS = [Group(question(1), (SCORED,))]
 NAN = float("nan")
 
 
@@ -62,7 +71,7 @@ class Run:
         )
         self.clock, self.printed, self.folder = Clock(), io.StringIO(), folder
         console = Console(file=self.printed, width=500)
-        self.record = RunRecord(config, folder, Progress(console), cost, history)
+        self.record = RunRecord(config, folder, Progress(console), cost, history, str)
         self.record.actor_peak = peak
         self.record.tracers |= {name: Tracer(name, self.clock) for name in self.record.tracers}
 
@@ -75,11 +84,17 @@ class Run:
     def step(self, step: int, entropy: float = 1.0) -> list[Alarm]:
         """A step of one second, at whose end two tickets have ended."""
         self.record.begin_step()
-        self.clock.seconds += 1
+        with self.working("actor", "train.apply", 1):
+            pass
         alarms = self.record.step(step, GROUPS, [{"actor/entropy": entropy}], {})
+        asyncio.run(self.kept(step))
         ends = (Ended(2 * step, f"q:{2 * step}", Stage.trained), Ended(2 * step + 1, "q:x", Reason.stale))
         self.record.prompts(step, ends)
         return alarms
+
+    async def kept(self, step: int) -> None:
+        await self.record.trajectories(step, GROUPS)
+        await self.record.trajectories_kept()
 
     def rows(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder / "metrics.jsonl")
@@ -177,7 +192,9 @@ def content(folder: Path) -> dict[str, Any]:
         for row in read_metrics(folder / "metrics.jsonl")
     ]
     ends = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    return {"rows": rows, "ends": ends}
+    run = open_run(folder)
+    timeline = [(one.step, one.spans) for one in run.timeline()]
+    return {"rows": rows, "ends": ends, "timeline": timeline, "kept": [*map(write_row, run.trajectories())]}
 
 
 def test_a_resumed_record_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
@@ -206,10 +223,59 @@ def test_a_resumed_record_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
     for step in (4, 5, 6):
         assert [str(alarm) for alarm in resumed.step(step, entropies[step])] == expected[step]
     resumed.record.close()
-    assert content(folders["killed"]) == content(folders["whole"])
+    found, expected_content = content(folders["killed"]), content(folders["whole"])
+    assert len(found["kept"]) == 6
+    assert [step for step, _ in found["timeline"]] == [1, 2, 3, 4, 5, 6]
+    assert {name: found[name] for name in ("rows", "ends", "kept")} == {
+        name: expected_content[name] for name in ("rows", "ends", "kept")
+    }
+    assert [life.after_step for life in read_lives(folders["killed"])] == [0, 3]
     lines = (folders["killed"] / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6], "each once, and nothing torn"
     assert resumed.printed.getvalue().count("Warning: actor/entropy") == 1
+
+
+def test_what_was_done_later_is_gone_at_once(tmp_path: Path) -> None:
+    """From the timeline and the trajectories, for whoever reads them before the next step."""
+    run = Run(tmp_path)
+    for step in (1, 2, 3):
+        run.step(step)
+        if step == 2:
+            history = run.record.history(2)
+    Run(tmp_path, history=history)
+    assert [one.step for one in open_run(tmp_path).timeline()] == [1, 2]
+    assert kept_steps(tmp_path) == [1, 2]
+
+
+def test_the_timeline_has_every_span_once(tmp_path: Path) -> None:
+    """Those of a step, of the time between steps, of one that lasts longer than its step, and of the end."""
+    run = Run(tmp_path)
+    run.record.episodes.add((0, S), "engine 0", {"question": "q"}, ())
+    with run.working("rollout", "rollout.group", 1):
+        run.step(1)
+    with run.working("driver", "eval.ask", 5):
+        pass
+    run.step(2)
+    with run.working("driver", "eval.last", 1):
+        pass
+    run.record.close()
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["window"], [span[0] for span in row["spans"]]) for row in rows] == [
+        (1, [0, S], ["train.apply"]),
+        (2, [7 * S, 8 * S], ["eval.ask", "rollout.group", "train.apply"]),
+        (None, None, ["eval.last"]),
+    ]
+    first, second = open_run(tmp_path).timeline()
+    assert [span.name for span in first.spans] == ["rollout.group", "train.apply"], "it touches the window"
+    assert [span.name for span in second.spans] == ["train.apply"]
+
+
+@pytest.mark.parametrize(("most", "files"), [(0, []), (None, [1]), (1, [1])])
+def test_trajectories_are_kept_as_the_config_says(most: int | None, files: list[int], tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.record.config.tracking.trajectories = most
+    run.step(1)
+    assert kept_steps(tmp_path) == files
 
 
 def test_an_alarm_that_has_begun_is_not_shown_again(tmp_path: Path) -> None:
@@ -233,6 +299,43 @@ def test_evaluations_up_to_the_checkpoint_count(tmp_path: Path) -> None:
     assert left == ["step_000000", "step_000002", "step_000003"], "later ones are done again, or never"
     resumed.record.evaluation(evaluation(4, 0.0))
     assert resumed.record.em_of(4) == 0.0
+
+
+def test_what_a_kill_has_left_half_written_is_gone(tmp_path: Path) -> None:
+    """A run that was killed while it wrote an evaluation and trajectories is resumed, as often as one likes."""
+    run = Run(tmp_path)
+    run.step(1)
+    for step in (1, 2):
+        run.record.evaluation(evaluation(step, 1.0))
+    for left in ("evaluations/.step_000004.json.123.part", "trajectories/.step_000004.jsonl.gz.123.part"):
+        (tmp_path / left).write_text("half")
+    (tmp_path / "evaluations" / "step_000009.json.old").write_text("somebody's own")
+    for _ in range(2):
+        Run(tmp_path, history=replace(run.record.history(1), step=1))
+        names = {path.name for path in (tmp_path / "evaluations").iterdir()}
+        assert names == {"step_000001.json", "step_000001.jsonl", "step_000009.json.old"}
+        assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
+
+
+def test_the_config_of_a_resumed_run_is_whole_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.step(1)
+    before = (tmp_path / "config.yaml").read_text()
+    history = run.record.history(1)
+    real = os.fsync
+
+    def full(handle: int) -> None:
+        if "config.yaml" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        Run(tmp_path, history=history, patience=7)
+    assert raised.value.filename == str(tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").read_text() == before
 
 
 def test_a_folder_with_a_torn_line_is_closed_in_order(tmp_path: Path) -> None:

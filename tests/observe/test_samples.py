@@ -1,4 +1,5 @@
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,3 +96,13 @@ def test_files_are_numbered(tmp_path: Path) -> None:
     paths = write_samples([sample(), sample()], tmp_path / "samples")
     assert [path.name for path in paths] == ["00.txt", "01.txt"]
     assert paths[1].read_text() == render_sample(sample())
+
+
+def test_a_call_names_its_tool() -> None:
+    one = sample(observation="\n\n<information>no\x1b</information>\n\n", generated="<calc>x</calc>")
+    first, answer = one.trajectory.turns
+    call = replace(first, action=Action.TOOL, tool="calculator", search_error="no\x1b")
+    text = render_sample(replace(one, trajectory=replace(one.trajectory, turns=(call, answer))))
+    assert "answer after 0 searches and 1 calls of tools" in text
+    assert "turn 1: calculator failed: no\\x1b" in text
+    assert "turn 1: observation after calculator (masked), 0.25 s" in text

@@ -38,6 +38,26 @@ def test_piped_progress_is_sparse_and_tells_how_long_a_group_waits() -> None:
     ]
 
 
+def test_a_group_with_several_voices_waits_only_where_all_of_them_wait() -> None:
+    clock = Clock()
+    progress = Progress(Console(quiet=True), clock=clock)
+
+    def shown(**states: str) -> str:
+        progress.update(states={voice.replace("_", "."): text for voice, text in states.items()})
+        clock.now += 5
+        return progress.line().partition("critic: ")[2]
+
+    assert shown(critic="trains on 2 groups") == "trains on 2 groups"
+    assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
+    assert shown(critic_values="computes values of 1 group") == "computes values of 1 group"
+    # The values were begun later, but only the training still goes on.
+    assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
+    assert shown(critic="waits for log-probs and values") == "waits for log-probs and values (5 s)"
+    assert shown() == "waits for log-probs and values (10 s)"
+    assert shown(critic="") == "waits for rollouts (20 s)"
+    assert shown(critic_values="") == ""
+
+
 def test_on_a_terminal_messages_stay_and_the_live_area_goes() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, color_system=None)

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from rlsys.observe.spans import (
     Span,
     Tracer,
+    common_intervals,
     idle_share,
     merge_intervals,
     overlap_seconds,
     stage_seconds,
+    without_intervals,
     write_chrome_trace,
 )
 
@@ -95,6 +97,23 @@ def test_merged_intervals_cover_the_same_points_disjointly(intervals: list[tuple
     assert {point for start, end in merged for point in range(start, end)} == covered
     assert sum(end - start for start, end in merged) == len(covered)
     assert merged == sorted(merged)
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))).map(merge_intervals)
+
+
+@given(INTERVALS, INTERVALS)
+def test_intervals_of_both_and_of_one_alone(
+    first: list[tuple[int, int]], second: list[tuple[int, int]]
+) -> None:
+    points = [{point for start, end in one for point in range(start, end)} for one in (first, second)]
+    for found, expected in (
+        (common_intervals(first, second), points[0] & points[1]),
+        (without_intervals(first, second), points[0] - points[1]),
+    ):
+        assert {point for start, end in found for point in range(start, end)} == expected
+        assert found == sorted(found)
+        assert sum(end - start for start, end in found) == len(expected), "disjoint, and none is reversed"
 
 
 def test_tracer_records_nesting_errors_and_late_args_and_hands_out_once() -> None:

@@ -1,14 +1,24 @@
+import errno
+import json
 import logging
+import os
+import pty
+import resource
 import shutil
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
 
-from rlsys.config.schema import TrackingConfig
-from rlsys.observe.trackers import Resumed, WandbTracker, open_trackers
+from rlsys.config.tracking import TrackingConfig, WandbMode
+from rlsys.errors import RunError
+from rlsys.observe.metrics import read_metrics
+from rlsys.observe.trackers import JsonlTracker, Resumed, Trackers, WandbTracker, open_trackers
 
 METRICS = {"critic/score/mean": 0.25, "time/step": float("nan"), "note": "text"}
 
@@ -20,10 +30,12 @@ def _without_account(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, "run", {})
-    assert list(trackers) == ["tensorboard"]
-    trackers["tensorboard"].log(3, METRICS)
-    trackers["tensorboard"].close()
+    trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
+    assert list(trackers.others) == ["tensorboard"]
+    trackers.log(3, METRICS)
+    trackers.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert {name: row[name] for name in METRICS} == {**METRICS, "time/step": None}
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["critic/score/mean"]
     assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(3, 0.25)]
@@ -32,12 +44,16 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> None:
     """Killed after step 5 and resumed after step 3: what steps 4 and 5 had shown is gone, also where they show less."""
     config = TrackingConfig(wandb=False)
-    killed = open_trackers(config, tmp_path, "run", {})["tensorboard"]
+    killed = open_trackers(config, tmp_path, {})
     for step in range(6):
-        killed.log(step, {"loss": step / 4} | ({"eval/em": step / 4} if step in (3, 5) else {}))
+        killed.log(step, {"loss": step / 4})
+        if step == 3:
+            counts = killed.metrics.position
+        if step in (3, 5):
+            killed.log_evaluation(step, {"eval/em": step / 4})
     killed.close()
-    resumed = open_trackers(config, tmp_path, "run", {}, Resumed(3, {}))["tensorboard"]
-    assert resumed.id == ""
+    resumed = open_trackers(config, tmp_path, {}, Resumed(3, {}, counts, ()))
+    assert resumed.ids == {}
     for step in (4, 5, 6):
         resumed.log(step, {"loss": step / 8})
     resumed.close()
@@ -45,51 +61,121 @@ def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> N
     shown = [(event.step, event.value) for event in events.Scalars("loss")]
     assert shown == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 0.5), (5, 0.625), (6, 0.75)]
     assert [event.step for event in events.Scalars("eval/em")] == [3]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, (
+        "and no row of evaluations"
+    )
 
 
-def test_both_off() -> None:
-    assert open_trackers(TrackingConfig(tensorboard=False, wandb=False), Path("unused"), "run", {}) == {}
+def test_with_both_off_there_is_still_the_run_s_own_file(tmp_path: Path) -> None:
+    trackers = open_trackers(TrackingConfig(tensorboard=False, wandb=False), tmp_path, {})
+    assert trackers.others == {}
+    trackers.log(1, METRICS)
+    trackers.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 OFFLINE_RUN = """
 import sys
 from pathlib import Path
-from rlsys.config.schema import TrackingConfig
+from rlsys.config.tracking import TrackingConfig
 from rlsys.observe.trackers import open_trackers
-trackers = open_trackers(TrackingConfig(tensorboard=False), Path(sys.argv[1]), "run", {"algorithm": {"kl_coef": 0.5}})
-assert list(trackers) == ["wandb"]
-trackers["wandb"].log(1, {"critic/score/mean": 0.8125, "note": "text"})
-trackers["wandb"].close()
+trackers = open_trackers(TrackingConfig(tensorboard=False), Path(sys.argv[1]), {"algorithm": {"kl_coef": 0.5}})
+assert list(trackers.others) == ["wandb"]
+trackers.log(1, {"critic/score/mean": 0.8125, "note": "text"})
+trackers.close()
 """
 
 
-RESUMED_RUN = """
+LIVES = """
 import sys
+import time
 from pathlib import Path
-from rlsys.config.schema import TrackingConfig
-from rlsys.observe.trackers import Resumed, open_trackers
+from rlsys.config.tracking import TrackingConfig
+from rlsys.observe.trackers import Resumed, Told, open_trackers
 config, run_dir = TrackingConfig(tensorboard=False), Path(sys.argv[1])
-ids = []
-for resumed in (None, lambda: Resumed(1, {"wandb": ids[0]}), lambda: Resumed(1, {})):
-    tracker = open_trackers(config, run_dir, "run", {}, resumed and resumed())["wandb"]
-    tracker.log(2, {"critic/score/mean": 0.8125})
-    ids.append(tracker.id)
-    tracker.close()
-print(*ids)
+
+def live(resumed, steps, value):
+    trackers = open_trackers(config, run_dir, {}, resumed)
+    for step in steps:
+        trackers.log(step, {"loss": value + step})
+        if step == 2:
+            trackers.log_evaluation(step, {"eval/em": value})
+    trackers.close()
+    time.sleep(1)  # W&B names its folders by the second.
+    return trackers.ids.get("wandb")
+
+first = live(None, (1, 2, 3, 4), 0.0)
+told = [Told(1, {"loss": 1.0}, 1e9), Told(2, {"loss": 2.0}, 1e9 + 1), Told(2, {"eval/em": 0.0}, 1e9 + 1)]
+resumed = live(Resumed(2, {"wandb": first}, 0, told), (3, 4), 10.0)
+if sys.argv[2:] == ["uploaded"]:
+    (part,) = (run_dir / "wandb").glob("offline-run-*")
+    next(part.glob("*.wandb")).with_suffix(".wandb.synced").touch()
+    live(Resumed(2, {"wandb": first}, 0, told), (3, 4), 20.0)
+branch = live(Resumed(2, {}, 0, told), (3,), 30.0)
+print(first, resumed, branch)
 """
 
 
-def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
-    """A run, the same resumed, and a branch of it, which is another run there."""
-    command = [sys.executable, "-c", RESUMED_RUN, str(tmp_path / "run")]
+def lives(run_dir: Path, *how: str) -> tuple[str, str, str]:
+    """The ids of a run that is killed and goes on, and of a branch; in a process of its own."""
+    command = [sys.executable, "-c", LIVES, str(run_dir), *how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "nothing of it is worth a warning"
     first, resumed, branch = done.stdout.split()
-    assert first == resumed
-    assert first != branch
-    names = sorted(path.name.split("-")[3] for path in (tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert names == sorted([first, first, branch])
+    return first, resumed, branch
+
+
+def records(content: bytes) -> Iterator[bytes]:
+    """Of a log as LevelDB has it: pieces with a head of checksum, length and kind, in blocks of 32 KiB."""
+    at, block, whole = 7, 32768, b""
+    while at < len(content):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # All of a record, or the last of it.
+            yield whole
+            whole = b""
+
+
+def curves(part: Path) -> dict[str, list[tuple[int, float]]]:
+    """Of the rows that a file of W&B holds: name -> (trainer step, value)."""
+    (file,) = part.glob("*.wandb")
+    found: dict[str, list[tuple[int, float]]] = {}
+    for data in records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for name in ("loss", "eval/em"):
+            if name in row:
+                found.setdefault(name, []).append((row["trainer/step"], row[name]))
+    return found
+
+
+def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(tmp_path: Path) -> None:
+    """Killed after step 4 and resumed after step 2, as are the curves of its files; a branch is another run there."""
+    first, resumed, branch = lives(tmp_path)
+    assert first == resumed != branch
+    parts = {path.name.split("-")[3]: path for path in (tmp_path / "wandb").glob("offline-run-*")}
+    assert parts.keys() == {first, branch}, "one part of each"
+    assert curves(parts[first]) == {
+        "loss": [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)],
+        "eval/em": [(2, 0.0)],
+    }
+    assert curves(parts[branch]) == {"loss": [(3, 33.0)]}
+
+
+def test_what_was_uploaded_to_wandb_is_gone_on_from(tmp_path: Path) -> None:
+    first, *_ = lives(tmp_path, "uploaded")
+    parts = sorted((tmp_path / "wandb").glob(f"offline-run-*-{first}"))
+    assert [curves(part)["loss"] for part in parts] == [
+        [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)],
+        [(3, 23.0), (4, 24.0)],
+    ]
 
 
 def test_wandb_without_a_key_writes_into_the_run_folder_and_opens_no_connection(tmp_path: Path) -> None:
@@ -111,16 +197,128 @@ def test_a_wandb_that_cannot_start_costs_one_warning(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "not a key")
     with caplog.at_level(logging.WARNING, logger="rlsys"):
-        trackers = open_trackers(TrackingConfig(tensorboard=False), tmp_path, "run", {})
-    assert trackers == {}
+        trackers = open_trackers(TrackingConfig(tensorboard=False), tmp_path, {})
+    assert trackers.others == {}
     (record,) = [record for record in caplog.records if record.name.startswith("rlsys")]
     assert "goes on without it" in record.getMessage()
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name.startswith("rlsys")]
+
+
+def test_a_tensorboard_that_cannot_start_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tensorboard").write_text("a file")
+    trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
+    assert trackers.others == {}
+    trackers.log(1, METRICS)
+    trackers.close()
+    (line,) = told(caplog)
+    assert line.startswith("TensorBoard did not start (")
+    assert line.endswith("); the run goes on without it.")
+
+
+class Failing:
+    """A tracker that fails at one of the things that it is told to do."""
+
+    id = "known there"
+
+    def __init__(self, fails_at: str) -> None:
+        self.fails_at, self.told = fails_at, [""]
+
+    def _do(self, what: str) -> None:
+        self.told.append(what)
+        if what == self.fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def log(self, *_: object) -> None:
+        self._do("log")
+
+    def log_evaluation(self, *_: object) -> None:
+        self._do("log_evaluation")
+
+    def close(self) -> None:
+        self._do("close")
+
+
+@pytest.mark.parametrize("fails_at", ["log", "log_evaluation", "close"])
+def test_a_tracker_that_fails_is_left_out_from_there_on(
+    fails_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, fine = Failing(fails_at), Failing("never")
+    metrics = JsonlTracker(tmp_path / "metrics.jsonl")
+    trackers = Trackers(metrics, {"wandb": lambda: failing, "tensorboard": lambda: fine})
+    for step in (1, 2):
+        trackers.log(step, METRICS)
+        trackers.log_evaluation(step, METRICS)
+    trackers.close()
+    assert told(caplog) == [
+        "Weights & Biases failed ([Errno 28] No space left on device); the run goes on without it."
+    ]
+    assert failing.told.count(fails_at) == 1
+    assert failing.told[-1] == fails_at, "nothing is told to it afterwards"
+    assert fine.told == ["", *["log", "log_evaluation"] * 2, "close"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert trackers.ids["wandb"] == "known there", "a resumed run goes on with its curves"
+
+
+def test_a_run_whose_own_file_fails_ends(tmp_path: Path) -> None:
+    metrics = JsonlTracker(tmp_path / "metrics.jsonl")
+    trackers = Trackers(metrics, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        with pytest.raises(RunError, match=r"metrics\.jsonl could not be written"):
+            trackers.log(1, METRICS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_the_offline_switch_wins_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    tracker = WandbTracker(tmp_path, "run", "rlsys", {}, None)
-    tracker.close()
+    WandbTracker(tmp_path, "run", TrackingConfig(), {}).close()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_the_config_says_offline_whatever_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.offline), {}).close()
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+ONLINE_RUN = """
+import sys
+from pathlib import Path
+from rlsys.config.tracking import TrackingConfig, WandbMode
+from rlsys.observe.trackers import open_trackers
+config = TrackingConfig(tensorboard=False, wandb_mode=WandbMode.online)
+assert open_trackers(config, Path(sys.argv[1]), {}).others == {}
+"""
+
+
+def test_online_without_a_key_asks_nobody(tmp_path: Path) -> None:
+    """On a terminal W&B would ask, and the run would wait for somebody to answer."""
+    command = [sys.executable, "-c", ONLINE_RUN, str(tmp_path)]
+    ours, theirs = pty.openpty()
+    try:
+        env = os.environ | {"NETRC": str(tmp_path / "none"), "HOME": str(tmp_path)}
+        done = subprocess.run(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=90,
+            check=False,
+            env=env,
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    assert "tracking.wandb_mode=online needs WANDB_API_KEY, or `wandb login`" in done.stderr

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.observe.utilisation import peak_flops, utilisation_figures
+from rlsys.observe.spans import Span
+from rlsys.observe.utilisation import batch_figures, peak_flops, utilisation_figures
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,27 @@ def test_the_rate_is_known_without_a_peak_the_share_is_not() -> None:
     assert utilisation_figures(6e12, 2.0, None) == {"perf/actor_tflops": 3.0}
     assert utilisation_figures(6e12, 2.0, 12e12) == {"perf/actor_tflops": 3.0, "mfu/actor": 0.25}
     assert utilisation_figures(6e12, 0.0, 12e12) == {}
+
+
+def call(group: str, end_ns: int, tokens: int, room: int, budget: int) -> Span:
+    args = {"tokens": tokens, "room": room, "budget": budget}
+    return Span("train.accumulate", 0, end_ns, group, "main", args)
+
+
+def test_micro_batches_are_as_full_as_all_calls_that_ended_in_the_window() -> None:
+    spans = [
+        call("actor", 10, 999, 999, 999),  # at the window's begin: of the step before
+        call("actor", 11, 30, 40, 100),
+        call("actor", 20, 50, 60, 100),
+        call("actor", 21, 999, 999, 999),
+        call("inference", 15, 120, 120, 100),  # one sample that exceeds the budget
+        Span("train.apply", 11, 12, "critic", "main", {}),
+    ]
+    assert batch_figures(spans, (10, 20)) == pytest.approx(
+        {
+            "batch/fill/actor": 0.4,
+            "batch/padding/actor": 0.2,
+            "batch/fill/inference": 1.2,
+            "batch/padding/inference": 0.0,
+        }
+    )

@@ -13,6 +13,7 @@ from rlsys.data.source import PromptSource, SourceState
 from rlsys.pipeline.flow import Bites, Flow, FlowState
 from rlsys.pipeline.group import Group, Sample, Scores
 from rlsys.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
+from rlsys.pipeline.workers import Say, silent
 from tests.pipeline.simulation import Parts
 from tests.pipeline.watched import Property
 
@@ -36,8 +37,8 @@ class TrainsTwice(Flow):
 
     kept: Group | None = None
 
-    async def take(self, most: int) -> list[Group]:
-        groups = await super().take(most)
+    async def take(self, most: int, say: Say = silent) -> list[Group]:
+        groups = await super().take(most, say)
         if self.ledger.version:
             assert self.kept is not None
             return [self.kept, *groups[1:]]
@@ -55,10 +56,10 @@ class TellsNobody(Flow):
 class KeepsDoomed(Flow):
     """Takes groups without a look at what has lost its place thereby."""
 
-    async def take(self, most: int) -> list[Group]:
+    async def take(self, most: int, say: Say = silent) -> list[Group]:
         self._sweep, sweep = self._changed.set, self._sweep
         try:
-            return await super().take(most)
+            return await super().take(most, say)
         finally:
             self._sweep = sweep
 
@@ -103,8 +104,8 @@ class RollsTooEarly(Ledger):
 class TakesTooMany(Flow):
     """A mini-batch takes a group of the next."""
 
-    async def take(self, most: int) -> list[Group]:
-        return await super().take(min(most + 1, self.ledger.lacking))
+    async def take(self, most: int, say: Say = silent) -> list[Group]:
+        return await super().take(min(most + 1, self.ledger.lacking), say)
 
 
 class Boundless(Ledger):

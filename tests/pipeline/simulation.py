@@ -208,7 +208,11 @@ class Simulation:
         room = record.running < self.engines.capacity and may_roll
         if room and not self.devices.pending["rollout"]:
             raise record.breach(Property.waiting, "a prompt waits although it may be admitted")
-        if record.offered and waits.get("actor") == "waits for log-probs":
+        if record.offered and waits.get("actor") in (
+            "waits for rollouts",
+            "waits for rewards",
+            "waits for log-probs",
+        ):
             raise record.breach(Property.waiting, f"the learner waits although {record.offered} are scored")
         no_more = not record.running and not record.rewarded_now and not may_roll
         enough = len(record.unscored) >= self.script.least or (record.unscored and no_more)

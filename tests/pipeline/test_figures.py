@@ -290,3 +290,32 @@ def test_a_step_has_the_figures_that_it_is_asked_for() -> None:
     assert staleness["staleness/lag_2"] == 1
     assert figures.items() >= correction_figures(groups, CorrectionLevel.sequence).items()
     assert all(isinstance(value, int | float) for value in figures.values()), "trackers leave others out"
+
+
+def test_calls_of_tools_are_counted_by_tool_and_are_no_searches() -> None:
+    calls = [
+        replace(SEARCH, action=Action.TOOL, tool="calculator", search_s=0.25),
+        replace(FAILED, action=Action.TOOL, tool="calculator", search_s=0.75),
+        replace(SEARCH, action=Action.TOOL, tool="dictionary", search_s=0.5),
+        replace(SEARCH, action=Action.TOOL, tool="calculator", observation=""),
+    ]
+    group = Group(
+        question(1),
+        (
+            sample(trajectory(range(10), turns=[*calls[:2], SEARCH, ANSWER]), 0.0),
+            sample(trajectory(range(10), turns=calls[2:], finish=Finish.TURN_LIMIT), 0.0),
+        ),
+    )
+    found = figures_of([group])
+    assert {name: value for name, value in found.items() if name.startswith("tool/")} == {
+        "tool/calculator/calls": 1.0,
+        "tool/calculator/errors": 1,
+        "tool/calculator/s_mean": 0.5,
+        "tool/dictionary/calls": 0.5,
+        "tool/dictionary/errors": 0,
+        "tool/dictionary/s_mean": 0.5,
+    }
+    assert found["env/number_of_valid_search"] == 0.5
+    assert found["rollout/search_errors"] == 0
+    assert found["rollout/search_s_mean"] == 0.5
+    assert found["env/ratio_of_valid_action"] == 1.0

@@ -15,6 +15,7 @@ from rlsys.pipeline.flow import Flow
 from rlsys.pipeline.group import Group, Sample
 from rlsys.pipeline.learn import MiniBatches, learn
 from rlsys.pipeline.schedule import mini_batches
+from rlsys.pipeline.workers import Say
 from tests.pipeline.build import question, rewarded, trajectory
 
 Event = tuple[str, int]
@@ -34,7 +35,7 @@ class OneAtATime:
     def __init__(self, made: Sequence[Group], events: list[Event]) -> None:
         self._made, self._events = list(made), events
 
-    async def take(self, most: int) -> list[Group]:
+    async def take(self, most: int, _say: Say) -> list[Group]:
         assert most >= 1
         self._events.append(("scored", 1))
         return [self._made.pop(0)]

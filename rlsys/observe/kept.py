@@ -1,0 +1,322 @@
+"""Trajectories of a run token by token: what the report shows, the drift is worked out from and the audit asks again.
+
+Contract: `keep` takes whole groups, so that advantages can be understood, and spreads them evenly over the step, so that
+quick groups, which come first, are not preferred. `write_kept` puts a step into one file, which is there under its name
+only when it is complete; `read_kept` gives back what was kept, to the bit, step after step, and says by sentence what it
+could not read. A row is JSON: text as text, figures as lists, NaN as null; float32 in as few digits as tell it apart.
+A field that comes new gets a default, which it has in rows that are older.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from rlsys.agent.trajectory import Trajectory
+from rlsys.observe.files import forget_parts, json_safe, open_atomically
+from rlsys.observe.pieces import Pieces
+from rlsys.pipeline.group import Group, Sample
+from rlsys.reward.exact_match import exact_match
+
+TRAJECTORIES = "trajectories"
+"""Folder of a run."""
+_FILE = re.compile(r"step_(\d+)\.jsonl\.gz")
+_LEVEL = 2
+"""Of gzip: log-probs hardly shrink, and level 6 takes three times as long for a file that is 7 % smaller."""
+_FIELDS_TOLD = 3
+"""In a sentence about a file of another version."""
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTurn:
+    """One generation and what came of it; see `Turn`."""
+
+    text: str
+    action: str
+    content: str
+    observation: str
+    search_error: str
+    generate_s: float
+    search_s: float
+    began_ns: int
+    cached_tokens: int
+    prompt_tokens: int
+    sampled_ids: Ints
+    """[sampled] what the engine returned; empty where it is not known."""
+    sampled_logprobs: Floats
+    """[sampled] their natural log-probs under the sampling temperature."""
+    tool: str = ""
+    """The name of the tool that was called, if one was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One trajectory as it was trained on. Arrays are aligned with `token_ids`, of which each speaks as a target."""
+
+    step: int
+    question_uid: str
+    sample: int
+    """Which of its group."""
+    data_source: str
+    extra: Mapping[str, Any]
+    """The question's row's `extra_info`."""
+    question: str
+    """Without a template; empty where the data set does not have it."""
+    prompt: str
+    golden_answers: tuple[str, ...]
+    answer: str | None
+    exact: bool
+    """Whether the answer matches an accepted one, after SQuAD's normalisation."""
+    reward: float
+    parts: Mapping[str, float]
+    """Term of the reward -> what it came to."""
+    finish: str
+    policy_version: int
+    """That `old_logprobs` are of: the one that the step set out from, or, in an `async` schedule, an earlier one, for a
+    group is scored as soon as it is rolled."""
+    token_ids: Ints
+    """[seq] prompt and response."""
+    prompt_length: int
+    pieces: tuple[str, ...]
+    """[seq - prompt_length] text of each token after the prompt; joined, they are the response with special tokens
+    spelled out. A character of several tokens is in the last of them."""
+    loss_mask: NDArray[np.bool_]
+    turn_of_token: Ints
+    """[seq] -1 where nothing is trained."""
+    versions: Ints
+    """[seq] policy version that sampled the token; -1 where nothing was sampled."""
+    rollout_logprobs: Floats
+    """[seq] NaN where there is none to compare."""
+    old_logprobs: Floats
+    """[seq] 0 where nothing is trained."""
+    ref_logprobs: Floats | None
+    advantages: Floats
+    weights: Floats | None
+    turns: tuple[KeptTurn, ...]
+
+
+class OtherVersion(ValueError):
+    """A row that another version of rlsys has written, with other fields."""
+
+
+def keep(
+    groups: Sequence[Group], step: int, most: int | None, decode: Callable[[Sequence[int]], str]
+) -> Iterator[Kept]:
+    """What is kept of the trained `groups` of `step`: at most `most` trajectories, None for all.
+
+    Only whole groups are kept, but one at least unless `most` is 0. `decode` gives the text of tokens, special ones too.
+    """
+    pieces = Pieces(decode)
+    return (_kept(group, one, step, pieces) for group in _chosen(groups, most) for one in group.samples)
+
+
+def write_kept(run_dir: Path, step: int, kept: Iterable[Kept]) -> None:
+    """Write the trajectories of `step`, replacing what there is of it. Raises OSError, with its name, if that fails."""
+    with (
+        open_atomically(kept_file(run_dir, step)) as file,
+        gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as rows,
+    ):
+        for one in kept:
+            rows.write(write_row(one))
+
+
+def kept_file(run_dir: Path, step: int) -> Path:
+    """Where the trajectories of `step` are."""
+    return run_dir / TRAJECTORIES / f"step_{step:06d}.jsonl.gz"
+
+
+def kept_steps(run_dir: Path) -> list[int]:
+    """Steps that have a file, in order."""
+    found = (_FILE.fullmatch(path.name) for path in (run_dir / TRAJECTORIES).glob("step_*"))
+    return sorted(int(name[1]) for name in found if name)
+
+
+def forget_kept(run_dir: Path, step: int) -> None:
+    """Delete what is kept of steps after `step`, which are done again, and what a kill has left half written."""
+    forget_parts(run_dir / TRAJECTORIES)
+    for later in kept_steps(run_dir):
+        if later > step:
+            kept_file(run_dir, later).unlink()
+
+
+def copy_kept(run_dir: Path, other: Path, step: int) -> None:
+    """Copy what `run_dir` has of the steps up to `step` to the run `other`."""
+    for earlier in kept_steps(run_dir):
+        if earlier <= step:
+            kept_file(other, earlier).parent.mkdir(exist_ok=True)
+            shutil.copyfile(kept_file(run_dir, earlier), kept_file(other, earlier))
+
+
+def read_kept(run_dir: Path, problem: Callable[[str], None]) -> Iterator[Kept]:
+    """All kept trajectories by step, in the order in which they were kept.
+
+    `problem` is told of every file or row that is damaged and of every file with rows of another version, left out.
+    """
+    for step in kept_steps(run_dir):
+        yield from read_kept_step(run_dir, step, problem)
+
+
+def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> Iterator[Kept]:
+    """Those of one step; as `read_kept`."""
+    path = kept_file(run_dir, step)
+    name, other_told = f"{TRAJECTORIES}/{path.name}", False
+    try:
+        if not path.stat().st_size:
+            problem(f"{name} is empty: left out.")
+        with gzip.open(path) as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield read_row(line)
+                except OtherVersion as other:
+                    if not other_told:
+                        problem(f"{name} has rows of another version of rlsys ({other}): left out.")
+                    other_told = True
+                except (ValueError, TypeError, KeyError, AttributeError):
+                    problem(f"{name}, row {number} is damaged: left out.")
+    except (OSError, EOFError, zlib.error) as damage:
+        problem(f"{name} is damaged ({damage}): the rest of it is left out.")
+
+
+def write_row(one: Kept) -> bytes:
+    """A trajectory as one line of JSON."""
+    row = _plain(one)
+    try:
+        return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    except orjson.JSONEncodeError:  # Half a pair of surrogates, which files of questions may have.
+        return json.dumps(row, default=_listed).encode() + b"\n"
+
+
+def read_row(line: bytes | str) -> Kept:
+    """What `write_row` made a line of.
+
+    Raises OtherVersion for a row with other fields; ValueError, TypeError, KeyError or AttributeError for anything else.
+    """
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        row = json.loads(line)  # See `write_row`.
+    _require_fields(row, Kept)
+    turns = tuple(_read_turn(turn) for turn in row.pop("turns"))
+    row |= {"pieces": tuple(row["pieces"]), "golden_answers": tuple(row["golden_answers"]), "turns": turns}
+    row |= {name: np.array(row[name], np.int32) for name in ("token_ids", "turn_of_token", "versions")}
+    row |= {name: _floats(row[name]) for name in ("rollout_logprobs", "old_logprobs", "advantages")}
+    row |= {name: None if row[name] is None else _floats(row[name]) for name in ("ref_logprobs", "weights")}
+    return Kept(**row | {"loss_mask": np.array(row["loss_mask"], np.bool_)})
+
+
+def _chosen(groups: Sequence[Group], most: int | None) -> Sequence[Group]:
+    """As many groups as have `most` samples together, evenly over all; one of them at least."""
+    if most is None or not groups:
+        return groups
+    count = min(len(groups), max(most // max(len(group.samples) for group in groups), min(most, 1)))
+    return [groups[place * len(groups) // count] for place in range(count)]
+
+
+def _kept(group: Group, one: Sample, step: int, pieces: Pieces) -> Kept:
+    question, path = group.question, one.trajectory
+    if one.old_logprobs is None:
+        raise ValueError(f"Sample {path.sample} of {question.uid} was trained on without log-probs.")
+    return Kept(
+        step=step,
+        question_uid=question.uid,
+        sample=path.sample,
+        data_source=question.data_source,
+        extra=question.extra,
+        question=question.text,
+        prompt=question.prompt,
+        golden_answers=question.answers,
+        answer=path.answer,
+        exact=path.answer is not None and exact_match(path.answer, question.answers),
+        reward=one.reward,
+        parts=one.parts,
+        finish=path.finish.value,
+        policy_version=step - 1 if one.scored_version is None else one.scored_version,
+        token_ids=path.tokens,
+        prompt_length=path.prompt_length,
+        pieces=pieces(path.tokens[path.prompt_length :].tolist()),
+        loss_mask=path.loss_mask,
+        turn_of_token=path.turn_of_token,
+        versions=path.versions,
+        rollout_logprobs=path.rollout_logprobs,
+        old_logprobs=one.old_logprobs,
+        ref_logprobs=one.ref_logprobs,
+        advantages=one.advantages,
+        weights=one.weights,
+        turns=_turns(path),
+    )
+
+
+def _turns(path: Trajectory) -> tuple[KeptTurn, ...]:
+    ends = np.cumsum([turn.generated_tokens for turn in path.turns])
+    known = len(path.turns) > 0 and ends[-1] == len(path.sampled_ids) == len(path.sampled_logprobs)
+    starts = [0, *ends[:-1]] if known else [0] * len(path.turns)
+    stops = ends if known else starts
+    return tuple(
+        KeptTurn(
+            text=turn.text,
+            action=turn.action.value,
+            content=turn.content,
+            observation=turn.observation,
+            search_error=turn.search_error,
+            tool=turn.tool,
+            generate_s=turn.generate_s,
+            search_s=turn.search_s,
+            began_ns=turn.began_ns,
+            cached_tokens=turn.cached_tokens,
+            prompt_tokens=turn.prompt_tokens,
+            sampled_ids=path.sampled_ids[start:stop],
+            sampled_logprobs=path.sampled_logprobs[start:stop],
+        )
+        for turn, start, stop in zip(path.turns, starts, stops, strict=True)
+    )
+
+
+def _plain(one: Kept | KeptTurn) -> dict[str, Any]:
+    """JSON types, and arrays."""
+    return {field.name: _plain_value(getattr(one, field.name)) for field in fields(one)}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], KeptTurn):
+        return [_plain(turn) for turn in value]
+    return json_safe(value)
+
+
+def _listed(array: NDArray[Any]) -> Any:
+    return json_safe(array.tolist())
+
+
+def _read_turn(row: dict[str, Any]) -> KeptTurn:
+    _require_fields(row, KeptTurn)
+    ids, logprobs = np.array(row["sampled_ids"], np.int32), _floats(row["sampled_logprobs"])
+    return KeptTurn(**row | {"sampled_ids": ids, "sampled_logprobs": logprobs})
+
+
+def _require_fields(row: dict[str, Any], kind: type[Kept | KeptTurn]) -> None:
+    """Raise OtherVersion unless `row` has the fields of `kind`, but for some that have a default."""
+    known = {field.name: field.default is MISSING for field in fields(kind)}
+    missing = [name for name in known if known[name] and name not in row]
+    unknown = sorted(row.keys() - known)
+    if missing or unknown:
+        told = [f"without {name}" for name in missing] + [f"with {name}" for name in unknown]
+        raise OtherVersion(", ".join(told[:_FIELDS_TOLD]) + (", ..." if len(told) > _FIELDS_TOLD else ""))
+
+
+def _floats(values: list[float | None]) -> Floats:
+    return np.array(values, np.float32)

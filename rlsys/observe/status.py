@@ -1,0 +1,127 @@
+"""status.json: what a run is doing now, for programs, and how it ended.
+
+Contract: the file is whole at any time, as new as `INTERVAL_S`, and written again at least every `HEARTBEAT_S` while
+the process lives, so that one that was killed shows by the age of its file. It is a comfort: a disk that refuses it is
+warned of once and does not end the run. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlsys.errors import Interrupted, root_cause
+from rlsys.observe.files import json_safe, write_atomically
+
+STATUS = "status.json"
+INTERVAL_S = 1.0
+"""Between two looks at whether there is anything new to write."""
+HEARTBEAT_S = 5.0
+"""Between two writes of what has not changed."""
+FINISHED, FAILED = "finished", "failed: "
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a group of workers does or waits for."""
+
+    text: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One moment of a run. Figures that are not known yet are None."""
+
+    step: int
+    steps: int
+    begun: float
+    """Of this life of the run: a resumed run begins again."""
+    at: float
+    """When this was written."""
+    states: Mapping[str, State]
+    """By group."""
+    em: float | None = None
+    """Exact match of the last evaluation."""
+    reward: float | None = None
+    tokens_per_s: float | None = None
+    ended: str | None = None
+    """`FINISHED`, or `FAILED` and the reason; None while the run goes on."""
+
+    def text(self) -> str:
+        """The file's text."""
+        row = {**asdict(self), "pid": os.getpid(), "host": socket.gethostname()}
+        return json.dumps(json_safe(row), indent=2) + "\n"
+
+
+class StatusFile:
+    """Writes the file from a thread of its own, so that an event loop that hangs is told of as well."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._clock = path, clock
+        self._written: Status | None = None
+        self._refused = False
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, look: Callable[[], Status]) -> None:
+        """From now on write what `look` finds, as soon as it has changed; `look` is called from another thread."""
+        self.write(look())
+        self._thread = threading.Thread(target=self._run, args=(look,), name="status", daemon=True)
+        self._thread.start()
+
+    def end(self, last: Status) -> None:
+        """Write `last`, and nothing after it."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.write(last)
+
+    def write(self, status: Status) -> None:
+        """Write `status` if it is new, or what is in the file is `HEARTBEAT_S` old."""
+        before, now = self._written, self._clock()
+        if before and replace(status, at=before.at) == before and now - before.at < HEARTBEAT_S:
+            return
+        status = replace(status, at=now)
+        try:
+            write_atomically(self._path, status.text())
+        except OSError as problem:
+            if not self._refused:
+                _log.warning("%s could not be written (%s): the run goes on.", self._path, problem.strerror)
+            self._refused = True
+            return
+        self._written, self._refused = status, False
+
+    def _run(self, look: Callable[[], Status]) -> None:
+        while not self._over.wait(INTERVAL_S):
+            self.write(look())
+
+
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    """What is in the file of the run in `run_dir`; None without one, or with one that is damaged."""
+    try:
+        found = json.loads((run_dir / STATUS).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def ending(error: BaseException | None) -> str:
+    """How a run ended that left with `error`, as `Status.ended` says it."""
+    if error is None:
+        return FINISHED
+    cause = root_cause(error)
+    if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt | Interrupted):
+        return f"{FAILED}interrupted"
+    return FAILED + (" ".join(str(cause).split()) or type(cause).__name__)

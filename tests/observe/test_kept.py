@@ -1,0 +1,265 @@
+"""What is kept of trajectories comes back to the bit, and damage costs only what it hit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from rlsys.agent.trajectory import Action, Turn
+from rlsys.observe.kept import (
+    Kept,
+    forget_kept,
+    keep,
+    kept_file,
+    kept_steps,
+    read_kept,
+    read_row,
+    write_kept,
+    write_row,
+)
+from rlsys.pipeline.group import Group, Sample
+from tests.pipeline.build import question, rewarded, same, trajectory
+
+NAN = float("nan")
+
+
+def shown(ids: Sequence[int]) -> str:
+    return "".join(f"<{one}>" for one in ids)
+
+
+def scored(number: int = 0, uid: str = "q:1") -> Sample:
+    """An episode of two turns: a search, and an answer that is right."""
+    turns = [
+        Turn("<search>a</search>", Action.SEARCH, "a", "hit", 2, 1, 0, 0.5, 0.25, "", 7),
+        Turn("<answer>yes</answer>", Action.ANSWER, "yes", "", 1, 4, 3, 0.1, 0.0),
+    ]
+    one = trajectory(
+        range(6),
+        [False, True, True, False, True, True],
+        uid=uid,
+        sample=number,
+        turns=turns,
+        rollout_logprobs=[NAN, -1.5, -0.1, NAN, -1e-7, NAN],
+        turn_of_token=[-1, 0, 0, -1, 1, 1],
+    )
+    one = replace(
+        one,
+        sampled_ids=np.array([1, 2, 4], np.int32),
+        sampled_logprobs=np.array([-1.5, -0.1, -1e-7], np.float32),
+    )
+    scores = np.linspace(-3, 0, 6, dtype=np.float32)
+    return replace(
+        rewarded(one, 1.0), old_logprobs=scores, parts={"em": 1.0}, advantages=scores / np.float32(3)
+    )
+
+
+def with_tokens_from(one: Sample, first: int) -> Sample:
+    """The same episode of other tokens."""
+    return replace(one, trajectory=replace(one.trajectory, tokens=one.trajectory.tokens + first))
+
+
+def group(number: int, samples: int = 3) -> Group:
+    uid = f"q:{number}"
+    return Group(question(number), tuple(scored(of, uid) for of in range(samples)))
+
+
+def kept_one() -> Kept:
+    return next(keep([group(1, 1)], 4, None, shown))
+
+
+def test_everything_of_a_trajectory_is_kept() -> None:
+    one = kept_one()
+    assert (one.step, one.policy_version, one.question_uid, one.finish) == (4, 3, "q:1", "answer")
+    assert (one.answer, one.exact, one.reward, one.parts) == ("yes", True, 1.0, {"em": 1.0})
+    assert one.pieces == ("<1>", "<2>", "<3>", "<4>", "<5>"), "the prompt has one token"
+    first, second = one.turns
+    assert (first.sampled_ids.tolist(), second.sampled_ids.tolist()) == ([1, 2], [4])
+    assert second.sampled_logprobs.tolist() == [np.float32(-1e-7)]
+    assert (first.action, first.observation, first.began_ns) == ("search", "hit", 7)
+
+
+def test_a_wrong_answer_and_none_are_not_exact() -> None:
+    one = scored()
+    for content, action in (("no", Action.ANSWER), ("yes", Action.INVALID)):
+        last = replace(one.trajectory.turns[-1], content=content, action=action)
+        other = replace(
+            one, trajectory=replace(one.trajectory, turns=(last,), sampled_ids=np.zeros(0, np.int32))
+        )
+        (kept,) = keep([Group(question(1), (other,))], 1, None, shown)
+        assert not kept.exact
+        assert kept.turns[0].sampled_ids.size == 0, "what was sampled is not known"
+
+
+@pytest.mark.parametrize(
+    ("groups", "most", "uids"),
+    [
+        (6, None, [0, 1, 2, 3, 4, 5]),
+        (6, 0, []),
+        (6, 1, [0]),  # A whole group, also where it is more than asked for.
+        (6, 5, [0]),
+        (6, 6, [0, 3]),
+        (6, 11, [0, 2, 4]),
+        (6, 1000, [0, 1, 2, 3, 4, 5]),
+        (0, 6, []),
+    ],
+)
+def test_whole_groups_spread_over_the_step(groups: int, most: int | None, uids: list[int]) -> None:
+    samples = 3
+    found = keep([group(number, samples) for number in range(groups)], 1, most, shown)
+    expected = [(f"q:{uid}", sample) for uid in uids for sample in range(samples)]
+    assert [(one.question_uid, one.sample) for one in found] == expected
+
+
+def test_a_sample_without_scores_is_refused() -> None:
+    with pytest.raises(ValueError, match="without log-probs"):
+        list(keep([Group(question(1), (replace(scored(), old_logprobs=None),))], 1, None, shown))
+
+
+FLOATS = arrays(np.float32, 5, elements=st.floats(width=32, allow_infinity=False))
+
+
+@given(
+    FLOATS,
+    st.none() | FLOATS,
+    st.text(st.characters()),
+    st.dictionaries(st.text(), st.integers() | st.text()),
+)
+@settings(max_examples=60)
+def test_a_row_comes_back_to_the_bit(
+    logprobs: np.ndarray, weights: np.ndarray | None, text: str, extra: dict[str, int | str]
+) -> None:
+    one = replace(
+        kept_one(),
+        old_logprobs=logprobs[::-1],
+        weights=weights,
+        prompt=text + "\ud83d",
+        pieces=(text, "\u2028\n"),
+        extra=extra,
+        answer=None,
+    )
+    line = write_row(one)
+    assert line.count(b"\n") == 1
+    again = read_row(line)
+    nan = np.isnan(one.old_logprobs)
+    assert np.array_equal(nan, np.isnan(again.old_logprobs))
+    assert again.old_logprobs[~nan].tobytes() == one.old_logprobs[~nan].tobytes()
+    assert (again.weights is None) == (weights is None)
+    same_logprobs = replace(
+        again, old_logprobs=logprobs, weights=weights, rollout_logprobs=one.rollout_logprobs
+    )
+    assert same(same_logprobs, replace(one, old_logprobs=logprobs))
+
+
+def test_steps_come_back_in_order(tmp_path: Path) -> None:
+    problems: list[str] = []
+    assert list(read_kept(tmp_path, problems.append)) == []
+    for step in (12, 3, 4):
+        write_kept(tmp_path, step, keep([group(step)], step, None, shown))
+    assert [(one.step, one.question_uid) for one in read_kept(tmp_path, problems.append)] == [
+        (step, f"q:{step}") for step in (3, 4, 12) for _ in range(3)
+    ]
+    row = json.loads(gzip.decompress(kept_file(tmp_path, 3).read_bytes()).splitlines()[0])
+    assert (row["question_uid"], row["rollout_logprobs"][0], row["loss_mask"][0]) == ("q:3", None, False)
+    (tmp_path / "trajectories" / ".step_000012.jsonl.gz.123.part").touch()
+    forget_kept(tmp_path, 3)
+    assert kept_steps(tmp_path) == [3]
+    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000003.jsonl.gz"]
+    assert problems == []
+
+
+def test_a_step_is_written_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a big step neither all trajectories nor all rows are in memory at once."""
+    order: list[str] = []
+
+    def text(ids: Sequence[int]) -> str:
+        order.append("made")
+        return shown(ids)
+
+    def written(one: Kept) -> bytes:
+        order.append("written")
+        return write_row(one)
+
+    monkeypatch.setattr("rlsys.observe.kept.write_row", written)
+    groups = [Group(question(of), (with_tokens_from(scored(), 10 * of),)) for of in range(3)]
+    write_kept(tmp_path, 1, keep(groups, 1, None, text))
+    assert [name for name, _ in groupby(order)] == ["made", "written"] * 3
+
+
+def test_a_step_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    write_kept(tmp_path, 1, keep([group(1)], 1, None, shown))
+    broken = [group(1), Group(question(2), (replace(scored(), old_logprobs=None),))]
+    with pytest.raises(ValueError, match="without log-probs"):
+        write_kept(tmp_path, 1, keep(broken, 1, None, shown))
+    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
+    assert len(list(read_kept(tmp_path, lambda _: None))) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda row: row.pop("answer"), "without answer"),
+        (lambda row: row.update(mood="good"), "with mood"),
+        (lambda row: row["turns"][0].pop("text"), "without text"),
+        (lambda row: row["turns"][0].update(mood="good"), "with mood"),
+        (
+            lambda row: [row.pop(name) for name in ("step", "answer", "exact", "finish")],
+            "without step, without answer, without exact, ...",
+        ),
+    ],
+)
+def test_a_file_of_another_version_is_one_sentence(
+    change: Callable[[dict[str, Any]], object], told: str, tmp_path: Path
+) -> None:
+    write_kept(tmp_path, 2, keep([group(2)], 2, None, shown))
+    write_kept(tmp_path, 1, keep([group(1)], 1, None, shown))
+    rows = [json.loads(line) for line in gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines()]
+    for row in rows:
+        change(row)
+    kept_file(tmp_path, 1).write_bytes(
+        gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    )
+    problems: list[str] = []
+    assert [one.step for one in read_kept(tmp_path, problems.append)] == [2, 2, 2]
+    assert problems == [
+        f"trajectories/step_000001.jsonl.gz has rows of another version of rlsys ({told}): left out."
+    ]
+
+
+def test_a_row_without_a_field_that_came_later_is_read() -> None:
+    one = kept_one()
+    row = json.loads(write_row(one))
+    for turn in row["turns"]:
+        del turn["tool"]
+    again = read_row(json.dumps(row))
+    assert [turn.tool for turn in again.turns] == ["", ""]
+    assert again.turns[0].text == one.turns[0].text
+
+
+def test_damage_costs_what_it_hit(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write_kept(tmp_path, step, keep([group(step)], step, None, shown))
+    rows = gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines(keepends=True)
+    rows[1] = b"[1]\n"
+    kept_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(rows)))
+    whole = kept_file(tmp_path, 2).read_bytes()
+    kept_file(tmp_path, 2).write_bytes(whole[: len(whole) // 2])
+    kept_file(tmp_path, 3).write_bytes(b"")
+    problems: list[str] = []
+    found = [(one.step, one.sample) for one in read_kept(tmp_path, problems.append)]
+    assert [one for one in found if one[0] != 2] == [(1, 0), (1, 2), (4, 0), (4, 1), (4, 2)]
+    assert [problem.split(" is ")[0] for problem in problems] == [
+        "trajectories/step_000001.jsonl.gz, row 2",
+        "trajectories/step_000002.jsonl.gz",
+        "trajectories/step_000003.jsonl.gz",
+    ]

@@ -1,0 +1,136 @@
+"""status.json: what stands in it, when it is written, and how a run's end shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlsys.errors import Interrupted, RunError
+from rlsys.observe.progress import Progress
+from rlsys.observe.status import HEARTBEAT_S, State, Status, StatusFile, ending, read_status
+
+MOMENT = Status(
+    step=3, steps=9, begun=1000.0, at=1010.0, states={"actor": State("waits for rollouts", 1008.0)}
+)
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_file_says_everything_of_a_moment(tmp_path: Path) -> None:
+    StatusFile(tmp_path / "status.json", Clock(1011.0)).write(replace(MOMENT, em=0.5, reward=float("nan")))
+    assert json.loads((tmp_path / "status.json").read_text()) == {
+        "step": 3,
+        "steps": 9,
+        "begun": 1000.0,
+        "at": 1011.0,
+        "states": {"actor": {"text": "waits for rollouts", "since": 1008.0}},
+        "em": 0.5,
+        "reward": None,
+        "tokens_per_s": None,
+        "ended": None,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+
+
+def test_what_has_not_changed_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
+    clock = Clock(1010.0)
+    file, path = StatusFile(tmp_path / "status.json", clock), tmp_path / "status.json"
+
+    def written_at() -> float:
+        return json.loads(path.read_text())["at"]
+
+    file.write(MOMENT)
+    clock.now += HEARTBEAT_S / 2
+    file.write(replace(MOMENT, at=clock.now))
+    assert written_at() == 1010.0
+    file.write(replace(MOMENT, step=4))
+    assert written_at() == 1010.0 + HEARTBEAT_S / 2
+    clock.now += HEARTBEAT_S
+    file.write(replace(MOMENT, step=4))
+    assert written_at() == 1010.0 + 1.5 * HEARTBEAT_S
+
+
+def test_a_disk_that_refuses_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run").write_text("in the way of the folder")
+    file = StatusFile(tmp_path / "run" / "status.json")
+    for step in range(3):
+        file.write(replace(MOMENT, step=step))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/run/status.json could not be written (File exists): the run goes on."
+    ]
+
+
+def test_a_run_writes_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+    before = time.time()
+    with Progress(Console(quiet=True), status=StatusFile(tmp_path / "status.json")) as progress:
+        begun = read_status(tmp_path)
+        progress.update(step=2, steps=5, em=0.25, states={"actor": "trains on 1 group"})
+    ended = read_status(tmp_path)
+    assert begun
+    assert ended
+    assert (begun["step"], begun["states"], begun["ended"]) == (0, {}, None)
+    assert (ended["step"], ended["steps"], ended["em"], ended["ended"]) == (2, 5, 0.25, "finished")
+    assert ended["states"]["actor"]["text"] == "trains on 1 group"
+    for moment in (ended["begun"], ended["states"]["actor"]["since"], ended["at"]):
+        assert before - 1 <= moment <= time.time() + 1
+
+
+def test_changes_reach_the_file_while_the_run_hangs(tmp_path: Path) -> None:
+    """Nobody calls `update` any more; the last state must be there all the same."""
+    with Progress(Console(quiet=True), status=StatusFile(tmp_path / "status.json")) as progress:
+        progress.update(states={"rollout": "generates 2 groups"})
+        deadline = time.monotonic() + 30
+        while not (status := read_status(tmp_path)) or not status["states"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert status["states"]["rollout"]["text"] == "generates 2 groups"
+    assert status["ended"] is None
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    def fail() -> None:
+        with Progress(Console(quiet=True), status=StatusFile(tmp_path / "status.json")):
+            raise ExceptionGroup("tasks", [ValueError("of no interest"), RunError("engine 0 has died")])
+
+    with pytest.raises(ExceptionGroup):
+        fail()
+    status = read_status(tmp_path)
+    assert status
+    assert status["ended"] == "failed: engine 0 has died"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "finished"),
+        (KeyboardInterrupt(), "failed: interrupted"),
+        (asyncio.CancelledError(), "failed: interrupted"),
+        (Interrupted("Interrupted."), "failed: interrupted"),
+        (RunError("two\nlines"), "failed: two lines"),
+        (AssertionError(), "failed: AssertionError"),
+    ],
+)
+def test_how_a_run_ends(error: BaseException | None, said: str) -> None:
+    assert ending(error) == said
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": 1', "[]"])
+def test_a_file_that_is_missing_or_damaged_is_none(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "status.json").write_text(content)
+    assert read_status(tmp_path) is None

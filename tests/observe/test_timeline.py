@@ -1,0 +1,113 @@
+"""When episodes generated and searched, second by second, and how a timeline is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.agent.trajectory import Action, Trajectory, Turn
+from rlsys.observe.spans import Span
+from rlsys.observe.timeline import TIMELINE, Row, TimelineLog, episode_spans, read_row, steps_of
+from tests.pipeline.build import trajectory
+
+S = 1_000_000_000
+
+
+def episode(*turns: tuple[int, int, int]) -> Trajectory:
+    """Of turns as (begun, seconds of generation, seconds of search)."""
+    return trajectory(
+        turns=[
+            Turn("", Action.SEARCH, "", "", 1, 1, 0, float(generate), float(search), "", begun * S)
+            for begun, generate, search in turns
+        ]
+    )
+
+
+def seconds(spans: list[Span], name: str) -> set[int]:
+    return {
+        second
+        for span in spans
+        if span.name == name
+        for second in range(span.start_ns // S, span.end_ns // S)
+    }
+
+
+TURNS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6), st.integers(0, 6)), max_size=4)
+
+
+@given(st.lists(TURNS, max_size=4), st.integers(0, 15), st.integers(1, 20))
+def test_every_second_is_counted_once(
+    episodes: list[list[tuple[int, int, int]]], start: int, length: int
+) -> None:
+    """Second by second: somebody generates, or nobody does and somebody searches, within the group's time."""
+    whole = (start * S, (start + length) * S)
+    found = episode_spans(whole, "engine 3", {"question": "q"}, [episode(*turns) for turns in episodes])
+    within = set(range(start, start + length))
+    turns = [turn for one in episodes for turn in one if turn[0]]  # Begun at 0: it is not known when.
+    generating = {at for begun, generate, _ in turns for at in range(begun, begun + generate)} & within
+    searching = {
+        at
+        for begun, generate, search in turns
+        for at in range(begun + generate, begun + generate + search)
+        if at in within - generating
+    }
+    assert seconds(found, "generate.turns") == generating
+    assert seconds(found, "search.queries") == searching
+    assert {(span.group, span.lane, span.args["question"]) for span in found} <= {
+        ("rollout", "engine 3", "q")
+    }
+    ordered = sorted((span.start_ns, span.end_ns) for span in found)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
+
+
+def test_by_hand() -> None:
+    """Two episodes: the first searches while the second generates, then while nobody does."""
+    found = episode_spans((10 * S, 20 * S), "engine 0", {}, [episode((10, 2, 5)), episode((11, 3, 0))])
+    assert [(span.name, span.start_ns / S, span.end_ns / S) for span in found] == [
+        ("generate.turns", 10, 14),
+        ("search.queries", 14, 17),
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8)), max_size=5),
+)
+def test_a_step_has_the_spans_that_touch_it(
+    spans: list[tuple[int, int]], steps: list[tuple[int, int]]
+) -> None:
+    found = [Span(str(i), start, start + length, "actor", "0") for i, (start, length) in enumerate(spans)]
+    rows, at = [], 0
+    for number, (pause, length) in enumerate(steps, 1):
+        window = (at + pause, at + pause + length)
+        rows.append(Row(number, window, tuple(found[number - 1 :: len(steps)])))
+        at = window[1]
+    all_told = [span for row in rows for span in row.spans]
+    assert [(step.step, {span.name for span in step.spans}) for step in steps_of(rows)] == [
+        (
+            row.step,
+            {one.name for one in all_told if one.start_ns < row.window[1] and one.end_ns > row.window[0]},
+        )
+        for row in rows
+        if row.window
+    ]
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_line_cut_short_is_left_out(tmp_path: Path, cut: int) -> None:
+    log = TimelineLog(tmp_path)
+    span = Span("train.apply", 1, 5, "actor", "rank 0", {"step": 1})
+    log.append(1, (0, 10), [span])
+    log.append(2, (10, 20), [replace(span, start_ns=11, end_ns=12)])
+    log.close()
+    content = (tmp_path / TIMELINE).read_bytes()
+    (tmp_path / TIMELINE).write_bytes(content[:-cut] if cut > 1 else content)
+    lines = (tmp_path / TIMELINE).read_bytes().splitlines()
+    steps = steps_of(row for line in lines if (row := read_row(line)))
+    assert [one.step for one in steps] == ([1, 2] if cut == 1 else [1])
+    assert steps[0].spans == (span,)

@@ -1,0 +1,43 @@
+"""The order of what the driver asks for between steps."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlsys.session import Session
+
+
+class _BeganError(Exception):
+    """The checkpoint has begun."""
+
+
+def test_a_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() -> None:
+    """Else a run that is killed and goes on from it would lack some of them."""
+    said: list[str] = []
+
+    async def kept() -> None:
+        said.append("kept")
+
+    async def under_way() -> None:
+        said.append("the checkpoint's moment")
+        raise _BeganError
+
+    def say(*voices: str) -> Any:
+        return lambda text: said.append(f"{', '.join(voices)}: {text}")
+
+    run = Session.__new__(Session)
+    run.record = SimpleNamespace(trajectories_kept=kept, say=say)  # type: ignore[assignment]
+    run.rollout = SimpleNamespace(under_way=under_way)  # type: ignore[assignment]
+    run.trained = {"actor": None}  # type: ignore[dict-item]
+    with pytest.raises(_BeganError):
+        asyncio.run(run.save(3))
+    assert said == [
+        "actor.trajectories: waits for trajectories to be written",
+        "kept",
+        "actor.trajectories: ",
+        "the checkpoint's moment",
+    ]
