@@ -1,38 +1,38 @@
-"""One episode: generation and search in turn, until the protocol or a limit ends it.
+"""One episode: generation and search or a tool's call in turn, until the protocol or a limit ends it.
 
-The engine and the search tool come in as protocols, so this module knows neither. It owns the limits:
-tokens of a turn, of an observation and of the whole, and the time of the whole.
+The engine, the search tool and the task's own tools come in as protocols, so this module knows none. It owns the
+limits: tokens of a turn, of an observation and of the whole, and the time of the whole.
 
 Invariants: a trajectory never holds more than `max_total_tokens` tokens; an episode that runs out of
 time is returned with what it had, `Finish.ABORTED`, and its running generation is cancelled (a
 `Generator` must then free its request; one that does not is left behind, and the episode returns all the
-same); a search that fails becomes an observation, not an exception. At any moment an episode can be taken
+same); a search or a call that fails becomes an observation, not an exception. At any moment an episode can be taken
 out as of its last whole turn and go on later, elsewhere: see `begun.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
-from typing import Any, Literal, Protocol, TypeVar
+from time import perf_counter, time_ns
+from typing import Literal, Protocol
+
+import numpy as np
 
 from rlsys.agent.begun import PartialEpisode, partial_episode
+from rlsys.agent.calling import call_tool
 from rlsys.agent.codec import Codec
-from rlsys.agent.observation import Observer
-from rlsys.agent.protocol import End, Parsed, Say, State
+from rlsys.agent.observation import Observer, render_call
+from rlsys.agent.protocol import Call, End, Parsed, Say, State
 from rlsys.agent.protocol import Protocol as Rules
 from rlsys.agent.tokens import Sample, open_context
 from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.agent.within import within
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.errors import UserError
-
-T = TypeVar("T")
-
-CANCEL_GRACE_S = 1.0
-"""For a cancelled call to end in order; then it is waited for no more."""
+from rlsys.tools.interface import Tool
+from rlsys.tools.load import open_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +100,39 @@ class SearchTool(Protocol):
 class EpisodeTools:
     """What all episodes of one engine share.
 
-    Raises UserError where not even an empty observation fits into `task.max_observation_tokens`.
+    Raises UserError where not even an empty observation fits into `task.max_observation_tokens`, and for tools of the
+    task that cannot be used.
     """
 
-    def __init__(self, generator: Generator, search: SearchTool, codec: Codec, task: TaskConfig) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        search: SearchTool | None,
+        codec: Codec,
+        task: TaskConfig,
+        own: Sequence[Tool] | None = None,
+    ) -> None:
+        """Without `search` there is none, and its tag means nothing. `own` take the place of one of each `task.tools`."""
         self.generator = generator
         self.search = search
         self.codec = codec
         self.task = task
-        self.rules = Rules(task)
-        self.observer = Observer(task.tags, codec)
+        self.own = {tool.name: tool for tool in (open_tools(task) if own is None else own)}
+        """The task's own tools by name."""
+        tags = {tool.tag: name for name, tool in self.own.items()}
+        self.rules = Rules(task, tags, searches=search is not None)
+        self.observer = Observer(task.tags, codec, tuple(tags))
+        self._stops = tuple(f"</{tag}>" for tag in tags)
         if task.max_observation_tokens < self.observer.wrapper_tokens:
             raise UserError(
                 f"task.max_observation_tokens={task.max_observation_tokens} is below the "
                 f"{self.observer.wrapper_tokens} tokens of the tags alone; raise it."
             )
+
+    def stopping(self, sampling: TurnSampling) -> TurnSampling:
+        """`sampling` that ends a generation at the closing tag of every tool as well."""
+        added = tuple(stop for stop in self._stops if stop not in sampling.stop)
+        return replace(sampling, stop=(*sampling.stop, *added))
 
 
 async def run_episode(
@@ -133,25 +151,6 @@ async def run_episode(
     return episode.trajectory(finish or Finish.ABORTED)
 
 
-async def within(
-    call: Coroutine[Any, Any, T], *, timeout_s: float | None = None, stop: asyncio.Future[None] | None = None
-) -> T | None:
-    """What `call` returns, or None after `timeout_s` seconds or once `stop` is done.
-
-    The call is then cancelled. One that ignores this is left behind after `CANCEL_GRACE_S`.
-    """
-    task = asyncio.ensure_future(call)
-    try:
-        waits: list[asyncio.Future[Any]] = [task] if stop is None else [task, stop]
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        if not task.done():
-            task.cancel()
-            # The gather takes note of an error, which nobody will ask for any more.
-            await asyncio.wait([asyncio.gather(task, return_exceptions=True)], timeout=CANCEL_GRACE_S)
-
-
 class Episode:
     """The state of one running episode."""
 
@@ -167,7 +166,7 @@ class Episode:
         self._question = question
         self._sample = sample
         self._tools = tools
-        self._sampling = sampling
+        self._sampling = tools.stopping(sampling)
         self._context = open_context(tools.task.token_mode, tools.codec, tools.codec.prompt(question.prompt))
         self._turns: list[Turn] = []
         self._generations: list[Sample] = []
@@ -202,7 +201,7 @@ class Episode:
             if room <= 0:
                 return Finish.TOKEN_LIMIT
             budget = min(task.max_turn_tokens, room)
-            started = perf_counter()
+            began_ns, started = time_ns(), perf_counter()
             generation = await self._tools.generator.generate(
                 inputs,
                 replace(self._sampling, max_new_tokens=budget),
@@ -210,7 +209,7 @@ class Episode:
             )
             state, effect = self._tools.rules.step(state, self._tools.codec.decode(generation.token_ids))
             parsed = effect.turn
-            turn = _as_turn(parsed, generation, len(inputs), perf_counter() - started)
+            turn = _as_turn(parsed, generation, len(inputs), began_ns, perf_counter() - started)
             self._add(turn, _as_sample(inputs, generation))
             if generation.finish == "abort":
                 return Finish.ABORTED
@@ -221,6 +220,8 @@ class Episode:
             room -= len(generation.token_ids)
             if isinstance(effect, Say):
                 fits = self._say(effect.message, room)
+            elif isinstance(effect, Call):
+                fits = await self._call(parsed, room)
             else:
                 fits = await self._search(parsed.content, room)
             if not fits:
@@ -245,6 +246,8 @@ class Episode:
             response=record.response,
             turns=tuple(self._turns),
             finish=Finish.TOKEN_LIMIT if record.truncated else finish,
+            sampled_ids=np.array([one for own in self._generations for one in own.output_ids], np.int32),
+            sampled_logprobs=np.array([one for own in self._generations for one in own.logprobs], np.float32),
         )
 
     def _go_on_from(self, begun: PartialEpisode) -> None:
@@ -286,9 +289,10 @@ class Episode:
 
     async def _search(self, query: str, room: int) -> bool:
         """Search and append the observation; False where not even an empty one has room."""
-        limit = min(self._tools.task.max_observation_tokens, room)
-        if limit < self._tools.observer.wrapper_tokens:
+        limit = self._observation_limit(room)
+        if not limit:
             return False
+        assert self._tools.search is not None, "the rules know no search where there is none"
         started = perf_counter()
         result = await self._tools.search.search(query)
         search_s = perf_counter() - started
@@ -296,6 +300,23 @@ class Episode:
         observation = self._tools.observer.observe(contents, result.error, limit)
         self._append(observation, search_s, result.error)
         return True
+
+    async def _call(self, turn: Parsed, room: int) -> bool:
+        """Call a tool and append the observation; False where not even an empty one has room."""
+        limit = self._observation_limit(room)
+        if not limit:
+            return False
+        started = perf_counter()
+        called = await call_tool(self._tools.own[turn.tool], turn.content)
+        call_s = perf_counter() - started
+        body = render_call(turn.tool, called.text, called.error)
+        self._append(self._tools.observer.tell(body, limit), call_s, called.error)
+        return True
+
+    def _observation_limit(self, room: int) -> int:
+        """Most tokens of an observation; 0 where not even an empty one has `room`."""
+        limit = min(self._tools.task.max_observation_tokens, room)
+        return limit if limit >= self._tools.observer.wrapper_tokens else 0
 
     def _append(self, observation: str, search_s: float = 0.0, search_error: str = "") -> None:
         """Append an observation to the context and to the last turn."""
@@ -315,7 +336,9 @@ def _as_sample(inputs: list[int], generation: Generation) -> Sample:
     )
 
 
-def _as_turn(parsed: Parsed, generation: Generation, prompt_tokens: int, generate_s: float) -> Turn:
+def _as_turn(
+    parsed: Parsed, generation: Generation, prompt_tokens: int, began_ns: int, generate_s: float
+) -> Turn:
     return Turn(
         text=parsed.text,
         action=parsed.action,
@@ -326,4 +349,6 @@ def _as_turn(parsed: Parsed, generation: Generation, prompt_tokens: int, generat
         cached_tokens=generation.cached_tokens,
         generate_s=generate_s,
         search_s=0.0,
+        began_ns=began_ns,
+        tool=parsed.tool,
     )

@@ -12,8 +12,9 @@ import asyncio
 from collections.abc import Sequence
 
 from rlsys.agent.begun import Begun
-from rlsys.agent.episode import Episode, EpisodeTools, TurnSampling, within
+from rlsys.agent.episode import Episode, EpisodeTools, TurnSampling
 from rlsys.agent.trajectory import Finish, Trajectory
+from rlsys.agent.within import within
 from rlsys.data.question import Question
 
 

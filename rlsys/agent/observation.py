@@ -1,7 +1,7 @@
-"""What the environment says to a search: passages as text, inside the information tags.
+"""What the environment says to a search or a tool's call: text inside the information tags.
 
-Invariants: an observation always begins and ends with its own tags, however long the passages are; no
-passage, title or error can forge a tag of the protocol or a special token of the tokenizer.
+Invariants: an observation always begins and ends with its own tags, however long the text is; no passage, title,
+result or error can forge a tag of the protocol or of a tool, or a special token of the tokenizer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from rlsys.agent.codec import Codec
 from rlsys.config.schema import TagsConfig
 
 NOTHING_FOUND = "No results found."
+NOTHING_SAID = "No result."
 
 
 def render_passages(contents: Iterable[str]) -> str:
@@ -29,14 +30,20 @@ def render_error(error: str) -> str:
     return f"Search failed: {error}"
 
 
+def render_call(tool: str, said: str, error: str) -> str:
+    """What the policy reads when `tool` has `said` something or, for an `error` that is not empty, failed."""
+    return f"{tool} failed: {error}" if error else said or NOTHING_SAID
+
+
 class Observer:
     """Wraps untrusted text into observations of limited length."""
 
-    def __init__(self, tags: TagsConfig, codec: Codec) -> None:
+    def __init__(self, tags: TagsConfig, codec: Codec, tools: Sequence[str] = ()) -> None:
+        """`tools` are the tags of tools."""
         self._codec = codec
         self._open = f"\n\n<{tags.information}>"
         self._close = f"</{tags.information}>\n\n"
-        words = "|".join(re.escape(word) for word in (tags.search, tags.answer, tags.information))
+        words = "|".join(re.escape(word) for word in (tags.search, tags.answer, tags.information, *tools))
         specials = "".join(f"|{re.escape(text)}" for text in codec.special_texts)
         self._forgery = re.compile(rf"<\s*/?\s*(?:{words})\s*>{specials}", re.IGNORECASE)
         self.wrapper_tokens = len(codec.encode(self._open + self._close))
@@ -47,9 +54,14 @@ class Observer:
 
         `error` is empty for a search that worked. Raises `ValueError` below `wrapper_tokens`.
         """
+        return self.tell(
+            render_error(error) if error else render_passages(contents) or NOTHING_FOUND, max_tokens
+        )
+
+    def tell(self, body: str, max_tokens: int) -> str:
+        """The observation that says `body`, limited as that of a search is."""
         if max_tokens < self.wrapper_tokens:
             raise ValueError(f"an observation needs {self.wrapper_tokens} tokens, {max_tokens} given")
-        body = render_error(error) if error else render_passages(contents) or NOTHING_FOUND
         return self._fit(self._neutralise(body).strip(), max_tokens)
 
     def _neutralise(self, text: str) -> str:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Protocol
 
 import numpy as np
@@ -255,11 +254,21 @@ def _record(
 
 
 def _count_differing(sampled: Sequence[int], trained: Sequence[int]) -> int:
-    """Trained tokens outside the matching blocks of the two lists."""
+    """Trained tokens outside a longest common subsequence of the two lists.
+
+    By Hyyrö's bit-vectors ("Bit-parallel LCS-length computation revisited", 2004): milliseconds for thousands of tokens,
+    also where a collapsed policy repeats a few of them. A bit of `free` is a trained token that is in no match yet.
+    """
     if list(sampled[: len(trained)]) == list(trained):
         return 0
-    blocks = SequenceMatcher(None, sampled, trained, autojunk=False).get_matching_blocks()
-    return len(trained) - sum(block.size for block in blocks)
+    places: dict[int, int] = {}
+    for place, token in enumerate(trained):
+        places[token] = places.get(token, 0) | 1 << place
+    free = every = (1 << len(trained)) - 1
+    for token in sampled:
+        matching = free & places.get(token, 0)
+        free = ((free + matching) | (free - matching)) & every
+    return free.bit_count()
 
 
 def _common_prefix(sampled: Sequence[int], final: NDArray[np.int32]) -> int:

@@ -6,8 +6,10 @@ the prediction made from tokens before t. Entries of the prompt and of observati
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,8 @@ class Action(StrEnum):
     """What the policy did in a turn."""
 
     SEARCH = "search"
+    TOOL = "tool"
+    """One of `task.tools`; `Turn.tool` says which."""
     ANSWER = "answer"
     INVALID = "invalid"
 
@@ -37,7 +41,7 @@ class Turn:
     text: str
     action: Action
     content: str
-    """The query, the answer, or an empty string."""
+    """The query, what a tool was given, the answer, or an empty string."""
     observation: str
     """What was appended to the context, verbatim; empty for an answer."""
     generated_tokens: int
@@ -47,7 +51,18 @@ class Turn:
     """How many of them the engine found in its prefix cache."""
     generate_s: float
     search_s: float
+    """Time that the search, or the call of the tool, took."""
     search_error: str = ""
+    """Why it failed; empty where it worked."""
+    began_ns: int = 0
+    """When the engine was asked, in ns since the epoch by the clock of its machine; 0 where it is not known. The search
+    began `generate_s` later."""
+    tool: str = ""
+    """The name of the tool that was called, of `Action.TOOL` alone."""
+
+
+def _nothing(kind: type[np.int32] | type[np.float32]) -> Callable[[], NDArray[Any]]:
+    return lambda: np.empty(0, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +90,20 @@ class Trajectory:
     """Everything after the prompt as text, observations included."""
     turns: tuple[Turn, ...]
     finish: Finish
+    sampled_ids: NDArray[np.int32] = field(default_factory=_nothing(np.int32))
+    """[sampled] what the engine returned, turn after turn, `generated_tokens` of each; empty where it is not known."""
+    sampled_logprobs: NDArray[np.float32] = field(default_factory=_nothing(np.float32))
+    """[sampled] their natural log-probs under the sampling temperature."""
 
     @property
     def searches(self) -> int:
         """Searches carried out."""
         return sum(turn.action is Action.SEARCH and bool(turn.observation) for turn in self.turns)
+
+    @property
+    def tool_calls(self) -> int:
+        """Calls of tools carried out; searches are none."""
+        return sum(turn.action is Action.TOOL and bool(turn.observation) for turn in self.turns)
 
     @property
     def answer(self) -> str | None:

@@ -9,7 +9,7 @@ an answer tag in the prompt, in a passage or in the invalid-action message is no
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsys.agent.trajectory import Action, Trajectory, Turn
@@ -29,7 +29,7 @@ class Reading:
     trajectory: Trajectory
     answer: str | None
     well_formed: bool
-    """think -> (search -> information -> think)* -> answer, with white space alone between."""
+    """think -> (search or a tool's call -> information -> think)* -> answer, with white space alone between."""
     found_in: int | None
     """The first turn whose search brought text that holds an accepted answer."""
     answer_tags: int
@@ -48,10 +48,12 @@ class Reading:
 class Reader:
     """Reads episodes of a task with certain tags. Stateless; `read` raises on no text."""
 
-    def __init__(self, tags: TagsConfig, compat: CompatConfig) -> None:
+    def __init__(self, tags: TagsConfig, compat: CompatConfig, tools: Mapping[str, str]) -> None:
+        """`tools` are the tags of the task's own tools, by name."""
         self._tags = tags
+        self._tools = tools
         self._over_prompt = compat.answer_over_prompt
-        words = (THINK, tags.search, tags.information, tags.answer)
+        words = (THINK, tags.search, tags.information, tags.answer, *tools.values())
         self._tag = re.compile(f"(</?(?:{'|'.join(map(re.escape, words))})>)")
         answer = re.escape(tags.answer)
         self._answer = re.compile(f"<{answer}>(.*?)</{answer}>", re.DOTALL)
@@ -77,8 +79,14 @@ class Reader:
             return False
         *before, last = turns
         return all(
-            searched(turn) and self._thinks_and(self._tags.search, turn.text) for turn in before
+            bool(act := self._carried_out(turn)) and self._thinks_and(act, turn.text) for turn in before
         ) and self._thinks_and(self._tags.answer, last.text)
+
+    def _carried_out(self, turn: Turn) -> str:
+        """The tag of what the environment has answered, empty where it has not."""
+        if turn.action is Action.TOOL and turn.observation:
+            return self._tools[turn.tool]
+        return self._tags.search if searched(turn) else ""
 
     def _thinks_and(self, act: str, text: str) -> bool:
         """Whether `text` is a thought and an element `act`, without any other tag."""

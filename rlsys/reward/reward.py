@@ -24,6 +24,7 @@ from rlsys.reward.own import OwnTerm
 from rlsys.reward.reading import Reader, Reading
 from rlsys.reward.scored import Scored
 from rlsys.reward.terms import ANSWER_TERMS, JUDGE, PureTerm, pure_terms
+from rlsys.tools.load import tool_tags
 
 _AT_A_TIME = 8
 """For terms of the user's own; what does not run yet waits."""
@@ -52,7 +53,7 @@ class Rewards:
             raise UserError("\n".join(problems))
         self._config = config
         self._weights = weights_of(config)
-        self._reader = Reader(task.tags, compat)
+        self._reader = Reader(task.tags, compat, tool_tags(task.tools))
         self._judge = Judge(config.judge, transport) if JUDGE in self._weights else None
         self._slots = asyncio.Semaphore(_AT_A_TIME)
         pure = pure_terms(config, task)

@@ -78,7 +78,8 @@ def same(one: Begun, other: Begun) -> bool:
         left, right = getattr(one, name), getattr(other, name)
         if name == "turns":
             left, right = (
-                [replace(turn, generate_s=0.0, search_s=0.0) for turn in turns] for turns in (left, right)
+                [replace(turn, generate_s=0.0, search_s=0.0, began_ns=0) for turn in turns]
+                for turns in (left, right)
             )
         if isinstance(left, np.ndarray):
             if left.dtype != right.dtype or left.tobytes() != right.tobytes():

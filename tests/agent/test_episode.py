@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.agent.codec import Codec
-from rlsys.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode, within
+from rlsys.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
 from rlsys.agent.trajectory import Action, Finish, Trajectory
+from rlsys.agent.within import within
 from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.errors import UserError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from rlsys.agent.codec import Codec
-from rlsys.agent.tokens import Sample, TokenRecord, open_context
+from rlsys.agent.tokens import Sample, TokenRecord, _count_differing, open_context
 from rlsys.config.schema import TokenMode
 from tests.agent.bpe import EOS, build_tokenizer
 
@@ -248,6 +248,34 @@ def test_differing_tokens_are_counted_by_hand() -> None:
     assert record.tokens.tolist() == [*CODEC.encode("x"), whole, *CODEC.encode("🚀"), CODEC.eos_id]
     assert record.tokens_differing == 1
     assert np.isnan(record.rollout_logprobs).all()
+
+
+SOME = st.lists(st.integers(0, 4), max_size=24)
+
+
+def longest_common(first: list[int], second: list[int]) -> int:
+    """By the textbook's table."""
+    row = [0] * (len(second) + 1)
+    for one in first:
+        new = [0]
+        for at, other in enumerate(second):
+            new.append(row[at] + 1 if one == other else max(new[at], row[at + 1]))
+        row = new
+    return row[-1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SOME, SOME)
+def test_differing_tokens_are_those_outside_a_longest_common_subsequence(
+    sampled: list[int], trained: list[int]
+) -> None:
+    assert _count_differing(sampled, trained) == len(trained) - longest_common(sampled, trained)
+
+
+def test_a_collapsed_policy_is_counted_too() -> None:
+    """Thousands of repeated tokens, which a recursive search for blocks does not get through in hours."""
+    assert _count_differing([1, 2] * 2000, [1, 2, 3] * 1300) == 1300
+    assert _count_differing([1] * 3000 + [2], ([1] * 9 + [3]) * 300) == 300
 
 
 def test_logprobs_return_in_the_turn_after_a_difference() -> None:

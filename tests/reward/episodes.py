@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,15 @@ def question(*answers: str, prompt: str = TEMPLATE.format("What is the capital o
 
 
 def episode(
-    *said: Said, task: TaskConfig = TASK, prompt_tokens: int = 3, response_tokens: int = 5
+    *said: Said,
+    task: TaskConfig = TASK,
+    prompt_tokens: int = 3,
+    response_tokens: int = 5,
+    tools: Mapping[str, str] = {},
 ) -> Trajectory:
-    """The trajectory that the protocol makes of `said`; the tokens are only counted."""
-    rules, state, turns, finish = Rules(task), State(), [], Finish.TOKEN_LIMIT
+    """The trajectory that the protocol makes of `said`; the tokens are only counted. `tools` are tags by name."""
+    rules = Rules(task, {tag: name for name, tag in tools.items()})
+    state, turns, finish = State(), [], Finish.TOKEN_LIMIT
     for one in said:
         text, found, error = (*((one,) if isinstance(one, str) else one), "", "")[:3]
         state, effect = rules.step(state, text)
@@ -47,7 +53,9 @@ def episode(
         else:
             word = task.tags.information
             observation = f"\n\n<{word}>{found}</{word}>\n\n"
-        turns.append(Turn(seen.text, seen.action, seen.content, observation, 1, 1, 0, 0.0, 0.0, error))
+        turns.append(
+            Turn(seen.text, seen.action, seen.content, observation, 1, 1, 0, 0.0, 0.0, error, tool=seen.tool)
+        )
         if isinstance(effect, End):
             break
     length = prompt_tokens + response_tokens
@@ -78,7 +86,7 @@ def read(
     tags: TagsConfig = TASK.tags,
     over_prompt: bool = False,
 ) -> Reading:
-    return Reader(tags, CompatConfig(answer_over_prompt=over_prompt)).read(question(*answers), trajectory)
+    return Reader(tags, CompatConfig(answer_over_prompt=over_prompt), {}).read(question(*answers), trajectory)
 
 
 def terms(**weights: float) -> RewardConfig:

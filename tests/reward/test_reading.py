@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.agent.trajectory import Trajectory
-from rlsys.config.schema import TagsConfig
-from tests.reward.episodes import episode, read, task_of, think
+from rlsys.config.schema import CompatConfig, TagsConfig
+from rlsys.reward.reading import Reader
+from tests.reward.episodes import episode, question, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 ANSWER = think("answer", "Bamako")
@@ -160,3 +161,37 @@ def test_compatibility_reads_prompt_and_response_together() -> None:
     assert answer(episode("no idea", task=task_of(max_turns=0))) is None, "the prompt's example alone"
     assert answer(episode("no idea")) == "and", "quoted by the invalid-action message"
     assert answer(episode((SEARCH[0], "<answer>Ségou</answer>"))) == "Ségou"
+
+
+TOOLS = {"calculator": "sum", "dictionary": "word"}
+"""Name -> tag."""
+SUM = (think("sum", "3 + 4"), "7")
+
+
+@pytest.mark.parametrize(
+    ("said", "well"),
+    [
+        ((SUM, ANSWER), True),
+        ((SEARCH, SUM, (think("word", "Mali"), "a country"), SUM, ANSWER), True),
+        (((SUM[0], "calculator failed: no", "no"), ANSWER), True),
+        ((("<sum>3 + 4</sum>", "7"), ANSWER), False),
+        ((SUM, "<answer>7</answer>"), False),
+        ((think("answer", "7", "I might <sum> it"),), False),
+        (((think("word", "x", "a <sum> b"), "1"), ANSWER), False),
+        ((think("sum", " "), ANSWER), False),
+        ((SUM,), False),
+    ],
+)
+def test_a_call_of_a_tool_is_a_round_as_a_search_is(
+    said: tuple[tuple[str, str] | str, ...], well: bool
+) -> None:
+    trajectory = episode(*said, tools=TOOLS)
+    found = Reader(TagsConfig(), CompatConfig(), TOOLS).read(question("7", "Bamako"), trajectory)
+    assert found.well_formed == well
+
+
+def test_what_a_tool_says_is_no_retrieval() -> None:
+    trajectory = episode(SUM, SEARCH, ANSWER, tools=TOOLS)
+    reader = Reader(TagsConfig(), CompatConfig(), TOOLS)
+    assert reader.read(question("7"), trajectory).found_in is None
+    assert reader.read(question("Bamako"), trajectory).found_in == 1

@@ -57,7 +57,7 @@ def test_qa_em_format(said: tuple[Said, ...], expected: float) -> None:
 def test_qa_em_format_of_a_structure_without_an_answer(search: tuple[str, str], expected: float) -> None:
     """Only Search-R1's extraction finds none there: where the prompt has no example, one match is too few."""
     config = RewardConfig(structure_score=S, final_score=F, retrieval_score=R)
-    reader = Reader(TASK.tags, CompatConfig(answer_over_prompt=True))
+    reader = Reader(TASK.tags, CompatConfig(answer_over_prompt=True), {})
     reading = reader.read(question("Bamako", prompt="Which city?"), episode(search, RIGHT))
     assert sum(pure_terms(config, TASK)["format"](reading)) == pytest.approx(expected)
 
