@@ -65,19 +65,19 @@ def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
     """`config` with the limits of an episode that `baseline` has.
 
     Prompts are not the rows' own, so they are held to what is left beside one turn. Only the answer's tag ends a
-    generation that may not search.
+    generation that may not search. None has tools of the task's own, for no prompt of theirs speaks of them.
     """
     if baseline is Baseline.none:
         return config
     task = config.task
     room = task.max_total_tokens - task.max_turn_tokens
     if baseline is Baseline.search:
-        return replace(config, task=replace(task, max_prompt_tokens=room))
+        return replace(config, task=replace(task, max_prompt_tokens=room, tools=[]))
     stop = [f"</{task.tags.answer}>"]
     sampling: SamplingConfig = replace(config.rollout.sampling, stop=stop)
     return replace(
         config,
-        task=replace(task, max_prompt_tokens=room, max_turns=0),
+        task=replace(task, max_prompt_tokens=room, max_turns=0, tools=[]),
         rollout=replace(config.rollout, sampling=sampling),
     )
 

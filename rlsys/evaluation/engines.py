@@ -1,18 +1,22 @@
 """Ways to ask a model a question outside of training: SGLang, or plain transformers.
 
 Both run the episodes that training runs; only what generates a turn differs. With `search.url` a running server is named;
-`task.max_turns` 0 searches nowhere and needs none.
+`search.enabled` false and `task.max_turns` 0 search nowhere and need none.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar, cast
 
 from transformers import AutoTokenizer
 
 from rlsys.agent.codec import Codec
-from rlsys.agent.episode import EpisodeTools, Generator, SearchTool, run_episode
+from rlsys.agent.episode import EpisodeTools, SearchTool, run_episode
 from rlsys.agent.trajectory import Trajectory
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
@@ -20,9 +24,12 @@ from rlsys.errors import UserError
 from rlsys.evaluation.evaluate import Ask
 from rlsys.evaluation.how import EngineName
 from rlsys.evaluation.transformers_generator import TransformersGenerator
+from rlsys.rollout.requests import Streaming
 from rlsys.rollout.sampling import of_answers
 from rlsys.search.result import SearchResult
 from rlsys.search.tool import open_tool
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -32,15 +39,11 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
     Raises UserError for settings that the engine cannot have, RunError for one that does not start.
     """
     async with AsyncExitStack() as stack:
-        generator: Generator
-        if engine is EngineName.sglang:
-            generator = await stack.enter_async_context(_sglang(config))
-        else:
-            generator = _transformers(config)
-        search: SearchTool = _NoSearch()
-        if config.task.max_turns > 0:
+        codec = open_codec(config.model.path, f"model.path={config.model.path}")
+        generator = await stack.enter_async_context(open_generator(config, engine))
+        search: SearchTool | None = NoSearch() if config.search.enabled else None
+        if config.search.enabled and config.task.max_turns > 0:
             search = await stack.enter_async_context(open_tool(config.search))
-        codec = Codec(AutoTokenizer.from_pretrained(config.model.path))
         tools = EpisodeTools(generator, search, codec, config.task)
 
         async def ask(question: Question, sample: int, temperature: float) -> Trajectory:
@@ -52,17 +55,82 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
         yield ask
 
 
-class _NoSearch:
+@asynccontextmanager
+async def open_generator(config: RunConfig, engine: EngineName) -> AsyncIterator[Streaming]:
+    """What generates with the model of `config`: started here, and ended on the way out. Raises as `asking` does."""
+    if engine is EngineName.transformers:
+        yield await _from_thread(lambda: _transformers(config))
+        return
+    async with _sglang(config) as generator:
+        yield generator
+
+
+class NoSearch:
     """The tool of episodes that have no turn to search in."""
 
     async def search(self, query: str) -> SearchResult:
         raise AssertionError(f"an episode without searches has searched for {query!r}")
 
 
+def open_codec(folder: str | Path, given: str) -> Codec:
+    """The codec of the model in `folder`, for sentences `given`. Raises UserError for a tokenizer that cannot be read."""
+    try:
+        return Codec(AutoTokenizer.from_pretrained(folder))
+    except Exception as problem:  # The tokenizers library raises nothing narrower.
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
+        raise UserError(
+            f"{given} has no tokenizer that can be read ({reason}): give a whole model folder."
+        ) from problem
+
+
+async def _from_thread(work: Callable[[], T]) -> T:
+    """What `work` returns, from a thread that nobody waits for after a cancellation, not even the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def tell(outcome: T | None, problem: Exception | None) -> None:
+        if done.done():
+            return
+        if problem is None:
+            done.set_result(cast("T", outcome))
+        else:
+            done.set_exception(problem)
+
+    def run() -> None:
+        outcome, problem = None, None
+        try:
+            outcome = work()
+        except Exception as error:  # noqa: BLE001 (is raised where it is waited for)
+            problem = error
+        with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            loop.call_soon_threadsafe(tell, outcome, problem)
+
+    Thread(target=run, daemon=True).start()
+    return await done
+
+
+def require_its_weights(folder: Path) -> None:
+    """Raise UserError for weights of another model than the folder's config says.
+
+    SGLang makes up what it does not find. A family that rlsys does not know is left to it.
+    """
+    # Loads Megatron's formats, which plain transformers need not.
+    from rlsys.convert.source import architecture_in, check_hf
+    from rlsys.weights.bijection import WeightMap
+    from rlsys.weights.hf_io import HfReader
+
+    try:
+        architecture = architecture_in(folder)
+    except UserError:
+        return
+    check_hf(HfReader(folder), WeightMap(architecture), folder, values=False)
+
+
 @asynccontextmanager
-async def _sglang(config: RunConfig) -> AsyncIterator[Generator]:
+async def _sglang(config: RunConfig) -> AsyncIterator[Streaming]:
     from rlsys.rollout.engine import Engine
 
+    require_its_weights(Path(config.model.path))
     engine = Engine(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)
     engine.require_room(config.task)
     try:
@@ -72,7 +140,7 @@ async def _sglang(config: RunConfig) -> AsyncIterator[Generator]:
         await engine.stop()
 
 
-def _transformers(config: RunConfig) -> Generator:
+def _transformers(config: RunConfig) -> Streaming:
     drawn = config.rollout.sampling
     if config.compat.sampled_validation and (drawn.top_p != 1 or drawn.top_k != -1):
         raise UserError(

@@ -150,13 +150,15 @@ async def evaluate(
     """
     slots = asyncio.Semaphore(concurrency)
     done, total = 0, len(questions) * samples
+    noun = "questions" if samples == 1 else "answers"
+    say(f"evaluates 0/{total} {noun}")
 
     async def one(question: Question, sample: int) -> Answered:
         nonlocal done
         async with slots:
             trajectory = await ask(question, sample, temperature)
         done += 1
-        say(f"evaluates {done}/{total} {'questions' if samples == 1 else 'answers'}")
+        say(f"evaluates {done}/{total} {noun}")
         answered = Answered(question, trajectory, score(trajectory, question))
         note(answered)
         return answered

@@ -13,11 +13,13 @@ from rlsys.errors import UserError
 from rlsys.evaluation.scores import Scores, scores_of
 from rlsys.evaluation.sets import Source
 from rlsys.reward.reading import Reader
+from rlsys.tools.load import tool_tags
 
 
 def heldout_score(config: RunConfig) -> Callable[[Trajectory, Question], Scores]:
     """What the answer is worth that `compat.answer_over_prompt` says."""
-    reader = Reader(config.task.tags, config.compat)
+    task = config.task
+    reader = Reader(task.tags, config.compat, tool_tags(task.tools))
 
     def score(trajectory: Trajectory, question: Question) -> Scores:
         return scores_of(reader.read(question, trajectory).answer, question.answers)

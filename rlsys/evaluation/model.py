@@ -6,7 +6,6 @@ of the evaluation's own, which is removed on the way out, also after a failure.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,14 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from rlsys.checkpoint.store import MANIFEST, check, step_of
-from rlsys.convert.companions import CONFIG
+from rlsys.convert.companions import CONFIG, read_config
 from rlsys.convert.source import MODEL
 from rlsys.errors import UserError
-from rlsys.resume import RUN_CONFIG
+from rlsys.resume import CHECKPOINTS, RUN_CONFIG
 
 _ACTOR = "actor"
+_SPEAKERS = ("ForCausalLM", "LMHeadModel")
+"""How the architecture of a model that says text is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,12 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
     if step is not None and (saved / MANIFEST).is_file():
         check(saved)
     original = hf or _original(folder, saved)
+    if original is None and (newest := _newest(path)) is not None:
+        raise UserError(f"{given} is a run's folder: give one of its checkpoints, such as {newest}.")
     if original is None:
         raise UserError(
-            f"{given} does not say what model it is of: give the Hugging Face folder that training began with as --hf."
+            f"{given} does not say what model it is of: it is no Hugging Face folder ({CONFIG} is missing), and with a "
+            "Megatron checkpoint give the one that training began with as --hf."
         )
     if not (original / CONFIG).is_file():
         whose = "--hf" if hf else f"The original of {path},"
@@ -80,7 +84,7 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
 def as_hf(model: Model, work: Path) -> Iterator[Path]:
     """The Hugging Face folder of `model`; one that has to be made lies in `work` until the context ends.
 
-    Raises UserError for a checkpoint that does not fit its original.
+    Raises UserError for a checkpoint that does not fit its original, and for a model that says no text.
     """
     if model.original is None:
         _require_policy(model.folder, model.folder)
@@ -97,12 +101,19 @@ def as_hf(model: Model, work: Path) -> Iterator[Path]:
 
 
 def _require_policy(hf: Path, given: Path) -> None:
-    """Raise UserError for a model that says values, not text: engines would make up the output layer that it lacks."""
-    kinds = json.loads((hf / CONFIG).read_text(encoding="utf-8")).get("architectures")
-    if "Classification" in str(kinds):
-        raise UserError(
-            f"{given} is a critic ({', '.join(kinds)}), which answers nothing: give the actor beside it."
-        )
+    """Raise UserError for a model that does not say text: engines would make up the output layer that it lacks."""
+    kinds = read_config(hf).get("architectures") or []
+    named = ", ".join(map(str, kinds)) if isinstance(kinds, list) else str(kinds)
+    if "Classification" in named:
+        raise UserError(f"{given} is a critic ({named}), which answers nothing: give the actor beside it.")
+    if named and not named.endswith(_SPEAKERS):
+        raise UserError(f"{given} is a {named}, which does not continue text: give a ...ForCausalLM.")
+
+
+def _newest(run: Path) -> Path | None:
+    """The last checkpoint within a run's folder, or within its folder of checkpoints."""
+    found = [one for place in (run, run / CHECKPOINTS) for one in place.glob("*") if step_of(one) is not None]
+    return max(found, key=lambda one: step_of(one) or 0) / _ACTOR if found else None
 
 
 def _original(folder: Path, saved: Path) -> Path | None:

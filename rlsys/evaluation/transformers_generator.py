@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.config.schema import Device, Dtype
 from rlsys.errors import UserError
+from rlsys.rollout.requests import Heard
 
 GATHER_S = 0.02
 """How long a batch waits for further requests."""
@@ -29,24 +31,18 @@ class _Request:
     input_ids: list[int]
     sampling: TurnSampling
     draws: torch.Generator
+    heard: Heard | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish: Literal["", "stop", "length"] = ""
+    finish: Literal["", "stop", "length", "abort"] = ""
 
 
 class TransformersGenerator:
-    """Decodes with a Hugging Face model. Raises `UserError` for a folder that transformers cannot load."""
+    """Decodes with a Hugging Face model. Raises `UserError` for a folder that does not hold one whole."""
 
     def __init__(self, model_path: str, dtype: Dtype, device: Device, max_batch: int, seed: int = 0) -> None:
         self._device = torch.device("cuda" if device is Device.gpu else "cpu")
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model_path)
-            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
-        except (OSError, ValueError) as problem:
-            reason = str(problem).splitlines()[0].rstrip(".")
-            raise UserError(
-                f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder."
-            ) from problem
+        self._tokenizer, model = _loaded(model_path, getattr(torch, dtype))
         self._model = model.to(self._device).eval()
         self._ends = _end_tokens(self._tokenizer, model)
         self._max_batch = max_batch
@@ -54,21 +50,26 @@ class TransformersGenerator:
         self._waiting: list[_Request] = []
         self._turn = asyncio.Lock()
 
-    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-        """Continue `input_ids`. Raises ValueError where less than the whole vocabulary is to be drawn from."""
+    async def generate(
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+    ) -> Generation:
+        """Continue `input_ids`; `heard` follows it token by token; after a cancellation no more is decoded for it.
+
+        Raises ValueError where less than the whole vocabulary is to be drawn from.
+        """
         if sampling.top_p != 1 or sampling.top_k != -1:
             raise ValueError(
                 f"{rid}: top_p={sampling.top_p} and top_k={sampling.top_k} cut the vocabulary, this generator draws from it all"
             )
-        request = _Request(input_ids, sampling, self._draws(rid))
+        request = _Request(input_ids, sampling, self._draws(rid), _from_thread(heard))
         self._waiting.append(request)
-        async with self._turn:  # whoever's turn it is decodes for all that wait, itself first
-            if not request.finish:
-                await asyncio.sleep(GATHER_S)
-                batch = self._waiting[: self._max_batch]
-                await asyncio.to_thread(self._decode, batch)
-                self._waiting = self._waiting[len(batch) :]
-        assert request.finish
+        try:
+            async with self._turn:  # whoever's turn it is decodes for all that wait, itself first
+                if not request.finish:
+                    await asyncio.sleep(GATHER_S)
+                    await self._decode_batch(request)
+        finally:
+            request.finish = request.finish or "abort"
         return Generation(
             request.token_ids,
             request.logprobs,
@@ -76,6 +77,19 @@ class TransformersGenerator:
             cached_tokens=0,
             versions=[0] * len(request.token_ids),
         )
+
+    async def _decode_batch(self, own: _Request) -> None:
+        """Decode for those that wait, `own` among them. A cancelled caller leaves when the others have theirs."""
+        batch = [one for one in self._waiting if not one.finish][: self._max_batch]
+        work = asyncio.ensure_future(asyncio.to_thread(self._decode, batch))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            own.finish = own.finish or "abort"
+            await work
+            raise
+        finally:
+            self._waiting = [one for one in self._waiting if not one.finish]
 
     @torch.inference_mode()
     def _decode(self, batch: Sequence[_Request]) -> None:
@@ -123,11 +137,50 @@ class TransformersGenerator:
             return
         request.token_ids.append(token)
         request.logprobs.append(logprob)
+        if request.heard is not None:
+            request.heard(list(request.token_ids))
         text = self._tokenizer.decode(request.token_ids)
         if token in self._ends or any(stop in text for stop in request.sampling.stop):
             request.finish = "stop"
         elif len(request.token_ids) >= request.sampling.max_new_tokens:
             request.finish = "length"
+
+
+def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Tokenizer and model. Weights that the files lack are refused: transformers would draw them at random."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=dtype,
+            output_loading_info=True,
+            # Refused below, in a sentence that says which.
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as problem:
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
+        raise UserError(
+            f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder."
+        ) from problem
+    lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    if lacking:
+        raise UserError(
+            f"model.path={model_path} lacks {len(lacking)} weights of the model that its config.json names, {min(lacking)} among "
+            "them: give a whole model folder."
+        )
+    return tokenizer, model
+
+
+def _from_thread(heard: Heard | None) -> Heard | None:
+    """`heard`, to be called by the thread that decodes and to run in the event loop that is running now."""
+    if heard is None:
+        return None
+    listener, loop = heard, asyncio.get_running_loop()
+
+    def tell(token_ids: list[int]) -> None:
+        loop.call_soon_threadsafe(listener, token_ids)
+
+    return tell
 
 
 def _choose(logprobs: torch.Tensor, batch: Sequence[_Request]) -> torch.Tensor:

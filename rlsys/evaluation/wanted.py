@@ -58,6 +58,10 @@ async def find_wanted(
         config = replace(config, model=replace(config.model, path=str(found.shape)))
     if baseline not in SEARCHING:
         ignored.append("search")
+    elif baseline is not Baseline.none and not config.search.enabled:
+        problems.append(
+            f"--baseline {baseline} searches, and search.enabled=false: set it to true, or leave it out."
+        )
     in_config = [problem for problem in find_problems(config) if not _is_about(problem, *ignored)]
     problems += [problem.sentence for problem in in_config]
     unreachable = ""
@@ -89,7 +93,7 @@ async def _unreachable(config: RunConfig) -> str:
     if config.search.url is None:
         return ""
     try:
-        with _silent("rlsys.search"):
+        with silent("rlsys.search"):
             await Serving(replace(config.search, retries=1), None).require()
     except RunError as problem:
         return str(problem)
@@ -97,8 +101,8 @@ async def _unreachable(config: RunConfig) -> str:
 
 
 @contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Without the warnings of `name`: what they are about is said in a sentence of its own."""
+def silent(name: str) -> Iterator[None]:
+    """Without the warnings of the logger `name`: what they are about is said in a sentence of its own."""
     log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.ERROR)

@@ -23,6 +23,9 @@ INDEX, SERVER = "search.index", "search server"
 def search_findings(config: RunConfig, question: str, machines: int, probes: Probes) -> Iterator[Finding]:
     """`question` is one of the run's own, empty where none could be read; `machines` take part in the run."""
     search = config.search
+    if not search.enabled:
+        yield ok(SERVER, "none is needed, search.enabled is false")
+        return
     if not needs_server(search):
         yield ok(SERVER, f"none is needed, searches are played from {search.cassette.path}")
         return

@@ -38,6 +38,7 @@ from rlsys.pipeline.routing import EngineDied
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.held_weights import CPU_WIDTH_PADDING, Hasher, Layout, sha256_prefix
 from rlsys.rollout.liveness import Liveness
+from rlsys.rollout.requests import Heard, as_generation, sampling_params
 from rlsys.rollout.staging import StagedVersion
 from rlsys.weights.buckets import Bucket, ChecksumError
 
@@ -140,24 +141,28 @@ class Engine:
         self._liveness = Liveness(f"The engine on {self._model_path}", children)
         await self._process.freeze_gc()
 
-    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+    async def generate(
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+    ) -> Generation:
         """Continue `input_ids`; on cancellation the request is aborted in the engine.
 
-        `rid` names the request in logs and for `abort`; it is made unique. Waits while weights are
-        switched. Raises RunError while the engine is asleep, and once an update has failed.
+        `rid` names the request in logs and for `abort`; it is made unique. `heard` follows it token by token.
+        Waits while weights are switched. Raises RunError while the engine is asleep, and once an update has failed.
         """
         while not self._open.is_set():  # A switch may begin between the event and this task's turn.
             await self._open.wait()
         if self._asleep or self._refusal:
             raise RunError(self._asleep_reason if self._asleep else self._refusal)
-        call = self._sglang.generate(
-            input_ids, _sampling_params(sampling, self._eos_id), f"{rid}~{next(self._rids)}"
+        own, params = f"{rid}~{next(self._rids)}", sampling_params(sampling, self._eos_id)
+        sglang = self._sglang
+        call = (
+            sglang.stream(input_ids, params, own, heard) if heard else sglang.generate(input_ids, params, own)
         )
         request = asyncio.create_task(self._answer(call))
         self._enter(request)
         try:
             await asyncio.wait({request})
-            generation = _as_generation(self._outcome(request))
+            generation = as_generation(self._outcome(request))
         except BaseException:
             self.counts.aborted += 1
             raise
@@ -452,44 +457,6 @@ def _layout(model: PretrainedConfig, config: EngineConfig, device: Device) -> La
         experts=getattr(model, "num_experts", 0),
         width_padding=CPU_WIDTH_PADDING if device is Device.cpu else 1,
     )
-
-
-def _sampling_params(sampling: TurnSampling, eos_id: int) -> dict[str, Any]:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop": list(sampling.stop),
-        "no_stop_trim": True,
-        "stop_token_ids": [eos_id],
-        "spaces_between_special_tokens": False,
-    }
-
-
-def _as_generation(output: dict[str, Any]) -> Generation:
-    meta = output["meta_info"]
-    logprobs = meta["output_token_logprobs"]
-    return Generation(
-        token_ids=[token for _, token, _ in logprobs],
-        logprobs=[logprob for logprob, _, _ in logprobs],
-        finish=meta["finish_reason"]["type"],
-        # SGLang leaves it out for a request that was aborted while it waited.
-        cached_tokens=meta.get("cached_tokens", 0),
-        versions=_versions(meta, len(logprobs)),
-    )
-
-
-def _versions(meta: dict[str, Any], tokens: int) -> list[int]:
-    """The version of each output token, from the spans [start, end) that SGLang reports.
-
-    Raises RunError if they do not cover the tokens: a version that is guessed would hide a stale token.
-    """
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
-    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    if len(versions) != tokens:
-        raise RunError(f"SGLang names versions for {len(versions)} of the {tokens} tokens of {meta['id']}.")
-    return versions
 
 
 def _kill_children_except(before: set[int]) -> None:

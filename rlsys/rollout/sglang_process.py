@@ -25,6 +25,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from rlsys.rollout import sglang_cpu
+from rlsys.rollout.requests import Heard, followed
 from rlsys.weights.buckets import Bucket
 
 Answer = tuple[bool, str]
@@ -57,6 +58,15 @@ class SglangProcess:
             input_ids=input_ids, sampling_params=sampling, return_logprob=True, rid=rid
         )
         return output
+
+    async def stream(
+        self, input_ids: list[int], sampling: dict[str, Any], rid: str, heard: Heard
+    ) -> dict[str, Any]:
+        """As `generate`, and `heard` is told what there is as it comes. Raises as `followed`."""
+        parts = await self._engine.async_generate(
+            input_ids=input_ids, sampling_params=sampling, return_logprob=True, rid=rid, stream=True
+        )
+        return await followed(parts, heard)
 
     def running(self) -> list[str]:
         """Ids of the requests under way."""

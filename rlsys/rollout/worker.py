@@ -23,9 +23,10 @@ from transformers import AutoTokenizer
 
 from rlsys.agent.begun import Begun
 from rlsys.agent.codec import Codec
-from rlsys.agent.episode import EpisodeTools, TurnSampling, within
+from rlsys.agent.episode import EpisodeTools, TurnSampling
 from rlsys.agent.group import EpisodeGroup
 from rlsys.agent.trajectory import Finish, Trajectory
+from rlsys.agent.within import within
 from rlsys.config.schema import Device, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.errors import RunError
@@ -49,7 +50,7 @@ class _UnderWay:
 class RolloutWorker:
     """Runs groups of episodes on its own engine. `start` it first; `stop` leaves no process.
 
-    `search.url` must name a running server. Workers with different `seed` sample differently.
+    `search.url` must name a running server, unless `search.enabled` is false. Workers with different `seed` sample differently.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class RolloutWorker:
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
-        self._search = open_tool(search)
+        self._search = open_tool(search) if search.enabled else None
         self.engine = Engine(model_path, rollout.engine, device, seed, memory_saver)
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
@@ -188,13 +189,14 @@ class RolloutWorker:
             "drain_s": self._drain_s,
             "asleep_frees_memory": float(self.engine.frees_memory),
             "version": self.engine.version,
-            **search_metrics(self._search),
+            **(search_metrics(self._search) if self._search else {}),
         }
 
     async def stop(self) -> None:
         """End the transport, the search client and the engine's processes. May be called again."""
         await self._close_transport()
-        await self._search.close()
+        if self._search:
+            await self._search.close()
         await self.engine.stop()
 
     async def _close_transport(self) -> None:

@@ -54,17 +54,22 @@ class SearchServer:
         device: str | None = None,
         options: Sequence[str] = (),
     ) -> None:
+        words = ["rlsys.search.server", str(index), "--topk", str(topk)]
+        words += ["--device", device] if device else []
+        words += ["--encoder", encoder] if encoder else []
+        self._start([*words, *options], log, host, port, threads)
+
+    def _start(
+        self, words: Sequence[str], log: str | Path, host: str, port: int, threads: int | None
+    ) -> None:
+        """Start the module and arguments of `words`, told the socket to listen at and the process to end with."""
         self.log = Path(log)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with bind(host, port) as sock, self.log.open("ab") as output:
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-            command = [sys.executable, "-m", "rlsys.search.server", str(index), "--topk", str(topk)]
-            command += ["--listener-fd", str(sock.fileno()), "--parent-pid", str(os.getpid())]
-            command += ["--device", device] if device else []
-            command += ["--encoder", encoder] if encoder else []
-            command += options
+            told = ["--listener-fd", str(sock.fileno()), "--parent-pid", str(os.getpid())]
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", *words, *told],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

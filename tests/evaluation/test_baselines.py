@@ -32,6 +32,12 @@ def test_search_asks_with_search_r1s_prompt_in_the_whole_loop() -> None:
     assert limited.rollout.sampling.stop == config.rollout.sampling.stop
 
 
+@pytest.mark.parametrize("baseline", Baseline)
+def test_tools_are_asked_for_by_the_rows_own_prompts_alone(baseline: Baseline) -> None:
+    config = RunConfig(task=TaskConfig(tools=["rlsys.tools.calculator.Calculator"]))
+    assert bool(limits_of(baseline, config).task.tools) == (baseline is Baseline.none)
+
+
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
 def test_the_others_answer_in_one_turn(baseline: Baseline) -> None:
     limited = limits_of(baseline, RunConfig(task=TaskConfig(max_total_tokens=1000, max_turn_tokens=200)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.evaluation.baselines import Baseline
+from rlsys.evaluation.engines import require_its_weights
 from rlsys.evaluation.how import EngineName, How
 from rlsys.evaluation.run import run_evaluation
 from tests.rollout import tiny
@@ -91,6 +93,21 @@ async def test_without_searches_no_server_is_needed(config: RunConfig) -> None:
     assert evaluation.searches == 0
 
 
+async def test_a_policy_calls_a_tool_where_there_is_no_search(
+    config: RunConfig, server: tiny.Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.evaluation.engines.open_tool", None)  # Not even a client is made.
+    task = replace(
+        config.task, tools=["tests.tools.own_tools.Book"], tags=replace(config.task.tags, search="find")
+    )
+    alone = replace(config, task=task, search=replace(config.search, enabled=False, url=None, index=None))
+    evaluation = await run_evaluation(alone, QUESTIONS, How(TRANSFORMERS))
+    turns = [turn for one in evaluation.answered for turn in one.trajectory.turns if turn.tool]
+    assert {turn.tool for turn in turns} == {"book"}
+    assert all(turn.content.upper() in turn.observation for turn in turns if turn.observation)
+    assert (evaluation.searches, server.asked) == (0, [])
+
+
 @pytest.mark.parametrize("baseline", [Baseline.none, Baseline.rag])
 async def test_a_dead_server_ends_the_evaluation_before_it_begins(
     config: RunConfig, baseline: Baseline
@@ -118,3 +135,16 @@ async def test_transformers_refuses_to_draw_from_a_part_of_the_vocabulary(config
     )
     with pytest.raises(UserError, match="draws from the whole vocabulary: use sglang"):
         await run_evaluation(odd, QUESTIONS, How(TRANSFORMERS))
+
+
+def test_weights_of_another_model_are_refused_before_sglang_makes_them_up(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    require_its_weights(POLICY)
+    folder = tmp_path / "other"
+    shutil.copytree(POLICY, folder)
+    weights = load_file(folder / "model.safetensors")
+    renamed = {name.replace("q_proj", "query"): tensor for name, tensor in weights.items()}
+    save_file(renamed, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"lacks \d+ tensors, first model\.layers\.0\.self_attn\.q_proj"):
+        require_its_weights(folder)

@@ -69,7 +69,7 @@ async def test_answers_keep_the_order_of_the_questions_and_the_concurrency() -> 
     evaluation = await evaluate(QUESTIONS, slow, concurrency=3, say=said.append)
     assert [one.question.uid for one in evaluation.answered] == ["q:1", "q:2", "q:3", "q:4"]
     assert most == 3
-    assert said == [f"evaluates {number}/4 questions" for number in (1, 2, 3, 4)]
+    assert said == [f"evaluates {number}/4 questions" for number in (0, 1, 2, 3, 4)]
 
 
 async def test_a_failed_question_ends_the_evaluation() -> None:

@@ -61,3 +61,12 @@ def test_the_prompts_example_counts_only_under_the_quirk(
     asked, done = question(gold, prompt=prompt), episode(written, task=task_of(max_turns=0))
     assert heldout_score(config(seven))(done, asked).em == plain
     assert heldout_score(config(seven, answer_over_prompt=True))(done, asked).em == quirky
+
+
+def test_an_answer_after_a_call_of_a_tool_counts(seven: Path) -> None:
+    asked = config(seven)
+    asked.task.tools = ["rlsys.tools.calculator.Calculator"]
+    given = episode(
+        ("<calculator>3 + 4</calculator>", "7"), "<answer>7</answer>", tools={"calculator": "calculator"}
+    )
+    assert heldout_score(asked)(given, question("7")).em == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_the_runs_config_says_the_original(saved: Path, tmp_path: Path) -> None:
     assert find(saved, other).original == other
 
 
+def test_a_runs_folder_names_its_newest_checkpoint(saved: Path) -> None:
+    (saved.parent / "global_step_9").mkdir()
+    for folder in (saved.parents[1], saved.parent):
+        with pytest.raises(
+            UserError, match=r"is a run's folder: .* such as .*checkpoints/global_step_12/actor\.$"
+        ):
+            find(folder)
+
+
 def test_a_checkpoint_that_is_not_whole_is_refused(saved: Path) -> None:
     (saved / "actor" / "shard.bin").write_bytes(b"123")
     with pytest.raises(UserError, match=r"shard\.bin has 3 bytes and not the 5"):
@@ -98,6 +108,34 @@ def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> No
 def test_a_converted_checkpoint_says_its_own(tmp_path: Path) -> None:
     hf_folder(tmp_path / "megatron" / "hf")
     assert find(tmp_path / "megatron").original == tmp_path / "megatron" / "hf"
+
+
+@pytest.mark.parametrize("text", ["[]", '{"architectures": ["Qwen2For', "\ud800"])
+def test_a_damaged_config_is_one_sentence(tmp_path: Path, text: str) -> None:
+    folder = hf_folder(tmp_path / "model")
+    (folder / "config.json").write_text(text, errors="surrogatepass")
+    with pytest.raises(UserError, match=r"config\.json .*; get it again\.$"), as_hf(find(folder), tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kinds", "speaks"),
+    [
+        ('["Qwen2ForCausalLM"]', True),
+        ('["GPT2LMHeadModel"]', True),
+        ("null", True),
+        ('["BertForMaskedLM"]', False),
+        ('["BertModel"]', False),
+        ('["T5ForConditionalGeneration"]', False),
+        ("3", False),
+    ],
+)
+def test_a_model_that_says_no_text_is_refused(tmp_path: Path, kinds: str, speaks: bool) -> None:
+    folder = hf_folder(tmp_path / "model")
+    (folder / "config.json").write_text(f'{{"architectures": {kinds}}}')
+    expected = nullcontext() if speaks else pytest.raises(UserError, match=r"does not continue text")
+    with expected, as_hf(find(folder), tmp_path):
+        pass
 
 
 def test_a_critic_is_not_evaluated_as_a_policy(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.agent.episode import Generation, TurnSampling
@@ -16,6 +17,7 @@ from rlsys.config.schema import Device, Dtype
 from rlsys.errors import UserError
 from rlsys.evaluation.transformers_generator import TransformersGenerator
 from tests.agent.bpe import build_tokenizer
+from tests.tiny_models import POLICY
 
 PROMPTS = [
     "I need",
@@ -199,3 +201,75 @@ def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path) -> None
         shutil.copy(file, tmp_path)
     with pytest.raises(UserError, match=r"^model\.path=.*model\.safetensors.*give a whole model folder\.$"):
         TransformersGenerator(str(tmp_path), Dtype.float32, Device.cpu, 1)
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Transformers would draw them at random, and the answers with them."""
+    other = shutil.copytree(folder, tmp_path / "model")
+    weights = load_file(other / "model.safetensors")
+    head = weights.pop("lm_head.weight")
+    for changed in (weights, weights | {"lm_head.weight": head[:, :5].contiguous()}):
+        save_file(changed, other / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=r"lacks 1 weights .*lm_head\.weight among them"):
+            TransformersGenerator(str(other), Dtype.float32, Device.cpu, 1)
+
+
+def test_a_tied_output_layer_is_not_missing() -> None:
+    assert "lm_head.weight" not in load_file(POLICY / "model.safetensors")
+    TransformersGenerator(str(POLICY), Dtype.float32, Device.cpu, 1)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_file_that_is_cut_short_is_one_sentence(folder: Path, tmp_path: Path, file: str) -> None:
+    other = shutil.copytree(folder, tmp_path / "model")
+    (other / file).write_bytes((other / file).read_bytes()[:100])
+    with pytest.raises(UserError, match=r"^model\.path=.*cannot be loaded: .*give a whole model folder\.$"):
+        TransformersGenerator(str(other), Dtype.float32, Device.cpu, 1)
+
+
+def test_who_listens_hears_every_token(
+    folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast
+) -> None:
+    generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 8)
+    sampling = TurnSampling(0.0, max_new_tokens=NEW_TOKENS)
+    prompt = words(PROMPTS[1])["input_ids"]
+    heard: list[list[int]] = []
+
+    async def listen() -> None:
+        await asyncio.gather(
+            generator.generate(prompt, sampling, "followed", heard.append),
+            generator.generate(prompt[:4], sampling, "not followed"),
+        )
+
+    asyncio.run(listen())
+    tokens, _ = reference(model, words, prompt, ())
+    assert heard == [tokens[: count + 1] for count in range(len(tokens))]
+
+
+@pytest.mark.parametrize("leaves", ["first", "second"])
+def test_who_leaves_does_not_disturb_the_others(
+    folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, leaves: str
+) -> None:
+    """Whoever decodes for both, and whoever waits for it; the one that stays gets what it gets alone."""
+    generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 8)
+    prompt = words(PROMPTS[1])["input_ids"]
+    long = TurnSampling(0.0, max_new_tokens=150)
+
+    async def run() -> tuple[Generation, Generation]:
+        begun = asyncio.Event()
+        tasks = {
+            name: asyncio.create_task(generator.generate(prompt, long, name, lambda _: begun.set()))
+            for name in ("first", "second")
+        }
+        await begun.wait()
+        gone = tasks.pop(leaves)
+        gone.cancel()
+        (stays,) = await asyncio.gather(*tasks.values())
+        assert isinstance((await asyncio.gather(gone, return_exceptions=True))[0], asyncio.CancelledError)
+        return await generator.generate(prompt, TurnSampling(0.0, max_new_tokens=NEW_TOKENS), "after"), stays
+
+    after, stays = asyncio.run(run())
+    tokens, _ = reference(model, words, prompt, ())
+    assert after.token_ids == tokens
+    assert stays.token_ids[:NEW_TOKENS] == tokens
+    assert len(stays.token_ids) == 150

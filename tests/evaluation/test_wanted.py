@@ -62,6 +62,14 @@ async def test_a_baseline_that_searches_needs_a_search_that_can_work(own: str) -
     assert [line.partition(" ")[0] for line in lines] == ["search.topk=0", "search.index=none"]
 
 
+@pytest.mark.parametrize("baseline", [Baseline.rag, Baseline.search])
+async def test_a_baseline_that_searches_is_refused_without_a_search(own: str, baseline: Baseline) -> None:
+    off = config_of("search.enabled=false", "task.invalid_message=no")
+    (line,) = await problems_of(off, own, baseline=baseline)
+    assert line.startswith(f"--baseline {baseline} searches, and search.enabled=false")
+    await want(off, own, baseline=Baseline.none)
+
+
 async def test_a_server_is_asked_unless_its_settings_are_wrong(own: str) -> None:
     with pytest.raises(RunError, match=f"search.url={DEAD} does not answer"):
         await want(config_of(f"search.url={DEAD}"), own, baseline=Baseline.search)

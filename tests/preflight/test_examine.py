@@ -261,6 +261,18 @@ def test_an_index_that_is_cut_short_is_found(node_run: Compose, tmp_path: Path) 
     assert wrong_things(config, complete()) == {}
 
 
+def test_a_run_without_a_search_needs_no_server(node_run: Compose, tmp_path: Path) -> None:
+    alone = [
+        "search.enabled=false",
+        "task.invalid_message=no",
+        "search.url=null",
+        f"search.index={tmp_path}/no",
+    ]
+    said = found(node_run(*alone), complete(), "search server")
+    assert (said.state, said.found) == (State.ok, "none is needed, search.enabled is false")
+    assert wrong_things(node_run(*alone), complete()) == {}
+
+
 def test_an_index_that_another_machine_serves_need_not_be_here(node_run: Compose, tmp_path: Path) -> None:
     elsewhere = ["search.url=null", f"search.index={tmp_path / 'none'}"]
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")

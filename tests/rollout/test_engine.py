@@ -232,3 +232,34 @@ async def test_it_does_not_fall_asleep_over_its_work(bench: Bench) -> None:
     assert (await long).finish == "abort"
     await bench.worker.sleep()
     await bench.worker.wake()
+
+
+async def test_who_listens_hears_every_token_as_it_comes(bench: Bench) -> None:
+    await bench.bring(bench.first)
+    ids = bench.encode(tiny.FIRST.prompt)
+    heard: list[list[int]] = []
+    alone = await bench.engine.generate(ids, greedy(64, STOP), "alone")
+    followed = await bench.engine.generate(ids, greedy(64, STOP), "followed", heard.append)
+    assert followed.token_ids == alone.token_ids
+    bench.assert_logprobs(ids, followed)
+    assert heard[-1] == alone.token_ids
+    assert all(part == alone.token_ids[: len(part)] for part in heard)
+    lengths = [len(part) for part in heard]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) > len(alone.token_ids) / 2, (
+        "SGLang holds back only what may become a stop string"
+    )
+
+
+async def test_who_listens_and_leaves_ends_the_request(bench: Bench) -> None:
+    await bench.bring(endless(bench.first, bench.words))
+    heard: list[list[int]] = []
+    long = asyncio.create_task(bench.engine.generate(bench.encode("zzz"), greedy(4000), "long", heard.append))
+    while len(heard) < 20:
+        await asyncio.sleep(0.01)
+    long.cancel()
+    await asyncio.gather(long, return_exceptions=True)
+    while bench.engine._sglang.running():
+        await asyncio.sleep(0.01)
+    assert bench.engine.running == 0
+    assert len(heard[-1]) < 4000
