@@ -169,10 +169,13 @@ class AlgorithmConfig:
     loss_length: int | None = None
     """Tokens that `fixed-length` divides by; null takes task.max_total_tokens less task.max_prompt_tokens."""
     clip_low: float = 0.2
+    """How far below 1 a ratio counts."""
     clip_high: float = 0.2
+    """How far above 1 a ratio counts."""
     dual_clip: float | None = None
     """Bound, in units of the advantage, on the loss of a token that should have been less likely; null is none."""
     entropy_coef: float = 0.0
+    """Weight of the entropy in the loss; it rewards variety."""
     kl_coef: float = 0.001
     """Weight of the KL term to the reference policy; 0 leaves the reference out."""
     kl_in: KlPlace = KlPlace.loss
@@ -185,7 +188,9 @@ class AlgorithmConfig:
     use_kl_iw: bool = False
     """Weight what was sampled by the ratio of the policies that are updated and that sampled. The name is EMA-PG's."""
     kl_iw_clip_lower: float | None = None
+    """Least weight of a KL term's importance sampling; null does not bound it."""
     kl_iw_clip_upper: float | None = None
+    """Largest; null does not bound it."""
     kl_control: KlControl = KlControl.fixed
     """Of a KL term in the reward."""
     kl_target: float = 0.1

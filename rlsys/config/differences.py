@@ -22,6 +22,7 @@ _LEARNS = (
     "critic.warmup_steps",
     "rollout.sampling.",
     "task.",
+    "search.enabled",
     "search.topk",
     "reward.",
     "algorithm.",
@@ -44,8 +45,12 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference]:
-    """What `config` has otherwise than the resolved config `before` where a run that goes on must not."""
-    saved, current = dict(_flat(before)), dict(_flat(as_dict(config)))
+    """What `config` has otherwise than the resolved config `before` where a run that goes on must not.
+
+    A key that `before` does not know, being older, had then what is now its default.
+    """
+    defaults = dict(_flat(as_dict(RunConfig())))
+    saved, current = defaults | dict(_flat(before)), dict(_flat(as_dict(config)))
     found = [Difference(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
     return [one for one in found if one.before != one.now and _binds(one.key, config)]
 

@@ -116,6 +116,8 @@ def overlap(config: RunConfig) -> str:
 
 
 def _search(search: SearchConfig) -> str:
+    if not search.enabled:
+        return "none"
     if not needs_server(search):
         return f"played from {search.cassette.path}"
     if search.url is None:

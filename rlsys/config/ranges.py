@@ -133,6 +133,7 @@ BOUNDS: dict[str, Bound] = {
     "cluster.call_timeout_s": POSITIVE,
     "cluster.sync_bucket_bytes": COUNT,
     "tracking.sample_trajectories": NOT_NEGATIVE,
+    "tracking.trajectories": NOT_NEGATIVE,
     "trainer.schedule.max_staleness": NOT_NEGATIVE,
     "trainer.steps": COUNT,
     "trainer.prompts_per_step": COUNT,

@@ -53,4 +53,5 @@ class RewardConfig:
     max_answer_tags: int | None = None
     """An episode with more answer tags than that gets at most `many_answers_score` of an answer's term; null: no limit."""
     many_answers_score: float = 0.25
+    """See `max_answer_tags`."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)

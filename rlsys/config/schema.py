@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.checkpoint import CheckpointConfig
 from rlsys.config.guards import GuardsConfig
 from rlsys.config.reward import RewardConfig
+from rlsys.config.tracking import TrackingConfig
 
 REQUIRED = "???"
 """Marks a key without a default: leaving it out stops the run with a sentence."""
@@ -25,10 +27,12 @@ class Device(StrEnum):
 
 
 class Mode(StrEnum):
-    """Whether groups may share devices."""
+    """Whether groups share devices."""
 
     disaggregated = "disaggregated"
+    """Each group has its own, and all work at the same time."""
     collocated = "collocated"
+    """They take turns on the same ones."""
 
 
 class Layers(StrEnum):
@@ -47,10 +51,12 @@ class Dtype(StrEnum):
 
 
 class TokenMode(StrEnum):
-    """How a multi-turn context is kept as tokens."""
+    """How a multi-turn context is kept."""
 
     retokenize = "retokenize"
+    """As text, which every turn and the training tokenise anew."""
     append = "append"
+    """As tokens: those that were sampled stay, observations are tokenised alone."""
 
 
 Schedule = StrEnum("Schedule", ["sequential", "pipelined", "async"])
@@ -137,7 +143,9 @@ class ParallelConfig:
     """How one Megatron group is cut. Data parallel size is what the placement leaves."""
 
     tp: int = 1
+    """Tensor parallel: ranks that share every layer."""
     pp: int = 1
+    """Pipeline parallel: stages of layers."""
     cp: int = 1
     """Ranks that every sequence is cut over; each works on that share of a micro-batch. Packed sequences alone."""
     ep: int = 1
@@ -153,15 +161,22 @@ class OptimizerConfig:
     """AdamW and its schedule."""
 
     lr: float = 1e-6
+    """Learning rate after warm-up."""
     min_lr: float = 0.0
+    """To which it decays."""
     decay: LrDecay = LrDecay.constant
     warmup_fraction: float = 0.0
     """Share of all optimiser steps over which the rate rises linearly."""
     weight_decay: float = 0.01
+    """Of AdamW; not on biases and norms."""
     beta1: float = 0.9
+    """Memory of the mean of gradients."""
     beta2: float = 0.999
+    """Memory of the mean of their squares."""
     eps: float = 1e-8
+    """Added to the root of that."""
     clip_grad: float = 1.0
+    """Largest norm of the whole gradient; 0 clips none."""
     distributed: bool = True
     """Shard the optimiser's state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -212,6 +227,7 @@ class EngineConfig:
     """One SGLang engine."""
 
     tp: int = 1
+    """Tensor parallel: devices of one engine."""
     dtype: Dtype = Dtype.bfloat16
     attention_backend: str = "auto"
     """SGLang's name of it; `auto` is SGLang's own choice on a GPU and torch_native on a CPU."""
@@ -224,6 +240,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay recorded kernels when decoding; off takes less memory. A CPU has none."""
     start_timeout_s: float = 600.0
+    """For an engine to answer."""
 
 
 @dataclass
@@ -231,8 +248,11 @@ class SamplingConfig:
     """How rollouts are drawn; with `compat.sampled_validation` also the answers of evaluations."""
 
     temperature: float = 1.0
+    """By which logits are divided, in rollouts and in recomputed log-probs."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that have this share; 1 is the whole vocabulary."""
     top_k: int = -1
+    """Draw from so many of the likeliest tokens; -1 is the whole vocabulary."""
     stop: list[str] = field(default_factory=lambda: ["</search>", "</answer>"])
     """Strings at which the engine ends a turn; they stay in the text."""
     accept_truncation: bool = False
@@ -256,8 +276,11 @@ class TagsConfig:
     """The words of the protocol."""
 
     search: str = "search"
+    """Around a query."""
     answer: str = "answer"
+    """Around the answer."""
     information: str = "information"
+    """Around what was found."""
 
 
 @dataclass
@@ -268,14 +291,17 @@ class TaskConfig:
     """Questions to train on: jsonl or parquet of Search-R1 rows."""
     eval_path: str = REQUIRED
     """Held-out questions."""
+    tools: list[str] = field(default_factory=list)
+    """Tools beside the search, each as `package.module.Class`; see docs/tools.md."""
     tags: TagsConfig = field(default_factory=TagsConfig)
     invalid_message: str = (
         "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
         "</search>. If I want to give the final answer, I should put the answer between <answer> and "
         "</answer>. Let me try again.\n"
     )
+    """What the environment says to a turn that neither searches nor answers."""
     max_turns: int = 4
-    """Turns in which a search is carried out; one more may only answer."""
+    """Turns in which a search is carried out or a tool called; one more may only answer."""
     max_prompt_tokens: int = 2048
     """A longer question is refused."""
     max_turn_tokens: int = 500
@@ -304,6 +330,8 @@ class CassetteConfig:
 class SearchConfig:
     """The search tool's client, and the server that a run starts for itself when `url` is null."""
 
+    enabled: bool = True
+    """Whether the policy can search; without it there is no server, and the tag of the search means nothing."""
     url: str | None = None
     """A running server, e.g. http://127.0.0.1:8000; null starts one for the run."""
     replicas: list[str] = field(default_factory=list)
@@ -315,6 +343,7 @@ class SearchConfig:
     index: str | None = None
     """Folder made by `rlsys search index`; needed when `url` is null."""
     topk: int = 3
+    """Passages of a search."""
     timeout_s: float = 30.0
     """Of one request."""
     retries: int = 8
@@ -322,6 +351,7 @@ class SearchConfig:
     max_concurrent: int = 64
     """Requests in flight from one engine's episodes."""
     start_timeout_s: float = 180.0
+    """For a server that is started with the run to answer."""
     cassette: CassetteConfig = field(default_factory=CassetteConfig)
 
 
@@ -369,18 +399,6 @@ class ClusterConfig:
 
 
 @dataclass
-class TrackingConfig:
-    """Where figures go, besides the run's folder."""
-
-    tensorboard: bool = True
-    wandb: bool = True
-    """Weights & Biases; offline without an API key."""
-    project: str = "rlsys"
-    sample_trajectories: int = 10
-    """Trajectories kept as readable text."""
-
-
-@dataclass
 class ScheduleConfig:
     """What runs at the same time, and how old a token may be when it is trained."""
 
@@ -398,10 +416,13 @@ class TrainerConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     steps: int = 100
+    """Steps of the run: rollouts, training and new weights for the engines."""
     prompts_per_step: int = 512
+    """Questions of a step."""
     mini_batches: int = 1
     """Optimiser steps of one step; divides `prompts_per_step`."""
     seed: int = 1234
+    """Of the order of questions, of sampling and of initial weights that a model lacks."""
 
 
 @dataclass
@@ -418,26 +439,6 @@ class EvalConfig:
     """At which answers are drawn; 0 is greedy."""
     engines: int | None = None
     """Engines that are asked while the others go on with rollouts; null asks all, between steps."""
-
-
-@dataclass
-class CheckpointConfig:
-    """What is saved, when, and what is kept of it."""
-
-    interval: int = 0
-    """Steps between checkpoints; 0 saves only the last."""
-    background: bool = True
-    """Go on training while a checkpoint is written."""
-    keep_last: int | None = None
-    """The newest so many are kept; null keeps all."""
-    keep_every: int | None = None
-    """Those of steps that this divides are kept besides."""
-    keep_best: bool = False
-    """The one of the best evaluation is kept besides."""
-    fall_back: bool = False
-    """Resume from the one before where the newest is damaged."""
-    may_differ: list[str] = field(default_factory=list)
-    """Keys that may have another value in a resumed run although that changes what it learns."""
 
 
 @dataclass
@@ -459,7 +460,9 @@ class RunConfig:
     """Everything that a run is."""
 
     name: str = "run"
+    """Of the run; its folder is called so, with the time behind it."""
     output_dir: str = "outputs"
+    """Folder in which the run's folder is made."""
     resume: str = "none"
     """Where to go on: `auto` with the newest run of this name that has a checkpoint, if there is one, a folder of a run
     or of a checkpoint, or `none`."""

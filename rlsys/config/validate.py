@@ -42,6 +42,7 @@ from rlsys.config.schema import (
 from rlsys.errors import UserError
 from rlsys.reward.check import check_terms
 from rlsys.search.address import is_url
+from rlsys.tools.load import check_tools
 from rlsys.weights.families import read_architecture
 from rlsys.weights.sizes import largest_tensor_bytes
 
@@ -72,6 +73,7 @@ def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     yield from _contradictions(config)
     yield from (Problem("algorithm", sentence) for sentence in algorithm_problems(config))
     yield from (Problem("reward", sentence) for sentence in check_terms(config.reward, config.task))
+    yield from _tools(config)
     yield from _checkpoints(config)
     yield from _sharing(config)
     yield from _sync(config)
@@ -237,6 +239,23 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
             "search.cassette.mode",
             f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
             "or use search.cassette.mode=extend.",
+        )
+
+
+def _tools(config: RunConfig) -> Iterator[Problem]:
+    task, search = config.task, config.search
+    yield from (Problem("task.tools", sentence) for sentence in check_tools(task))
+    if not search.enabled and f"<{task.tags.search}>" in task.invalid_message:
+        yield Problem(
+            "task.invalid_message",
+            f"task.invalid_message speaks of <{task.tags.search}>, and search.enabled=false: say what the policy can do "
+            "instead, such as its tools and the answer.",
+        )
+    if not search.enabled and search.cassette.path is not None:
+        yield Problem(
+            "search.cassette.path",
+            f"search.cassette.path={search.cassette.path} holds searches, and search.enabled=false: set one of them the "
+            "other way.",
         )
 
 

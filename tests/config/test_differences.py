@@ -25,6 +25,8 @@ from rlsys.config.schema import RunConfig
         ("reward.terms={exact_match: 2.0}", ["reward.terms.exact_match"]),
         ("rollout.sampling.temperature=0.7", ["rollout.sampling.temperature"]),
         ("search.topk=5", ["search.topk"]),
+        ("search.enabled=false", ["search.enabled"]),
+        ("task.tools=[rlsys.tools.calculator.Calculator]", ["task.tools"]),
         ("trainer.steps=99", []),
         ("actor.parallel.tp=2", []),
         ("actor.micro_batch_tokens=4096", []),
@@ -56,12 +58,24 @@ def test_the_end_must_stay_where_the_rate_knows_it(tiny_run: Callable[..., RunCo
     assert [one.key for one in differences(before, tiny_run(shape, "trainer.steps=99"))] == ["trainer.steps"]
 
 
-def test_a_key_that_came_or_went_is_a_difference(tiny_run: Callable[..., RunConfig]) -> None:
-    config = tiny_run()
+def test_a_key_that_came_with_another_value_or_went_is_a_difference(
+    tiny_run: Callable[..., RunConfig],
+) -> None:
+    config = tiny_run("algorithm.kl_coef=0.5")
     before: dict[str, Any] = as_dict(config)
     del before["algorithm"]["kl_coef"]
     before["algorithm"]["old_key"] = 1
     assert [one.key for one in differences(before, config)] == ["algorithm.kl_coef", "algorithm.old_key"]
+
+
+def test_a_key_that_an_older_version_did_not_have_was_its_default(
+    tiny_run: Callable[..., RunConfig],
+) -> None:
+    before = as_dict(tiny_run())
+    del before["task"]["tools"], before["search"]["enabled"]
+    assert differences(before, tiny_run()) == []
+    (found,) = differences(before, tiny_run("search.enabled=false"))
+    assert found == Difference("search.enabled", True, False)
 
 
 def test_what_was_read_back_from_a_file_is_the_same(tiny_run: Callable[..., RunConfig]) -> None:

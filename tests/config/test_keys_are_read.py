@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import rlsys
+from rlsys.config.readers import Read, fields_read, running_code, schema_classes
 from rlsys.config.schema import RunConfig
-from tests.config.reads import Read, fields_read, schema_classes
-
-PACKAGE = Path(rlsys.__file__).parent
-CONFIG = PACKAGE / "config"
-
-
-def sources() -> list[str]:
-    """Everything but rlsys/config: a check or an estimate of a value is no use of it.
-
-    What follows from a config is, because the running code asks there.
-    """
-    files = [file for file in sorted(PACKAGE.rglob("*.py")) if CONFIG not in file.parents]
-    return [file.read_text() for file in [*files, CONFIG / "derived.py"]]
 
 
 def leaves(schema: type) -> set[Read]:
@@ -33,7 +19,7 @@ def leaves(schema: type) -> set[Read]:
 
 
 def test_every_key_is_read_outside_of_the_config_package() -> None:
-    unread = leaves(RunConfig) - fields_read(sources(), schema_classes(RunConfig))
+    unread = leaves(RunConfig) - fields_read(running_code(), schema_classes(RunConfig)).keys()
     assert not unread
 
 
@@ -64,13 +50,15 @@ class Keeper:
         inner, text = replace(self._config.inner, name="given"), self._config.name
         print(inner.used, self.path.name, other.inner.name)
 """
-    assert leaves(Planted) - fields_read([code], schema_classes(Planted)) == {("Inner", "name")}
+    assert leaves(Planted) - fields_read({"code.py": code}, schema_classes(Planted)).keys() == {
+        ("Inner", "name")
+    }
 
 
 def test_a_key_added_to_the_schema_is_unread_until_something_reads_it() -> None:
     classes = schema_classes(RunConfig)
     classes["TrainerConfig"]["entropy_bonus"] = "float"
     added = ("TrainerConfig", "entropy_bonus")
-    assert added not in fields_read(sources(), classes)
+    assert added not in fields_read(running_code(), classes)
     reader = "def use(config: RunConfig) -> float:\n    return config.trainer.entropy_bonus\n"
-    assert added in fields_read([*sources(), reader], classes)
+    assert fields_read(running_code() | {"new.py": reader}, classes)[added] == ("new.py",)

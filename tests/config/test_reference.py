@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import get_type_hints
+
 from rlsys.config.compose import schema_keys
-from rlsys.config.reference import COMMAND, FILE, explanations, render
-from rlsys.config.schema import ModelConfig
+from rlsys.config.readers import PACKAGE
+from rlsys.config.reference import COMMAND, FILE, explanations, kind_meaning, render
+from rlsys.config.schema import ModelConfig, RunConfig
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -19,10 +24,15 @@ def test_every_key_is_on_the_page_once() -> None:
 
 def test_a_row_by_hand() -> None:
     assert (
-        "| `model.path` | text | required | Folder of a Hugging Face checkpoint (config.json, safetensors, "
-        "tokenizer). |"
+        "| `model.path` | text | required |  | Folder of a Hugging Face checkpoint (config.json, safetensors, "
+        "tokenizer). | `"
     ) in render()
-    assert "| `actor.parallel.pp_layers` | list of integer or null | `null` | Layers of each" in render()
+    assert "| `search.timeout_s` | number | `30.0` | s |" in render()
+    assert "| `trainer.seed` | integer | `1234` |  |" in render()
+    assert (
+        "| `actor.parallel.pp_layers` | list of integer or null | `null` | layers | Layers of each"
+        in render()
+    )
     assert '| `cluster.device` | `cpu`, `gpu` | `"gpu"` |' in render()
 
 
@@ -37,3 +47,31 @@ def test_an_explanation_belongs_to_the_field_above_it() -> None:
     about = explanations(ModelConfig)
     assert about["recompute"].startswith("Recompute activations")
     assert set(about) == {"path", "layers", "dtype", "recompute", "attention", "fusions", "fp8"}
+
+
+def test_who_reads_a_key_is_a_file_that_does() -> None:
+    """By hand: the optimiser of the trained groups reads its betas, and nothing else does."""
+    (row,) = [line for line in render().splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
+    assert row.endswith("| `megatron/optimizer.py` |")
+    assert "config.beta1" in (PACKAGE / "megatron" / "optimizer.py").read_text()
+
+
+def test_every_key_has_a_meaning() -> None:
+    """Besides what it may be, which a bound says."""
+    without = [
+        (schema.__name__, item.name)
+        for schema in schemas(RunConfig)
+        for item in fields(schema)
+        if not is_dataclass(get_type_hints(schema)[item.name])
+        if not (explanations(schema).get(item.name) or kind_meaning(get_type_hints(schema)[item.name]))
+    ]
+    assert without == []
+
+
+def schemas(root: type) -> Iterator[type]:
+    """`root`, and every part of it."""
+    yield root
+    for kind in get_type_hints(root).values():
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from schemas(kind)

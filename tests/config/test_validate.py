@@ -13,7 +13,9 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 
 from rlsys.config.compose import schema_keys
+from rlsys.config.derived import needs_server
 from rlsys.config.placement import parse_ranks
+from rlsys.config.plan import make_plan
 from rlsys.config.ranges import BOUNDS
 from rlsys.config.schema import RunConfig
 from rlsys.config.validate import find_problems, validate
@@ -180,6 +182,16 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
         ),
         (["search.url=localhost:8000"], ["search.url=localhost:8000", "http://127.0.0.1:8000"]),
         (["search.url=http://a:8000", "search.replicas=[ftp://b]"], ["search.replicas=ftp://b", "http://"]),
+        (["task.tools=[no_such.Tool]"], ["task.tools: no_such cannot be imported"]),
+        (
+            ["task.tools=[rlsys.tools.calculator.Calculator]", "task.tags.search=calculator"],
+            ["has the tag calculator, which is that of task.tags.search"],
+        ),
+        (["search.enabled=false"], ["task.invalid_message speaks of <search>", "search.enabled=false"]),
+        (
+            ["search.enabled=false", "task.invalid_message=no", "search.cassette.path=a.jsonl"],
+            ["search.cassette.path=a.jsonl holds searches", "search.enabled=false"],
+        ),
         (["search.token_env=NOT_EXPORTED"], ["search.token_env=NOT_EXPORTED", "export"]),
         (
             ["cluster.placement={actor: 0, inference: 1, rollout: 2-4}", "rollout.engine.tp=2"],
@@ -344,3 +356,11 @@ def test_what_cannot_run_of_a_mixture(
     found = "\n".join(complaints(tiny_run(place, *settings)))
     for word in named:
         assert word in found
+
+
+def test_without_a_search_neither_server_nor_index_is_needed(tiny_run: TinyRun) -> None:
+    tools = "task.tools=[rlsys.tools.calculator.Calculator]"
+    config = tiny_run(tools, "search.enabled=false", "search.index=null", "task.invalid_message=Answer.")
+    validate(config)
+    assert not needs_server(config.search)
+    assert make_plan(config)["search"] == "none"

@@ -1,4 +1,4 @@
-"""Which fields of the schema a body of code reads, by following types through its syntax trees.
+"""Which fields of the schema code reads, and where, by following types through its syntax trees.
 
 An attribute counts as read only where the expression before it is known to be of the class that owns it:
 `engine.tp` is no reading of `ParallelConfig.tp`. Types are followed through annotations, attributes of the
@@ -9,8 +9,10 @@ code's own classes, assignments (also of tuples, and of either branch), loops ov
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import get_type_hints
 
 Read = tuple[str, str]
@@ -19,6 +21,9 @@ Types = dict[str, str]
 """Name -> name of its class."""
 Locals = dict[str, set[str]]
 """Name -> the classes that its value may have."""
+
+PACKAGE = Path(__file__).resolve().parents[1]
+_CONFIG = PACKAGE / "config"
 
 
 def schema_classes(root: type) -> dict[str, Types]:
@@ -31,39 +36,60 @@ def schema_classes(root: type) -> dict[str, Types]:
     return found
 
 
-def fields_read(sources: Iterable[str], schema: Mapping[str, Types]) -> set[Read]:
-    """Fields of `schema` that are read in `sources`, the code of one package."""
-    trees: list[ast.AST] = [ast.parse(source) for source in sources]
+def running_code() -> dict[str, str]:
+    """File below rlsys/ -> its source: everything but rlsys/config, as a check or an estimate of a value is no use of it.
+
+    What follows from a config is, because the running code asks there.
+    """
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if _CONFIG not in file.parents]
+    return {
+        file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8")
+        for file in [*files, _CONFIG / "derived.py"]
+    }
+
+
+def fields_read(sources: Mapping[str, str], schema: Mapping[str, Types]) -> dict[Read, tuple[str, ...]]:
+    """Field of `schema` -> the files that read it, in their order; `sources` is the code of one package by file."""
+    trees = {file: ast.parse(source) for file, source in sources.items()}
     known = {name: dict(attributes) for name, attributes in schema.items()}
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name not in schema]
     for _ in range(3):  # an attribute's type may hang on that of another class
         for defined in classes:
             known.setdefault(defined.name, {}).update(_attributes(defined, known))
+    found: dict[Read, dict[str, None]] = defaultdict(dict)
+    for file, tree in trees.items():
+        for owner, name in _reads(tree, known):
+            if name in schema.get(owner, {}):
+                found[owner, name][file] = None
+    return {read: tuple(files) for read, files in found.items()}
+
+
+def _reads(tree: ast.AST, known: Mapping[str, Types]) -> set[Read]:
+    """Attributes that the functions of a file read, each with the class that owns it."""
     found: set[Read] = set()
-    for of_class, function in _functions(trees):
+    for of_class, function in _functions(tree):
         types = _parameters(function, of_class)
         for _ in range(2):
             _bind(function, types, known)
         for node in ast.walk(function):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 found |= {(owner, node.attr) for owner in _type(node.value, types, known)}
-    return {(owner, name) for owner, name in found if name in schema.get(owner, {})}
+    return found
 
 
-def _functions(trees: Iterable[ast.AST]) -> Iterable[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def _functions(tree: ast.AST) -> Iterable[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Outermost functions and methods, each with the name of its class."""
-    for tree in trees:
-        waiting: list[tuple[str, ast.AST]] = [("", tree)]
-        while waiting:
-            owner, node = waiting.pop()
-            for child in ast.iter_child_nodes(node):
-                if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield owner, child
-                elif isinstance(child, ast.ClassDef):
-                    waiting.append((child.name, child))
-                else:
-                    waiting.append((owner, child))
+    waiting: list[tuple[str, ast.AST]] = [("", tree)]
+    while waiting:
+        owner, node = waiting.pop()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield owner, child
+            elif isinstance(child, ast.ClassDef):
+                waiting.append((child.name, child))
+            else:
+                waiting.append((owner, child))
 
 
 def _attributes(node: ast.ClassDef, known: Mapping[str, Types]) -> Types:
@@ -74,7 +100,7 @@ def _attributes(node: ast.ClassDef, known: Mapping[str, Types]) -> Types:
             found[statement.target.id] = _annotated(statement.annotation)
         if isinstance(statement, ast.FunctionDef) and statement.decorator_list:
             found[statement.name] = _annotated(statement.returns)
-    for _, method in _functions([node]):
+    for _, method in _functions(node):
         types = _parameters(method, node.name)
         _bind(method, types, known)
         for inner in ast.walk(method):
