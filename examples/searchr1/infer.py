@@ -1,0 +1,78 @@
+"""Ask a model that searches one question: the counterpart of Search-R1's `infer.py`.
+
+    python examples/searchr1/infer.py --model_id outputs/<run>/hf --question "Who wrote the novel that Blade Runner is from?"
+
+A retrieval server must run at `--search_url`; without `--question` Search-R1's own example is asked. `rlsys chat` does the
+same and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import aclosing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rlsys.chat.events import Ended, Failed, Observed, Text
+from rlsys.chat.opening import opened
+from rlsys.chat.settings import Wanted, settings_of
+from rlsys.cli.main import run_command
+from rlsys.cli.running import run_to_end
+from rlsys.errors import Interrupted, UserError
+from rlsys.evaluation.how import EngineName
+from rlsys.evaluation.model import find_model
+from rlsys.observe.samples import visible
+
+QUESTION = (
+    "Mike Barnett negotiated many contracts including which player that went on to become general manager of CSKA Moscow of "
+    "the KHL?"
+)
+
+
+async def infer(given: argparse.Namespace) -> None:
+    """Print the answer as it comes. Raises UserError for a question that cannot be asked."""
+    if not given.question.strip():
+        raise UserError("--question is empty: write one, or leave it out for Search-R1's example.")
+    model = find_model(given.model_id, given.hf, f"--model_id {given.model_id}")
+    wanted = Wanted(search_url=given.search_url, max_turns=given.max_turns, temperature=given.temperature)
+    settings = settings_of(model, wanted)
+    for note in settings.notes:
+        print(note, file=sys.stderr)
+    async with (
+        opened(model, settings, EngineName(given.engine)) as chat,
+        aclosing(chat.conversation.ask(given.question)) as events,
+    ):
+        async for event in events:
+            match event:
+                case Text() | Observed():
+                    print(visible(event.text), end="", flush=True)
+                case Ended():
+                    print(f"\n\nAnswer: {visible(event.answer or 'none')} ({event.searches} searches)")
+                case Failed():
+                    raise UserError(event.reason)
+
+
+def main() -> None:
+    """Read the flags and ask."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--model_id", type=Path, required=True, help="Hugging Face folder, or Megatron checkpoint")
+    add("--hf", type=Path, help="of a checkpoint: the Hugging Face folder that training began with")
+    add("--question", default=QUESTION)
+    add("--search_url", default="http://127.0.0.1:8000", help="of the retrieval server")
+    add("--max_turns", type=int, help="most searches; that of training by default")
+    add("--temperature", type=float, default=0.7)
+    add("--engine", choices=list(EngineName), default=EngineName.transformers)
+    given = parser.parse_args()
+    # What the terminal's encoding does not have is spelled out.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        run_to_end(infer(given))
+    except Interrupted:
+        raise Interrupted("Ended.") from None
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,28 @@
+"""The page's server over a scripted conversation, on a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlsys.chat.opening import Opened
+from rlsys.chat.web import create_app
+from rlsys.evaluation.how import EngineName
+from rlsys.watch.hosts import own_names
+from tests.chat.scripted import Script, Shelf, conversation, task
+from tests.search.conftest import free_port, serving
+
+
+@contextmanager
+def page_of(script: Script, search: Shelf) -> Iterator[str]:
+    """Its address."""
+    opened = Opened(
+        conversation(script, search, task(max_prompt_tokens=512)),
+        EngineName.transformers,
+        "folder/<b>model</b>",
+        "http://127.0.0.1:9",
+        2,
+        0.0,
+    )
+    with serving(create_app(opened, own_names("127.0.0.1")), free_port()) as url:
+        yield url
