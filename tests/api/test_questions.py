@@ -1,0 +1,126 @@
+"""Questions in all forms that the API takes, to files that a run reads."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from rlsys.api.questions import Files, read_data, training_files
+from rlsys.data.question import Question
+from rlsys.data.rows import read_questions
+from rlsys.data.template import search_prompt
+from rlsys.errors import UserError
+
+HAMLET: dict[str, Any] = {"question": "who wrote Hamlet", "golden_answers": ["Shakespeare"]}
+OWN = {"query": "who wrote Hamlet", "answers": "Shakespeare", "hops": 1}
+SEARCH_R1 = {
+    "prompt": [{"role": "user", "content": "Q?"}],
+    "reward_model": {"ground_truth": {"target": ["A"]}},
+}
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_by_their_usual_names_are_what_flashrag_calls_them(tmp_path: Path) -> None:
+    (found,) = read_questions(read_data([OWN], "train_data").path(tmp_path))
+    assert (found.prompt, found.answers, found.text) == (
+        search_prompt("who wrote Hamlet"), ("Shakespeare",), "who wrote Hamlet",
+    )  # fmt: skip
+
+
+def test_questions_come_back_whole(tmp_path: Path) -> None:
+    given = Question("x:1", "My own prompt", ("a", "b"), "mine", {"hops": 2}, "raw?")
+    (found,) = read_questions(read_data([given], "train_data").path(tmp_path))
+    assert (found.prompt, found.answers, found.data_source, dict(found.extra), found.text) == (
+        given.prompt, given.answers, given.data_source, given.extra, given.text,
+    )  # fmt: skip
+
+
+def test_a_file_that_a_run_reads_is_used_as_it_is(tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "t.jsonl", HAMLET, SEARCH_R1)
+    other = jsonl(tmp_path / "h.jsonl", {**SEARCH_R1, "prompt": "Another?"})
+    assert training_files(train, str(other), None, 0, tmp_path / "files") == Files(train, other, 2)
+    assert not (tmp_path / "files").exists()
+
+
+def test_a_file_of_own_names_and_a_table_are_written_anew(tmp_path: Path) -> None:
+    table = tmp_path / "q.csv"
+    table.write_text("question,answer\nwho wrote Hamlet,Shakespeare\n")
+    for source in (jsonl(tmp_path / "own.jsonl", OWN), table):
+        path = read_data(source, "train_data").path(tmp_path / "files")
+        (found,) = read_questions(path)
+        assert found.prompt == search_prompt("who wrote Hamlet")
+        assert path.parent == tmp_path / "files"
+
+
+def test_the_same_questions_are_the_same_file(tmp_path: Path) -> None:
+    rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]
+    first = training_files(rows, None, 5, 0, tmp_path)
+    assert training_files(list(rows), None, 5, 0, tmp_path) == first
+    assert training_files(rows[:-1], None, 5, 0, tmp_path) != first
+    asked = [{one.text for one in read_questions(path)} for path in (first.train, first.heldout)]
+    assert first.questions == 15
+    assert (len(asked[0]), len(asked[1]), asked[0] & asked[1]) == (15, 5, set())
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ([HAMLET, {"question": "and the answer?"}], r"train_data, line 2 is no question"),
+        ([HAMLET, 3], r"train_data, line 2 is not an object"),
+        ([], "holds no question"),
+        (7, "train_data is a int"),
+        (
+            [{**OWN, "asked": datetime.date(2020, 1, 1)}],
+            r"train_data, line 1 holds a date, which JSON cannot",
+        ),
+        (Path(__file__).parent, "is a folder: give a jsonl"),
+        ("nowhere.jsonl", r"nowhere\.jsonl does not exist"),
+    ],
+)
+def test_what_is_no_question_is_refused_by_its_place(tmp_path: Path, data: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        training_files(data, None, None, 0, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+    rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(5)]
+    heldout = [{"question": "What is  3", "answers": ["3"]}]
+    files = training_files(rows, heldout, None, 0, tmp_path)
+    assert (files.questions, files.dropped) == (4, 1)
+    assert [one.text[-1] for one in read_questions(files.train)] == ["0", "1", "2", "4"]
+    assert [one.text for one in read_questions(files.heldout)] == ["What is  3"]
+    with pytest.raises(UserError, match="every question of train_data is held out by eval_data too"):
+        training_files(heldout, rows, None, 0, tmp_path)
+
+
+def test_scalars_and_arrays_of_numpy_are_what_they_hold(tmp_path: Path) -> None:
+    """As a data frame's rows have them."""
+    row = {"question": "who?", "answers": np.array(["a", "b"]), "id": np.int64(3), "score": np.float32(0.5)}
+    path = read_data([row], "train_data").path(tmp_path)
+    assert json.loads(path.read_text()) == {
+        "question": "who?", "golden_answers": ["a", "b"], "id": 3, "score": 0.5,
+    }  # fmt: skip
+
+
+def test_a_file_whose_dates_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    rows = [HAMLET | {"question": f"{n}?", "on": datetime.date(2020, 1, 1)} for n in range(4)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
+    with pytest.raises(UserError, match=r"q-train: a row holds what JSON cannot \(Object of type date"):
+        training_files(tmp_path / "q.parquet", None, 1, 0, tmp_path / "files")
+
+
+def test_two_ways_to_hold_out_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holdout=3 and eval_data"):
+        training_files([HAMLET], [HAMLET], 3, 0, tmp_path)

@@ -1,0 +1,134 @@
+"""Retrievers: what is refused at once, what is started, and that it is gone afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from rlsys.api import BM25Retriever, DenseRetriever, HttpRetriever, SearchBackend, WebSearch
+from rlsys.api.web_server import WebServer
+from rlsys.errors import UserError
+from rlsys.search.launch import SearchServer
+
+DOCUMENTS: list[str | dict[str, Any]] = [
+    {"id": "ke", "title": "Kenya", "text": "Kenya: capital Nairobi."},
+    "Mali: capital Bamako.",
+]
+
+
+@pytest.fixture(scope="module")
+def bm25(tmp_path_factory: pytest.TempPathFactory) -> BM25Retriever:
+    return BM25Retriever.from_documents(DOCUMENTS, tmp_path_factory.mktemp("own") / "index", top_k=1)
+
+
+def test_own_documents_are_found(bm25: BM25Retriever, tmp_path: Path) -> None:
+    with bm25.serving(tmp_path) as settings:
+        assert settings == {
+            "search.index": str(bm25.index_path), "search.url": None, "search.replicas": [], "search.topk": 1,
+        }  # fmt: skip
+    with SearchServer(bm25.index_path, tmp_path / "log", topk=1, threads=1) as server:
+        server.wait_healthy(90)
+        body = {"queries": ["capital of Kenya", "Bamako"], "topk": 1}
+        (kenya,), (mali,) = httpx.post(f"{server.url}/retrieve", json=body, timeout=30).json()["result"]
+    assert kenya["id"] == "ke"
+    assert "Bamako" in mali["contents"]
+
+
+def test_documents_are_cut_and_an_index_of_them_is_found_again(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("one two three four five six seven")
+    index = tmp_path / "index"
+    retriever = BM25Retriever.from_documents(tmp_path / "docs", index, chunk_size=3)
+    passages = [json.loads(line) for line in (index / "corpus.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in passages] == ["a.txt#1", "a.txt#2", "a.txt#3"]
+    made = (index / "manifest.json").stat().st_mtime_ns
+    assert BM25Retriever.from_documents([tmp_path / "docs" / "a.txt"], index, chunk_size=3) == retriever
+    assert (index / "manifest.json").stat().st_mtime_ns == made
+    beside = tmp_path / "index.passages.jsonl"
+    before = beside.read_bytes()
+    with pytest.raises(UserError, match=r"holds an index of other documents.*: give another index_path"):
+        BM25Retriever.from_documents(["something else"], index)
+    assert beside.read_bytes() == before
+    with pytest.raises(UserError, match="holds an index of kind bm25: give another index_path"):
+        DenseRetriever.from_documents(tmp_path / "docs", index, chunk_size=3)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "docs", "index", "index.passages.jsonl", "index.passages.jsonl.offsets",
+    }  # fmt: skip
+    with pytest.raises(UserError, match="document 2 is a int"):
+        BM25Retriever.from_documents(["a", 2], tmp_path / "other")  # type: ignore[list-item]
+
+
+def test_a_dense_index_is_of_its_encoder(tmp_path: Path) -> None:
+    retriever = DenseRetriever.from_documents(DOCUMENTS, tmp_path / "index", top_k=2)
+    for same in (retriever, DenseRetriever(tmp_path / "index", "minilm", top_k=2)):
+        with same.serving(tmp_path) as settings:
+            assert settings == {
+                "search.index": str(tmp_path / "index"), "search.url": None, "search.replicas": [], "search.topk": 2,
+            }  # fmt: skip
+    with pytest.warns(UserWarning, match="chunk_size=512 counts where documents are cut") as caught:
+        DenseRetriever(tmp_path / "index", "minilm", chunk_size=512)
+    assert caught[0].filename == __file__
+    with pytest.raises(UserError, match=r"is an index of kind dense, and BM25Retriever takes bm25"):
+        BM25Retriever(tmp_path / "index")
+
+
+def test_mistakes_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="is not an index"):
+        DenseRetriever(tmp_path)
+    with pytest.raises(UserError, match="url=localhost is not an address"):
+        HttpRetriever("localhost")
+    with pytest.raises(UserError, match="top_k=0 is no number"):
+        HttpRetriever("http://localhost:8000", top_k=0)
+    with pytest.raises(UserError, match="provider=altavista is unknown"):
+        WebSearch("altavista")
+    with pytest.raises(UserError, match='replicas="http://b:1" is one text'):
+        HttpRetriever("http://a:1", replicas="http://b:1")
+    with pytest.raises(UserError, match="requests_per_second=0 is no rate"):
+        WebSearch("serper", requests_per_second=0)
+    with pytest.raises(UserError, match="device='gpu0' names no device"):
+        DenseRetriever.from_documents(DOCUMENTS, tmp_path / "index", device="gpu0")
+    with pytest.raises(UserError, match="chunk_size='x' is no number of words"):
+        BM25Retriever.from_documents(DOCUMENTS, tmp_path / "index", chunk_size="x")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="documents=7 are no documents"):
+        BM25Retriever.from_documents(7, tmp_path / "index")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="documents: a row holds what JSON cannot"):
+        BM25Retriever.from_documents([{"text": "x", "on": {1, 2}}], tmp_path / "index")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    with pytest.raises(UserError, match="SERPER_API_KEY"):
+        WebSearch("serper")
+
+
+def test_a_running_server_is_taken_as_it_is(tmp_path: Path) -> None:
+    retriever = HttpRetriever("http://a:1", 2, ["http://b:1"], "TOKEN")
+    with retriever.serving(tmp_path) as settings:
+        assert settings == {
+            "search.url": "http://a:1",
+            "search.topk": 2,
+            "search.replicas": ["http://b:1"],
+            "search.token_env": "TOKEN",
+        }
+    assert isinstance(retriever, SearchBackend)
+    assert not isinstance("http://a:1", SearchBackend)
+
+
+def test_the_web_is_served_for_a_run_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERPER_API_KEY", "nobody's")
+    monkeypatch.setenv("RLSYS_SEARCH_TOKEN", "secret")
+    with WebSearch("serper", endpoint="http://127.0.0.1:9", top_k=2).serving(tmp_path) as settings:
+        assert settings["search.token_env"] == "RLSYS_SEARCH_TOKEN"
+        url = settings["search.url"]
+        assert httpx.get(f"{url}/health").status_code == 200
+        port = int(url.rpartition(":")[2])
+        (server,) = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if any(one.laddr.port == port for one in process.net_connections())
+        ]
+    assert not server.is_running()
+    assert issubclass(WebServer, SearchServer)

@@ -1,0 +1,109 @@
+"""Coroutines from scripts and notebooks: they end, are interrupted, and leave no handler behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rlsys.api.running import finish
+from rlsys.errors import RunError
+
+
+async def in_a_task(error: Exception) -> None:
+    async def fail() -> None:
+        raise error
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fail())
+
+
+async def number() -> int:
+    await asyncio.sleep(0)
+    return 7
+
+
+def test_a_script_gets_the_value_and_its_own_handlers_back() -> None:
+    def mine(*_: object) -> None:
+        return
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        assert finish(number()) == 7
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def test_a_notebook_whose_loop_runs_gets_the_value() -> None:
+    assert finish(number()) == 7
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_what_people_should_read_comes_out_of_its_group(in_loop: bool) -> None:
+    async def cell() -> None:
+        finish(in_a_task(RunError("the engine died.")))
+
+    with pytest.raises(RunError, match=r"the engine died\."):
+        asyncio.run(cell()) if in_loop else finish(in_a_task(RunError("the engine died.")))
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
+    closed = []
+
+    async def work() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        try:
+            asyncio.get_running_loop().call_later(0.1, signal.pthread_kill, main, signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            closed.append(True)
+
+    def cell() -> None:
+        # As a notebook's kernel has it: the loop's own thread, with Python's handler of Ctrl-C.
+        loop = asyncio.new_event_loop()
+        loop.call_soon(finish, work())
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cell() if in_loop else finish(work())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert closed == [True]
+
+
+def test_an_interrupt_at_the_very_end_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop has closed, and what it returned is not there yet."""
+
+    class Ending(ThreadPoolExecutor):
+        def submit(self, call: Any, /, *_: Any, **__: Any) -> Any:
+            call()
+            interrupted: Future[Any] = Future()
+            interrupted.set_exception(KeyboardInterrupt())
+            monkeypatch.setattr(interrupted, "done", lambda: False)
+            return interrupted
+
+    monkeypatch.setattr("rlsys.api.running.ThreadPoolExecutor", Ending)
+    ended = []
+
+    def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            finish(number())
+        ended.append(True)
+
+    thread = threading.Thread(target=cell)
+    thread.start()
+    thread.join()
+    assert ended == [True]
