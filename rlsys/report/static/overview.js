@@ -1,0 +1,167 @@
+// What the run came to, on one screen: figures, the curves that tell most, and where to look next.
+
+import { h, table } from "./dom.js";
+import { date, first, formatOf, last, mean, number, plural, seconds, share, signed, weighted } from "./format.js";
+import { colourOf, lineChart } from "./chart.js";
+import { pointsOf } from "./curves.js";
+import { causeBar } from "./times.js";
+import { card } from "./trajectories.js";
+import { sourcesOf } from "./evaluations.js";
+import { link, runOf } from "./state.js";
+
+// [title, what it is, metric names of which those that are there are drawn (only the first with several runs), their names]
+const CHARTS = [
+  ["Reward", "of the episodes trained on", ["critic/score/mean", "reward/exact_match"], ["reward", "exact match"]],
+  ["Policy loss", "as minimised", ["actor/policy_loss"]],
+  ["Entropy", "nats a token", ["actor/entropy"]],
+  ["KL to the reference", "nats a token, k3 before the updates", ["kl/k3"]],
+  ["Response length", "tokens, pages included", ["response_length/mean"]],
+  ["Searches", "an episode", ["env/number_of_valid_search"]],
+  ["Gradient norm", "before it is clipped", ["actor/grad_norm"]],
+  ["Clipped tokens", "share whose gradient the clip takes", ["actor/clip_fraction"]],
+  ["Seconds a step", "wall time", ["time/step"]],
+  ["Generated tokens a second", "of the step", ["rollout/tokens_per_s"]],
+  ["Staleness", "versions between sampling and training, mean", ["staleness/mean"]],
+  ["Finished with an answer", "share of episodes", ["env/finish_ratio"]],
+];
+
+const MOST = 12; // Whole rows of two, three or four.
+const FOLDED = 12; // So many settings at most are shown unasked beside the charts.
+
+export function overview(all, now) {
+  const chosen = runOf(all, now);
+  const run = all.runs[chosen];
+  return [
+    all.runs.length === 1 && [sentence(run), tiles(run)],
+    problems(all.runs),
+    h("section", {}, h("div", { class: "charts" }, [emChart(all.runs), ...CHARTS.map((chart) => chartOf(all.runs, chart))].filter(Boolean).slice(0, MOST))),
+    all.runs.length > 1 && compared(all.runs),
+    run.time && h("section", {}, h("h2", {}, "Where the time went", ofRun(all, run)), causeBar(run, "actor" in run.time.groups ? "actor" : Object.keys(run.time.groups)[0]),
+      h("p", {}, h("a", { href: link({ view: "time" }) }, "Every group, every step, and the critical path"))),
+    run.trajectories && look(run, ofRun(all, run)),
+  ];
+}
+
+function ofRun(all, run) {
+  return all.runs.length > 1 && h("small", {}, ` in ${run.name}`);
+}
+
+function sentence(run) {
+  const before = run.evaluations[0], after = run.evaluations.at(-1);
+  const parts = [];
+  if (before && after && before !== after)
+    parts.push("Exact match on ", h("b", {}, plural(after.questions, "held-out question")), " went from ", h("b", {}, share(before.em)), " to ", h("b", {}, share(after.em)), ` in ${plural(after.step - before.step, "step")}. `);
+  else if (after) parts.push("Exact match on ", plural(after.questions, "held-out question"), " was ", h("b", {}, share(after.em)), ` after ${plural(after.step, "step")}. `);
+  const spent = (run.metrics["time/step"] ?? []).reduce((sum, one) => sum + (one ?? 0), 0);
+  if (spent) parts.push(`Steps took ${seconds(spent)}. `);
+  const alarms = Object.entries(run.metrics).filter(([name, values]) => name.startsWith("guard/") && values.some((one) => one > 0));
+  for (const [name, values] of alarms)
+    parts.push(h("b", { class: "bad" }, `The guard of ${name.slice(6).replaceAll("_", " ")} went off at step ${run.steps[values.findIndex((one) => one > 0)]}. `));
+  return h("p", { class: "lede" }, parts.length ? parts : "No step is recorded yet.");
+}
+
+// Of all steps together: a rate or a share of a step counts for as long as the step was.
+function throughput(run) {
+  return weighted(run.metrics["rollout/tokens_per_s"], run.metrics["time/step"]);
+}
+
+function atWork(run) {
+  const idle = weighted(run.metrics["idle/actor"], run.metrics["time/step"]);
+  return idle === null ? null : 1 - idle;
+}
+
+function tiles(run) {
+  const of = (name) => run.metrics[name];
+  const change = (values, format) => (values && first(values) !== last(values) ? `${signed(last(values) - first(values), format)} since step ${run.steps[values.indexOf(first(values))]}` : null);
+  const before = run.evaluations[0], after = run.evaluations.at(-1);
+  const points = (value) => number(Math.round(value * 1000) / 10) + " points";
+  const shown = [
+    after && ["Exact match", share(after.em), before !== after ? `${signed(after.em - before.em, points)} since step ${before.step}` : `step ${after.step}`],
+    of("critic/score/mean") && ["Reward", number(last(of("critic/score/mean"))), change(of("critic/score/mean"), number)],
+    after?.searches !== undefined && ["Searches a question", number(after.searches), before !== after ? `${number(before.searches)} before` : null],
+    of("time/step") && ["A step", seconds(mean(of("time/step"))), `mean of ${plural(of("time/step").filter(Number.isFinite).length, "step")}`],
+    of("rollout/tokens_per_s") && ["Tokens a second", number(throughput(run)), "generated, all steps"],
+    of("idle/actor") && ["Actor at work", share(atWork(run)), "of the steps' time"],
+  ].filter(Boolean);
+  return h("dl", { class: "tiles" }, shown.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value), more && h("dd", { class: "more" }, more))));
+}
+
+function problems(runs) {
+  const found = runs.flatMap((run) => run.problems.map((text) => (runs.length > 1 ? `${run.name}: ${text}` : text)));
+  return found.length > 0 && h("details", { class: "note", open: found.length < 4 }, h("summary", {}, `${plural(found.length, "file or line is", "files or lines are")} missing or damaged`), h("ul", {}, found.map((text) => h("li", {}, text))));
+}
+
+function emChart(runs) {
+  const points = (run, pick) => run.evaluations.map((one) => [one.step, pick(one)]);
+  const series = runs.map((run, place) => ({ name: runs.length > 1 ? run.name : "all", colour: colourOf(place), marks: true, points: points(run, (one) => one.em) }));
+  if (runs.length === 1) {
+    const parts = (key) => [...new Set(runs[0].evaluations.flatMap((one) => Object.keys(one[key] ?? {})))];
+    const hops = parts("em_by_hop").map((hop) => [`${hop}-hop`, (one) => one.em_by_hop?.[hop]]);
+    const sources = sourcesOf(runs[0]).map((name) => [name.slice(3), (one) => one.figures?.[name]]);
+    const split = hops.length > 1 ? hops : sources;
+    split.slice(0, 5).forEach(([name, pick], place) => series.push({ name, colour: colourOf(place + 1), thin: true, marks: true, points: points(runs[0], pick) }));
+    if (series.length === 1) series[0].name = null;
+  }
+  return lineChart({ title: "Exact match", note: "of held-out questions", series, format: share, zero: true, brief: runs.length > 1 });
+}
+
+function chartOf(runs, [title, note, names, called]) {
+  const series = runs.length > 1
+    ? runs.map((run, place) => ({ name: run.name, colour: colourOf(place), points: pointsOf(run, names[0]) }))
+    : names.filter((name) => runs[0].metrics[name]).map((name, place, found) => ({ name: found.length > 1 ? called[names.indexOf(name)] : null, colour: colourOf(place), points: pointsOf(runs[0], name) }));
+  const apart = series.filter((one, place) => place === 0 || JSON.stringify(one.points) !== JSON.stringify(series[0].points));
+  if (apart.length === 1 && runs.length === 1) apart[0].name = null;
+  const format = formatOf(names[0]);
+  // A figure that is 0 all along, such as the staleness of a strictly on-policy run, would only take room.
+  return series.some((one) => one.points.some((point) => point[1])) ? lineChart({ title, note, series: runs.length > 1 ? series : apart, format, zero: format === share, brief: runs.length > 1 }) : null;
+}
+
+// Several runs in one table, a column each, and what differs between their settings.
+function compared(runs) {
+  const evaluation = (run, pick) => (run.evaluations.length ? pick(run.evaluations) : null);
+  const rows = [
+    ["exact match before", share, (run) => evaluation(run, (found) => found[0].em)],
+    ["exact match after", share, (run) => evaluation(run, (found) => found.at(-1).em)],
+    ["best exact match", share, (run) => evaluation(run, (found) => Math.max(...found.map((one) => one.em)))],
+    ["searches a question", number, (run) => evaluation(run, (found) => found.at(-1).searches)],
+    ["reward, last step", number, (run) => last(run.metrics["critic/score/mean"])],
+    ["entropy, last step", number, (run) => last(run.metrics["actor/entropy"])],
+    ["KL to the reference", number, (run) => last(run.metrics["kl/k3"])],
+    ["steps", number, (run) => run.steps.length],
+    ["seconds a step", seconds, (run) => mean(run.metrics["time/step"] ?? [])],
+    ["tokens a second", number, throughput],
+    ["actor at work", share, atWork],
+    ["staleness", number, (run) => weighted(run.metrics["staleness/mean"], run.metrics["state_tokens/total"])],
+    ["state", String, (run) => run.life.phase],
+    ["begun", date, (run) => run.lives[0]?.begun],
+  ].filter(([, , pick]) => runs.some((run) => pick(run) !== null && pick(run) !== undefined));
+  const head = runs.map((run, place) => h("span", {}, h("i", { class: "key", style: { background: colourOf(place) } }), run.name));
+  return [
+    h("section", {}, h("h2", {}, "Side by side"), table(["", ...head], rows.map(([name, format, pick]) => [name, ...runs.map((run) => format(pick(run)))]), { label: "Runs side by side", class: "beside" })),
+    h("section", {}, h("h2", {}, "Settings that differ"), differences(runs, FOLDED)),
+  ];
+}
+
+export function differences(runs, most = Infinity) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
+  const text = (run, key) => (key in run.config ? JSON.stringify(run.config[key]) : "not there");
+  const apart = keys.filter((key) => new Set(runs.map((run) => text(run, key))).size > 1);
+  if (!apart.length) return h("p", { class: "soft" }, "None.");
+  const found = table(["key", ...runs.map((run) => run.name)], apart.map((key) => [h("code", {}, key), ...runs.map((run) => h("code", {}, text(run, key)))]), { label: "Settings that differ", text: true, class: "keys" });
+  return apart.length > most ? h("details", {}, h("summary", {}, plural(apart.length, "setting")), found) : found;
+}
+
+function look(run, which) {
+  const { columns } = run.trajectories;
+  const order = [...columns.reward.keys()];
+  const by = (value) => order.toSorted((a, b) => value(b) - value(a) || b - a);
+  // Of one question no more than one, so that the shortlist shows different things.
+  const some = (sorted) => {
+    const questions = new Set();
+    return sorted.filter((place) => !questions.has(columns.question[place]) && questions.add(columns.question[place])).slice(0, 4);
+  };
+  const best = some(by((place) => (columns.reward[place] ?? -Infinity) + (columns.advantage[place] ?? 0) / 1e3));
+  const worst = some(by((place) => -(columns.reward[place] ?? Infinity) - (columns.advantage[place] ?? 0) / 1e3));
+  const list = (title, sort, places) => h("div", {}, h("h3", {}, title), h("ol", { class: "cards" }, places.map((place) => card(run, place))), h("p", {}, h("a", { href: link({ view: "trajectories", sort }) }, "all of them")));
+  return h("section", {}, h("h2", {}, "Trajectories to look at", which), h("div", { class: "two" }, list("Best paid", "best", best), list("Worst paid", "worst", worst)));
+}

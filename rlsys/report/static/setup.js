@@ -1,0 +1,50 @@
+// What was run: the settings, the machine, the versions, and each time that it was begun or went on.
+
+import { h, table } from "./dom.js";
+import { date } from "./format.js";
+import { differences } from "./overview.js";
+import { note, runOf } from "./state.js";
+
+export function setup(all, now) {
+  const run = all.runs[runOf(all, now)];
+  return [
+    all.runs.length > 1 && h("section", {}, h("h2", {}, "Settings that differ"), differences(all.runs)),
+    lives(run),
+    settings(run, now),
+    h("section", {}, h("h2", {}, "This report"), h("p", { class: "soft" }, `Made ${date(all.made)} of ${run.path}.`),
+      run.problems.length > 0 && h("ul", {}, run.problems.map((text) => h("li", {}, text)))),
+  ];
+}
+
+function lives(run) {
+  if (!run.lives.length) return h("section", {}, h("h2", {}, "Where it ran"), h("p", { class: "note" }, "run.json is missing: machine, versions, commit and command are not known."));
+  return h("section", {}, h("h2", {}, run.lives.length > 1 ? `Begun ${run.lives.length} times` : "Where it ran"), run.lives.map((life, place) => {
+    const before = run.lives[place - 1]?.environment ?? {};
+    const rows = Object.entries(life.environment).filter(([name, value]) => !place || before[name] !== value);
+    return h("div", { class: "life" },
+      h("h3", {}, life.after_step ? `${date(life.begun)}, after step ${life.after_step}` : date(life.begun)),
+      h("pre", { class: "command" }, life.command.map((word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`)).join(" ")),
+      h("dl", { class: "pairs" },
+        h("dt", {}, "commit"), h("dd", {}, life.commit ? h("code", {}, life.commit) : "not known", life.changed && h("b", { class: "bad" }, " with changes that are not committed")),
+        rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+        place > 0 && !rows.length && [h("dt", {}, "environment"), h("dd", {}, "as before")]));
+  }));
+}
+
+function settings(run, now) {
+  const keys = Object.keys(run.config);
+  if (!keys.length) return h("section", {}, h("h2", {}, "Settings"), h("p", { class: "note" }, "config.yaml could not be read."));
+  const found = h("div", {});
+  const draw = (text) => {
+    const shown = keys.filter((key) => `${key} ${JSON.stringify(run.config[key])}`.toLowerCase().includes(text.toLowerCase().trim()));
+    const parts = Object.groupBy(shown, (key) => (key.includes(".") ? key.split(".")[0] : "run"));
+    found.replaceChildren(...Object.entries(parts).map(([part, some]) => h("details", { open: text !== "" || innerWidth > 700 }, h("summary", {}, h("h3", {}, part)),
+      table(null, some.map((key) => [h("code", {}, key), h("code", { class: "value" }, JSON.stringify(run.config[key]))]), { label: `Settings of ${part}`, text: true, class: "settings" }))));
+  };
+  draw(now.key ?? "");
+  return h("section", {}, h("h2", {}, "Settings"), h("div", { class: "filters" }, h("label", {}, "Keys and values", h("input", {
+    type: "search", id: "key", placeholder: "lr, staleness …", value: now.key ?? "", oninput: (event) => {
+      note({ key: event.target.value });
+      draw(event.target.value);
+    } }))), h("div", { class: "columns" }, found));
+}

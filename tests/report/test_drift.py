@@ -1,0 +1,157 @@
+"""Causes of drift: every trained token has one, the one that an account of prefixes and versions gives it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.observe.kept import Kept
+from rlsys.report.drift import HISTOGRAM_EDGES, WORST, Cause, as_json, drift_report
+from tests.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
+
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+TEXTS = st.lists(
+    st.sampled_from(["<search>", "</search>", "東京", "é", " ", "\n\n", ">", "Paris", "x"]),
+    min_size=1,
+    max_size=5,
+).map("".join)
+OUTPUTS = st.one_of(
+    TEXTS.map(CODEC.encode),
+    TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)]),
+    st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6),
+)
+TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
+
+
+def by_letter(text: str) -> list[int]:
+    """`text`, a token a letter."""
+    return [token for letter in text for token in CODEC.encode(letter)]
+
+
+def as_drawn(one: Kept, prompt: str, turns: list[tuple[list[int], str]]) -> dict[int, float]:
+    """Trained tokens that stand after the prefix they were drawn after -> what the engine said."""
+    text, found = prompt, {}
+    tokens = one.token_ids.tolist()
+    for number, (ids, observation) in enumerate(turns):
+        inputs = CODEC.encode(text)
+        for at in range(len(ids)):
+            place = len(inputs) + at
+            same = tokens[: place + 1] == [*inputs, *ids[: at + 1]]
+            if same and one.turn_of_token[place] == number:
+                found[place] = drawn_logprob(tokens[: place + 1])
+        text += CODEC.decode(ids) + observation
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, TURNS, st.lists(st.integers(0, POLICY), min_size=4, max_size=4), st.booleans())
+def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
+    prompt: str, turns: list[tuple[list[int], str]], versions: list[int], eos: bool
+) -> None:
+    one = played(prompt, turns, versions=versions, eos=eos)
+    report = drift_report([one], SAMPLING)
+    same = as_drawn(one, prompt, turns)
+    lags = {place: POLICY - versions[one.turn_of_token[place]] for place in same}
+    tokens = {row.cause: row.tokens for row in report.causes}
+    trained = int(one.loss_mask.sum())
+    assert list(tokens) == list(Cause)
+    assert sum(tokens.values()) == report.tokens == trained
+    assert tokens[Cause.NUMERICS] == sum(lag == 0 for lag in lags.values())
+    assert tokens[Cause.VERSION_LAG] == sum(lag > 0 for lag in lags.values())
+    unsampled = sum(version < 0 and own for version, own in zip(one.versions, one.loss_mask, strict=True))
+    assert tokens[Cause.UNSAMPLED] == unsampled
+    for lag, spread in report.by_lag.items():
+        values = [
+            trained_logprob(one.token_ids[: at + 1].tolist()) - same[at] for at in same if lags[at] == lag
+        ]
+        assert spread.count == len(values)
+        assert spread.mean == pytest.approx(np.mean(values), abs=1e-5)
+        assert spread.rms == pytest.approx(math.sqrt(np.mean(np.square(values))), abs=1e-5)
+    assert set(report.by_lag) == set(lags.values())
+    for row in report.causes:
+        assert sum(row.histogram) == row.differences.count <= row.tokens
+
+
+def test_of_a_turn_that_is_cut_otherwise_the_sums_are_compared() -> None:
+    drawn = [*by_letter("Paris"), *CODEC.encode(" capital")]
+    one = played("x\n", [(drawn, "\n"), (CODEC.encode("x"), "\n")])
+    report = drift_report([one], SAMPLING)
+    places = np.flatnonzero(one.turn_of_token == 0)
+    recomputed = sum(trained_logprob(one.token_ids[: at + 1].tolist()) for at in places)
+    inputs = CODEC.encode("x\n")
+    engine = sum(drawn_logprob([*inputs, *drawn[: at + 1]]) for at in range(len(drawn)))
+    assert report.turns_changed.count == report.turns_same.count == 1
+    assert report.turns_changed.mean == pytest.approx(recomputed - engine, abs=1e-5)
+    # The end of " capital" was drawn as it is trained, but after "Paris" in letters.
+    changed = report.of(Cause.CHANGED_PREFIX)
+    trained = one.token_ids[places].tolist()
+    capital = next(n for n in range(len(trained)) if trained[-n - 1] != drawn[-n - 1])
+    assert capital > 0
+    assert changed.tokens == changed.differences.count == capital
+    assert report.of(Cause.RETOKENISED).tokens == len(places) - capital
+    assert report.of(Cause.RETOKENISED).differences.count == 0
+    values = [
+        trained_logprob(one.token_ids[: at + 1].tolist()) - drawn_logprob([*inputs, *drawn[: number + 1]])
+        for at, number in zip(places[-capital:], range(len(drawn) - capital, len(drawn)), strict=True)
+    ]
+    assert changed.differences.mean == pytest.approx(np.mean(values), abs=1e-5)
+
+
+def test_a_turn_whose_edge_is_lost_is_not_compared() -> None:
+    one = played("x", [(CODEC.encode("<search>"), "> x"), (CODEC.encode("Paris"), "\n")])
+    assert CODEC.decode(one.token_ids[one.turn_of_token == 0]) != "<search>", "the tokenizer joins >>"
+    report = drift_report([one], SAMPLING)
+    assert (report.turns_changed.count, report.turns_same.count, report.turns_apart) == (0, 1, 1)
+
+
+def with_differences(by_version: dict[int, float]) -> Kept:
+    """An episode with a turn of each version, drawn as trained, whose log-probs differ by so much."""
+    prompt, ids = "x", CODEC.encode("Paris")
+    one = played(prompt, [(ids, "\n")] * len(by_version), versions=list(by_version))
+    known = np.isfinite(one.rollout_logprobs)
+    offsets = np.array([by_version.get(int(version), 0.0) for version in one.versions], np.float32)
+    return replace(one, old_logprobs=np.where(known, one.rollout_logprobs + offsets, 0.0).astype(np.float32))
+
+
+def test_lag_is_told_beyond_numerics() -> None:
+    report = drift_report([with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})], SAMPLING)
+    assert {lag: spread.mean for lag, spread in report.by_lag.items()} == {0: 0.125, 1: -0.25, 2: 0.5}
+    mean_square = (0.5**2 + 0.25**2) / 2
+    assert report.beyond_numerics == pytest.approx(math.sqrt(mean_square - 0.125**2), rel=1e-6)
+    assert report.steps[0].mean_abs == {"version_lag": 0.375, "numerics": 0.125}
+    row = report.of(Cause.NUMERICS)
+    assert row.histogram[np.searchsorted(HISTOGRAM_EDGES, 0.125)] == row.tokens
+    assert drift_report([with_differences({POLICY: 0.125})], SAMPLING).beyond_numerics is None
+
+
+def test_the_worst_tokens_come_first_with_what_stands_before_them() -> None:
+    many = [with_differences({POLICY: 0.125})] * (2 * WORST)
+    odd = replace(with_differences({2: -3.0}), question_uid="odd")
+    report = drift_report(iter([*many, odd, *many]), SAMPLING)
+    first = report.worst[0]
+    assert (first.question_uid, first.cause, first.lag, first.difference) == (
+        "odd",
+        Cause.VERSION_LAG,
+        1,
+        -3.0,
+    )
+    assert first.recomputed == pytest.approx(first.rollout - 3.0)
+    assert first.before + first.text == "".join(odd.pieces)[: len(first.before + first.text)]
+    assert len(report.worst) == WORST
+    sizes = [abs(one.difference) for one in report.worst]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_nothing_kept_is_a_report_too_and_json_is_plain() -> None:
+    empty = drift_report([], SAMPLING)
+    assert (empty.tokens, empty.worst, empty.steps) == (0, (), ())
+    one = played("x", [([*by_letter("Paris é"), 5], "\n")], eos=True)
+    found = json.loads(json.dumps(as_json(drift_report([one], SAMPLING)), allow_nan=False))
+    assert [row["cause"] for row in found["causes"]] == [cause.value for cause in Cause]
+    assert {len(row["histogram"]) for row in found["causes"]} == {len(found["histogram_edges"]) + 1}

@@ -1,0 +1,257 @@
+"""What a page is told of a run: the index, the tokens and the chunks against what was kept, and parts that are missing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.observe.kept import Kept, read_kept_step, read_row
+from rlsys.observe.run_folder import open_run
+from rlsys.report.model import ANSWERS, Memory, build, flat, read_chunk
+from rlsys.report.trajectories import CHUNK, runs_of
+from tests.report.made import Maker, Size, made_run
+
+
+def spread(value: Any, count: int) -> list[Any]:
+    return value if isinstance(value, list) else [value] * count
+
+
+@given(st.integers(0, 2**31), st.lists(st.sampled_from("pgcx"), max_size=30))
+def test_runs_give_back_every_token_with_its_own_figures(seed: int, kinds: list[str]) -> None:
+    """p: given; g, c: trained, of two versions; x: trained, nothing known of the rollout."""
+    draws = np.random.default_rng(seed)
+    size = len(kinds)
+    mask = np.array([False, False] + [kind != "p" for kind in kinds])
+    old = draws.normal(-1, 0.5, size + 2).astype(np.float32)
+    sampled = draws.normal(-1, 0.5, size + 2).astype(np.float32)
+    sampled[2:][np.array([kind == "x" for kind in kinds], bool)] = np.nan
+    turns = np.cumsum(draws.random(size + 2) < 0.2)
+    kept: Kept = replace(
+        Maker(Size(steps=1)).kept(1, 0, 0),
+        prompt_length=2,
+        token_ids=np.arange(size + 2, dtype=np.int32),
+        pieces=tuple(f"<{place}>" for place in range(size)),
+        loss_mask=mask,
+        turn_of_token=np.where(mask, turns, -1).astype(np.int32),
+        versions=np.array([-1, -1, *({"g": 3, "c": 4}.get(kind, -1) for kind in kinds)], np.int32),
+        rollout_logprobs=sampled,
+        old_logprobs=old,
+        ref_logprobs=None,
+        advantages=draws.integers(0, 2, size + 2).astype(np.float32),
+    )
+    runs = runs_of(kept)
+    assert "".join(run.get("text") or "".join(run.get("texts", ())) for run in runs) == "".join(kept.pieces)
+    found = [
+        {
+            "id": run["ids"][place],
+            "version": run["version"],
+            "turn": run["turn"],
+            **{
+                name: spread(run[name], len(run["texts"]))[place]
+                for name in ("advantage", "sampled", "ratio")
+            },
+        }
+        for run in runs
+        if "texts" in run
+        for place in range(len(run["texts"]))
+    ]
+    places = np.flatnonzero(mask)
+    assert [one["id"] for one in found] == places.tolist()
+    assert [one["turn"] for one in found] == kept.turn_of_token[places].tolist()
+    assert [one["version"] for one in found] == kept.versions[places].tolist()
+    for one, place in zip(found, places, strict=True):
+        assert one["advantage"] == kept.advantages[place]
+        if np.isnan(sampled[place]):
+            assert one["sampled"] is one["ratio"] is None
+        else:
+            assert one["sampled"] == pytest.approx(sampled[place], abs=1e-4)
+            assert one["ratio"] == pytest.approx(float(old[place]) - float(sampled[place]), abs=1e-4)
+
+
+def test_chunks_read_one_by_one_are_those_that_were_handed_over(tmp_path: Path) -> None:
+    """A step that fills several chunks, two runs, and answers that fill several."""
+    size = Size(steps=2, groups=CHUNK // 4 + 1, answers=ANSWERS + 3, page=5, thought=4)
+    runs = [open_run(made_run(tmp_path / name, Maker(size, seed=seed))) for seed, name in enumerate("ab")]
+    chunks: dict[int, list[Any]] = {}
+    model = build(runs, chunks.__setitem__)
+    assert len(chunks) == 2 * (2 * 2 + 2 * 2), "of each run two steps and two evaluations, each in two parts"
+    assert json.loads(json.dumps(model, allow_nan=False)) == json.loads(json.dumps(model))
+    for number, rows in chunks.items():
+        assert read_chunk(runs, model, number) == rows
+    assert read_chunk(runs, model, max(chunks) + 1) is None
+    for run, of_run in zip(runs, model["runs"], strict=True):
+        index = of_run["trajectories"]
+        parts = [chunks[index["first_chunk"] + place] for place in range(len(index["chunks"]))]
+        assert [len(part) for part in parts] == [count for _, _, count in index["chunks"]]
+        rows = [row for part in parts for row in part]
+        kept = list(run.trajectories())
+        assert [row["prompt"] for row in rows] == [one.prompt for one in kept]
+        uids = [index["questions"][number]["uid"] for number in index["columns"]["question"]]
+        assert uids == [one.question_uid for one in kept]
+        assert index["columns"]["right"] == [int(one.exact) for one in kept]
+        assert index["columns"]["searches"] == [size.searches] * len(kept)
+        furthest = max(
+            np.nanmax(np.abs((one.old_logprobs - one.rollout_logprobs)[one.loss_mask])) for one in kept
+        )
+        assert max(map(abs, index["columns"]["log_ratio"])) == pytest.approx(float(furthest), abs=1e-4)
+        last = of_run["evaluations"][-1]
+        answers = [one for place in range(last["chunks"]) for one in chunks[last["first_chunk"] + place]]
+        assert [one["uid"] for one in answers] == [f"heldout:{number}" for number in range(size.answers)]
+
+
+def test_time_and_drift_are_in_the_model(tmp_path: Path) -> None:
+    run = build([open_run(made_run(tmp_path / "run"))])["runs"][0]
+    actor = run["time"]["steps"][0]["groups"]["actor"]
+    assert actor["busy"] == {"training": 3.0}
+    assert actor["waits"] == {"generation": 3.0, "search": 1.0, "logprob": 2.0}
+    trained = sum(run["trajectories"]["columns"]["trained"])
+    assert run["drift"]["tokens"] == trained
+    assert "tokenizer" in run["audit"]["problem"]
+
+
+def test_what_is_missing_or_damaged_is_said_and_the_rest_is_there(tmp_path: Path) -> None:
+    whole = made_run(tmp_path / "run")
+    rows = (whole / "metrics.jsonl").read_bytes()
+    (whole / "metrics.jsonl").write_bytes(rows[: len(rows) - 40])
+    (whole / "timeline.jsonl").unlink()
+    (whole / "run.json").write_bytes(b"")
+    (whole / "summary.json").write_text("[1]")
+    for file in (whole / "trajectories").iterdir():
+        file.write_bytes(file.read_bytes()[:50])
+    run = build([open_run(whole)])["runs"][0]
+    assert run["steps"] == [1, 2]
+    assert (run["time"], run["trajectories"], run["drift"], run["audit"], run["summary"]) == (None,) * 5
+    said = " ".join(run["problems"])
+    for name in ("metrics.jsonl", "timeline.jsonl", "run.json", "summary.json", "trajectories"):
+        assert name in said
+
+
+def test_a_config_that_is_cut_short_anywhere_is_read(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
+    config = "rollout:\n  sampling:\n    temperature: null\n    top_p: 0.95\n    top_k: -1\nmodel: x\n"
+    for length in range(len(config)):
+        (folder / "config.yaml").write_text(config[:length])
+        (run,) = build([open_run(folder)])["runs"]
+        assert run["drift"]["sampler"]["temperature"] == 1.0
+        assert "task.token_mode" in run["audit"]["problem"]
+
+
+@pytest.mark.parametrize(
+    "span", ['["a", null, 1, "actor", "l", {}]', '["train.apply", 1, 2, "actor", "l", null]']
+)
+def test_a_span_that_is_none_is_said(tmp_path: Path, span: str) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
+    (folder / "timeline.jsonl").write_text(f'{{"step": 1, "window": [0, 10], "spans": [{span}]}}\n')
+    (run,) = build([open_run(folder)])["runs"]
+    assert run["time"] is None
+    assert "timeline.jsonl" in " ".join(run["problems"])
+
+
+def test_steps_are_read_once_and_again_where_they_were_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=3)))
+    damaged = folder / "trajectories/step_000002.jsonl.gz"
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    read: list[int] = []
+
+    def reading(path: Path, step: int, problem: Any) -> Any:
+        read.append(step)
+        return read_kept_step(path, step, problem)
+
+    monkeypatch.setattr("rlsys.report.digests.read_kept_step", reading)
+    memory = Memory()
+
+    def same_as_new() -> bool:
+        found, new = memory.build(open_run(folder), audited=False), build([open_run(folder)], audited=False)
+        return found["runs"] == new["runs"]
+
+    assert same_as_new()
+    read.clear()
+    memory.build(run := open_run(folder), audited=False)
+    assert read == []
+    assert any(damaged.name in problem for problem in run.problems), "it is said again"
+    other = made_run(tmp_path / "other", Maker(Size(steps=3), seed=5))
+    (other / "trajectories/step_000002.jsonl.gz").replace(damaged)
+    (folder / "trajectories/step_000003.jsonl.gz").unlink()
+    memory.build(open_run(folder), audited=False)
+    assert read == [2]
+    assert same_as_new()
+
+
+def test_the_audit_is_made_again_only_of_other_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=2, groups=1)))
+    audits: list[int] = []
+    monkeypatch.setattr(
+        "rlsys.report.model.audit_run", lambda run: audits.append(len(list(run.trajectories())))
+    )
+    monkeypatch.setattr("rlsys.report.model.tokens.as_json", lambda _: {})
+    memory = Memory()
+    for _ in range(2):
+        memory.build(open_run(folder), audited=True)
+    assert len(audits) == 1
+    (folder / "trajectories/step_000002.jsonl.gz").unlink()
+    memory.build(open_run(folder), audited=True)
+    assert len(audits) == 2
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_of_a_chunk_no_more_is_parsed_than_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bool
+) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=CHUNK // 4 + 1)))
+    if damage:
+        file = folder / "trajectories/step_000001.jsonl.gz"
+        lines = gzip.decompress(file.read_bytes()).splitlines(keepends=True)
+        file.write_bytes(gzip.compress(b"{}\n" + b"".join(lines[1:])))
+    parsed: list[int] = []
+
+    def reading(line: bytes) -> Kept:
+        parsed.append(len(line))
+        return read_row(line)
+
+    chunks: dict[int, list[Any]] = {}
+    runs = [open_run(folder)]
+    model = build(runs, chunks.__setitem__, audited=False)
+    monkeypatch.setattr("rlsys.report.model.read_row", reading)
+    (*_, (_, _, count)) = model["runs"][0]["trajectories"]["chunks"]
+    number = model["runs"][0]["trajectories"]["first_chunk"] + 1
+    assert read_chunk(runs, model, number) == chunks[number]
+    assert len(parsed) == (0 if damage else count), "with a damaged row places are not those of lines"
+
+
+def test_a_run_that_has_only_begun_has_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: made\n")
+    run = build([open_run(folder)])["runs"][0]
+    assert (run["steps"], run["metrics"], run["evaluations"]) == ([], {}, [])
+
+
+def test_settings_have_their_dotted_names() -> None:
+    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": [1, None]}) == {"a.b.c": 1, "a.d": {}, "e": [1, None]}
+
+
+def test_chunks_keep_their_numbers_while_a_run_goes_on(tmp_path: Path) -> None:
+    """A page that was loaded a while ago asks for them."""
+    folder = made_run(tmp_path / "run", Maker(Size(steps=3)))
+    late = [folder / "trajectories/step_000003.jsonl.gz", *folder.glob("evaluations/step_000003.json*")]
+    contents = [file.read_bytes() for file in late]
+    for file in late:
+        file.unlink()
+    before: dict[int, Any] = {}
+    build([open_run(folder)], before.__setitem__)
+    for file, content in zip(late, contents, strict=True):
+        file.write_bytes(content)
+    after: dict[int, Any] = {}
+    build([open_run(folder)], after.__setitem__)
+    assert len(after) == len(before) + 2
+    assert after.items() >= before.items()

@@ -1,0 +1,378 @@
+"""Accounts of made-up steps: by hand, against a count of single nanoseconds, and of schedules whose path is known."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.observe.spans import Arg, Span
+from rlsys.observe.timeline import StepTimeline
+from rlsys.report.activity import GROUPS, Activity
+from rlsys.report.path import critical_path, leads_to
+from rlsys.report.time import as_json, time_report
+
+S = 1_000_000_000
+NAMES = {
+    "rollout": ("rollout.group", "generate.turns", "search.queries", "eval.episode"),
+    "inference": ("logprob.compute", "checkpoint.finish"),
+    "actor": ("train.accumulate", "train.apply", "checkpoint.stage"),
+    "critic": ("values.compute", "train.accumulate"),
+    "driver": ("reward.score", "sync.transfer", "sync.switch", "switch.acquire", "something.else"),
+}
+WINDOW = (20, 60)
+
+
+def span(name: str, group: str, start: float, end: float, lane: str = "main", **args: Arg) -> Span:
+    return Span(name, round(start * S), round(end * S), group, lane, args)
+
+
+def step(*spans: Span, seconds: float, number: int = 1) -> StepTimeline:
+    return StepTimeline(number, (0, round(seconds * S)), spans)
+
+
+ONE_STEP = step(
+    span("rollout.group", "rollout", 0, 6, "engine 0", question="a"),
+    span("generate.turns", "rollout", 0, 2, "engine 0", question="a"),
+    span("search.queries", "rollout", 2, 4, "engine 0", question="a"),
+    span("generate.turns", "rollout", 4, 6, "engine 0", question="a"),
+    span("rollout.group", "rollout", 0, 3, "engine 1", question="b"),
+    span("generate.turns", "rollout", 0, 3, "engine 1", question="b"),
+    span("reward.score", "driver", 3, 3.5, question="b"),
+    span("logprob.compute", "inference", 3.5, 4.5, questions=["b"]),
+    span("train.accumulate", "actor", 4.5, 5, questions=["b"], step=1),
+    span("reward.score", "driver", 6, 7, question="a"),
+    span("logprob.compute", "inference", 7.5, 9, questions=["a"]),
+    span("train.accumulate", "actor", 9, 10, questions=["a"], step=1),
+    span("train.apply", "actor", 10, 11, step=1),
+    span("sync.transfer", "driver", 11.5, 13, step=1),
+    span("sync.switch", "driver", 13, 14, step=1),
+    seconds=15,
+)
+"""Two questions on two engines; the actor has trained on the short one by the time the long one is scored."""
+
+
+def test_a_step_by_hand() -> None:
+    (account,) = time_report([ONE_STEP]).steps
+    assert account.groups["actor"].use.busy == {"training": 2.5}
+    # 0-3 an engine generates, 3-3.5 the reward, 3.5-4.5 log-probs, 5-6 generates, 6-7 reward, 7-7.5 nothing, 7.5-9 log-probs.
+    assert account.groups["actor"].use.waits == {
+        "generation": 4.0,
+        "reward": 1.5,
+        "logprob": 2.5,
+        "sync": 2.5,
+        "other": 0.5 + 0.5 + 1.0,
+    }
+    assert account.groups["inference"].use.busy == {"logprob": 2.5}
+    engines = account.groups["rollout"]
+    # Engine 1 generates until 3; then engine 0, alone, searches until 4.
+    assert engines.use.busy == {"generation": 5.0}
+    assert engines.use.waits == {
+        "search": 1.0,
+        "reward": 1.0,
+        "logprob": 1.5,
+        "training": 2.0,
+        "sync": 2.5,
+        "other": 2.0,
+    }
+    assert engines.lanes["engine 0"].busy == {"generation": 4.0}
+    assert engines.lanes["engine 0"].waits[Activity.search] == 2.0
+    # 3-3.5 the other's reward, 3.5-4.5 its log-probs, 4.5-5 training, then the other engine generates until 6.
+    assert engines.lanes["engine 1"].waits[Activity.generation] == 1.0
+    assert "critic" not in account.groups
+
+
+def test_the_path_of_a_step_by_hand() -> None:
+    path = critical_path(ONE_STEP)
+    assert [(link.name, link.questions, link.waited_s) for link in path.links] == [
+        ("rollout.group", ("a",), 0.0),
+        ("reward.score", ("a",), 0.0),
+        ("logprob.compute", ("a",), 0.5),
+        ("train.accumulate", ("a",), 0.0),
+        ("train.apply", (), 0.0),
+        ("sync.transfer", (), 0.5),
+        ("sync.switch", (), 0.0),
+    ]
+    assert path.rest_s == 1.0
+    assert path.seconds == {
+        "generation": 4.0,
+        "search": 2.0,
+        "reward": 1.0,
+        "logprob": 1.5,
+        "training": 2.0,
+        "sync": 2.5,
+        "other": 2.0,
+    }
+
+
+def test_a_span_waits_for_its_own_question_not_for_any() -> None:
+    """Another question's log-probs end later, but what is trained does not need them."""
+    found = critical_path(
+        step(
+            span("logprob.compute", "inference", 0, 2, questions=["a"]),
+            span("logprob.compute", "inference", 2, 5, questions=["b", "c"]),
+            span("train.accumulate", "actor", 5.5, 6, questions=["a"]),
+            span("train.apply", "actor", 6, 7, step=1),
+            seconds=7,
+        )
+    )
+    assert [link.start_s for link in found.links] == [0, 5.5, 6]
+    assert found.links[1].waited_s == 3.5
+
+
+def test_episodes_that_failed_feed_nothing_but_make_room() -> None:
+    failed = span("rollout.group", "rollout", 0, 2, question="a", error="CancelledError")
+    again = span("rollout.group", "rollout", 2, 3, question="a")
+    assert leads_to(failed, again)
+    assert not leads_to(failed, span("reward.score", "driver", 3, 4, question="a"))
+    assert leads_to(again, span("reward.score", "driver", 3, 4, question="a"))
+
+
+def test_devices_that_are_shared_are_on_the_path() -> None:
+    found = critical_path(
+        step(
+            span("switch.release", "driver", 0, 1, "actor"),
+            span("switch.acquire", "driver", 1, 2, "inference"),
+            span("logprob.compute", "inference", 2, 3, questions=["a"]),
+            span("switch.release", "driver", 3, 5, "inference"),
+            span("switch.acquire", "driver", 5, 6, "actor"),
+            span("train.accumulate", "actor", 6, 7, questions=["a"]),
+            span("train.apply", "actor", 7, 8, step=1),
+            seconds=8,
+        )
+    )
+    assert found.seconds == {"switch": 5.0, "logprob": 1.0, "training": 2.0}
+
+
+def test_of_scores_that_a_later_step_trains_on_only_what_held_the_weights_up_is_on_the_path() -> None:
+    """An `async` schedule: question a is trained in this step, b and c are scored for the next one."""
+    training = [
+        span("logprob.compute", "inference", 0, 1, questions=["a"]),
+        span("train.accumulate", "actor", 1, 3, step=1, questions=["a"]),
+        span("train.apply", "actor", 3, 4, step=1),
+    ]
+    ahead = [
+        span("rollout.group", "rollout", 0, 1.5, question="b"),
+        span("logprob.compute", "inference", 1.5, 4.5, questions=["b"]),
+        span("logprob.compute", "inference", 4.5, 6, questions=["c"]),
+        span("sync.transfer", "driver", 6.5, 7, step=1),
+    ]
+    found = critical_path(step(*training, *ahead, seconds=7))
+    assert [
+        (link.name, link.questions, link.start_s, link.seconds, link.waited_s) for link in found.links
+    ] == [
+        ("logprob.compute", ("a",), 0, 1, 0),
+        ("train.accumulate", ("a",), 1, 2, 0),
+        ("train.apply", (), 3, 1, 0),
+        # 4 to 4.5 only: until then the transfer waited for the training.
+        ("logprob.compute", ("b",), 4, 0.5, 0),
+        ("logprob.compute", ("c",), 4.5, 1.5, 0),
+        ("sync.transfer", (), 6.5, 0.5, 0.5),
+    ]
+    # The last switch ends at 5, later than the training: the step waits for that one, which began before it.
+    last_switch = span("sync.switch", "driver", -1, 5, step=0)
+    found = critical_path(step(*training, last_switch, *ahead, seconds=7))
+    assert [(link.name, link.start_s, link.seconds) for link in found.links] == [
+        ("sync.switch", 0, 5),
+        ("logprob.compute", 5, 1),
+        ("sync.transfer", 6.5, 0.5),
+    ]
+    assert found.seconds == {"sync": 5.5, "logprob": 1.0, "other": 0.5}
+
+
+def test_a_switch_that_waits_for_episodes_in_flight_counts_as_what_they_do() -> None:
+    """With `on_update=finish`: 6 to 8 an episode generates, 8 to 9 it searches, and the rest is the switch itself."""
+    spans = [
+        span("train.apply", "actor", 0, 4, step=1),
+        span("sync.transfer", "driver", 4, 6, step=1),
+        span("generate.turns", "rollout", 5, 8, "engine 0", question="z"),
+        span("search.queries", "rollout", 8, 9, "engine 0", question="z"),
+        span("sync.switch", "driver", 6, 10, step=1),
+    ]
+    found = critical_path(step(*spans, seconds=10))
+    assert [link.name for link in found.links] == ["train.apply", "sync.transfer", "sync.switch"]
+    assert found.links[-1].parts == {"generation": 2.0, "search": 1.0, "sync": 1.0}
+    assert found.seconds == {"training": 4.0, "sync": 3.0, "generation": 2.0, "search": 1.0}
+
+
+def test_optimiser_steps_wait_for_the_critics_scores() -> None:
+    """With a critic no optimiser step is taken before the step's last score."""
+    spans = [
+        span("logprob.compute", "inference", 0, 1, questions=["a"]),
+        span("train.accumulate", "actor", 1, 2, questions=["a"]),
+        span("logprob.compute", "inference", 1, 4, questions=["b"]),
+        span("train.apply", "actor", 4, 5, step=1),
+    ]
+    with_critic = [*spans, span("values.compute", "critic", 1, 3, questions=["b"])]
+    assert critical_path(step(*with_critic, seconds=5)).seconds == {"logprob": 4.0, "training": 1.0}
+    assert critical_path(step(*spans, seconds=5)).seconds == {"logprob": 1.0, "training": 2.0, "other": 2.0}
+
+
+def test_sentences_name_the_longest_waits() -> None:
+    sentences = time_report([ONE_STEP]).sentences()
+    assert sentences[0] == (
+        "The actor group worked 17% of the time and waited for "
+        "generation (27%), new weights (17%), log-probs (17%)."
+    )
+    assert sentences[-1] == (
+        "A step takes as long as its critical path, of which most is "
+        "generation (27%), new weights (17%), search (13%)."
+    )
+    assert time_report([]).sentences() == []
+
+
+def test_a_group_that_did_nothing_in_a_step_has_an_account_of_it() -> None:
+    warm_up = step(span("train.apply", "critic", 0, 4, step=1), seconds=4)
+    later = step(span("train.apply", "actor", 0, 3, step=2), seconds=4, number=2)
+    report = time_report([warm_up, later])
+    assert report.steps[0].groups["actor"].use.waits == {"training": 4.0}
+    assert report.groups["actor"].seconds == 8.0
+    assert json.loads(json.dumps(as_json(report)))["steps"][1]["groups"]["critic"]["waits"] == {
+        "training": 3.0,
+        "other": 1.0,
+    }
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> list[Span]:
+    """Of a few ns each, around `WINDOW`."""
+    found = []
+    for _ in range(draw(st.integers(0, 25))):
+        group = draw(st.sampled_from([*NAMES]))
+        name = draw(st.sampled_from(NAMES[group]))
+        start = draw(st.integers(0, 79))
+        end = draw(st.integers(start, 80))
+        lane = draw(st.sampled_from(["0", "1"])) if group == "rollout" else "main"
+        args: dict[str, Arg] = {"step": draw(st.integers(1, 2))}
+        if draw(st.booleans()):
+            args["questions"] = draw(st.lists(st.sampled_from("abc"), max_size=2))
+        found.append(Span(name, start, end, group, lane, args))
+    return found
+
+
+def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Counter[tuple[bool, str]]:
+    """What somebody did (True) or waited for, instant by instant, by the rules as the document tells them."""
+    stages = {"train": "training"}
+    special = {
+        "generate.turns": "generation",
+        "search.queries": "search",
+        "rollout.group": "rollout",
+        "eval.episode": "evaluation",
+    }
+    nearest = {
+        "actor": "logprob values reward generation search rollout sync training",
+        "critic": "logprob values reward generation search rollout sync training",
+        "inference": "reward generation search rollout sync training logprob values",
+        "rollout": "sync training logprob values reward generation search rollout",
+    }
+    counts: Counter[tuple[bool, str]] = Counter()
+    for instant in range(*WINDOW):
+        on = [one for one in found if one.start_ns <= instant < one.end_ns]
+        kinds = {id(one): special.get(one.name) or stages.get(one.stage, one.stage) for one in on}
+        mine = {kinds[id(one)] for one in on if one.group == group and lane in (None, one.lane)}
+        anybody = set(kinds.values())
+        work = [
+            kind
+            for kind in ("training", "values", "logprob", "generation", "evaluation", "checkpoint")
+            if kind in mine
+        ]
+        waits = [
+            *(["sync"] if any(one.name == "sync.transfer" for one in on) else []),
+            *(
+                kind
+                for kind in ("switch", *nearest[group].split(), "checkpoint", "evaluation")
+                if kind in anybody
+            ),
+            "other",
+        ]
+        if work:
+            counts[True, work[0]] += 1
+        elif "search" in mine:
+            counts[False, "search"] += 1
+        elif "rollout" in mine:
+            counts[True, "rollout"] += 1
+        else:
+            counts[False, waits[0]] += 1
+    return counts
+
+
+def in_nanoseconds(busy: Mapping[Activity, float], waits: Mapping[Activity, float]) -> dict:
+    return {
+        (own, activity.value): round(seconds * S)
+        for own, found in ((True, busy), (False, waits))
+        for activity, seconds in found.items()
+    }
+
+
+@given(spans())
+def test_every_nanosecond_of_everybody_is_told_once(found: list[Span]) -> None:
+    (account,) = time_report([StepTimeline(1, WINDOW, tuple(found))]).steps
+    assert set(account.groups) == {one.group for one in found} & set(GROUPS)
+    for group, time in account.groups.items():
+        assert in_nanoseconds(time.use.busy, time.use.waits) == by_nanoseconds(found, group, None)
+        for lane, use in time.lanes.items():
+            assert in_nanoseconds(use.busy, use.waits) == by_nanoseconds(found, group, lane)
+
+
+@given(spans())
+def test_a_path_covers_the_window_once_in_order(found: list[Span]) -> None:
+    path = critical_path(StepTimeline(1, WINDOW, tuple(found)))
+    assert sum(path.seconds.values()) * S == pytest.approx(WINDOW[1] - WINDOW[0])
+    at = 0.0
+    for link in path.links:
+        assert link.waited_s >= 0
+        assert link.start_s == pytest.approx(at + link.waited_s)
+        at = link.start_s + link.seconds
+    assert at + path.rest_s == pytest.approx((WINDOW[1] - WINDOW[0]) / S)
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 5),
+)
+def test_of_a_schedule_without_slack_the_path_is_the_longest_chain(
+    durations: list[tuple[int, ...]], slots: int, transfer: int
+) -> None:
+    """Everything begins as soon as all that it needs has ended, so the path has no gap, and no chain is longer."""
+    found: list[Span] = []
+    needs: list[list[int]] = []
+
+    def add(name: str, group: str, length: int, after: list[int], **args: Arg) -> int:
+        start = max((found[one].end_ns for one in after), default=0)
+        found.append(Span(name, start, start + length * S, group, "main", {"step": 1, **args}))
+        needs.append(after)
+        return len(found) - 1
+
+    rolled: list[int] = []
+    scored: list[int] = []
+    trained: list[int] = []
+    for number, (roll, reward, score, train) in enumerate(durations):
+        uid = f"q{number}"
+        # In each of the engine's slots one group follows the other.
+        rolled.append(
+            add(
+                "rollout.group", "rollout", roll, rolled[-slots:][:1] if number >= slots else [], question=uid
+            )
+        )
+        rewarded = add("reward.score", "driver", reward, [rolled[-1]], question=uid)
+        scored.append(add("logprob.compute", "inference", score, [rewarded, *scored[-1:]], questions=[uid]))
+        trained.append(add("train.accumulate", "actor", train, [scored[-1], *trained[-1:]], questions=[uid]))
+    stepped = add("train.apply", "actor", 1, trained[-1:])
+    last = add("sync.transfer", "driver", transfer, [stepped])
+    path = critical_path(StepTimeline(1, (0, found[last].end_ns), tuple(found)))
+    assert path.rest_s == 0
+    assert all(link.waited_s == 0 for link in path.links)
+    lengths: list[int] = []
+    for one, after in zip(found, needs, strict=True):
+        lengths.append(one.end_ns - one.start_ns + max((lengths[before] for before in after), default=0))
+    assert round(sum(link.seconds for link in path.links) * S) == lengths[last]
+    by_start = {(one.name, one.start_ns) for one in found}
+    assert all((link.name, round(link.start_s * S)) in by_start for link in path.links)
+    assert path.links[-1].name == "sync.transfer"
+    assert all(a.start_s + a.seconds == pytest.approx(b.start_s) for a, b in pairwise(path.links))
