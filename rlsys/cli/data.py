@@ -1,4 +1,4 @@
-"""`rlsys data prepare`: public sets, own files, and several files as one, ready to train and evaluate on."""
+"""`rlsys data`: public sets, own files, and several files as one, ready to train and evaluate on; and a part held out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rlsys.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from rlsys.data.prepare import Prepared
+    from rlsys.data.template import Template
 
 app = typer.Typer(help="Questions to train and evaluate on.", no_args_is_help=True)
 prepare = typer.Typer(help="Make files of questions: download, convert, check.", no_args_is_help=True)
@@ -71,13 +72,35 @@ def own(
     split: Annotated[str, typer.Option(help="train, dev or test.")] = "train",
     question_field: Annotated[str | None, typer.Option(help="Field of the question.")] = None,
     answers_field: Annotated[str | None, typer.Option(help="Field of the accepted answers.")] = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file with {question} where the question goes, and {tools} where tools are told of; the prompt of "
+            "Search-R1 by default."
+        ),
+    ] = None,
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(help="A tool that the prompt is to tell of, as in task.tools; again for more."),
+    ] = None,
+    search: Annotated[bool, typer.Option(help="Let the prompt of Search-R1 tell of the search.")] = True,
     limit: Limit = None,
 ) -> None:
     """Prepare an own file."""
     from rlsys.data.prepare import prepare_file
 
-    set_name = name or file.stem
-    _say(prepare_file(file, set_name, split, out, limit, question=question_field, answers=answers_field))
+    _say(
+        prepare_file(
+            file,
+            name or file.stem,
+            split,
+            out,
+            limit,
+            question=question_field,
+            answers=answers_field,
+            prompt=_template(prompt, tool or [], search),
+        )
+    )
 
 
 @prepare.command("merge", help="Several prepared files as one.")
@@ -117,6 +140,18 @@ def _prepare_sets(
             _say(prepare_file(file, one.name, split, out / one.name / f"{split}.jsonl", limit))
 
 
+def _template(prompt: Path | None, tools: list[str], search: bool) -> Template:
+    from rlsys.data.template import own_template, tool_template
+    from rlsys.tools.load import described
+
+    if prompt is not None and not search:
+        raise UserError(
+            f"--no-search is about the prompt of Search-R1, and --prompt {prompt} is another: leave one out."
+        )
+    about = described(tools)
+    return tool_template(about, searches=search) if prompt is None else own_template(prompt, about)
+
+
 def _local(source: Path, name: str, split: str) -> Path:
     places = [source, source / name / f"{split}.jsonl", source / f"{split}.jsonl"]
     found = next((place for place in places if place.is_file()), None)
@@ -151,3 +186,29 @@ def _download(folder: Path, revision: str, name: str, split: str) -> Path:
 
 def _say(made: Prepared) -> None:
     typer.echo(f"{made.path}: {made.rows:,} questions, sha256 {made.sha256}")
+
+
+@app.command("split")
+def split(
+    file: Annotated[Path, typer.Argument(help="Prepared questions: jsonl or parquet.")],
+    train: Annotated[Path, typer.Option(help="File to write of those to train on, .jsonl.")],
+    heldout: Annotated[Path, typer.Option(help="File to write of those held out, .jsonl.")],
+    holdout: Annotated[
+        int | None,
+        typer.Option(min=1, help="Different questions held out; a tenth, at most 500, by default."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Another one holds out others.")] = 0,
+    chosen: Annotated[
+        Path | None,
+        typer.Option(help="Prepared questions to hold out; FILE's are trained on, but for those among them."),
+    ] = None,
+) -> None:
+    """Hold questions out; the same question is never on both sides."""
+    from rlsys.data.split import split_file
+
+    if chosen is not None and holdout is not None:
+        raise UserError(
+            f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them."
+        )
+    trained, held = split_file(file, train, heldout, holdout, seed, chosen)
+    typer.echo(f"{train}: {trained:,} questions; {heldout}: {held:,} questions")

@@ -8,13 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rlsys.config.algorithm_checks import algorithm_notes
 from rlsys.config.compose import load_config
-from rlsys.config.hardware import launch_problems
 from rlsys.config.plan import make_plan, render_plan
 from rlsys.config.schema import RunConfig
 from rlsys.config.validate import validate
-from rlsys.errors import UserError
 
 ConfigName = Annotated[
     str,
@@ -57,27 +54,14 @@ def _run(config: RunConfig, folder_to: Path | None) -> None:
     # Ray, transformers and the trackers take seconds to load, which a plan or a mistake need not wait for.
     from rich.console import Console
 
-    from rlsys.capabilities import detect, lacking
     from rlsys.claim import claim
     from rlsys.cli.running import run_to_end
     from rlsys.observe.files import write_atomically
     from rlsys.observe.table import render_summary
-    from rlsys.resume import find_origin, folder_of
+    from rlsys.starting import ready_to_start
     from rlsys.train import train
 
-    missing = list(launch_problems(config))
-    if config.cluster.address is None:  # Else other machines do the work, of which this one knows nothing.
-        missing += lacking(config, detect())
-    if missing:
-        raise UserError("\n".join(problem.sentence for problem in missing))
-    for note in algorithm_notes(config):
-        typer.echo(f"Note: {note}", err=True)
-    origin = find_origin(config, lambda text: typer.echo(f"Note: {text}", err=True))
-    run_dir = folder_of(config, origin)
-    if origin:
-        typer.echo(f"The run goes on after step {origin.state.step}, from {origin.checkpoint.folder}.")
-        for change in origin.changed:
-            typer.echo(f"Note: another version since then: {change}.", err=True)
+    run_dir, origin = ready_to_start(config, lambda text: typer.echo(f"Note: {text}", err=True))
     if folder_to is not None:
         write_atomically(folder_to, str(run_dir.resolve()))
     with claim(run_dir):

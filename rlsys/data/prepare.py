@@ -19,7 +19,7 @@ from typing import Any
 
 from rlsys.data.question import Question
 from rlsys.data.rows import question_of, read_rows
-from rlsys.data.template import search_prompt
+from rlsys.data.template import Template, search_prompt
 from rlsys.errors import UserError
 from rlsys.observe.files import sha256_of, write_atomically
 
@@ -38,6 +38,25 @@ class Prepared:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Names that are tried, in order."""
+
+    question: Sequence[str]
+    answers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What questions are made of."""
+
+    source: Path
+    name: str
+    split: str
+    fields: _Fields
+    prompt: Template
+
+
 def prepare_file(
     source: Path,
     name: str,
@@ -47,13 +66,15 @@ def prepare_file(
     *,
     question: str | None = None,
     answers: str | None = None,
+    prompt: Template = search_prompt,
 ) -> Prepared:
     """Make `out` from a file of the set `name`: FlashRAG's, or one's own, which is jsonl, parquet, csv or tsv.
 
     `question` and `answers` name its fields; without them the usual names are tried. Answers are a list or one text.
     """
-    fields = ((question,) if question else QUESTION_FIELDS, (answers,) if answers else ANSWER_FIELDS)
-    return _prepare([source], out, lambda: _asked(source, name, split, *fields), limit)
+    fields = _Fields((question,) if question else QUESTION_FIELDS, (answers,) if answers else ANSWER_FIELDS)
+    made = _Made(source, name, split, fields, prompt)
+    return _prepare([source], out, lambda: _asked(made, limit))
 
 
 def merge(sources: Sequence[Path], out: Path, seed: int | None) -> Prepared:
@@ -65,12 +86,10 @@ def merge(sources: Sequence[Path], out: Path, seed: int | None) -> Prepared:
             random.Random(seed).shuffle(found)
         yield from found
 
-    return _prepare(sources, out, rows, None)
+    return _prepare(sources, out, rows)
 
 
-def _prepare(
-    sources: Sequence[Path], out: Path, questions: Callable[[], Iterable[Question]], limit: int | None
-) -> Prepared:
+def _prepare(sources: Sequence[Path], out: Path, questions: Callable[[], Iterable[Question]]) -> Prepared:
     if out.suffix != ".jsonl":
         raise UserError(f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.")
     if any(source.resolve() == out.resolve() for source in sources):
@@ -81,7 +100,7 @@ def _prepare(
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        rows, sha256 = _write(partial, questions(), limit)
+        rows, sha256 = _write(partial, questions())
         if not rows:
             raise UserError(
                 f"{', '.join(map(str, sources))} has no question: give a file with at least one row."
@@ -95,12 +114,10 @@ def _prepare(
     return Prepared(out, rows, sha256)
 
 
-def _write(path: Path, questions: Iterable[Question], limit: int | None) -> tuple[int, str]:
+def _write(path: Path, questions: Iterable[Question]) -> tuple[int, str]:
     digest, rows = hashlib.sha256(), 0
     with path.open("wb") as file:
         for question in questions:
-            if rows == limit:
-                break
             line = (json.dumps(_row(question, rows), ensure_ascii=False) + "\n").encode()
             digest.update(line)
             file.write(line)
@@ -122,13 +139,11 @@ def _row(question: Question, index: int) -> dict[str, Any]:
     }
 
 
-def _asked(
-    source: Path, name: str, split: str, question_fields: Sequence[str], answer_fields: Sequence[str]
-) -> Iterator[Question]:
-    """The questions of raw rows. All bad rows are told at once, at the end."""
+def _asked(made: _Made, limit: int | None) -> Iterator[Question]:
+    """The first `limit` questions of raw rows, or all. Bad rows up to there are told at once, at the end."""
     bad: list[str] = []
-    rows = _raw_rows(source)
-    while True:
+    rows, found = _raw_rows(made.source), 0
+    while found != limit:
         try:
             line, row = next(rows)
         except StopIteration:
@@ -137,32 +152,27 @@ def _asked(
             bad.append(str(problem))
             break
         try:
-            yield _question(source, line, row, name, split, question_fields, answer_fields)
+            question = _question(made, line, row)
         except UserError as problem:
             bad.append(str(problem))
+            continue
+        found += 1
+        yield question
     if bad:
         more = f"\nand {len(bad) - _MOST_SAID} more rows" if len(bad) > _MOST_SAID else ""
         raise UserError("\n".join(bad[:_MOST_SAID]) + more)
 
 
-def _question(
-    source: Path,
-    line: int,
-    row: Any,
-    name: str,
-    split: str,
-    question_fields: Sequence[str],
-    answer_fields: Sequence[str],
-) -> Question:
-    where = f"{source}, line {line}"
+def _question(made: _Made, line: int, row: Any) -> Question:
+    where = f"{made.source}, line {line}"
     if not isinstance(row, Mapping):
         raise UserError(f"{where} is not an object: write one JSON object a line.")
-    text = _field(row, question_fields)
+    text = _field(row, made.fields.question)
     if not isinstance(text, str) or not text.strip():
         raise UserError(
-            f"{where} has no question: {_named(question_fields)} must be a text that is not empty."
+            f"{where} has no question: {_named(made.fields.question)} must be a text that is not empty."
         )
-    answers = _field(row, answer_fields)
+    answers = _field(row, made.fields.answers)
     answers = [answers] if isinstance(answers, str) else answers
     if (
         not isinstance(answers, list)
@@ -170,14 +180,14 @@ def _question(
         or not all(isinstance(one, str) and one.strip() for one in answers)
     ):
         raise UserError(
-            f"{where} has no answer: {_named(answer_fields)} must be a text or a list of texts, none of them empty."
+            f"{where} has no answer: {_named(made.fields.answers)} must be a text or a list of texts, none of them empty."
         )
     return Question(
-        uid=f"{source.stem}:{line}",
-        prompt=search_prompt(text),
+        uid=f"{made.source.stem}:{line}",
+        prompt=made.prompt(text),
         answers=tuple(answers),
-        data_source=name,
-        extra={"split": split},
+        data_source=made.name,
+        extra={"split": made.split},
         text=text.strip(),
     )
 

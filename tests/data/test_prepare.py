@@ -18,7 +18,9 @@ from rlsys.data.hub import Hub
 from rlsys.data.prepare import merge, prepare_file
 from rlsys.data.rows import read_questions
 from rlsys.data.sets import REPOSITORY, SETS
+from rlsys.data.template import search_prompt
 from rlsys.errors import UserError
+from rlsys.tools.load import described
 from tests.data.fake_hub import FakeHub, running
 
 HAMLET = {"id": "test_0", "question": " who wrote Hamlet", "golden_answers": ["Shakespeare", "the Bard"]}
@@ -73,6 +75,14 @@ def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     lines = str(caught.value).splitlines()
     assert [line.partition("line ")[2][0] for line in lines] == ["2", "3", "4", "5"]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_bad_rows_among_the_first_are_told_and_those_after_them_are_not(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "raw.jsonl", {"question": "Who?"}, HAMLET, PARIS, {"question": "?"})
+    with pytest.raises(UserError, match=r"^[^\n]*line 1 has no answer[^\n]*$"):
+        prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2)
+    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS, {"question": "?"})
+    assert prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2).rows == 2
 
 
 def test_rows_before_one_that_is_no_json_are_named_too(tmp_path: Path) -> None:
@@ -152,3 +162,75 @@ def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytes
     assert done.exit_code == 0, done.output
     for name, one in SETS.items():
         assert [q.data_source for q in read_questions(tmp_path / name / f"{one.evaluated}.jsonl")] == [name]
+
+
+CALCULATOR = "rlsys.tools.calculator.Calculator"
+
+
+def prompts(file: Path) -> list[str]:
+    return [one.prompt for one in read_questions(file)]
+
+
+def own(tmp_path: Path, *arguments: object) -> list[str]:
+    """The prompts that `prepare own` makes of two questions."""
+    source, out = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), tmp_path / "own.jsonl"
+    done = prepare("own", source, "--out", out, *arguments)
+    if done.exception:
+        raise done.exception
+    return prompts(out)
+
+
+def test_own_questions_have_search_r1s_prompt_unless_told(tmp_path: Path) -> None:
+    assert own(tmp_path) == [
+        search_prompt("who wrote Hamlet"),
+        search_prompt("What is the capital of France?"),
+    ]
+
+
+def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> None:
+    said = described([CALCULATOR])
+    before, after = search_prompt("who wrote Hamlet").split("If you find no")
+    assert own(tmp_path, "--tool", CALCULATOR)[0] == f"{before}{said} If you find no{after}"
+    alone = own(tmp_path, "--tool", CALCULATOR, "--no-search")[0]
+    assert "search" not in alone
+    assert f"every time you get new information. {said} If you find no" in alone
+
+
+def test_a_prompt_of_ones_own_holds_the_question_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Think, then <answer>. {tools}\nQ: {question}\nA:", encoding="utf-8")
+    first, _ = own(tmp_path, "--prompt", file, "--tool", CALCULATOR)
+    assert first == f"Think, then <answer>. {described([CALCULATOR])}\nQ: who wrote Hamlet\nA:"
+
+
+def test_a_question_is_not_taken_for_a_place_in_the_prompt(tmp_path: Path) -> None:
+    file, source = tmp_path / "prompt.txt", tmp_path / "raw.jsonl"
+    file.write_text("Q: {question}", encoding="utf-8")
+    jsonl(source, {"question": "What are {tools} and {question}?", "answer": "places"})
+    assert not prepare("own", source, "--out", tmp_path / "own.jsonl", "--prompt", file).exception
+    assert prompts(tmp_path / "own.jsonl") == ["Q: What are {tools} and {question}?"]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "why"),
+    [
+        (b"no place", [], "has {question} 0 times"),
+        (b"{question} {question}", [], "has {question} 2 times"),
+        (b"{tools} {question}", [], "no tool is named"),
+        (b"{question}", ["--tool", CALCULATOR], "does not say where the tools go"),
+        (b"{question}\xff", [], "is not UTF-8"),
+        (None, [], "cannot be read"),
+        (b"{question}", ["--no-search"], "leave one out"),
+        (b"{tools} {question}", ["--tool", "no_such.Tool"], "cannot be imported"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_one_sentence(
+    tmp_path: Path, content: bytes | None, arguments: list[str], why: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        own(tmp_path, "--prompt", file, *arguments)
+    assert why in str(caught.value)
+    assert not (tmp_path / "own.jsonl").exists()
