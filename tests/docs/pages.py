@@ -1,0 +1,70 @@
+"""The commands that the documents show, as a reader would type them.
+
+A command is a line of an indented or fenced block that begins with a program; a backslash at its end continues it, a
+comment behind it is no part of it. Commands within a sentence (`rlsys ...`) count too, marked as such.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+PAGES = [
+    PROJECT / "README.md",
+    PROJECT / "CONTRIBUTING.md",
+    *sorted((PROJECT / "docs").rglob("*.md")),
+    *sorted((PROJECT / "examples").rglob("*.md")),
+    *sorted((PROJECT / "launch").rglob("*.md")),
+]
+_PROGRAMS = "rlsys|make|python|bash|sh|sbatch|kubectl|hf|docker|curl|pip|mkdocs|\\./scripts/\\S+|\\."
+_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{_PROGRAMS}) \S|echo .*\| rlsys ")
+_INDENT = "    "
+_INLINE = re.compile(r"`(rlsys [^`]+|python -m [^`]+|bash [^`]+)`")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of a page."""
+
+    page: str
+    """Its path within the project."""
+    text: str
+    """On one line."""
+    in_block: bool
+    """Whether it stands in a block of its own, to be typed; else it is spoken of in a sentence."""
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text}"
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """All commands of `page`, in its order, blocks before sentences."""
+    name = page.relative_to(PROJECT).as_posix()
+    text = page.read_text(encoding="utf-8")
+    pending = ""
+    for line in _block_lines(text):
+        joined = f"{pending} {line.strip()}" if pending else line.strip()
+        if joined.endswith("\\"):
+            pending = joined[:-1].strip()
+            continue
+        pending = ""
+        bare = re.sub(r"\s{2,}#.*$", "", joined)
+        if _COMMAND.match(bare):
+            yield Command(name, bare, True)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for match in _INLINE.finditer(outside):
+        yield Command(name, " ".join(match[1].split()), False)
+
+
+def _block_lines(text: str) -> Iterator[str]:
+    fenced = False
+    before = ""
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or (line.startswith(_INDENT) and (not before.strip() or before.startswith(_INDENT))):
+            yield line
+        before = line

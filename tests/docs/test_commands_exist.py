@@ -1,0 +1,142 @@
+"""Every command in the documents is one that there is: program, subcommand, flags, files, experiments, settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from rlsys.cli.main import app
+from rlsys.config.compose import load_config
+from rlsys.errors import UserError
+from tests.docs.pages import PAGES, PROJECT, Command, commands
+
+ALL = list(dict.fromkeys(command for page in PAGES for command in commands(page)))
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z_.]*$|.*(\.\.\.|\[|\]|\|)")
+"""A word that stands for another, or belongs to a synopsis."""
+_TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
+
+
+def parts(text: str) -> Iterator[list[str]]:
+    """The simple commands of a line, without what is set before them."""
+    for part in re.split(r"&&|&$|\| (?=rlsys)", text):
+        words = shlex.split(part)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+
+
+def subcommands(words: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
+    """The commands that `words` behind rlsys name (`a|b` names two), each with the words that are left."""
+    found: list[tuple[Any, list[str]]] = [(get_command(app), list(words))]
+    while found:
+        command, rest = found.pop()
+        if not hasattr(command, "commands") or not rest:
+            yield command, rest
+            continue
+        for name in rest[0].split("|"):
+            if _PLACEHOLDER.match(name):
+                continue
+            if name not in command.commands:
+                raise LookupError(f"rlsys has no command {name}")
+            found.append((command.commands[name], rest[1:]))
+
+
+def check_rlsys(words: Sequence[str]) -> None:
+    """Raise for a subcommand, a flag, an experiment or a setting that there is not."""
+    for command, rest in subcommands(words):
+        if command.context_settings.get("ignore_unknown_options"):
+            continue  # They are another program's, which says itself what it knows.
+        flags = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)} | {"--help"}
+        given = [re.sub(r"[\[\]]", "", word) for word in rest]
+        unknown = [word for word in given if word.startswith("-") and word.split("=")[0] not in flags]
+        if unknown:
+            raise LookupError(f"rlsys {command.name} has no {unknown[0]}")
+        config = after(given, "--config-name", "-c", "--for")
+        if config and not _PLACEHOLDER.match(config):
+            settings = [one for one in given if re.match(r"[a-z_.]+=", one) and not one.endswith("...")]
+            load_config(config, settings)
+
+
+def after(words: Sequence[str], *flags: str) -> str | None:
+    """The word behind one of `flags`."""
+    return next((word for flag, word in pairwise(words) if flag in flags), None)
+
+
+def check(words: Sequence[str]) -> None:
+    """Raise for a command that names what there is not."""
+    match list(words):
+        case ["rlsys", *rest]:
+            check_rlsys(rest)
+        case ["make", *targets]:
+            known = _TARGET.findall((PROJECT / "Makefile").read_text())
+            assert set(targets) <= set(known), targets
+        case ["python", "-m", module, *rest]:
+            assert importlib.util.find_spec(module) is not None, module
+            if module == "pytest":
+                assert all((PROJECT / path).exists() for path in rest), rest
+        case ["python" | "bash" | "sh", file, *rest]:
+            assert (PROJECT / file).is_file(), file
+            if rest and rest[0].startswith("searchr1_"):
+                load_config(rest[0], [one for one in rest[1:] if "=" in one and not one.endswith("...")])
+        case ["sbatch" | "kubectl", *rest]:
+            files = [word for word in rest if "/" in word]
+            assert files, rest
+            assert all((PROJECT / file).is_file() for file in files), files
+        case [file, *_] if file.startswith("./"):
+            assert (PROJECT / file).is_file(), file
+        case _:
+            assert words[0] in ("echo", "hf", "docker", "curl", "pip", "mkdocs", ".", "cd"), words
+
+
+@pytest.mark.parametrize("command", ALL, ids=str)
+def test_it_is_there(command: Command) -> None:
+    for words in parts(command.text):
+        check(words)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rlsys trian -c searchr1_tiny_cpu",
+        "rlsys train --config searchr1_tiny_cpu",
+        "rlsys train -c searchr1_tiny_gpu",
+        "rlsys train -c searchr1_tiny_cpu trainer.step=3",
+        "rlsys data prepare|make",
+        "make demonstration",
+        "python -m bench.nothing",
+        "bash examples/searchr1/run_main.sh",
+    ],
+)
+def test_one_that_is_not_there_is_seen(text: str) -> None:
+    (words,) = parts(text)
+    with pytest.raises((LookupError, AssertionError, UserError)):
+        check(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_command_is_overlooked(page: Path) -> None:
+    """Every line of a block that calls rlsys, or a module, is one of the commands."""
+    found = " ".join(command.text for command in commands(page))
+    called = re.findall(
+        r"^(?:    |)(?:[\w.|= ]*)((?:rlsys [a-z]+|python -m [\w.]+)[^\n#\\]*)", page.read_text(), re.MULTILINE
+    )
+    blocks = [text.strip() for text in called if f"    {text}" in page.read_text()]
+    assert [text for text in blocks if " ".join(text.split()) not in " ".join(found.split())] == []
+
+
+def test_commands_are_found() -> None:
+    """By hand: indented blocks, without what is said behind a command."""
+    page = PROJECT / "docs" / "quick-start.md"
+    found = [command.text for command in commands(page) if command.in_block]
+    assert found[0] == "make demo"
+    assert any(text.startswith("rlsys report") for text in found)
+    assert all("#" not in text for text in found)

@@ -1,0 +1,179 @@
+"""What the documents tell a reader to type is typed, page by page, in an empty folder beside the project's files.
+
+Training runs are made small by settings behind the command; `RUN` and `OTHER` stand for runs that are there. What cannot run
+here is listed in `NEEDS` with what it would take; `test_commands_exist.py` holds that at least all that it names is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.docs.pages import PAGES, PROJECT, Command, commands
+from tests.runs import Finished
+
+NEEDS = {
+    r"^make |^\. |mkdocs|^docker|^pip ": "is what runs this test, or sets its machine up",
+    r"setup_gpu|/models/|searchr1_(qwen|llama|published)|_3b|-3B": "GPUs, and a model of the hub",
+    r"hf download|download\.py|data prepare (all|nq)|data/(nq|wiki18)|search web": "the network",
+    r"launch/|rlsys launch": "several machines",
+    r"-m bench\.|-m pytest|warm_start|-m examples\.searchr1\.tiny\.world": "hours, or has a test of its own",
+    r"infer\.py": "a server at its port; tests/examples/test_infer.py runs it",
+    r"^curl ": "a server, which `test_the_commands_of_a_page` asks itself",
+    r" [A-Z]{2,}( |$|\.)|\w\|\w|\.\.\.| \[": "is a form to be filled in",
+}
+SMALL = {
+    "trainer.steps": "2",
+    "trainer.prompts_per_step": "4",
+    "trainer.mini_batches": "1",
+    "algorithm.n_samples": "4",
+    "eval.limit": "4",
+    "tracking.wandb": "false",
+    "tracking.tensorboard": "false",
+}
+SERVERS = {"search serve": "/health", "watch": "/", "--web": "/"}
+"""Part of a command that serves until it is ended -> where it answers."""
+
+
+def to_be_run(page: Path) -> list[Command]:
+    """The commands of a page that run here."""
+    return [one for one in commands(page) if one.in_block and not any(re.search(p, one.text) for p in NEEDS)]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run whose folder the documents' commands look at."""
+    settings = ["trainer.steps=2", "eval.interval=1", "checkpoint.interval=1", "tracking.trajectories=null"]
+    return Finished(tmp_path_factory.mktemp("documented"), *settings)
+
+
+@pytest.fixture
+def reader(tmp_path: Path, finished: Finished) -> Path:
+    """A folder like the project's, with nothing that was made in it but two runs; and files of a reader's own."""
+    for name in ("configs", "examples", "docs", "scripts", "toolkits", "rlsys", "data/tiny_world"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(PROJECT / name)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "outputs").mkdir()
+    for name in ("RUN", "OTHER"):
+        shutil.copytree(finished.folder, tmp_path / "outputs" / name)
+    documents = tmp_path / "my_documents"
+    documents.mkdir()
+    for line in (PROJECT / "data" / "tiny_world" / "corpus.jsonl").read_text().splitlines()[:60]:
+        row = json.loads(line)
+        (documents / f"{row['id']}.txt").write_text(row["contents"])
+    questions = [f"Who wrote book {number}?,author {number}" for number in range(40)]
+    (tmp_path / "my_questions.csv").write_text("\n".join(["question,answer", *questions]))
+    (tmp_path / "sums.jsonl").write_text('{"question": "What is 2 + 3?", "answer": "5"}\n')
+    (tmp_path / "prompt.txt").write_text("Answer. {tools} Question: {question}\n")
+    (tmp_path / "notes.jsonl").write_text(
+        '{"id": "1", "contents": "Mali\\nThe capital of Mali is Bamako."}\n'
+    )
+    return tmp_path
+
+
+def typed(command: Command) -> str:
+    """What is typed: sizes that suit a test behind settings, a step that the runs have."""
+    text = re.sub(r"global_step_(12|100)\b", "global_step_2", command.text)
+    text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
+    if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:
+        text += "".join(f" {key}={value}" for key, value in SMALL.items() if f" {key}=" not in text)
+    if text.startswith("rlsys eval"):
+        text = re.sub(r" --limit \d+", "", text) + " --limit 4"
+    return text
+
+
+def shell(text: str, folder: Path) -> subprocess.Popen[str]:
+    """The command in a shell of its own, with the environment of this interpreter."""
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.Popen(
+        ["bash", "-c", text],
+        cwd=folder,
+        env=os.environ | paths,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(text: str, folder: Path) -> None:
+    """Run a command to its end, which must be a good one."""
+    process = shell(text, folder)
+    try:
+        said, _ = process.communicate(timeout=900)
+    finally:
+        end(process)
+    assert process.returncode == 0, f"{text}\n{said[-3000:]}"
+
+
+def serve(text: str, path: str, folder: Path) -> None:
+    """Run a server until it answers, then end it; it has a port of its own."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    text = re.sub(r" --port \d+", "", text)
+    process = shell(f"exec {text} --port {port}", folder)
+    try:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                assert httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 200
+                break
+            except httpx.TransportError:
+                if process.poll() is not None or time.monotonic() > until:
+                    end(process)
+                    raise AssertionError(f"{text}\n{process.communicate()[0][-3000:]}") from None
+                time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Nothing that a command started is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_pages() -> list[Any]:
+    """Pages with something to run; some in `make test-full` alone, whose kinds of commands the quick start has too."""
+    slow = ("README.md", "checkpoints.md", "convert-and-evaluate.md", "look.md", "own-data.md")
+    return [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in slow else [])
+        for page in PAGES
+        if to_be_run(page)
+    ]
+
+
+@pytest.mark.parametrize("page", run_pages())
+def test_the_commands_of_a_page(page: Path, reader: Path) -> None:
+    for command in to_be_run(page):
+        text = typed(command)
+        answers = next((path for part, path in SERVERS.items() if part in text), None)
+        if answers is None:
+            run(text, reader)
+        else:
+            serve(text, answers, reader)
+
+
+def test_what_cannot_run_is_what_needs_something() -> None:
+    """By hand: the quick start runs whole, but for setting up; Slurm does not."""
+    left_out = {one.text for one in commands(PROJECT / "docs" / "quick-start.md") if one.in_block}
+    left_out -= {one.text for one in to_be_run(PROJECT / "docs" / "quick-start.md")}
+    assert left_out == {"make demo", ". .venv/bin/activate"}
+    assert not to_be_run(PROJECT / "docs" / "how-to" / "several-machines.md")
