@@ -3,7 +3,7 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-full lint format
+.PHONY: setup demo test test-full lint format docs
 
 setup:
 	@./scripts/setup.sh
@@ -25,3 +25,7 @@ lint: setup
 format: setup
 	@.venv/bin/ruff format .
 	@.venv/bin/ruff check --fix .
+
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+	@echo "The documents are in build/site; .venv/bin/mkdocs serve shows them while they are written."

