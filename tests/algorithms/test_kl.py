@@ -160,7 +160,7 @@ def test_nothing_has_no_divergence(estimator: KlEstimator) -> None:
     assert estimate(estimator, torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
 
 
-@pytest.mark.parametrize("estimator", set(KlEstimator) - set(SAMPLED))
+@pytest.mark.parametrize("estimator", [each for each in KlEstimator if each not in SAMPLED])
 def test_a_sum_over_the_vocabulary_is_refused(estimator: KlEstimator) -> None:
     with pytest.raises(ValueError, match="needs whole distributions"):
         estimate(estimator, torch.zeros(1), torch.zeros(1))

@@ -7,6 +7,7 @@ The world and its index are made once and used again.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import shlex
 import sys
@@ -67,16 +68,22 @@ def main(overrides: Sequence[str]) -> None:
         summary |= convert_and_evaluate(served, overrides, run_dir, console)
     write_summary(run_dir / "summary.json", summary)
     render_summary(summary, console)
-    console.print(f"The run is in {run_dir}: summary.json, curves.png, samples, trace.json.", highlight=False)
+    command(console, "report", run_dir)
 
 
 def prepare_world(console: Console) -> None:
-    """Write the questions and passages; encode the passages, unless these very ones are encoded already."""
-    console.print("[bold]World[/]: questions and passages from GeoNames", highlight=False)
-    spec = WorldSpec()
-    write_world(build_world(spec), spec, WORLD)
-    console.print("[bold]Index[/]: encoding the passages, unless that is done", highlight=False)
-    make_index("dense", WORLD / "corpus.jsonl", WORLD / "index")
+    """Write the questions and passages; encode the passages, unless these very ones are encoded already.
+
+    Another process that does so is waited for.
+    """
+    WORLD.mkdir(parents=True, exist_ok=True)
+    with (WORLD / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        console.print("[bold]World[/]: questions and passages from GeoNames", highlight=False)
+        spec = WorldSpec()
+        write_world(build_world(spec), spec, WORLD)
+        console.print("[bold]Index[/]: encoding the passages, unless that is done", highlight=False)
+        make_index("dense", WORLD / "corpus.jsonl", WORLD / "index")
 
 
 async def find_ceiling(config: RunConfig) -> Ceiling:

