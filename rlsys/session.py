@@ -40,6 +40,9 @@ from rlsys.search.serving import Serving
 
 _log = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+"""Between two looks at what rollouts wait for."""
+
 _KEEPS = "waits for trajectories to be written"
 
 
@@ -149,6 +152,13 @@ class Session:
         """Let rollouts go as far ahead as `version`, which every engine has, allows."""
         if version > self.flow.ledger.published:  # Version 0 is published from the start.
             self.flow.publish(version)
+
+    async def watch_rollouts(self) -> None:
+        """Show whether rollouts generate or wait for what they have asked for; until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.rollout.look()
+            self.flow.show_rollouts()
 
     async def figures(self) -> dict[str, float]:
         """What engines, weight sync and pipeline have counted so far."""

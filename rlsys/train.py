@@ -42,6 +42,7 @@ async def train(
         groups: list[Group] = []
         async with asyncio.TaskGroup() as background:
             background.create_task(run.flow.run())
+            watching = background.create_task(run.watch_rollouts())
             for step in range(done + 1, steps + 1):
                 groups, switched, alarms = await one_step(run, step, background)
                 stop = bool(alarms) and config.guards.action is GuardAction.stop and step < steps
@@ -61,6 +62,7 @@ async def train(
                     run.release(version=step)
             run.record.say(*run.trained)("waits for the checkpoint to be written")
             await run.saver.finish()
+            watching.cancel()
             run.flow.stop()
         run.note_ended(steps)
         if config.algorithm.eval_ref_policy:

@@ -117,6 +117,7 @@ class Playback:
         self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
         self.living = (0,)
         self.step = 0
+        self.waits_for = ""
         self.weights: dict[str, Tensor] = {}
         self._version = -1
         self._recording, self._seen = recording, seen
@@ -142,6 +143,9 @@ class Playback:
     async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
         """What is played back is whole, or has not begun."""
         return {}
+
+    async def look(self) -> None:
+        """Nothing that is played back searches."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
         """See `weight_sync.Receiver`."""

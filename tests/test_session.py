@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlsys.session import Session
+from tests.pipeline.virtual_time import now, run_virtually
 
 
 class _BeganError(Exception):
@@ -41,3 +42,25 @@ def test_a_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() ->
         "actor.trajectories: ",
         "the checkpoint's moment",
     ]
+
+
+def test_what_rollouts_wait_for_is_looked_at_again_and_again() -> None:
+    seen: list[tuple[float, str]] = []
+    causes = iter(["", "search", "search", ""])
+
+    async def look() -> None:
+        await asyncio.sleep(0.5)
+        run.rollout.waits_for = next(causes)
+
+    async def watch() -> None:
+        watching = asyncio.create_task(run.watch_rollouts())
+        await asyncio.sleep(7)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+
+    run = Session.__new__(Session)
+    run.rollout = SimpleNamespace(look=look)  # type: ignore[assignment]
+    run.flow = SimpleNamespace(show_rollouts=lambda: seen.append((now(), run.rollout.waits_for)))  # type: ignore[assignment]
+    run_virtually(watch())
+    assert seen == [(1.5, ""), (3.0, "search"), (4.5, "search"), (6.0, "")]

@@ -12,7 +12,9 @@ out as of its last whole turn and go on later, elsewhere: see `begun.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter, time_ns
 from typing import Literal, Protocol
@@ -22,6 +24,7 @@ import numpy as np
 from rlsys.agent.begun import PartialEpisode, partial_episode
 from rlsys.agent.calling import call_tool
 from rlsys.agent.codec import Codec
+from rlsys.agent.doing import SEARCH
 from rlsys.agent.observation import Observer, render_call
 from rlsys.agent.protocol import Call, End, Parsed, Say, State
 from rlsys.agent.protocol import Protocol as Rules
@@ -119,6 +122,8 @@ class EpisodeTools:
         self.task = task
         self.own = {tool.name: tool for tool in (open_tools(task) if own is None else own)}
         """The task's own tools by name."""
+        self.awaited: Counter[str] = Counter()
+        """What episodes wait for outside the engine, by its name: how many do at this moment."""
         tags = {tool.tag: name for name, tool in self.own.items()}
         self.rules = Rules(task, tags, searches=search is not None)
         self.observer = Observer(task.tags, codec, tuple(tags))
@@ -128,6 +133,15 @@ class EpisodeTools:
                 f"task.max_observation_tokens={task.max_observation_tokens} is below the "
                 f"{self.observer.wrapper_tokens} tokens of the tags alone; raise it."
             )
+
+    @contextmanager
+    def awaiting(self, name: str) -> Iterator[None]:
+        """Count one episode more as waiting for `name` during the body."""
+        self.awaited[name] += 1
+        try:
+            yield
+        finally:
+            self.awaited[name] -= 1
 
     def stopping(self, sampling: TurnSampling) -> TurnSampling:
         """`sampling` that ends a generation at the closing tag of every tool as well."""
@@ -294,7 +308,8 @@ class Episode:
             return False
         assert self._tools.search is not None, "the rules know no search where there is none"
         started = perf_counter()
-        result = await self._tools.search.search(query)
+        with self._tools.awaiting(SEARCH):
+            result = await self._tools.search.search(query)
         search_s = perf_counter() - started
         contents = [passage.contents for passage in result.passages]
         observation = self._tools.observer.observe(contents, result.error, limit)
@@ -307,7 +322,8 @@ class Episode:
         if not limit:
             return False
         started = perf_counter()
-        called = await call_tool(self._tools.own[turn.tool], turn.content)
+        with self._tools.awaiting(turn.tool):
+            called = await call_tool(self._tools.own[turn.tool], turn.content)
         call_s = perf_counter() - started
         body = render_call(turn.tool, called.text, called.error)
         self._append(self._tools.observer.tell(body, limit), call_s, called.error)

@@ -29,6 +29,7 @@ from math import ceil
 from typing import Any
 
 from rlsys.agent.begun import Begun
+from rlsys.agent.doing import Doing, common_wait
 from rlsys.agent.trajectory import Trajectory
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup
 from rlsys.config.schema import Device, Mode, RunConfig
@@ -46,6 +47,8 @@ ABORT_TIMEOUT_S = 10.0
 """For an engine to end the episodes of a group."""
 UNDER_WAY_TIMEOUT_S = 30.0
 """For an engine to say what is begun."""
+DOING_TIMEOUT_S = 5.0
+"""For an engine to say what it is at, which only people are told."""
 
 _log = logging.getLogger(__name__)
 
@@ -136,6 +139,8 @@ class RolloutGroup:
         """`episodes` is told when the episodes of groups generated and searched."""
         self.workers = workers
         self.step = 0
+        self.waits_for = ""
+        """What all episodes on the engines that roll waited for at the last `look`; empty where some were generated."""
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
@@ -198,6 +203,13 @@ class RolloutGroup:
         found = {key: begun for answer in answers for key, begun in answer.items()}
         groups = {rolling.ticket: found.get(key, rolling.begun) for key, rolling in self._rolling.items()}
         return {ticket: begun for ticket, begun in groups.items() if begun}
+
+    async def look(self) -> None:
+        """Find out what `waits_for` is now. Nothing is known of it while an engine does not answer."""
+        rolling = [engine for engine in self.living if engine not in self._router.aside]
+        found = await asyncio.gather(*(self._doing_on(engine) for engine in rolling))
+        known = [doing for doing in found if doing]
+        self.waits_for = common_wait(known) if len(known) == len(found) else ""
 
     @asynccontextmanager
     async def reserve(self, engines: int) -> AsyncIterator[Reserved]:
@@ -279,6 +291,14 @@ class RolloutGroup:
             )
         except (RankDied, EngineDied, RankSilent):
             return {}
+        return found
+
+    async def _doing_on(self, engine: int) -> Doing | None:
+        """What `engine` is at; None if it does not answer, which shows elsewhere."""
+        try:
+            found: Doing = await self._engines.answer(engine, "doing", timeout_s=DOING_TIMEOUT_S)
+        except (RankDied, EngineDied, RankSilent):
+            return None
         return found
 
     async def _run(self, asked: _Asked) -> Any:

@@ -37,6 +37,8 @@ class RunFolder:
     """Of metrics.jsonl, by step."""
     evaluations: tuple[dict[str, Any], ...]
     """Rows of the policy's evaluations, by step."""
+    reference: dict[str, Any] | None
+    """The row of the reference policy's evaluation, which comes last; None without one."""
     summary: dict[str, Any] | None
     """None before the end."""
     status: dict[str, Any] | None
@@ -82,12 +84,14 @@ def open_run(path: Path) -> RunFolder:
     problems: list[str] = []
     say = problems.append
     by_step = {row["step"]: row for row in _parsed(path / METRICS, METRICS, _step_row, say)}
+    reference = _evaluations(path, "reference_", say)
     return RunFolder(
         path=path,
         config=_config(path, say),
         lives=_lives(path, say),
         rows=tuple(by_step[step] for step in sorted(by_step)),
-        evaluations=_evaluations(path, say),
+        evaluations=_evaluations(path, "", say),
+        reference=reference[-1] if reference else None,
         summary=_whole(path, SUMMARY, say),
         status=_whole(path, STATUS, say),
         problems=problems,
@@ -158,9 +162,10 @@ def _lives(path: Path, say: Callable[[str], None]) -> tuple[Life, ...]:
     return ()
 
 
-def _evaluations(path: Path, say: Callable[[str], None]) -> tuple[dict[str, Any], ...]:
+def _evaluations(path: Path, whose: str, say: Callable[[str], None]) -> tuple[dict[str, Any], ...]:
+    """Rows of the files whose names begin with `whose`, by step."""
     found: dict[int, dict[str, Any]] = {}
-    for file in sorted((path / EVALUATIONS).glob("step_*.json")):
+    for file in sorted((path / EVALUATIONS).glob(f"{whose}step_*.json")):
         row = _whole(path, f"{EVALUATIONS}/{file.name}", say)
         if row is not None and isinstance(row.get("step"), int):
             found[row["step"]] = row

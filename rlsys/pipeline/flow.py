@@ -193,6 +193,11 @@ class Flow:
         self.ledger.publish(version)
         self._changed.set()
 
+    def show_rollouts(self) -> None:
+        """Tell again what rollouts do, as long as there are some: what they wait for changes without the flow."""
+        if self._rolling and not self._stopping:
+            self._show_rollouts()
+
     def stop(self) -> None:
         """End `run`. A step under way is not closed any more: its prompts are given back too."""
         self._stopping = True
@@ -293,7 +298,8 @@ class Flow:
     def _show_rollouts(self) -> None:
         generating = len(self._rolling) - len(self._rewarding)
         if generating:
-            self._say_rollout(f"generates {groups_of(generating)}")
+            cause = self._generator.waits_for
+            self._say_rollout(f"waits for {cause}" if cause else f"generates {groups_of(generating)}")
         elif self._rewarding:
             self._say_rollout("waits for rewards")
         else:

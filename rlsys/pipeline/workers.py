@@ -31,6 +31,10 @@ class Generator(Protocol):
     def capacity(self) -> int:
         """Groups that may be generated at a time; fewer when engines die, and with the last `run_group` raises."""
 
+    @property
+    def waits_for(self) -> str:
+        """What all that is under way waits for, as far as is known; empty where some of it is generated."""
+
     async def run_group(
         self, question: Question, ticket: int, begun: Sequence[Begun] = ()
     ) -> list[Trajectory]:

@@ -20,6 +20,8 @@ from typing import Any
 
 from rlsys.audit import tokens
 from rlsys.audit.run import audit_run
+from rlsys.config.compose import as_dict
+from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.observe.files import json_safe
 from rlsys.observe.kept import Kept, kept_file, read_kept_step, read_row
@@ -118,7 +120,8 @@ def _run(
     return {
         "name": name,
         "path": str(run.path),
-        "config": flat(run.config),
+        "config": (settings := flat(run.config)),
+        "changed": _changed(settings),
         "lives": [json_safe(asdict(life)) for life in run.lives],
         "status": json_safe(run.status),
         "life": asdict(life_here(run.status, run.summary is not None)),
@@ -127,6 +130,7 @@ def _run(
         "times": [json_safe(row.get("time")) for row in rows],
         "metrics": {name: [_figure(row.get(name)) for row in rows] for name in names},
         "evaluations": evaluations,
+        "reference": json_safe(run.reference),
         "time": _time(run),
         "trajectories": kept,
         "drift": drifted,
@@ -181,6 +185,12 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             found[name] = json_safe(value) if not isinstance(value, Mapping) else {}
     return found
+
+
+def _changed(settings: Mapping[str, Any]) -> list[str]:
+    """Those of the flat `settings` that are not the default here."""
+    defaults = flat(as_dict(RunConfig()))
+    return [key for key, value in settings.items() if key not in defaults or defaults[key] != value]
 
 
 def _figure(value: Any) -> float | None:

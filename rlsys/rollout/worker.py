@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from rlsys.agent.begun import Begun
 from rlsys.agent.codec import Codec
+from rlsys.agent.doing import Doing
 from rlsys.agent.episode import EpisodeTools, TurnSampling
 from rlsys.agent.group import EpisodeGroup
 from rlsys.agent.trajectory import Finish, Trajectory
@@ -124,6 +125,10 @@ class RolloutWorker:
     def under_way(self, keys: Sequence[str]) -> dict[str, tuple[Begun, ...]]:
         """Of those groups of `keys` that run here: the episodes that have ended or have a whole turn."""
         return {one.key: one.group.begun() for one in self._under_way if one.key in keys}
+
+    def doing(self) -> Doing:
+        """What all episodes here are at, at this moment."""
+        return Doing(self.engine.running, dict(+self._tools.awaited))
 
     async def open_transport(self, spec: TransportSpec) -> None:
         """Meet the sender of the weights, in place of an earlier one. Raises RunError if it does not come."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.agent.begun import Begun
+from rlsys.agent.doing import Doing
 from rlsys.agent.trajectory import Trajectory
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.data.question import Question
@@ -39,6 +40,7 @@ class Worker:
         """Key -> episodes."""
         self.begun: dict[str, tuple[Begun, ...]] = {}
         """Key -> what it was given of a group."""
+        self.doing = Doing(0, {})
         self.most_episodes = 0
         self.log: list[tuple[str, tuple[Any, ...]]] = []
         self.pending: dict[asyncio.Future[Any], str | None] = {}
@@ -123,6 +125,9 @@ class Engines:
 
     def _plain(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
         self._later(worker, call, self._seconds(method, args), self._failures.get(method))
+
+    def _doing(self, worker: Worker, call: asyncio.Future[Any], _method: str, _args: tuple[Any, ...]) -> None:
+        worker.answer(call, worker.doing)
 
     def _run_group(
         self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]

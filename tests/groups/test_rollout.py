@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.agent.doing import Doing
 from rlsys.agent.trajectory import Action, Turn
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RolloutConfig, RunConfig
@@ -376,3 +377,35 @@ def test_when_episodes_generated_and_searched_is_told_of_groups_alone() -> None:
         assert episodes.drain() == []
 
     run_virtually(story())
+
+
+def test_what_rollouts_wait_for_is_what_no_engine_that_rolls_can_do_without() -> None:
+    async def looks() -> list[str]:
+        engines, seen = Engines(3), []
+        group, _ = make(engines)
+
+        async def look() -> None:
+            await group.look()
+            seen.append(group.waits_for)
+
+        first, second, third = engines.ranks
+        await look()  # Nothing goes on.
+        first.doing = Doing(0, {"search": 3})
+        await look()
+        second.doing = Doing(0, {"calculator": 1, "search": 0})
+        await look()
+        third.doing = Doing(1, {"search": 8})
+        await look()
+        async with group.reserve(1):
+            third.doing, first.doing = Doing(0, {}), Doing(5, {})
+            assert group._router.aside == {0}
+            await look()  # What is set aside answers an evaluation.
+            second.silent = True
+            await look()
+        second.silent = False
+        first.doing = Doing(0, {"search": 3})
+        engines.die(1)
+        await look()  # Whether it is dead is for others to find out; of what is silent nothing is known.
+        return seen
+
+    assert run_virtually(looks()) == ["", "search", "calculator and search", "", "calculator", "", ""]

@@ -19,6 +19,7 @@ class Bare:
     """Rollout group, inference group, learner, rewards and devices in one."""
 
     capacity = 2
+    waits_for = ""
     groups = ("inference",)
     blocked: asyncio.Event | None = None
     """What the devices wait for before a rollout."""

@@ -101,6 +101,7 @@ class Engines:
 
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
+        self.waits_for = ""
         self.router = Router(script.engines, script.slots)
         self._engines = [_Engine(number, record.version) for number in range(script.engines)]
         self._answers: dict[int, asyncio.Future[list[Trajectory]]] = {}

@@ -88,3 +88,37 @@ def test_every_group_says_what_it_does_or_waits_for() -> None:
         "updates the weights",
         "waits for weight sync",
     ]
+
+
+def test_rollouts_that_wait_for_what_they_asked_say_so() -> None:
+    workers, told = Timed(), []
+    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    prompts = PromptSource([question(0), question(1)], seed=0)
+    handlers = Handlers(workers.reward, lambda group: group)
+
+    def say(voice: str) -> Callable[[str], None]:
+        return told.append if voice == "rollout" else lambda _: None
+
+    async def run() -> None:
+        flow = Flow(ledger, prompts, workers, workers, handlers, Bites(1, 1), workers, say)
+        flow.show_rollouts()
+        assert not told, "nothing rolls yet"
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(flow.run())
+            for cause in ("", "search", "search", ""):
+                await asyncio.sleep(0.3)
+                workers.waits_for = cause
+                flow.show_rollouts()
+            flow.stop()
+            flow.show_rollouts()
+
+    run_virtually(run())
+    rolls = "generates 1 group"
+    assert told == [
+        rolls,
+        rolls,
+        "waits for search",
+        "waits for search",
+        rolls,
+        "waits for the end of the run",
+    ]

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.config.compose import as_dict
+from rlsys.config.schema import RunConfig
 from rlsys.observe.kept import Kept, read_kept_step, read_row
 from rlsys.observe.run_folder import open_run
 from rlsys.report.model import ANSWERS, Memory, build, flat, read_chunk
@@ -255,3 +258,10 @@ def test_chunks_keep_their_numbers_while_a_run_goes_on(tmp_path: Path) -> None:
     build([open_run(folder)], after.__setitem__)
     assert len(after) == len(before) + 2
     assert after.items() >= before.items()
+
+
+def test_settings_that_are_not_the_default_are_told_apart(tmp_path: Path) -> None:
+    saved = as_dict(RunConfig()) | {"seed": 12345, "of_another_version": {"key": 1}}
+    folder = made_run(tmp_path / "run")
+    (folder / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert build([open_run(folder)])["runs"][0]["changed"] == ["of_another_version.key", "seed"]

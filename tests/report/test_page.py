@@ -195,6 +195,35 @@ def test_answers_and_what_changed_since(run: RunFolder, report: Path, look: Look
     expect(page.locator(".answers pre").first).to_contain_text(better[0]["response"].strip()[:40])
 
 
+def test_the_reference_policy_stands_beside_the_policy(tmp_path: Path, look: Look) -> None:
+    folder = made_run(tmp_path / "run")
+    row = json.loads((folder / "evaluations/step_000003.json").read_text()) | {"em": 0.125, "step": 3}
+    (folder / "evaluations/reference_step_000003.json").write_text(json.dumps(row))
+    report = write_report([open_run(folder)], tmp_path / "report.html")
+    rows = (
+        look(at(report, "view=evaluations"))
+        .page.get_by_role("region", name="Evaluations")
+        .locator("tbody tr")
+    )
+    expect(rows.locator("th")).to_have_text(["0", "3", "reference policy"])
+    expect(rows.last).to_contain_text("12.5 %")
+
+
+def test_only_settings_that_are_not_the_default(tmp_path: Path, look: Look) -> None:
+    report = write_report([open_run(made_run(tmp_path / "run"))], tmp_path / "report.html")
+    page = look(at(report, "view=setup")).page
+    keys = page.locator(".settings th")
+    expect(keys).to_have_text(
+        ["model.path", "name", "rollout.sampling.temperature", "task.token_mode", "trainer.steps"]
+    )
+    page.get_by_label("Shown").select_option("changed")
+    expect(keys).to_have_text(["model.path", "name", "task.token_mode", "trainer.steps"])
+    page.reload()
+    expect(keys).to_have_count(4)
+    page.get_by_label("Keys and values").fill("steps")
+    expect(keys).to_have_text(["trainer.steps"])
+
+
 def test_only_earlier_evaluations_are_compared_with(report: Path, look: Look) -> None:
     page = look(at(report, "view=evaluations")).page
     expect(page.locator("#e-against option")).to_have_text(["step 0"])

@@ -16,7 +16,8 @@ export function evaluations(all, now) {
 }
 
 function overTime(run, chosen) {
-  const parts = (key) => [...new Set(run.evaluations.flatMap((one) => Object.keys(one[key] ?? {})))];
+  const rows = run.reference ? [...run.evaluations, run.reference] : run.evaluations;
+  const parts = (key) => [...new Set(rows.flatMap((one) => Object.keys(one[key] ?? {})))];
   const of = (key, name, format = share) => [name, (one) => (one[key] === undefined ? "–" : format(one[key]))];
   const figure = (key, name, format = share) => [name, (one) => (one.figures?.[key] === undefined ? "–" : format(one.figures[key]))];
   const sources = sourcesOf(run);
@@ -25,9 +26,9 @@ function overTime(run, chosen) {
     ...parts("em_by_hop").map((hop) => [`${hop}-hop`, (one) => share(one.em_by_hop?.[hop])]),
     ...sources.map((name) => [name.slice(3), (one) => share(one.figures?.[name])]),
     figure("f1", "F1"), figure("sub_em", "sub-EM"), of("finished", "finished"), of("searches", "searches", number), figure("tokens", "tokens", number), of("questions", "questions", number),
-  ].filter(([, value]) => run.evaluations.some((one) => value(one) !== "–"));
-  return h("section", {}, h("h2", {}, "Every evaluation"), table(["after step", ...columns.map(([name]) => name)], run.evaluations.map((one) => [
-    h("a", { id: `evaluation-${one.step}`, href: link({ view: "evaluations", evaluation: one.step }), "aria-current": one === chosen ? "true" : null }, String(one.step)), ...columns.map(([, value]) => value(one))]), { label: "Evaluations" }));
+  ].filter(([, value]) => rows.some((one) => value(one) !== "–"));
+  const name = (one) => one === run.reference ? "reference policy" : h("a", { id: `evaluation-${one.step}`, href: link({ view: "evaluations", evaluation: one.step }), "aria-current": one === chosen ? "true" : null }, String(one.step));
+  return h("section", {}, h("h2", {}, "Every evaluation"), table(["after step", ...columns.map(([head]) => head)], rows.map((one) => [name(one), ...columns.map(([, value]) => value(one))]), { label: "Evaluations" }));
 }
 
 // Names of the figures of single data sets, "em/<set>", where there are several.

@@ -35,16 +35,19 @@ function settings(run, now) {
   const keys = Object.keys(run.config);
   if (!keys.length) return h("section", {}, h("h2", {}, "Settings"), h("p", { class: "note" }, "config.yaml could not be read."));
   const found = h("div", {});
-  const draw = (text) => {
-    const shown = keys.filter((key) => `${key} ${JSON.stringify(run.config[key])}`.toLowerCase().includes(text.toLowerCase().trim()));
+  const changed = new Set(run.changed);
+  const draw = (text, all) => {
+    const shown = keys.filter((key) => (all || changed.has(key)) && `${key} ${JSON.stringify(run.config[key])}`.toLowerCase().includes(text.toLowerCase().trim()));
     const parts = Object.groupBy(shown, (key) => (key.includes(".") ? key.split(".")[0] : "run"));
     found.replaceChildren(...Object.entries(parts).map(([part, some]) => h("details", { open: text !== "" || innerWidth > 700 }, h("summary", {}, h("h3", {}, part)),
       table(null, some.map((key) => [h("code", {}, key), h("code", { class: "value" }, JSON.stringify(run.config[key]))]), { label: `Settings of ${part}`, text: true, class: "settings" }))));
   };
-  draw(now.key ?? "");
-  return h("section", {}, h("h2", {}, "Settings"), h("div", { class: "filters" }, h("label", {}, "Keys and values", h("input", {
-    type: "search", id: "key", placeholder: "lr, staleness …", value: now.key ?? "", oninput: (event) => {
-      note({ key: event.target.value });
-      draw(event.target.value);
-    } }))), h("div", { class: "columns" }, found));
+  const words = h("input", { type: "search", id: "key", placeholder: "lr, staleness …", value: now.key ?? "", oninput: redraw });
+  const which = h("select", { id: "which", onchange: redraw }, [["all", `all ${keys.length}`], ["changed", `the ${changed.size} that are not the default`]].map(([value, text]) => h("option", { value, selected: value === (now.which ?? "all") }, text)));
+  function redraw() {
+    note({ key: words.value, which: which.value === "all" ? null : which.value });
+    draw(words.value, which.value === "all");
+  }
+  draw(words.value, now.which !== "changed");
+  return h("section", {}, h("h2", {}, "Settings"), h("div", { class: "filters" }, h("label", {}, "Keys and values", words), h("label", {}, "Shown", which)), h("div", { class: "columns" }, found));
 }
