@@ -2,6 +2,9 @@
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# Files of tests that run at the same time. Each may start a whole run, of up to 6 GiB.
+WORKERS ?= 2
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: setup demo test test-full lint format docs
 
@@ -12,10 +15,10 @@ demo: setup
 	@$(PY) -m examples.searchr1.tiny.demo $(ARGS)
 
 test: setup lint
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-full: setup lint
-	@$(PY) -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff format --check .

@@ -20,6 +20,7 @@ setup(
         "rlsys": ["py.typed"],
         "rlsys.chat": ["defaults.yaml", "static/*"],
         "rlsys.report": ["static/*"],
+        "rlsys.rollout": ["sglang_logging.json"],
         "rlsys.weights": ["family/*.yaml"],
     },
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlsys.cluster.network import interface_settings, own_addresses
+from rlsys.cluster.network import interface_settings, own_addresses, promised_port
 
 
 class _Shell:
@@ -28,18 +28,18 @@ class _Shell:
         os.close(descriptor)
         faulthandler.enable(file=2)
         self._worker: Any = None
+        self._promised: list[socket.socket] = []
         if across:
             import ray
 
             os.environ.update(interface_settings(ray.util.get_node_ip_address(), own_addresses()))
 
     def free_address(self) -> tuple[str, int]:
-        """This machine's address in the cluster and a free port."""
+        """This machine's address in the cluster and a port that is nobody else's until one of this run listens at it."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+        self._promised.append(promised_port())
+        return ray.util.get_node_ip_address(), int(self._promised[-1].getsockname()[1])
 
     def _method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self._worker, name)

@@ -93,6 +93,19 @@ def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, 
     return {name: value for name, value in settings.items() if not os.environ.get(name)}
 
 
+def promised_port() -> socket.socket:
+    """A socket whose port, of all addresses, the system gives to nobody who asks for any while the socket is open.
+
+    Whoever is told the port may listen at it all the same, once: it is bound with SO_REUSEADDR and never listened at, and
+    Linux then lets another socket with that option, which servers set, have it as well. A port that is found free and
+    let go of may be taken before its server has come up.
+    """
+    promise = socket.socket()
+    promise.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    promise.bind(("", 0))
+    return promise
+
+
 def answers(host: str, port: int, timeout_s: float) -> bool:
     """Whether something listens at `port` of `host`."""
     try:

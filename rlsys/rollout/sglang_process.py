@@ -7,6 +7,8 @@ which a running loop refuses. The coroutines behind them, on its tokenizer manag
 from __future__ import annotations
 
 import multiprocessing
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from rlsys.rollout import sglang_cpu
 from rlsys.rollout.requests import Heard, followed
 from rlsys.weights.buckets import Bucket
 
+_LOGGING = Path(__file__).with_name("sglang_logging.json")
+"""What SGLang may log. Without it, it takes the handlers off this process's root logger, and silences its warnings."""
 Answer = tuple[bool, str]
 """Success and, without it, why."""
 
@@ -42,6 +46,7 @@ class SglangProcess:
     """A running SGLang engine. The constructor blocks until the model is loaded."""
 
     def __init__(self, arguments: dict[str, Any], on_cpu: bool) -> None:
+        os.environ.setdefault("SGLANG_LOGGING_CONFIG_PATH", str(_LOGGING))
         self._engine = (_CpuEngine if on_cpu else Engine)(**arguments)
         self._manager = self._engine.tokenizer_manager
 

@@ -10,7 +10,8 @@ from rlsys.chat.web import create_app
 from rlsys.evaluation.how import EngineName
 from rlsys.watch.hosts import own_names
 from tests.chat.scripted import Script, Shelf, conversation, task
-from tests.search.conftest import free_port, serving
+from tests.ports import free_port
+from tests.search.conftest import serving
 
 
 @contextmanager

@@ -124,7 +124,8 @@ def test_who_leaves_ends_the_episode() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
     with page_of(script, Shelf()) as url:
         with httpx.stream("POST", f"{url}/ask", json={"question": "Who?"}) as answer:
-            first = next(answer.iter_text())
+            parts = answer.iter_text()  # Its end is the end of the connection.
+            first = next(parts)
             _until(script.halted.is_set)
         assert "asked" in first
         _until(lambda: script.cancelled == 1)

@@ -36,7 +36,8 @@ from rlsys.weights.bijection import Entry, WeightMap
 from rlsys.weights.families import Cut, read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group
+from tests.megatron.harness import rendezvous, run_group
+from tests.ports import free_port
 
 ABOUT = About(step=5)
 UNEVEN = ParallelConfig(tp=2, pp=2, pp_layers=[1, 2])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+from contextlib import ExitStack
 
 import pytest
+import torch.distributed as dist
 
 from rlsys.cluster.machines import natural
 from rlsys.cluster.network import (
@@ -14,6 +16,7 @@ from rlsys.cluster.network import (
     answers,
     interface_settings,
     own_addresses,
+    promised_port,
 )
 from rlsys.errors import UserError
 
@@ -75,3 +78,27 @@ def test_an_address_of_this_machine_is_taken_and_anothers_refused(monkeypatch: p
 
 def test_numbers_in_host_names_count_as_numbers() -> None:
     assert sorted(["n10", "n9", "a1", "n9b", "n9-2"], key=natural) == ["a1", "n9", "n9-2", "n9b", "n10"]
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_promised_port_is_its_listeners_and_nobody_elses(use_libuv: bool) -> None:
+    with promised_port() as promise:
+        port = promise.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=use_libuv)
+        store.set("here", "1")
+        assert dist.TCPStore("127.0.0.1", port, 1).get("here") == b"1"
+        with pytest.raises(dist.DistNetworkError, match="already in use"):
+            dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=use_libuv)
+
+
+def test_no_port_is_promised_twice() -> None:
+    with ExitStack() as promises:
+        ports = [promises.enter_context(promised_port()).getsockname()[1] for _ in range(500)]
+        for _ in range(500):
+            with socket.socket() as other:
+                other.bind(("", 0))
+                ports.append(other.getsockname()[1])
+        assert not {*ports[:500]} & {*ports[500:]}
+        assert len({*ports[:500]}) == 500

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import httpx
 import pytest
 
 from tests.docs.pages import PAGES, PROJECT, Command, commands
+from tests.ports import free_port
 from tests.runs import Finished
 
 NEEDS = {
@@ -122,9 +122,7 @@ def run(text: str, folder: Path) -> None:
 
 def serve(text: str, path: str, folder: Path) -> None:
     """Run a server until it answers, then end it; it has a port of its own."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     text = re.sub(r" --port \d+", "", text)
     process = shell(f"exec {text} --port {port}", folder)
     try:
@@ -154,7 +152,11 @@ def run_pages() -> list[Any]:
     """Pages with something to run; some in `make test-full` alone, whose kinds of commands the quick start has too."""
     slow = ("README.md", "checkpoints.md", "convert-and-evaluate.md", "look.md", "own-data.md")
     return [
-        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in slow else [])
+        pytest.param(
+            page,
+            id=page.name,
+            marks=[pytest.mark.slow, pytest.mark.timeout(3600)] if page.name in slow else [],
+        )
         for page in PAGES
         if to_be_run(page)
     ]

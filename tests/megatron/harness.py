@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +20,6 @@ from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
 from tests.megatron import reference
 
 OBJECTIVE = Objective(reference.LOSS, reference.TEMPERATURE)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def rendezvous(rank: int, world_size: int, port: int) -> Rendezvous:

@@ -126,7 +126,7 @@ class _Shell:
 
     def do(self, method: str, *args: Any) -> Any:
         from rlsys.megatron import parallel as groups
-        from tests.megatron.harness import free_port
+        from tests.ports import free_port
 
         if method == _PORT:
             return free_port()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from rlsys.megatron import vocabulary
 from rlsys.megatron.divergence import divergence_of, top_tokens, whole_vocabulary_kl
 from rlsys.megatron.logprobs import logprobs_at, token_logprobs
 from rlsys.megatron.vocabulary import VocabShard
+from tests.ports import free_port
 
 DIRECTIONS = (KlEstimator.full_reverse, KlEstimator.full_forward)
 Results = dict[str, Tensor]
@@ -108,10 +108,7 @@ def everything(case: Case, shard: VocabShard) -> Results:
 def on_ranks(cases: Sequence[Case], folder: Path) -> list[list[Results]]:
     """`everything` of each case, of each of its TP ranks."""
     size = max(case.tp for case in cases)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, (size, port, cases, folder), nprocs=size)
+    mp.spawn(_rank, (size, free_port(), cases, folder), nprocs=size)
     of_ranks = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
     return [[of_ranks[rank][index] for rank in range(case.tp)] for index, case in enumerate(cases)]
 

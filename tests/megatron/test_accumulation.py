@@ -15,7 +15,8 @@ from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from tests.megatron import reference
-from tests.megatron.harness import OBJECTIVE, free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of
+from tests.ports import free_port
 
 PER_TOKEN = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
 

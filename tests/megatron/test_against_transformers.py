@@ -26,11 +26,11 @@ from tests.megatron.harness import (
     Layout,
     digest_of,
     export,
-    free_port,
     rendezvous,
     run_group,
     weights_of,
 )
+from tests.ports import free_port
 
 STEPS, PER_STEP = 3, 8
 FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)

@@ -17,7 +17,8 @@ from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
-from tests.megatron.harness import OBJECTIVE, free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of
+from tests.ports import free_port
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 STEPS = [reference.make_batches(4, seed=step) for step in range(3)]

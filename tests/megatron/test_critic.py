@@ -19,7 +19,8 @@ from rlsys.megatron import parallel as groups
 from rlsys.megatron.critic import Critic
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from tests.megatron import reference
-from tests.megatron.harness import Layout, free_port, rendezvous, run_group
+from tests.megatron.harness import Layout, rendezvous, run_group
+from tests.ports import free_port
 
 # Large eps, so that Adam's update depends on the size of the gradient and not only on its sign.
 OPTIMIZER = OptimizerConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)

@@ -20,7 +20,8 @@ from rlsys.megatron.log_prob_worker import LogProbWorker
 from rlsys.weights.buckets import Bucket, digest, pack, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
-from tests.megatron.harness import OBJECTIVE, Layout, digest_of, export, free_port, rendezvous, run_group
+from tests.megatron.harness import OBJECTIVE, Layout, digest_of, export, rendezvous, run_group
+from tests.ports import free_port
 from tests.weights import ends
 
 

@@ -20,7 +20,8 @@ from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group
+from tests.megatron.harness import rendezvous, run_group
+from tests.ports import free_port
 
 WIDTH = 120
 FAMILIES: dict[str, PretrainedConfig] = {

@@ -20,7 +20,8 @@ from rlsys.megatron.kernels import choose_layers, kernel_settings
 from rlsys.megatron.model import transformer_config
 from rlsys.weights.families import read_architecture
 from tests.megatron import reference
-from tests.megatron.harness import OBJECTIVE, free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of
+from tests.ports import free_port
 
 NOTHING = Capabilities()
 GPU = Capabilities(cuda_devices=1, compute_capability=(9, 0))

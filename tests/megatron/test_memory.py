@@ -46,8 +46,9 @@ from rlsys.megatron.log_prob_worker import LogProbWorker, PickPlan
 from rlsys.megatron.offload import gradient_buffers, training_state
 from rlsys.pipeline.micro_batch import MicroBatch
 from rlsys.weights.families import read_architecture
-from tests.megatron.harness import OBJECTIVE, Layout, free_port, rendezvous, run_group
+from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group
 from tests.megatron.memory_meter import MemoryMeter
+from tests.ports import free_port
 
 PLAIN = Layout()
 ALWAYS = ("parameters", "gradients", "optimizer", "reference")

@@ -21,7 +21,8 @@ from rlsys.megatron.anchor import ReferencePlan
 from rlsys.megatron.divergence import divergence_of
 from rlsys.pipeline.micro_batch import MicroBatch, collate
 from tests.megatron import reference
-from tests.megatron.harness import free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import rendezvous, run_group, weights_of
+from tests.ports import free_port
 
 LOSS_LENGTH, KL_COEF, TAU = 13, 0.5, 0.5
 OPTIMIZER = OptimizerConfig(lr=0.05, eps=1.0, clip_grad=1e9, weight_decay=0.0)

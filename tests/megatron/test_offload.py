@@ -31,12 +31,12 @@ from tests.megatron.harness import (
     OBJECTIVE,
     digest_of,
     export,
-    free_port,
     rendezvous,
     run_group,
     shared_memory,
     weights_of,
 )
+from tests.ports import free_port
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 AVERAGE = ReferencePlan(tau=0.5, update_period=2, reset_period=None)

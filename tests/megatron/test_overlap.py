@@ -16,7 +16,8 @@ from rlsys.megatron import optimizer as adam
 from rlsys.megatron import parallel as groups
 from rlsys.megatron.actor import Actor
 from tests.megatron import reference
-from tests.megatron.harness import OBJECTIVE, Layout, free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group, weights_of
+from tests.ports import free_port
 
 SMALL_BUCKET = 4000
 """Numbers in a bucket, so that a small model has several."""

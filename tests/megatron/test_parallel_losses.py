@@ -41,8 +41,9 @@ from rlsys.megatron.results import Applied
 from rlsys.pipeline.group import Sample
 from rlsys.weights.buckets import Bucket
 from tests.megatron import reference
-from tests.megatron.harness import digest_of, export, free_port, rendezvous, run_group, weights_of
+from tests.megatron.harness import digest_of, export, rendezvous, run_group, weights_of
 from tests.megatron.one_process import LOSS_LENGTH, SAMPLES, Expected, OneProcess, Policies, flat
+from tests.ports import free_port
 
 # Adam without a memory: a step is gradient / (|gradient| + 1), from which the gradient follows.
 OPTIMIZER = OptimizerConfig(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -28,7 +29,11 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
             tiny.save(first, words, path), rollout, task, SearchConfig(url=search.url), Device.cpu, seed=7
         )
         before = set(psutil.Process().children(recursive=True))
+        root, handlers = logging.getLogger(), list(logging.getLogger().handlers)
         await worker.start()
+        assert (root.handlers, root.isEnabledFor(logging.WARNING)) == (handlers, True), (
+            "what is logged here stays"
+        )
         started = set(psutil.Process().children(recursive=True)) - before
         assert started
         yield Bench(worker, rollout, words, first, second, search)

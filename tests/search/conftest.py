@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -81,18 +80,12 @@ def brute_force(
     return scores, np.argsort(-scores, axis=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # Not beyond it: an engine in this process ends all children with its own.
 def server(index_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchServer]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     with SearchServer(index_dir, log, topk=3, threads=1) as running:
         running.wait_healthy(90)
         yield running
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from rlsys.search.result import Failure, Passage, SearchResult
 from rlsys.search.server.app import create_app
 from rlsys.search.tool import open_tool, search_metrics
 from tests.pipeline.virtual_time import now, run_virtually
+from tests.ports import free_port
 
-from .conftest import free_port, serving
+from .conftest import serving
 from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, written
 
 # ---- what is played is what was recorded

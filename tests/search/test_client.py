@@ -17,8 +17,9 @@ from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer
 from rlsys.search.result import Failure, SearchResult
 from rlsys.search.server.app import create_app
+from tests.ports import free_port
 
-from .conftest import free_port, serving
+from .conftest import serving
 
 
 class Front:

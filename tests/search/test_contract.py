@@ -18,8 +18,9 @@ from schemathesis.checks import load_all_checks
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.server.app import create_app
 from rlsys.search.server.limits import ServerLimits
+from tests.ports import free_port
 
-from .conftest import free_port, serving
+from .conftest import serving
 from .gated import Gated, Lengths, Pages, until
 
 TOKEN = "s3cret"

@@ -21,8 +21,9 @@ from rlsys.search.launch import SearchServer
 from rlsys.search.recording import Cassette
 from rlsys.search.result import Failure, SearchResult
 from rlsys.search.server.app import create_app
+from tests.ports import free_port
 
-from .conftest import free_port, serving
+from .conftest import serving
 from .scripted import RECORD, answer
 
 CALLERS = 8

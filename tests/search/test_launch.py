@@ -22,8 +22,7 @@ from rlsys.search.address import bind
 from rlsys.search.launch import SearchServer
 from rlsys.search.server.command import serve_index
 from rlsys.search.server.serve import TOKEN_VARIABLE, read_token
-
-from .conftest import free_port
+from tests.ports import free_port
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

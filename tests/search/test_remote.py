@@ -16,7 +16,7 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.index.engines import EngineKind, Patience
 from rlsys.search.index.open import open_retriever
 from rlsys.search.index.remote import RemoteRetriever, build_remote
-from tests.search.conftest import free_port
+from tests.ports import free_port
 from tests.search.fake_elastic import FakeElastic, bm25, running
 
 VERSIONS = {"elasticsearch": "9.1.0", "opensearch": "3.2.0"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from rlsys.config.schema import Device, SyncMode
 from rlsys.weights.buckets import ChecksumError, digest, pack_into, unpack
 from rlsys.weights.transport import Parcel, Receiver, Sender, TransportSpec, open_receiver, open_sender
 from rlsys.weights.transport.ipc import IpcReceiver, IpcSender
+from tests.ports import free_port
 
 Named = list[tuple[str, Tensor]]
 ANSWER_S = 60.0
@@ -54,12 +54,16 @@ def spec(
     mode: SyncMode, receivers: int, folder: Path, bucket_bytes: int = 64_000, timeout_s: float = 20.0
 ) -> TransportSpec:
     """The sender's; the receivers' differ in the rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
     names = ("actor rank 0", *(f"rollout rank {rank}" for rank in range(receivers)))
     return TransportSpec(
-        mode, 0, names, bucket_bytes, timeout_s, Device.cpu, ("127.0.0.1", port), str(folder / "weights")
+        mode,
+        0,
+        names,
+        bucket_bytes,
+        timeout_s,
+        Device.cpu,
+        ("127.0.0.1", free_port()),
+        str(folder / "weights"),
     )
 
 
@@ -256,9 +260,7 @@ class Group:
         self.living = tuple(range(len(self.processes)))
 
     async def free_address(self, _timeout_s: float) -> tuple[str, int]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return "127.0.0.1", int(probe.getsockname()[1])
+        return "127.0.0.1", free_port()
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         return await self.call_each(method, [args] * len(self.processes))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.search.conftest import free_port, serving
+from tests.ports import free_port
+from tests.search.conftest import serving
 from tests.search.web.fake_web import FakeWeb
 
 

@@ -14,7 +14,8 @@ from rlsys.errors import UserError
 from rlsys.search.server.app import create_app
 from rlsys.search.web.client import ProviderError, ProviderLimits
 from rlsys.search.web.retriever import WebRetriever, open_pages, open_web
-from tests.search.conftest import free_port, serving
+from tests.ports import free_port
+from tests.search.conftest import serving
 from tests.search.web.fake_web import ENVIRON, KEY, FakeWeb, redirect_to
 from tests.search.web.test_fetch import local
 
