@@ -33,6 +33,7 @@ class Rows:
     name: str
     """For sentences and names of files."""
     rows: tuple[Mapping[str, Any], ...]
+    """As a run reads them (see `rlsys.data.rows`)."""
     texts: tuple[str, ...]
     """The question of each row."""
     file: Path | None
@@ -48,9 +49,11 @@ class Files:
     """What a run reads. No question is in both."""
 
     train: Path
+    """Questions to train on."""
     heldout: Path
+    """Questions to evaluate on."""
     questions: int
-    """To train on."""
+    """How many there are to train on."""
     dropped: int = 0
     """Of those that were given to train on, how many were held out too, and are not trained on."""
 

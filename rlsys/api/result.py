@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlsys.api.questions import Data, read_data
+from rlsys.api.reading import read_history, read_object, read_objects
 from rlsys.api.retrievers import SearchBackend
 from rlsys.api.settings import Settings, quoted
 from rlsys.errors import RunError, UserError
 from rlsys.evaluation.results import ANSWERS, RESULTS
-from rlsys.observe.metrics import read_metrics
-from rlsys.record import METRICS
 from rlsys.search.launch import child_environment
 
 _GRACE_S = 15.0
@@ -31,11 +29,16 @@ _READ_S = 2.0
 """For the last lines of a command that has ended."""
 _LINES_SAID = 40
 """Of a command that fails, which its error repeats."""
+_REMEDY = "evaluate again, or give the folder of an evaluation that has come to its end"
+"""For a result that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """How a model answered questions. Figures are of one answer, from 0 to 1."""
+    """How a model answered questions. Figures are of one answer, from 0 to 1.
+
+    They are read from the folder when they are asked for. Raises UserError for a file that is missing or damaged.
+    """
 
     folder: Path
     """With results.json, answers.jsonl and samples.html."""
@@ -43,36 +46,46 @@ class EvaluationResult:
     @property
     def results(self) -> Mapping[str, Any]:
         """All of results.json: `sets`, each figure with its interval, `average`, and what was asked how."""
-        found: dict[str, Any] = json.loads((self.folder / RESULTS).read_text(encoding="utf-8"))
-        return found
+        return read_object(self.folder / RESULTS, _REMEDY)
 
     @property
     def em(self) -> float:
         """Exact match, the mean over sets."""
-        return float(self.results["average"]["em"]["mean"])
+        return self._averaged("em", "mean")
 
     @property
     def f1(self) -> float:
         """Overlap of words with the accepted answer, the mean over sets."""
-        return float(self.results["average"]["f1"]["mean"])
+        return self._averaged("f1", "mean")
 
     @property
     def questions(self) -> int:
         """How many were asked."""
-        return int(self.results["average"]["questions"])
+        return int(self._averaged("questions"))
 
     @property
     def answers(self) -> list[dict[str, Any]]:
-        """Every answer: question, golden answers, answer, scores, searches and the whole response."""
-        lines = (self.folder / ANSWERS).read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines if line]
+        """Every answer: question, golden answers, answer, scores, searches and the whole response.
+
+        A line that is damaged is left out, and a warning names it.
+        """
+        return read_objects(self.folder / ANSWERS, _REMEDY)
 
     def __str__(self) -> str:
-        searches = self.results["average"]["searches"]
+        searches = self._averaged("searches")
         return (
             f"EM {self.em:.3f}, F1 {self.f1:.3f}, {searches:.2f} searches a question, {self.questions} questions; "
             f"see {self.folder}"
         )
+
+    def _averaged(self, *keys: str) -> float:
+        """A figure of the mean over sets. Raises UserError if there is none."""
+        found: Any = self.results.get("average")
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not isinstance(found, int | float):
+            raise UserError(f"{self.folder / RESULTS} has no figure average.{'.'.join(keys)}: {_REMEDY}.")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +97,9 @@ class TrainingResult:
     summary: Mapping[str, Any]
     """What `summary.json` holds: `em_before`, `em_after`, ..."""
     settings: Settings
+    """The config and the settings over it, as `rlsys train` takes them; `command` writes them out."""
     search_backend: SearchBackend
+    """What the policy searched in training, and searches again in `evaluate`."""
 
     @property
     def command(self) -> str:
@@ -98,8 +113,11 @@ class TrainingResult:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """A row of figures for each step (docs/metrics.md)."""
-        return read_metrics(self.run_dir / METRICS)
+        """A row of figures for each step, read from the run's metrics.jsonl (docs/metrics.md).
+
+        A line that is damaged is left out, and a warning names it. Raises UserError if no row can be read.
+        """
+        return read_history(self.run_dir)
 
     @property
     def evaluations(self) -> Sequence[Mapping[str, Any]]:
@@ -143,7 +161,13 @@ class TrainingResult:
         return EvaluationResult(out)
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write the trained policy as the new Hugging Face folder `folder`, for transformers and other engines."""
+        """Write the trained policy as a Hugging Face folder, for transformers and other engines, and return its path.
+
+        Args:
+            folder: a new one.
+
+        Raises UserError or RunError with what the conversion says.
+        """
         from rlsys.evaluation.model import find_model
 
         original = find_model(self.checkpoint, None, "the checkpoint").shape
@@ -151,7 +175,10 @@ class TrainingResult:
         return Path(folder)
 
     def report(self) -> Path:
-        """Write the report of the run, one HTML file, and return its path."""
+        """Write the report of the run, report.html in its folder, and return its path.
+
+        Raises UserError for a folder that is no run, and for one that cannot be written to.
+        """
         from rlsys.observe.run_folder import open_run
         from rlsys.report.page import write_report
 

@@ -33,7 +33,10 @@ class SearchBackend(Protocol):
     def serving(self, log_dir: Path) -> AbstractContextManager[Mapping[str, Any]]:
         """Settings of the run's `search` section, key -> value, which hold while the context lasts.
 
-        A server that has to be started writes to `log_dir`. Raises RunError for one that does not start.
+        Args:
+            log_dir: folder for the log of a server that has to be started.
+
+        Raises RunError for a server that does not start.
         """
 
 
@@ -42,7 +45,9 @@ class _IndexRetriever:
     """An index folder, as `rlsys search index` makes it."""
 
     KIND: ClassVar[str]
+    """Of its index, as the manifest names it."""
     index_path: str | Path
+    """Folder of the index."""
 
     def _require(self) -> dict[str, Any]:
         """The manifest of the index. Raises UserError for none, and for one of another kind."""
@@ -165,9 +170,15 @@ class BM25Retriever(_IndexRetriever):
         top_k: int = DEFAULT_TOPK,
         chunk_size: int = CHUNK_WORDS,
     ) -> Self:
-        """The retriever of own `documents`, cut into passages of at most `chunk_size` words.
+        """The retriever of own `documents`, which are cut into passages and indexed in the folder `index_path`.
 
-        As `DenseRetriever.from_documents`, without an encoder.
+        An index of these very documents that is there already is used; one of others is refused with UserError.
+
+        Args:
+            documents: as for `DenseRetriever.from_documents`.
+            index_path: folder of the index.
+            top_k: passages of a search.
+            chunk_size: most words of a passage.
         """
         _require_count("top_k", top_k)
         _require_count("chunk_size", chunk_size, "words")

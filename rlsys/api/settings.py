@@ -18,6 +18,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 
 CPU = "cpu"
+"""In place of devices: none."""
 Devices = int | Sequence[int] | str
 """So many devices of this machine, their ranks, or "cpu"."""
 
@@ -34,7 +35,9 @@ class Settings:
     """A config, and settings over it."""
 
     config: str
+    """The experiment: a config of the project, or the path of one."""
     overrides: tuple[str, ...]
+    """As the command line takes them, `key=value`; of two for one key the later counts."""
     passing: frozenset[str] = frozenset()
     """Keys of those that hold for the run alone, as the address of a server that was started for it does."""
 
@@ -53,6 +56,7 @@ class Given:
     """What one argument of the API sets."""
 
     argument: str
+    """Its name, for sentences."""
     values: Mapping[str, Any]
     """Key, or group of configs, -> value."""
     passing: bool = False

@@ -33,6 +33,7 @@ from rlsys.config.validate import find_problems, validate
 from rlsys.errors import UserError
 
 EXPERIMENT = "searchr1_qwen2.5_3b_1node"
+"""Search-R1's published run of 3B on one node."""
 
 
 class SearchR1Trainer:

@@ -10,7 +10,10 @@ from rlsys.search.launch import SearchServer
 
 
 class WebServer(SearchServer):
-    """A handle of `rlsys search web`, under the contract of `SearchServer`; `options` are its further flags."""
+    """A handle of `rlsys search web` over `provider`, under the contract of `SearchServer`.
+
+    It answers with `topk` results and writes to `log`; `options` are its further flags.
+    """
 
     def __init__(self, provider: str, log: str | Path, *, topk: int, options: Sequence[str] = ()) -> None:
         words = ["rlsys.cli.main", "search", "web", provider, "--topk", str(topk), *options]

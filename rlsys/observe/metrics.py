@@ -11,8 +11,10 @@ METRICS = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file by step. A line cut short by a crash is left out; where a resumed run
-    has repeated a step, its later row counts.
+    """The rows of a metrics file by step, for the run that writes it and goes on with it.
+
+    A line that is no row of a step, such as one cut short by a crash, is left out without a word; `run_folder.open_run`
+    says what it leaves out. Where a resumed run has repeated a step, its later row counts. Raises OSError.
     """
     rows: dict[int, dict[str, Any]] = {}
     for line in path.read_bytes().splitlines():
@@ -20,5 +22,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        rows[row["step"]] = row
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows[row["step"]] = row
     return [rows[step] for step in sorted(rows)]
