@@ -5,15 +5,30 @@ import { date } from "./format.js";
 import { differences } from "./overview.js";
 import { note, runOf } from "./state.js";
 
+const COMMIT = 12; // Characters that tell it from others.
+
 export function setup(all, now) {
   const run = all.runs[runOf(all, now)];
   return [
     all.runs.length > 1 && h("section", {}, h("h2", {}, "Settings that differ"), differences(all.runs)),
+    all.runs.length > 1 && h("section", {}, h("h2", {}, "Environment that differs"), environments(all.runs)),
     lives(run),
     settings(run, now),
     h("section", {}, h("h2", {}, "This report"), h("p", { class: "soft" }, `Made ${date(all.made)} of ${run.path}.`),
       run.problems.length > 0 && h("ul", {}, run.problems.map((text) => h("li", {}, text)))),
   ];
+}
+
+// Each value of a run, in order, where it went on elsewhere. A run that does not know where it ran differs in nothing.
+function environments(runs) {
+  const known = runs.filter((run) => run.lives.length);
+  if (known.length < 2) return h("p", { class: "note" }, "Nothing to compare: run.json is missing for all runs but one, or for all.");
+  const values = (life) => ({ commit: life.commit ? life.commit.slice(0, COMMIT) + (life.changed ? " with changes" : "") : "not known", ...life.environment });
+  const text = (run, name) => (run.lives.length ? [...new Set(run.lives.map((life) => values(life)[name] ?? "not there"))].join(", then ") : "not known");
+  const names = [...new Set(known.flatMap((run) => run.lives.flatMap((life) => Object.keys(values(life)))))];
+  const apart = names.filter((name) => new Set(known.map((run) => text(run, name))).size > 1);
+  if (!apart.length) return h("p", { class: "soft" }, "Nothing: machine, versions and commit are the same.");
+  return table(["", ...runs.map((run) => run.name)], apart.map((name) => [h("code", {}, name), ...runs.map((run) => h("code", {}, text(run, name)))]), { label: "Environment that differs", text: true, class: "keys" });
 }
 
 function lives(run) {
