@@ -64,6 +64,7 @@ class Instant:
     """Rollout group, inference group, actor and devices in one. Groups are under way for one turn of the loop."""
 
     groups = ("inference",)
+    waits_for = ""
 
     def __init__(self, groups: int, group_size: int) -> None:
         self.capacity = groups
