@@ -2,9 +2,10 @@
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
-# Files of tests that run at the same time. Each may start a whole run, of up to 6 GiB.
+# Files of tests that run at the same time, in their order, as those of a folder share an engine or a server.
+# Each may start a whole run, of up to 6 GiB.
 WORKERS ?= 2
-PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-full lint format docs
 

@@ -13,17 +13,17 @@ SEARCH = "search"
 class Doing:
     """A moment of one engine's episodes."""
 
-    generating: int
-    """Requests in the engine."""
+    busy: bool
+    """The engine generates, or holds requests back for a while."""
     awaited: Mapping[str, int]
     """What is outside the engine, by name -> episodes that wait for it."""
 
 
 def common_wait(found: Iterable[Doing]) -> str:
-    """What all that goes on waits for, in words; empty where anything is generated, or nothing is awaited."""
+    """What all that goes on waits for, in words; empty where an engine is busy, or nothing is awaited."""
     awaited: set[str] = set()
     for doing in found:
-        if doing.generating:
+        if doing.busy:
             return ""
         awaited.update(name for name, episodes in doing.awaited.items() if episodes)
     return " and ".join(sorted(awaited))

@@ -294,10 +294,10 @@ class RolloutGroup:
         return found
 
     async def _doing_on(self, engine: int) -> Doing | None:
-        """What `engine` is at; None if it does not answer, which shows elsewhere."""
+        """What `engine` is at; None if it does not say, for whatever reason: that shows in what it is needed for."""
         try:
             found: Doing = await self._engines.answer(engine, "doing", timeout_s=DOING_TIMEOUT_S)
-        except (RankDied, EngineDied, RankSilent):
+        except RunError:
             return None
         return found
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys.cluster.machines import RANK, joined
-from rlsys.cluster.network import address_here, answers
+from rlsys.cluster.network import address_here, answers, promised_port
 from rlsys.cluster.worker_group import GATHERED
 from rlsys.errors import RunError, UserError
 from rlsys.launch.child import rlsys_command
@@ -58,9 +58,7 @@ async def lead(task: Task, role: Role, say: Say) -> int:
         "--include-dashboard",
         "false",
     ]
-    # Of a server that nobody asks, but which ends Ray where its usual port is taken.
-    arguments += ["--ray-client-server-port", str(_free_port())]
-    with ray_node(arguments, task.config, f"{RANK}0") as node:
+    with promised_port() as unused, ray_node([*arguments, *_unused(unused)], task.config, f"{RANK}0") as node:
         await _answering(host, role.port, node, until)
         return await lead_cluster(task, role, f"{host}:{role.port}", say, until, node)
 
@@ -86,10 +84,9 @@ def own_address(role: Role) -> str:
     return _LOOPBACK if alone else address_here(role.host)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _unused(promise: socket.socket) -> list[str]:
+    """The port of a server that nobody asks, but which ends Ray where its usual port is taken."""
+    return ["--ray-client-server-port", str(promise.getsockname()[1])]
 
 
 async def _answering(host: str, port: int, node: RayNode, until: float) -> None:

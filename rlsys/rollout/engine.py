@@ -278,6 +278,11 @@ class Engine:
         return len(self._requests)
 
     @property
+    def busy(self) -> bool:
+        """It generates, or holds requests back while it takes weights in."""
+        return bool(self._requests) or not self._open.is_set()
+
+    @property
     def _asleep_reason(self) -> str:
         return f"The engine on {self._model_path} is asleep; wake it first."
 

@@ -31,7 +31,10 @@ from rlsys.rollout.requests import Heard, followed
 from rlsys.weights.buckets import Bucket
 
 _LOGGING = Path(__file__).with_name("sglang_logging.json")
-"""What SGLang may log. Without it, it takes the handlers off this process's root logger, and silences its warnings."""
+"""What SGLang may log, here and in its processes, whatever `log_level` it is given.
+
+Without it, it takes the handlers off this process's root logger, and silences the warnings of all others here.
+"""
 Answer = tuple[bool, str]
 """Success and, without it, why."""
 

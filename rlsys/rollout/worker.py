@@ -128,7 +128,7 @@ class RolloutWorker:
 
     def doing(self) -> Doing:
         """What all episodes here are at, at this moment."""
-        return Doing(self.engine.running, dict(+self._tools.awaited))
+        return Doing(self.engine.busy, dict(+self._tools.awaited))
 
     async def open_transport(self, spec: TransportSpec) -> None:
         """Meet the sender of the weights, in place of an earlier one. Raises RunError if it does not come."""

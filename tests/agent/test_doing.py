@@ -24,13 +24,13 @@ SAID = ["<search>who</search>", "<calculator> 6 * 7 </calculator>", "<answer> 42
     ("found", "cause"),
     [
         ([], ""),
-        ([Doing(0, {})], ""),
-        ([Doing(0, {"search": 2})], "search"),
-        ([Doing(0, {"search": 0})], ""),
-        ([Doing(0, {"search": 2}), Doing(0, {})], "search"),
-        ([Doing(0, {"search": 2}), Doing(1, {})], ""),
-        ([Doing(1, {"search": 2})], ""),
-        ([Doing(0, {"search": 2}), Doing(0, {"clock": 1, "search": 1})], "clock and search"),
+        ([Doing(False, {})], ""),
+        ([Doing(False, {"search": 2})], "search"),
+        ([Doing(False, {"search": 0})], ""),
+        ([Doing(False, {"search": 2}), Doing(False, {})], "search"),
+        ([Doing(False, {"search": 2}), Doing(True, {})], ""),
+        ([Doing(True, {"search": 2})], ""),
+        ([Doing(False, {"search": 2}), Doing(False, {"clock": 1, "search": 1})], "clock and search"),
     ],
 )
 def test_all_wait_where_none_generates(found: list[Doing], cause: str) -> None:

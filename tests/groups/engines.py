@@ -40,7 +40,7 @@ class Worker:
         """Key -> episodes."""
         self.begun: dict[str, tuple[Begun, ...]] = {}
         """Key -> what it was given of a group."""
-        self.doing = Doing(0, {})
+        self.doing = Doing(False, {})
         self.most_episodes = 0
         self.log: list[tuple[str, tuple[Any, ...]]] = []
         self.pending: dict[asyncio.Future[Any], str | None] = {}

@@ -390,20 +390,20 @@ def test_what_rollouts_wait_for_is_what_no_engine_that_rolls_can_do_without() ->
 
         first, second, third = engines.ranks
         await look()  # Nothing goes on.
-        first.doing = Doing(0, {"search": 3})
+        first.doing = Doing(False, {"search": 3})
         await look()
-        second.doing = Doing(0, {"calculator": 1, "search": 0})
+        second.doing = Doing(False, {"calculator": 1, "search": 0})
         await look()
-        third.doing = Doing(1, {"search": 8})
+        third.doing = Doing(True, {"search": 8})
         await look()
         async with group.reserve(1):
-            third.doing, first.doing = Doing(0, {}), Doing(5, {})
+            third.doing, first.doing = Doing(False, {}), Doing(True, {})
             assert group._router.aside == {0}
             await look()  # What is set aside answers an evaluation.
             second.silent = True
             await look()
         second.silent = False
-        first.doing = Doing(0, {"search": 3})
+        first.doing = Doing(False, {"search": 3})
         engines.die(1)
         await look()  # Whether it is dead is for others to find out; of what is silent nothing is known.
         return seen

@@ -54,13 +54,13 @@ def test_a_machine_that_does_not_come_is_named(hosts: Hosts, tmp_path: Path) -> 
     # Where Ray's own client server, which nobody needs, would listen.
     taken = hosts[0].start([sys.executable, "-c", TAKES_A_PORT, "10001"], tmp_path / "taken.log")
     wait_until(lambda: (tmp_path / "taken.log").read_text(), 20)
-    (head,) = launch(hosts, tmp_path, "--wait", "12", ranks=(0,))
+    (head,) = launch(hosts, tmp_path, "--wait", "40", ranks=(0,))
     assert head.wait() == 1
     for process in psutil.Process(taken.pid).children():
         process.kill()
     taken.wait(10)
     assert (
-        f"node 1 did not come to {hosts[0].address}:6379 within 12 s (1 of 2 machines are there)"
+        f"node 1 did not come to {hosts[0].address}:6379 within 40 s (1 of 2 machines are there)"
         in head.said()
     )
     assert head.leaves_nothing()

@@ -25,7 +25,7 @@ from tests.rollout.bench import (
     logprobs_of,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 
 
 async def test_greedy_tokens_and_logprobs_are_those_of_transformers(bench: Bench) -> None:

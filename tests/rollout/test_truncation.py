@@ -9,7 +9,7 @@ from rlsys.agent.episode import TurnSampling
 from rlsys.report.sampler import log_kept_mass
 from tests.rollout.bench import Bench, logprobs_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.6, -1), (1.0, 3), (0.6, 3)])

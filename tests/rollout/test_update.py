@@ -28,7 +28,7 @@ from tests.rollout.bench import (
 )
 from tests.weights.ends import receiver_of, sender_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 
 CONTINUE = OnUpdate["continue"]
 
