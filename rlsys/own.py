@@ -1,10 +1,12 @@
 """From own documents and questions to a trained, evaluated policy: which commands it takes, in which order.
 
-Contract: `commands` yields command lines of `rlsys`, each once all before it have succeeded. What is written lies in one
-folder, and the same call goes on where an earlier one was broken off: passages and questions are made again, which gives
-the same bytes; a complete index, a finished run and its evaluation are left as they are; training goes on from its newest
-checkpoint. What a run reads is named by its content: with other documents or questions it is another run beside the first,
-which stays as it was. An evaluation is of a step and of settings. Nothing here is done but to read files.
+Contract: `commands` yields command lines of `rlsys`, each once all before it have succeeded. Before the first one it refuses
+what can be seen to be wrong, of files and of settings; then it downloads the model, if it is no folder, and refuses what is
+wrong with that. Else nothing is done here but to read files. What is written lies in one folder, and the same call goes on
+where an earlier one was broken off: passages and questions are made again, which gives the same bytes; a complete index, a
+finished run and its evaluation are left as they are; training goes on from its newest checkpoint, also where the summary or
+the config of the run cannot be read. What a run reads is named by its content: with other documents or questions it is
+another run beside the first, which stays as it was. An evaluation is of a step and of settings.
 """
 
 from __future__ import annotations
@@ -12,17 +14,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlsys.api.models import model_folder
 from rlsys.api.settings import Devices, Given, Settings, compose_settings, fitting_batch, of_batch, of_devices
 from rlsys.config.compose import as_dict, load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
 from rlsys.observe.files import sha256_of
+from rlsys.own_input import (
+    planned_index,
+    planned_sides,
+    require_documents,
+    require_index,
+    require_sound,
+    scratch_beside,
+)
 
 Words = tuple[str, ...]
 """A command line of rlsys, without the program's name."""
@@ -36,8 +47,8 @@ class Wish:
 
     documents: Path
     questions: Path
-    model: Path
-    """A Hugging Face folder."""
+    model: str | Path
+    """A Hugging Face folder, or a name on the Hub."""
     out: Path
     config: str
     heldout: Path | None = None
@@ -58,11 +69,9 @@ class Wish:
 
 
 def commands(wish: Wish) -> Iterator[Words]:
-    """The command lines, in order. Raises UserError for settings that contradict each other."""
-    if wish.heldout is not None and wish.holdout is not None:
-        raise UserError(
-            f"--holdout {wish.holdout} and --heldout {wish.heldout} both say what is held out: give one of them."
-        )
+    """The command lines, in order. Raises UserError for what cannot be read, trained or run here, before the first of them,
+    and RunError for a model that cannot be downloaded."""
+    wish = _ready(wish)
     corpus = wish.out / _CORPUS
     yield "search", "ingest", str(wish.documents), "--out", str(corpus)
     index = wish.out / f"index-{_digest(sha256_of(corpus), wish.kind, str(wish.encoder))}"
@@ -77,10 +86,10 @@ def commands(wish: Wish) -> Iterator[Words]:
     note = wish.out / f"{config.name}.txt"
     if not _is_finished(note, config):
         yield "train", "-c", settings.config, "--folder-to", str(note), *settings.overrides
-    run_dir = _run_of(note)
-    if run_dir is None:
+    ended = _ended(note)
+    if ended is None:
         raise RunError(f"{note} does not name the folder of a finished run: run the same command again.")
-    checkpoint = Path(_summary(run_dir)["checkpoint"])
+    run_dir, checkpoint = ended
     evaluation = (
         run_dir / f"eval-{checkpoint.parent.name}-{_digest(json.dumps(_but_resume(as_dict(config))))}"
     )
@@ -97,6 +106,29 @@ class _Made:
     index: Path
     train: Path
     heldout: Path
+
+
+def _ready(wish: Wish) -> Wish:
+    """`wish` with the folder of its model, once nothing can be seen to be wrong."""
+    if wish.heldout is not None and wish.holdout is not None:
+        raise UserError(
+            f"--holdout {wish.holdout} and --heldout {wish.heldout} both say what is held out: give one of them."
+        )
+    require_documents(wish.documents, wish.out / _CORPUS)
+    require_index(wish.kind, wish.encoder)
+    if not Path(wish.model).expanduser().is_dir():
+        _require_sound(wish, knows_model=False)
+    wish = replace(wish, model=model_folder(wish.model))
+    _require_sound(wish, knows_model=True)
+    return wish
+
+
+def _require_sound(wish: Wish, *, knows_model: bool) -> None:
+    """Check the config of training and evaluation, with stand-ins for all that is going to be made."""
+    with scratch_beside(wish.out) as folder:
+        sides = planned_sides(wish.questions, wish.heldout, wish.holdout, wish.prompt, wish.tools, folder)
+        settings = _settings(replace(wish, out=folder), _Made(planned_index(folder), *sides))
+        require_sound(load_config(settings.config, settings.overrides), knows_model=knows_model)
 
 
 def _prepared(wish: Wish) -> Iterator[Words]:
@@ -151,27 +183,32 @@ def _lines(file: Path) -> int:
         return sum(1 for _ in lines)
 
 
-def _run_of(note: Path) -> Path | None:
-    """The run that `note` names, if it has ended well; one that went on has a summary only from its end on."""
-    if not note.is_file():
+def _ended(note: Path) -> tuple[Path, Path] | None:
+    """The run that `note` names and the checkpoint it came to, if it has ended well.
+
+    One that went on has a summary only from its end on; where that cannot be read, the run goes on from its end.
+    """
+    try:
+        run_dir = Path(note.read_text(encoding="utf-8").strip())
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        return run_dir, Path(summary["checkpoint"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    run_dir = Path(note.read_text(encoding="utf-8").strip())
-    return run_dir if (run_dir / "summary.json").is_file() else None
 
 
 def _is_finished(note: Path, config: RunConfig) -> bool:
     """Whether the run that `note` names has ended well, under this very config."""
-    run_dir = _run_of(note)
-    if run_dir is None or not Path(_summary(run_dir)["checkpoint"]).is_dir():
+    ended = _ended(note)
+    if ended is None:
         return False
-    before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    return _but_resume(before) == _but_resume(as_dict(config))
+    run_dir, checkpoint = ended
+    try:
+        before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, yaml.YAMLError):
+        return False
+    same = isinstance(before, dict) and _but_resume(before) == _but_resume(as_dict(config))
+    return same and checkpoint.is_dir()
 
 
-def _but_resume(config: Any) -> dict[str, Any]:
+def _but_resume(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "resume"}
-
-
-def _summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    return found

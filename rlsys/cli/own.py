@@ -57,14 +57,13 @@ def command(
     ] = None,
 ) -> None:
     """Make an index and a split, train, evaluate, report; the same command goes on where it was broken off."""
-    from rlsys.api.models import model_folder
     from rlsys.api.trainer import EXPERIMENT
     from rlsys.own import Wish, commands
 
     wish = Wish(
         documents=documents,
         questions=questions,
-        model=model_folder(model),
+        model=model,
         out=out,
         config=config or EXPERIMENT,
         heldout=heldout,
