@@ -24,6 +24,8 @@ from rlsys.observe.timeline import TIMELINE, StepTimeline, read_row, steps_of
 T = TypeVar("T")
 
 CONFIG, EVALUATIONS, SUMMARY, STATUS = "config.yaml", "evaluations", "summary.json", "status.json"
+MEASURED = "eval*/results.json"
+"""Within the run's folder: what `rlsys eval` has measured into it, beside the run's own evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,14 @@ class RunFolder:
         """Every answer of the policy's evaluation after `step`, as `rlsys.evaluation.answers` writes it."""
         name = f"{EVALUATIONS}/step_{step:06d}.jsonl"
         return list(_parsed(self.path / name, name, _object, self._say))
+
+    def measured(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The name of each folder that `rlsys eval` has written into this one, and its results.json; by name."""
+        for file in sorted(self.path.glob(MEASURED)):
+            folder = file.parent.name
+            results = _whole(self.path, f"{folder}/{file.name}", self._say)
+            if results is not None:
+                yield folder, results
 
     def _say(self, problem: str) -> None:
         if problem not in self._said:

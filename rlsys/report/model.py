@@ -30,6 +30,7 @@ from rlsys.observe.timeline import TIMELINE
 from rlsys.report import drift, trajectories
 from rlsys.report import time as time_use
 from rlsys.report.digests import Digest, Digests, sampling_of
+from rlsys.report.measured import measured_rows
 from rlsys.watch.life import life_here
 
 Sink = Callable[[int, list[Any]], None]
@@ -131,6 +132,7 @@ def _run(
         "metrics": {name: [_figure(row.get(name)) for row in rows] for name in names},
         "evaluations": evaluations,
         "reference": json_safe(run.reference),
+        "measured": measured_rows(run),
         "time": _time(run),
         "trajectories": kept,
         "drift": drifted,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.observe.kept import TRAJECTORIES
-from rlsys.observe.run_folder import CONFIG, EVALUATIONS, METRICS, SUMMARY, RunFolder, open_run
+from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, METRICS, SUMMARY, RunFolder, open_run
 from rlsys.observe.status import FAILED, read_status
 from rlsys.observe.timeline import TIMELINE
 from rlsys.report.embed import compressed
@@ -28,7 +28,7 @@ from rlsys.watch.metrics import exposition
 REST = 9
 """Times as long as a model took to build, it is good for at least."""
 _FILES = (CONFIG, METRICS, TIMELINE, SUMMARY)
-_FOLDERS = (EVALUATIONS, TRAJECTORIES)
+_PATTERNS = (f"{EVALUATIONS}/*.json*", f"{TRAJECTORIES}/*.json*", MEASURED)
 
 Stamp = tuple[Phase, tuple[tuple[str, int, int], ...]]
 """How far the run is, and (path, bytes, ns of the last change) of each file that a model is made of."""
@@ -113,8 +113,8 @@ class LiveRun:
 
     def _stamp(self) -> Stamp:
         files = [self.path / name for name in _FILES]
-        for name in _FOLDERS:
-            files += sorted(file for file in (self.path / name).glob("*.json*") if file.suffix != ".part")
+        for pattern in _PATTERNS:
+            files += sorted(file for file in self.path.glob(pattern) if file.suffix != ".part")
         found = []
         for file in files:
             try:

@@ -31,6 +31,9 @@ def folder(tmp_path: Path) -> Path:
         (run / "evaluations" / f"step_{step:06d}.json").write_text(json.dumps({"step": step, "em": 0.5}))
         (run / "evaluations" / f"step_{step:06d}.jsonl").write_text('{"uid": "q"}\n')
     (run / "summary.json").write_text('{"em_after": 0.5}')
+    for name in ("eval", "eval-1"):
+        (run / name).mkdir()
+        (run / name / "results.json").write_text('{"sets": {}}')
     return run
 
 
@@ -41,6 +44,7 @@ def test_what_is_there_is_read(folder: Path) -> None:
     assert [row["actor/loss"] for row in run.rows] == [0.5, 1.0, 1.5]
     assert [row["step"] for row in run.evaluations] == [0, 3]
     assert run.answers(3) == [{"uid": "q"}]
+    assert list(run.measured()) == [("eval", {"sets": {}}), ("eval-1", {"sets": {}})]
     assert [one.step for one in run.timeline()] == [1, 2, 3]
     assert (run.summary, run.status) == ({"em_after": 0.5}, None)
     assert run.lives[0].command == ["rlsys"]
@@ -90,12 +94,20 @@ def test_a_row_that_is_none_is_told(folder: Path, line: bytes) -> None:
 
 
 OBJECTS = (b'{"lives": 3}', b'{"lives": [{}]}')
-TAKE_ANY_OBJECT = ("config.yaml", "summary.json", "status.json", "evaluations/step_000003.jsonl")
-MAY_BE_MISSING = ("summary.json", "status.json", "evaluations/step_000003.json")
+TAKE_ANY_OBJECT = (
+    "config.yaml",
+    "summary.json",
+    "status.json",
+    "evaluations/step_000003.jsonl",
+    "eval/results.json",
+)
+MAY_BE_MISSING = ("summary.json", "status.json", "evaluations/step_000003.json", "eval/results.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[1, 2]", b"{", b"a: [", *OBJECTS, None])
-@pytest.mark.parametrize("name", [*FILES, "evaluations/step_000003.json", "evaluations/step_000003.jsonl"])
+@pytest.mark.parametrize(
+    "name", [*FILES, "evaluations/step_000003.json", "evaluations/step_000003.jsonl", "eval/results.json"]
+)
 def test_damage_is_a_sentence_and_the_rest_is_read(folder: Path, name: str, content: bytes | None) -> None:
     (folder / name).unlink(missing_ok=True)
     if content is not None:
@@ -103,6 +115,7 @@ def test_damage_is_a_sentence_and_the_rest_is_read(folder: Path, name: str, cont
     run = open_run(folder)
     for _ in range(2):
         run.timeline()
+        measured = [folder for folder, _ in run.measured()]
         for row in run.evaluations:
             run.answers(row["step"])
     fine = name in (MAY_BE_MISSING if content is None else TAKE_ANY_OBJECT if content in OBJECTS else ())
@@ -110,6 +123,8 @@ def test_damage_is_a_sentence_and_the_rest_is_read(folder: Path, name: str, cont
     assert all(told.startswith(name) and told.endswith(".") and "\n" not in told for told in run.problems)
     assert len(run.rows) == (0 if name == "metrics.jsonl" else 3)
     assert len(run.evaluations) == (1 if name == "evaluations/step_000003.json" else 2)
+    gone = name == "eval/results.json" and content not in OBJECTS
+    assert measured == (["eval-1"] if gone else ["eval", "eval-1"])
 
 
 def test_many_damaged_rows_are_told_at_once(folder: Path) -> None:

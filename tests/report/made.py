@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rlsys.evaluation.evaluate import Answered, Evaluation
+from rlsys.evaluation.results import RESULTS, write_results
 from rlsys.observe.environment import Life
 from rlsys.observe.kept import Kept, KeptTurn, write_kept
 from rlsys.observe.spans import Span
@@ -233,6 +235,20 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
         write_kept(folder, step, [maker.kept(step, *pair) for pair in pairs])
     (folder / "summary.json").write_text('{"em_after": 0.8}')
     return folder
+
+
+def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> Path:
+    """What `rlsys eval` writes into folder `name` of `run` of these answers; returns its results.json."""
+    out = run / name
+    asked = {
+        "model": str(run / "hf"),
+        "engine": "sglang",
+        "baseline": "none",
+        "samples": 1,
+        "temperature": 0.0,
+    }
+    write_results(Evaluation(0, answers), out, {**asked, **settings}, 1, seed=0)
+    return out / RESULTS
 
 
 def _write_timeline(folder: Path, steps: int) -> None:

@@ -14,13 +14,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.agent.trajectory import Action
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.observe.kept import Kept, read_kept_step, read_row
 from rlsys.observe.run_folder import open_run
 from rlsys.report.model import ANSWERS, Memory, build, flat, read_chunk
 from rlsys.report.trajectories import CHUNK, runs_of
-from tests.report.made import Maker, Size, made_run
+from tests.evaluation.answers import SEARCH, answered, asked, turn
+from tests.report.made import Maker, Size, add_measured, made_run
 
 
 def spread(value: Any, count: int) -> list[Any]:
@@ -231,12 +233,77 @@ def test_of_a_chunk_no_more_is_parsed_than_it_has(
     assert len(parsed) == (0 if damage else count), "with a damaged row places are not those of lines"
 
 
+def test_what_was_measured_into_the_folder_is_a_row_for_each_set(tmp_path: Path) -> None:
+    """Of nq 1 of 4 is right, of own both are; the intervals are Wilson's as tables have them."""
+    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
+    failed = turn(Action.SEARCH, "x", "Search failed", error="no answer")
+    answers = [answered(asked(number, "Nile"), said) for number, said in enumerate(["a b", "c", None])]
+    answers.append(answered(asked(3, "Nile"), "the Nile", 0, SEARCH, failed))
+    answers += [answered(asked(number, "Nile", source="own"), "Nile") for number in (4, 5)]
+    late = {"started": "2025-02-01T00:00:00+0000", "baseline": "cot", "engine": "transformers"}
+    add_measured(folder, "eval", *answers, **late)
+    both = [answered(asked(1, "Nile"), said, sample) for sample, said in enumerate(["Nile", "x"])]
+    add_measured(folder, "eval-late", *both, started="2025-01-01", samples=2, temperature=0.5, model="/m")
+    rows = build([open_run(folder)])["runs"][0]["measured"]
+    assert [(row["folder"], row["set"], row["questions"]) for row in rows] == [
+        ("eval-late", "nq", 1),
+        ("eval", "nq", 4),
+        ("eval", "own", 2),
+        ("eval", None, 6),
+    ]
+    assert [row["em"]["mean"] for row in rows] == [0.5, 0.25, 1.0, 0.625]
+    assert rows[1]["em"] == pytest.approx({"mean": 0.25, "low": 0.0456, "high": 0.6994}, abs=5e-5)
+    assert [(row["searches"], row["search_errors"]) for row in rows[1:3]] == [(0.5, 1), (0, 0)]
+    assert {k: chance["mean"] for k, chance in rows[0]["pass_at"].items()} == {"1": 0.5, "2": 1.0}
+    how = [(row["model"], row["engine"], row["baseline"], row["samples"]) for row in rows[:2]]
+    assert how == [("/m", "sglang", "none", 2), ("hf", "transformers", "cot", 1)]
+
+
+FIGURE = '"em":{"mean":0.5,"low":0.1,"high":0.9}'
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (FIGURE, '"em":{"mean":0.5,"low":0.1}'),
+        (FIGURE, '"em":{"mean":NaN,"low":0.1,"high":0.9}'),
+        (FIGURE, '"em":{"mean":"0.5","low":0.1,"high":0.9}'),
+        (FIGURE, '"em":[0.5]'),
+        ('"model"', '"name"'),
+        ('"settings"', '"sets"'),
+        ('"pass_at":{', '"pass_at":{"x":1'),
+        ("}}}", "}}"),
+        (None, "{}"),
+        (None, '{"settings": 3, "sets": [1]}'),
+        (None, ""),
+        (None, "\x00"),
+    ],
+)
+def test_damaged_results_are_said_and_the_others_are_there(tmp_path: Path, old: str | None, new: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: made\n")
+    parts = ",".join(f'"{name}":{{"mean":0.5,"low":0.1,"high":0.9}}' for name in ("em", "f1", "sub_em"))
+    figures = f'{{"name":"own","questions":1,"searches":0,"search_errors":0,"pass_at":{{}},{parts}}}'
+    whole = f'{{"settings":{{"model":"m"}},"interval_level":0.95,"sets":{{"own":{figures}}}}}'
+    for name, content in (("eval", whole.replace(old, new, 1) if old else new), ("eval-2", whole)):
+        (folder / name).mkdir()
+        (folder / name / "results.json").write_text(content)
+    (folder / "eval-3/results.json").mkdir(parents=True)
+    (folder / "eval-4").mkdir()
+    run = build([open_run(folder)])["runs"][0]
+    assert [row["folder"] for row in run["measured"]] == ["eval-2"]
+    said = [one for one in run["problems"] if one.startswith("eval")]
+    assert sorted(one.split(maxsplit=1)[0] for one in said) == ["eval-3/results.json", "eval/results.json"]
+    assert all(one.endswith(".") for one in said)
+
+
 def test_a_run_that_has_only_begun_has_a_model(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text("name: made\n")
     run = build([open_run(folder)])["runs"][0]
-    assert (run["steps"], run["metrics"], run["evaluations"]) == ([], {}, [])
+    assert (run["steps"], run["metrics"], run["evaluations"], run["measured"]) == ([], {}, [], [])
 
 
 def test_settings_have_their_dotted_names() -> None:

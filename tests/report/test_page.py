@@ -17,7 +17,8 @@ from rlsys.observe.run_folder import RunFolder, open_run
 from rlsys.report.model import build
 from rlsys.report.page import render, write_report
 from tests.browser import DESKTOP, PHONE, Look, browser, look
-from tests.report.made import Maker, Size, made_run
+from tests.evaluation.answers import answered, asked
+from tests.report.made import Maker, Size, add_measured, made_run
 
 __all__ = ["browser", "look"]
 
@@ -432,6 +433,7 @@ def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
         Maker(Size(steps=1), words=EVIL),
         name="</script><b>",
     )
+    add_measured(folder, f"eval-{EVIL[5]}<b>", answered(asked(1, "a", source=EVIL[1]), "a"), model=EVIL[0])
     report = write_report([open_run(folder)], tmp_path / "evil.html")
     for view in (*VIEWS[:4], "trajectories&trajectory=1", *VIEWS[5:]):
         opened = look(at(report, f"view={view}"))
@@ -441,6 +443,7 @@ def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
             page.locator(".tok").first.wait_for()
         if view == "evaluations":
             page.locator(".answers summary").first.click()
+            expect(page.get_by_role("region", name="Measured by rlsys eval")).to_contain_text(EVIL[1])
         assert page.locator("img:not([role]), iframe, #page script, b b").count() == 0
         assert "owned" not in page.title()
         assert not set(page.title()) & {"\u202e", "\x1b"}

@@ -56,7 +56,7 @@ def test_a_model_is_built_when_asked_for_and_rests_in_proportion(tmp_path: Path)
     assert run.data() is body
 
 
-@pytest.mark.parametrize("change", ["step", "evaluation", "config", "summary", "end"])
+@pytest.mark.parametrize("change", ["step", "evaluation", "measured", "config", "summary", "end"])
 def test_whatever_the_page_shows_makes_another_version(tmp_path: Path, change: str) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder)
@@ -69,6 +69,9 @@ def test_whatever_the_page_shows_makes_another_version(tmp_path: Path, change: s
             add_step(folder, 1)
         case "evaluation":
             add_evaluation(folder, 0, 0.5)
+        case "measured":
+            (folder / "eval-1").mkdir()
+            (folder / "eval-1/results.json").write_text("{}")
         case "config":
             (folder / "config.yaml").write_text("name: another\n")
         case "summary":

@@ -1,7 +1,9 @@
-// Evaluations: how well the policy answered held-out questions, every answer, and what changed since another evaluation.
+// Evaluations: how well the policy answered held-out questions, every answer, and what changed since another evaluation;
+// beside them what `rlsys eval` has measured.
 
 import { add, h, table } from "./dom.js";
 import { number, plural, share } from "./format.js";
+import { colourOf } from "./chart.js";
 import { chunk } from "./data.js";
 import { go, link, note, runOf, state } from "./state.js";
 import { FINISHES, pager, verdict } from "./words.js";
@@ -10,25 +12,63 @@ const PAGE = 50;
 
 export function evaluations(all, now) {
   const run = all.runs[runOf(all, now)];
-  if (!run.evaluations.length) return h("p", { class: "note" }, "Nothing has been evaluated, or the folder evaluations is missing.");
   const chosen = run.evaluations.find((one) => String(one.step) === now.evaluation) ?? run.evaluations.at(-1);
-  return [overTime(run, chosen), answers(run, chosen, now)];
+  const several = all.runs.length > 1;
+  return [
+    several && lastOfEach(all.runs, run),
+    chosen ? overTime(run, chosen, several) : h("p", { class: "note" }, "Nothing has been evaluated, or the folder evaluations is missing."),
+    measured(run),
+    chosen && answers(run, chosen, now),
+  ];
 }
 
-function overTime(run, chosen) {
-  const rows = run.reference ? [...run.evaluations, run.reference] : run.evaluations;
-  const parts = (key) => [...new Set(rows.flatMap((one) => Object.keys(one[key] ?? {})))];
+// [head, row => text] of the figures that some row has.
+function columnsOf(rows, sources) {
+  const hops = [...new Set(rows.flatMap((one) => Object.keys(one.em_by_hop ?? {})))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
   const of = (key, name, format = share) => [name, (one) => (one[key] === undefined ? "–" : format(one[key]))];
   const figure = (key, name, format = share) => [name, (one) => (one.figures?.[key] === undefined ? "–" : format(one.figures[key]))];
-  const sources = sourcesOf(run);
-  const columns = [
+  return [
     of("em", "EM"),
-    ...parts("em_by_hop").map((hop) => [`${hop}-hop`, (one) => share(one.em_by_hop?.[hop])]),
+    ...hops.map((hop) => [`${hop}-hop`, (one) => share(one.em_by_hop?.[hop])]),
     ...sources.map((name) => [name.slice(3), (one) => share(one.figures?.[name])]),
     figure("f1", "F1"), figure("sub_em", "sub-EM"), of("finished", "finished"), of("searches", "searches", number), figure("tokens", "tokens", number), of("questions", "questions", number),
   ].filter(([, value]) => rows.some((one) => value(one) !== "–"));
+}
+
+function overTime(run, chosen, several) {
+  const rows = run.reference ? [...run.evaluations, run.reference] : run.evaluations;
+  const columns = columnsOf(rows, sourcesOf(run));
   const name = (one) => one === run.reference ? "reference policy" : h("a", { id: `evaluation-${one.step}`, href: link({ view: "evaluations", evaluation: one.step }), "aria-current": one === chosen ? "true" : null }, String(one.step));
-  return h("section", {}, h("h2", {}, "Every evaluation"), table(["after step", ...columns.map(([head]) => head)], rows.map((one) => [name(one), ...columns.map(([, value]) => value(one))]), { label: "Evaluations" }));
+  return h("section", {}, h("h2", {}, "Every evaluation", several && h("small", {}, ` of ${run.name}`)), table(["after step", ...columns.map(([head]) => head)], rows.map((one) => [name(one), ...columns.map(([, value]) => value(one))]), { label: "Evaluations" }));
+}
+
+function lastOfEach(runs, chosen) {
+  if (!runs.some((run) => run.evaluations.length)) return null;
+  const name = (run, place) => h("a", { id: `last-${place}`, href: link({ view: "evaluations", run: place }, []), "aria-current": run === chosen ? "true" : null },
+    h("i", { class: "key", style: { background: colourOf(place) } }), run.name);
+  const rows = runs.flatMap((run, place) => [[name(run, place), run.evaluations.at(-1) ?? {}], ...(run.reference ? [["its reference policy", run.reference]] : [])]);
+  const columns = columnsOf(rows.map(([, one]) => one), [...new Set(runs.flatMap(sourcesOf))]);
+  return h("section", {}, h("h2", {}, "The last evaluation of each run"), table(["", "after step", ...columns.map(([head]) => head)],
+    rows.map(([named, one]) => [named, number(one.step), ...columns.map(([, value]) => value(one))]), { label: "The last evaluation of each run" }));
+}
+
+// What `rlsys eval` has written into the run's folder: a row for each folder and set.
+function measured(run) {
+  const rows = run.measured;
+  if (!rows.length) return null;
+  const failed = rows.filter((one) => one.set !== null).reduce((sum, one) => sum + one.search_errors, 0);
+  const tries = [...new Set(rows.flatMap((one) => Object.keys(one.pass_at)))].sort((a, b) => a - b);
+  const asked = (one) => [one.engine, one.baseline !== "none" && one.baseline, one.samples > 1 && `${one.samples}\u00a0answers`, one.temperature > 0 && `temperature\u00a0${one.temperature}`].filter(Boolean).join(", ");
+  const line = (one) => [
+    one.folder, one.set === null ? h("b", {}, "average") : h("span", {}, one.set),
+    number(one.questions), [share(one.em.mean), " ", h("small", { style: { display: "block" } }, `${share(one.em.low)} to ${share(one.em.high)}`)], share(one.f1.mean), share(one.sub_em.mean),
+    ...tries.map((k) => share(one.pass_at[k]?.mean)), number(one.searches), h("span", {}, asked(one)), h("span", {}, one.model),
+  ];
+  return h("section", {}, h("h2", {}, "Measured by rlsys eval"),
+    h("p", { class: "soft" }, `What was measured into the run's folder. EM, F1 and sub-EM are of one answer, EM with its ${number(rows[0].level * 100)} % interval;`,
+      tries.length > 0 && " pass@k is the chance that one of k answers is right;", " an average weighs every set alike."),
+    failed > 0 && h("p", { class: "bad" }, `${plural(failed, "search", "searches")} failed: these figures are not those of the whole search.`),
+    table(["folder", "set", "questions", "EM", "F1", "sub-EM", ...tries.map((k) => `pass@${k}`), "searches", "engine", "model"], rows.map(line), { label: "Measured by rlsys eval" }));
 }
 
 // Names of the figures of single data sets, "em/<set>", where there are several.
