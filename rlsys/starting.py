@@ -10,13 +10,16 @@ from rlsys.config.algorithm_checks import algorithm_notes
 from rlsys.config.hardware import launch_problems
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
+from rlsys.evaluation.wanted import silent
 from rlsys.resume import Origin, find_origin, folder_of
+from rlsys.search.serving import require_named
 
 
 def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path, Origin | None]:
     """The folder of a valid `config`'s run, and the checkpoint that it goes on from; `note` is told what is worth knowing.
 
-    Raises UserError for all at once that this machine lacks, and where the run cannot go on as `resume` says.
+    Raises UserError for all at once that this machine lacks, and where the run cannot go on as `resume` says, RunError
+    where the search server that it names does not answer: before there is a folder, or anything is started.
     """
     missing = list(launch_problems(config))
     if config.cluster.address is None:  # Else other machines do the work, of which this one knows nothing.
@@ -30,4 +33,6 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
         note(f"The run goes on after step {origin.state.step}, from {origin.checkpoint.folder}.")
         for change in origin.changed:
             note(f"Another version since then: {change}.")
+    with silent("rlsys.search"):
+        require_named(config.search)
     return folder_of(config, origin), origin

@@ -16,7 +16,6 @@ from rlsys.agent.episode import SearchTool
 from rlsys.chat.conversation import Conversation
 from rlsys.chat.settings import Settings
 from rlsys.config.schema import Device, RunConfig
-from rlsys.errors import RunError
 from rlsys.evaluation.engines import NoSearch, open_codec, open_generator
 from rlsys.evaluation.how import EngineName
 from rlsys.evaluation.model import Model, as_hf
@@ -95,10 +94,5 @@ async def opened(
 
 async def _require(server: Serving) -> None:
     """Raise RunError, with what to do, unless the search server answers."""
-    try:
-        with silent("rlsys.search"):
-            await server.require()
-    except RunError as problem:
-        raise RunError(
-            f"{str(problem).rstrip('.')}: start it with `rlsys search serve`, or name another with --search-url."
-        ) from problem
+    with silent("rlsys.search"):
+        await server.require("--search-url")

@@ -1,5 +1,7 @@
 """What a run ran on: machine, Python, the versions of what decides its figures, the project's commit; and a run's lives.
 
+The machine is the driver's: the one of the process that was started to train. Other machines of the run are not told.
+
 A run's `run.json` has a life for each time it was begun or went on: {"lives": [{"begun": seconds since the epoch,
 "after_step", "environment", "commit", "changed", "command"}]}. Commit, and whether files differ from it, are null where
 the project is no checkout of git, or git is not there.
@@ -11,14 +13,19 @@ import json
 import logging
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlsys.observe.files import write_atomically
 
@@ -36,7 +43,9 @@ PACKAGES = (
 )
 _log = logging.getLogger(__name__)
 _PROJECT = Path(__file__).resolve().parents[2]
-_GIT_TIMEOUT_S = 10.0
+_TIMEOUT_S = 10.0
+"""Of another program's answer."""
+_GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class Life:
     after_step: int
     """The step that it went on after; 0 for a run that begins."""
     environment: dict[str, str]
+    """Of the driver's machine, see `environment`."""
     commit: str | None
     """Of the project."""
     changed: bool | None
@@ -56,11 +66,16 @@ class Life:
 
 
 def environment() -> dict[str, str]:
-    """By name; packages that are not installed are left out."""
+    """Of the machine that this process is on, by name; what is not there, and packages not installed, are left out.
+
+    All GPUs of the machine are told, whichever of them a run takes.
+    """
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpus": str(os.cpu_count()),
+        "memory": f"{psutil.virtual_memory().total / _GIB:.1f} GiB",
+        **_gpus(shutil.which("nvidia-smi")),
         "python": platform.python_version(),
         **{name: found for name in PACKAGES if (found := _version(name))},
     }
@@ -106,9 +121,35 @@ def read_lives(run_dir: Path) -> list[Life]:
 
 def _git(folder: Path, *words: str) -> str | None:
     """What git says; None if it cannot. It takes no locks: somebody may be at work in the checkout."""
-    command = ["git", "-C", str(folder), "--no-optional-locks", *words]
+    return _said(["git", "-C", str(folder), "--no-optional-locks", *words])
+
+
+@cache
+def _gpus(nvidia_smi: str | None) -> dict[str, str]:
+    """Names and number of the machine's GPUs, their driver, and the CUDA that torch is built for; empty without any.
+
+    Asked in another process, once: CUDA in this one would take memory of the cards, and a driver may take seconds.
+    """
+    query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
+    said = _said([nvidia_smi, *query]) if nvidia_smi else None
+    rows = [line.rpartition(", ") for line in (said or "").splitlines() if ", " in line]
+    if not rows:
+        return {}
+    # Takes a second, which a machine without GPUs need not wait for.
+    from torch.version import cuda
+
+    cards = Counter(name for name, _, _ in rows)
+    return {
+        "gpus": ", ".join(f"{count} x {name}" for name, count in cards.items()),
+        "gpu driver": rows[0][2].strip(),
+        **({"cuda of torch": cuda} if cuda else {}),
+    }
+
+
+def _said(command: list[str]) -> str | None:
+    """What a program prints; None if it cannot be asked, fails, or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

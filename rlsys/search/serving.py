@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.launch import SearchServer
+from rlsys.search.result import Failure
 from rlsys.search.tool import open_client
+
+_RETRIES_AT_START = 1
+"""Few: a run that has begun loses its work with the server, one that has not can be started again."""
 
 
 class Serving:
@@ -32,10 +39,11 @@ class Serving:
         if self._own is not None:
             self._own.wait_healthy(self.search.start_timeout_s)
 
-    async def require(self) -> None:
-        """Raise RunError unless a server answers a query, where one is needed, UserError if two differ.
+    async def require(self, setting: str = "search.url") -> None:
+        """Raise RunError with what to do unless a server answers a query, where one is needed, UserError if two differ.
 
-        Without this a run whose server has died would go on, and learn from failed searches.
+        `setting` is what the user names a server with. Without this a run whose server has died would go on, and learn
+        from failed searches.
         """
         search = self.search
         if not needs_server(search):
@@ -44,10 +52,22 @@ class Serving:
             result = await client.search("Is anybody there?")
             if result.error:
                 raise RunError(
-                    f"the search server at search.url={search.url} does not answer: {result.error}"
+                    f"the search server at search.url={search.url} does not answer: {result.error.rstrip('.')}; "
+                    f"{self._remedy(result.failure, setting)}."
                 )
             if search.replicas:
                 await client.health()
+
+    def _remedy(self, failure: Failure | None, setting: str) -> str:
+        """What to do about a server that fails so."""
+        if self._own is not None:
+            return f"its log {self._own.log} may say why"
+        if failure is Failure.unavailable:
+            return f"start it with `rlsys search serve`, or name another with {setting}"
+        if failure is Failure.denied:
+            variable = self.search.token_env or TOKEN_VARIABLE
+            return f"export the server's token as {variable}, and give search.token_env that name"
+        return f"name another with {setting}"
 
     @property
     def started(self) -> bool:
@@ -67,3 +87,25 @@ def serving(search: SearchConfig, threads: int | None, log_dir: Path) -> Iterato
         yield Serving(search, server)
     finally:
         server.close()
+
+
+def require_named(search: SearchConfig) -> None:
+    """Raise as `Serving.require` does unless the server that `search` names, if it does, answers now.
+
+    For what is no coroutine, also where a loop runs already, as in a notebook. An interrupt does not wait for the answer.
+    """
+    if search.url is None:
+        return
+    serving = Serving(replace(search, retries=min(search.retries, _RETRIES_AT_START)), None)
+    answered: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            asyncio.run(serving.require())
+        except Exception as problem:  # noqa: BLE001 (is raised where it is waited for)
+            answered.set_exception(problem)
+        else:
+            answered.set_result(None)
+
+    Thread(target=ask, daemon=True).start()
+    answered.result()

@@ -181,13 +181,16 @@ def read_architecture(
         config = json.loads(file.read_text())
     except (ValueError, RecursionError) as problem:
         raise UserError(f"{file} is not JSON ({problem}); copy it from the original model.") from problem
-    return architecture_of(config if isinstance(config, dict) else {}, folder, weights_only=weights_only)
+    try:
+        return architecture_of(config if isinstance(config, dict) else {}, folder, weights_only=weights_only)
+    except UserError as problem:
+        raise UserError(f"{file}: {problem}") from problem
 
 
 def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
     """The architecture of what a config.json holds, or of a transformers config object.
 
-    Raises UserError as `read_architecture` does.
+    Raises UserError as `read_architecture` does, but without the file that it is about.
     """
     keys: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
     keys |= _rope(keys)
@@ -203,8 +206,8 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
     values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
     if values["heads"] % values["kv_heads"] or not values["head_dim"]:
         raise UserError(
-            f"config.json says {values['heads']} heads, {values['kv_heads']} for keys and values, and a width of "
-            f"{values['hidden']}, which do not divide; copy config.json from the original model."
+            f"{values['heads']} heads, {values['kv_heads']} for keys and values, and a width of {values['hidden']} do "
+            "not divide; copy config.json from the original model."
         )
     return Architecture(family=kind, rope=_scaling(keys), **values)
 
@@ -214,9 +217,7 @@ def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         if found := keys.get(name):
             if not isinstance(found, Mapping):
-                raise UserError(
-                    f"{name} is {_written(found)} in config.json; give an object, as the original model does."
-                )
+                raise UserError(f"{name} is {_written(found)}; give an object, as the original model does.")
             return {**found, "rope_type": found.get("rope_type", found.get("type"))}
     return {"rope_type": None}
 
@@ -263,12 +264,10 @@ def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
             wanted = "a number of at least 1" if kind is int else "a number above 0"
         else:
             return kind(value)
-        raise UserError(
-            f"{one} is {_written(value)} in config.json; give {wanted}, as the original model does."
-        )
+        raise UserError(f"{one} is {_written(value)}; give {wanted}, as the original model does.")
     if sources[-1] is None:
         return None
-    raise UserError(f"config.json lacks {sources[0]}; copy config.json from the original model.")
+    raise UserError(f"{sources[0]} is missing; copy config.json from the original model.")
 
 
 def family_names(folder: Path = FAMILIES) -> list[str]:

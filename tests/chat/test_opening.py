@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner, Result
 
 from rlsys.chat.events import Ended, Event, Found, Observed, Text
@@ -22,6 +23,7 @@ from rlsys.chat.opening import opened
 from rlsys.chat.settings import Settings
 from rlsys.cli import chat
 from rlsys.config.compose import as_dict, load_config
+from rlsys.convert.to_megatron import hf_to_megatron
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.evaluation.engines import asking
@@ -84,7 +86,8 @@ async def test_a_server_that_is_down_is_said_before_the_first_question(settings:
     down = replace(
         settings.config, search=replace(settings.config.search, url="http://127.0.0.1:9", retries=0)
     )
-    with pytest.raises(RunError, match=r"127\.0\.0\.1:9 does not answer.*start it with `rlsys search serve`"):
+    remedy = r"127\.0\.0\.1:9 does not answer.*; start it with `rlsys search serve`, or name another with --search-url\.$"
+    with pytest.raises(RunError, match=remedy):
         async with opened(Model(POLICY, None), replace(settings, config=down), EngineName.transformers):
             pass
 
@@ -140,6 +143,58 @@ def test_a_damaged_folder_is_one_sentence(run_chat: Chat, tmp_path: Path, file: 
     (damaged / file).write_text(text)
     outcome = run_chat("--model", damaged, "--max-turns", 0, "--engine", "transformers", "Who?")
     assert isinstance(outcome.exception, UserError), outcome.exception
+    assert len(str(outcome.exception).splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the tiny policy, which is a Qwen2."""
+    folder = tmp_path_factory.mktemp("megatron") / "qwen2"
+    hf_to_megatron(POLICY, folder, processes=1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": "gpt2"}, "{hf}/config.json: model_type is gpt2, which is not supported; use one of llama, qwen2,"),
+        ({"model_type": "qwen3"}, "{checkpoint} lacks "),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            "{checkpoint} has 4 weights that this model does not have, first decoder.layers.0.self_attention.linear_qkv.bias;",
+        ),
+    ],
+)  # fmt: skip
+def test_an_original_of_another_family_is_one_sentence(
+    run_chat: Chat, checkpoint: Path, tmp_path: Path, change: dict[str, object], sentence: str
+) -> None:
+    hf = tmp_path / "other"
+    shutil.copytree(POLICY, hf)
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | change))
+    outcome = run_chat(
+        "--model", checkpoint, "--hf", hf, "--max-turns", 0, "--engine", "transformers", "Who?"
+    )
+    assert isinstance(outcome.exception, UserError), outcome.exception
+    (told,) = str(outcome.exception).splitlines()
+    assert told.startswith(sentence.format(hf=hf, checkpoint=checkpoint))
+
+
+def test_a_folder_of_an_unknown_family_is_asked_by_transformers(run_chat: Chat, tmp_path: Path) -> None:
+    """It knows more families than can be trained."""
+    folder = tmp_path / "gpt2"
+    shutil.copytree(POLICY, folder)
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    tiny = GPT2Config(vocab_size=json.loads((POLICY / "config.json").read_text())["vocab_size"], **sizes)
+    GPT2LMHeadModel(tiny).save_pretrained(folder)
+    asked = ("--model", folder, "--max-turns", 0, "--engine", "transformers", "--json", "Who?")
+    outcome = run_chat(*asked)
+    assert outcome.exception is None, outcome.output
+    assert '"event": "ended"' in outcome.stdout
+    (folder / "model.safetensors").unlink()
+    outcome = run_chat(*asked)
+    assert isinstance(outcome.exception, UserError)
+    assert str(folder) in str(outcome.exception)
     assert len(str(outcome.exception).splitlines()) == 1
 
 

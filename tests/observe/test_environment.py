@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlsys.observe.environment import RUN, begin_life, changes, commit_of, environment, read_lives
 
@@ -48,6 +49,54 @@ def test_a_run_has_its_lives_in_order(tmp_path: Path) -> None:
     assert (first.after_step, second.after_step) == (0, 7)
     assert before <= first.begun <= second.begun <= time.time()
     assert (second.environment, second.command) == (environment(), sys.argv)
+
+
+CARDS = """\
+NVIDIA H100 80GB HBM3, 580.82.07
+NVIDIA A100-SXM4-40GB, 580.82.07
+NVIDIA H100 80GB HBM3, 580.82.07
+"""
+
+
+def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi that does what `script` says, and no other program."""
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_the_machines_memory_and_its_gpus_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # CUDA must not be initialised.
+    asked = tmp_path / "asked"
+    driver(
+        tmp_path / "bin",
+        f'echo "$@" >> {asked}\nwhile read row; do echo "$row"; done <<END\n{CARDS}END',
+        monkeypatch,
+    )
+    found = environment()
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = int(facts["MemTotal"].removesuffix("kB"))
+    assert found["memory"] == f"{kib / 1024**2:.1f} GiB"
+    assert found["gpus"] == "2 x NVIDIA H100 80GB HBM3, 1 x NVIDIA A100-SXM4-40GB"
+    assert (found["gpu driver"], found["cuda of torch"]) == ("580.82.07", "12.8")
+    assert environment() == found
+    assert asked.read_text() == "--query-gpu=name,driver_version --format=csv,noheader\n", "asked once"
+
+
+@pytest.mark.parametrize(
+    "script", ["exit 9", "echo 'No devices were found'", "echo 'NVIDIA H100, 580'; exit 1", "exec sleep 600"]
+)
+def test_a_driver_without_an_answer_is_left_out(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 0.5)
+    driver(tmp_path / "bin", script.replace("sleep", "/bin/sleep"), monkeypatch)
+    with_it = environment()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert with_it == environment()
+    assert not {"gpus", "gpu driver", "cuda of torch"} & with_it.keys()
 
 
 def test_a_damaged_record_of_lives_does_not_end_a_run(

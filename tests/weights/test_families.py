@@ -232,7 +232,7 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(name: str)
     for key in config.keys() - {"model_type"}:
         rest = {other: value for other, value in config.items() if other != key}
         if key in NEEDED or (key == "num_key_value_heads" and config["model_type"] != "llama"):
-            with pytest.raises(UserError, match=f"config.json lacks {key}"):
+            with pytest.raises(UserError, match=f"^{key} is missing"):
                 architecture_of(rest)
         else:
             architecture = architecture_of(rest)
@@ -269,13 +269,13 @@ def test_frequencies_are_those_of_transformers_to_the_last_bit(
         (QWEN_7B, {"use_sliding_window": True}, "use_sliding_window is true, which means .*window"),
         (QWEN_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
         (LLAMA_8B, {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope_type is linear"),
-        (LLAMA_8B, {"rope_scaling": {"rope_type": "llama3"}}, "lacks factor"),
+        (LLAMA_8B, {"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
         (LLAMA_8B, {"attention_bias": True}, "attention_bias is true.*output projection"),
         (LLAMA_8B, {"mlp_bias": True}, "mlp_bias is true"),
         (LLAMA_8B, {"hidden_act": "gelu"}, "hidden_act is gelu.*only silu is"),
         (LLAMA_8B, {"quantization_config": {"bits": 4}}, "quantised weights.*leaving it out"),
-        (LLAMA_8B, {"vocab_size": "many"}, "vocab_size is many in config.json; give a number"),
-        (QWEN3_0_6B, {"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
+        (LLAMA_8B, {"vocab_size": "many"}, "vocab_size is many; give a number"),
+        (QWEN3_0_6B, {"num_hidden_layers": None}, "num_hidden_layers is missing; copy config.json"),
         (
             QWEN3_30B_A3B,
             {"mlp_only_layers": [0, 1]},
@@ -295,7 +295,7 @@ def test_models_that_would_be_computed_wrongly_are_refused(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0 in config.json; give a number of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; give a number of at least 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": True}, "num_hidden_layers is true"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
@@ -305,10 +305,10 @@ def test_models_that_would_be_computed_wrongly_are_refused(
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"num_key_value_heads": 5}, "5 for keys and values, .* do not divide"),
         ({"num_attention_heads": 2**20, "num_key_value_heads": 1, "head_dim": None}, "do not divide"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN in config.json; give a number above 0"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is yes in config.json; give true or false"),
-        ({"rope_scaling": "yarn"}, "rope_scaling is yarn in config.json; give an object"),
-        ({"rope_parameters": [1]}, r"rope_parameters is \[1\] in config.json; give an object"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN; give a number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is yes; give true or false"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is yarn; give an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; give an object"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(change: dict[str, Any], sentence: str) -> None:
@@ -326,11 +326,23 @@ def test_where_the_weights_alone_matter_what_is_computed_of_them_does_not() -> N
         architecture_of(yarn | {"quantization_config": {"bits": 4}}, weights_only=True)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", pytest.param("[" * 200_000, id="deep")])
-def test_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=r"config\.json is not JSON|model_type is None"):
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        ("{", " is not JSON"),
+        ("[]", ": model_type is None, which is not supported; use one of llama, "),
+        pytest.param("[" * 200_000, " is not JSON", id="deep"),
+        ('{"model_type": "gpt2"}', ": model_type is gpt2, which is not supported; use one of llama, "),
+        ('{"model_type": "llama"}', ": num_hidden_layers is missing; copy config.json"),
+        ('{"model_type": "llama", "rope_scaling": 4}', ": rope_scaling is 4; give an object"),
+    ],
+)
+def test_a_config_that_is_refused_is_named(tmp_path: Path, content: str, wrong: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    with pytest.raises(UserError) as refused:
         read_architecture(tmp_path)
+    assert str(refused.value).startswith(f"{file}{wrong}")
 
 
 MISTRAL = """
