@@ -1,4 +1,4 @@
-"""Tools beside the search, on real parts: one step by `rlsys train` of a policy that has learnt to call them."""
+"""Tools beside the search, on real parts: one step of `rlsys train` by a policy that has learnt to call them."""
 
 from __future__ import annotations
 
@@ -85,8 +85,10 @@ def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
 
 
 def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A model that plays each of two `episodes` in 4 of 10 cases or more; what is read is learnt with what is written, so
-    that it goes on by itself where nothing stops it."""
+    """A model that plays each of two `episodes` in about 4 of 10 cases.
+
+    It learns what is read along with what is written, so that it goes on by itself where nothing stops it.
+    """
     model = tiny.train(tiny.FIRST, words, seed=0, steps=0).train()
     texts = [PROMPT + "".join(said + read for said, read in turns) + tiny.EOS for turns in episodes]
     rows = [torch.tensor(words(text)["input_ids"]) for text in texts]
@@ -106,7 +108,7 @@ def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast
 
 
 def assert_as_played(one: Kept, turns: list[tuple[str, str]], words: PreTrainedTokenizerFast) -> None:
-    """The trajectory is `turns`: each called what it names, read what that says, and only what it wrote is trained."""
+    """The trajectory is `turns`: each called its tool and read what that says; only what was written is trained."""
     assert [turn.observation for turn in one.turns] == [read for _, read in turns]
     assert [turn.tool for turn in one.turns] == ["", "calculator", "dictionary", ""]
     assert [turn.action for turn in one.turns] == ["search", "tool", "tool", "answer"]

@@ -1,4 +1,4 @@
-"""A conversation through a real SGLang engine, opened as `rlsys chat` opens it, against one through transformers."""
+"""A conversation through a real SGLang engine, opened as `rlsys chat` does, against one through transformers."""
 
 from __future__ import annotations
 
