@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser import DESKTOP, PHONE, Look, browser, look
 from tests.chat.pages import page_of
@@ -35,7 +36,7 @@ def test_questions_one_after_the_other_and_nothing_hostile_runs(
 ) -> None:
     looked = look(url, size, dark)
     page = looked.page
-    page.wait_for_function("document.getElementById('about').textContent.includes('<b>model</b>')")
+    expect(page.locator("#about")).to_contain_text("<b>model</b>")
     for number, question in enumerate(["What is the capital?", HOSTILE], start=1):
         # The figures of the answer before come a moment before its stream ends.
         page.wait_for_selector("#send:enabled")
