@@ -148,3 +148,8 @@ function listen(chart) {
 export function colourOf(number) {
   return `var(--s${number % 6})`;
 }
+
+// A run's name behind its colour, for the head of its row or column.
+export function named(run, place) {
+  return h("span", {}, h("i", { class: "key", style: { background: colourOf(place) } }), run.name);
+}

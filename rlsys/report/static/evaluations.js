@@ -3,7 +3,7 @@
 
 import { add, h, table } from "./dom.js";
 import { number, plural, share } from "./format.js";
-import { colourOf } from "./chart.js";
+import { named } from "./chart.js";
 import { chunk } from "./data.js";
 import { go, link, note, runOf, state } from "./state.js";
 import { FINISHES, pager, verdict } from "./words.js";
@@ -44,8 +44,7 @@ function overTime(run, chosen, several) {
 
 function lastOfEach(runs, chosen) {
   if (!runs.some((run) => run.evaluations.length)) return null;
-  const name = (run, place) => h("a", { id: `last-${place}`, href: link({ view: "evaluations", run: place }, []), "aria-current": run === chosen ? "true" : null },
-    h("i", { class: "key", style: { background: colourOf(place) } }), run.name);
+  const name = (run, place) => h("a", { id: `last-${place}`, href: link({ view: "evaluations", run: place }, []), "aria-current": run === chosen ? "true" : null }, named(run, place));
   const rows = runs.flatMap((run, place) => [[name(run, place), run.evaluations.at(-1) ?? {}], ...(run.reference ? [["its reference policy", run.reference]] : [])]);
   const columns = columnsOf(rows.map(([, one]) => one), [...new Set(runs.flatMap(sourcesOf))]);
   return h("section", {}, h("h2", {}, "The last evaluation of each run"), table(["", "after step", ...columns.map(([head]) => head)],

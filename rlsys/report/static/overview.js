@@ -2,9 +2,10 @@
 
 import { h, table } from "./dom.js";
 import { date, first, formatOf, last, mean, number, plural, seconds, share, signed, weighted } from "./format.js";
-import { colourOf, lineChart } from "./chart.js";
+import { colourOf, lineChart, named } from "./chart.js";
 import { pointsOf } from "./curves.js";
 import { causeBar } from "./times.js";
+import { sampledTokens } from "./tokens.js";
 import { card } from "./trajectories.js";
 import { sourcesOf } from "./evaluations.js";
 import { link, runOf } from "./state.js";
@@ -131,11 +132,11 @@ function compared(runs) {
     ["seconds a step", seconds, (run) => mean(run.metrics["time/step"] ?? [])],
     ["tokens a second", number, throughput],
     ["actor at work", share, atWork],
-    ["staleness", number, (run) => weighted(run.metrics["staleness/mean"], run.metrics["state_tokens/total"])],
+    ["staleness", number, (run) => weighted(run.metrics["staleness/mean"], sampledTokens(run))],
     ["state", String, (run) => run.life.phase],
     ["begun", date, (run) => run.lives[0]?.begun],
   ].filter(([, , pick]) => runs.some((run) => pick(run) !== null && pick(run) !== undefined));
-  const head = runs.map((run, place) => h("span", {}, h("i", { class: "key", style: { background: colourOf(place) } }), run.name));
+  const head = runs.map(named);
   return [
     h("section", {}, h("h2", {}, "Side by side"), table(["", ...head], rows.map(([name, format, pick]) => [name, ...runs.map((run) => format(pick(run)))]), { label: "Runs side by side", class: "beside" })),
     h("section", {}, h("h2", {}, "Settings that differ"), differences(runs, FOLDED)),

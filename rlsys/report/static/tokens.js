@@ -4,7 +4,7 @@
 import { h, table } from "./dom.js";
 import { mean, number, plural, share, signed, weighted } from "./format.js";
 import { namedBars, stackedBars } from "./bars.js";
-import { colourOf, lineChart } from "./chart.js";
+import { colourOf, lineChart, named } from "./chart.js";
 import { curveOf, pointsOf } from "./curves.js";
 import { CAUSES, around, drift, ofCause, spreadCells, where } from "./drift.js";
 import { runOf } from "./state.js";
@@ -33,7 +33,7 @@ function beside(runs, chosen) {
     ["turns cut otherwise, mean", signed, drifts((found) => found.turns_changed.mean)],
     ["tokens that re-tokenising changes", share, (run) => (run.audit?.total?.drawn ? differing(run.audit.total) : null)],
   ].filter(([, , pick]) => runs.some((run) => Number.isFinite(pick(run))));
-  const head = runs.map((run, place) => h("span", {}, h("i", { class: "key", style: { background: colourOf(place) } }), run.name));
+  const head = runs.map(named);
   return rows.length > 0 && h("section", {}, h("h2", {}, "Side by side"),
     table(["", ...head], rows.map(([name, format, pick]) => [name, ...runs.map((run) => format(pick(run)))]), { label: "Tokens of the runs side by side", class: "beside text" }),
     h("p", { class: "soft" }, `Differences of log-probs are in nats, over kept trajectories. Below is ${chosen.name} alone, but for how full batches were.`));
@@ -48,7 +48,7 @@ function age(name) {
 }
 
 // Of each step; each step counts alike where that is not known.
-function sampledTokens(run) {
+export function sampledTokens(run) {
   return run.steps.map((_, at) => {
     const trained = run.metrics["state_tokens/total"]?.[at];
     return Number.isFinite(trained) ? trained - (run.metrics["staleness/unversioned_tokens"]?.[at] ?? 0) : 1;
