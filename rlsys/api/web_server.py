@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys.search.address import DEFAULT_HOST
-from rlsys.search.launch import SearchServer
+from rlsys.search.launch import SearchServer, child_environment
 
 
 class WebServer(SearchServer):
@@ -17,4 +17,4 @@ class WebServer(SearchServer):
 
     def __init__(self, provider: str, log: str | Path, *, topk: int, options: Sequence[str] = ()) -> None:
         words = ["rlsys.cli.main", "search", "web", provider, "--topk", str(topk), *options]
-        self._start(words, log, DEFAULT_HOST, port=0, threads=None)
+        self._start(words, log, DEFAULT_HOST, 0, child_environment())

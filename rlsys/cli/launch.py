@@ -66,12 +66,13 @@ def command(
 
 
 def _launch(task: Task, role: Role, cluster: str | None) -> int:
-    from rlsys.launch.ray_node import auth_mode, patience
+    from rlsys.cluster.auth import require_token
+    from rlsys.launch.ray_node import patience
 
     # Ray reads them once, when it is loaded.
     os.environ.update(patience(os.environ))
-    if cluster is None:
-        os.environ.update(auth_mode(os.environ))
+    if cluster is None and role.leads:
+        os.environ.update(require_token(os.environ, make=True))
 
     # Ray takes seconds to load, which a mistake need not wait for.
     from rlsys.cli.running import run_to_end

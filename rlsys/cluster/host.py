@@ -18,8 +18,7 @@ from rlsys.cluster.network import interface_settings, own_addresses, promised_po
 
 
 class _Shell:
-    def __init__(self, log: str, path: list[str], across: bool = False) -> None:
-        """`across` machines: torch's and SGLang's groups then meet on the network that Ray's nodes meet on."""
+    def __init__(self, log: str, path: list[str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         Path(log).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -29,10 +28,10 @@ class _Shell:
         faulthandler.enable(file=2)
         self._worker: Any = None
         self._promised: list[socket.socket] = []
-        if across:
-            import ray
+        import ray
 
-            os.environ.update(interface_settings(ray.util.get_node_ip_address(), own_addresses()))
+        # The groups of torch and SGLang meet on the network that Ray's nodes meet on: of one machine, its loopback.
+        os.environ.update(interface_settings(ray.util.get_node_ip_address(), own_addresses()))
 
     def free_address(self) -> tuple[str, int]:
         """This machine's address in the cluster and a port that is nobody else's until one of this run listens at it."""

@@ -7,7 +7,7 @@ address is joined and left; only the run's own actors end.
 from __future__ import annotations
 
 import contextlib
-import shutil
+import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +21,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlsys.cluster.auth import require_token
 from rlsys.cluster.connecting import connect
-from rlsys.cluster.folders import new_ray_folder
+from rlsys.cluster.folders import ray_folder, rays_own
 from rlsys.cluster.machines import Machine, machines
 from rlsys.cluster.offspring import adopt_orphans, descendants, end
 from rlsys.config.schema import ClusterConfig, Device
@@ -44,10 +45,7 @@ def ray_runtime(
     `on` says on which, by their numbers in the order of `machines`, counting those alone that have devices for the
     largest bundle; None leaves it to Ray. Raises RunError if the cluster has too few in time.
     """
-    adopt_orphans()
-    strangers = {process.pid for process in descendants()}
-    local_dir = _start(cluster, sum(bundle_sizes))
-    try:
+    with _joined(cluster) if cluster.address is not None else _local(cluster, sum(bundle_sizes)):
         until = time.monotonic() + cluster.start_timeout_s
         places = _places(cluster, max(bundle_sizes), on, until)
         shapes = [
@@ -61,8 +59,6 @@ def ray_runtime(
             yield bundles
         finally:
             remove_placement_group(bundles)
-    finally:
-        _stop(local_dir, strangers)
 
 
 def hosts_of(bundles: PlacementGroup) -> dict[int, str]:
@@ -140,22 +136,38 @@ def device_ids(
     }
 
 
-def _start(cluster: ClusterConfig, slots: int) -> str | None:
-    """Connect; returns the folder of a local Ray, None when a running cluster was joined."""
-    if cluster.address is not None:
-        _check_reachable(cluster.address)
-        connect(address=cluster.address)
-        return None
-    folder = str(new_ray_folder())
-    resources = {"num_cpus": slots} if cluster.device is Device.cpu else {}
-    connect(
-        address="local",
-        include_dashboard=False,
-        _temp_dir=folder,
-        object_store_memory=512 * 1024 * 1024 if cluster.device is Device.cpu else None,
-        **resources,
-    )
-    return folder
+@contextlib.contextmanager
+def _joined(cluster: ClusterConfig) -> Iterator[None]:
+    """Joins the cluster at its address, and leaves it."""
+    _check_reachable(str(cluster.address))
+    connect(address=cluster.address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
+    """Starts a Ray that this machine alone reaches, with the user's token, and ends all its processes."""
+    adopt_orphans()
+    strangers = {process.pid for process in descendants()}
+    require_token(os.environ, make=True)
+    with ray_folder() as folder:
+        try:
+            connect(
+                address="local",
+                include_dashboard=False,
+                _temp_dir=str(rays_own(folder)),
+                object_store_memory=512 * 1024 * 1024 if cluster.device is Device.cpu else None,
+                **({"num_cpus": slots} if cluster.device is Device.cpu else {}),
+            )
+            yield
+        finally:
+            ours = [process for process in descendants() if process.pid not in strangers]
+            ray.shutdown()
+            ours += [process for process in descendants() if process.pid not in strangers]
+            end(ours)
 
 
 def _check_reachable(address: str) -> None:
@@ -170,15 +182,3 @@ def _check_reachable(address: str) -> None:
             f"cluster.address={address}: no Ray cluster answers there ({problem.strerror or problem}); start one "
             "with `ray start --head`, or set cluster.address=null for a local one."
         ) from problem
-
-
-def _stop(local_dir: str | None, strangers: set[int]) -> None:
-    """Leave Ray; of a local one, end all processes but `strangers`, and remove its folder."""
-    if local_dir is None:
-        ray.shutdown()
-        return
-    ours = [process for process in descendants() if process.pid not in strangers]
-    ray.shutdown()
-    ours += [process for process in descendants() if process.pid not in strangers]
-    end(ours)
-    shutil.rmtree(local_dir, ignore_errors=True)

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,12 @@ class WorkerGroup:
         log_dir: Path,
         *,
         concurrency: int = 0,
+        variables: Mapping[str, str] | None = None,
     ) -> WorkerGroup:
         """Start one empty worker process in each of `seats`, which see the devices of their seats alone.
 
-        `concurrency` above 0 makes the workers asynchronous, with that many calls at a time.
+        `concurrency` above 0 makes the workers asynchronous, with that many calls at a time. `variables` are set in
+        their environment.
         """
         host = AsyncHost if concurrency else SyncHost
         across = cluster.nodes > 1
@@ -104,14 +106,14 @@ class WorkerGroup:
             options: dict[str, Any] = {
                 "num_cpus": 0,
                 "scheduling_strategy": within(bundles, seat.bundle),
-                "runtime_env": {"env_vars": _environment(cluster.threads, ids)},
+                "runtime_env": {"env_vars": {**(variables or {}), **_environment(cluster.threads, ids)}},
                 "max_restarts": 0,
             }
             if ids is None:
                 options["num_cpus" if RESOURCE[cluster.device] == "CPU" else "num_gpus"] = seat.share
             if concurrency:
                 options["max_concurrency"] = concurrency
-            handle = ray.remote(host).options(**options).remote(str(log), list(sys.path), across)
+            handle = ray.remote(host).options(**options).remote(str(log), list(sys.path))
             where = f" (on {machines[seat.bundle]})" if across else ""
             ranks.append(Rank(number, f"{name} rank {number}{where}", handle, log))
         return cls(name, ranks, cluster.call_timeout_s)

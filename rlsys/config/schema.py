@@ -337,7 +337,7 @@ class SearchConfig:
     replicas: list[str] = field(default_factory=list)
     """Further servers of the same index beside `url`; each search goes to one that answers."""
     token_env: str | None = None
-    """Environment variable with the servers' bearer token, on every host that has rollout workers."""
+    """Environment variable with the servers' bearer token, on the host of the driver."""
     hedge_after_s: float | None = None
     """Ask a second replica when the first has not answered by then; null never does."""
     index: str | None = None

@@ -8,6 +8,7 @@ they share them. On the way out every process is ended, whatever the reason.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,12 +38,24 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
             for name, seats in seating.seats.items():
                 concurrency = config.rollout.max_episodes + 16 if name == "rollout" else 0
                 groups[name] = WorkerGroup.launch(
-                    name, bundles, seats, config.cluster, log_dir, concurrency=concurrency
+                    name,
+                    bundles,
+                    seats,
+                    config.cluster,
+                    log_dir,
+                    concurrency=concurrency,
+                    variables=_search_token(config),
                 )
             yield groups
         finally:
             for group in groups.values():
                 group.kill()
+
+
+def _search_token(config: RunConfig) -> dict[str, str]:
+    """The variable with the search servers' token, which other machines may not have in their environment."""
+    name = config.search.token_env
+    return {name: os.environ[name]} if name and name in os.environ else {}
 
 
 async def build_groups(

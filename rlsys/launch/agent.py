@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlsys.cluster.folders import rays_own
 from rlsys.cluster.worker_group import GATHERED
 from rlsys.errors import RunError
 from rlsys.launch.ray_node import FOLDER_VARIABLE, Ending, tell_ending
@@ -25,7 +26,7 @@ from rlsys.search.launch import SearchServer, child_environment
 MOST_BYTES = 4 * 1024**2
 """Of logs in one answer."""
 _OWN, _RAY, _WORKERS = "node", "ray", "workers"
-_RAYS_DEFAULT = "/tmp/ray"
+_RAYS_DEFAULT = Path("/tmp/ray")
 _OF_THE_HEAD = ("search", "task.")
 """How the names of findings begin on what the first machine alone must have, or those that serve searches."""
 
@@ -72,11 +73,16 @@ class NodeAgent:
             if one["state"] == State.wrong and not one["what"].startswith(_OF_THE_HEAD)
         ]
 
-    def serve(self, index: str, host: str, port: int, topk: int, device: str, threads: int | None) -> str:
-        """Start a search server; its address. It may not answer yet. Raises UserError if the port is taken."""
+    def serve(
+        self, index: str, host: str, port: int, topk: int, device: str, threads: int | None, token: str
+    ) -> str:
+        """Start a search server that asks for `token`; its address. It may not answer yet.
+
+        Raises UserError if the port is taken.
+        """
         log = self._folder / "search.log"
         self._server = SearchServer(
-            index, log, topk=topk, host=host, port=port, threads=threads, device=device
+            index, log, topk=topk, host=host, port=port, threads=threads, device=device, token=token
         )
         return self._server.url
 
@@ -131,4 +137,5 @@ class NodeAgent:
 
 def _ray_logs() -> Path:
     """Of this machine's part of Ray."""
-    return Path(os.environ.get(FOLDER_VARIABLE, _RAYS_DEFAULT)) / "session_latest" / "logs"
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return (rays_own(Path(folder)) if folder else _RAYS_DEFAULT) / "session_latest" / "logs"

@@ -8,6 +8,8 @@ sentence that names it. On the way out, whatever the reason, every machine is to
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import socket
 import tempfile
 import time
@@ -25,6 +27,7 @@ from rlsys.launch.ray_node import RayNode, ray_node
 from rlsys.launch.role import Role
 from rlsys.launch.searching import search_settings, serving_positions
 from rlsys.launch.task import Say, Task
+from rlsys.search.address import TOKEN_VARIABLE
 
 _LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0
@@ -57,8 +60,13 @@ async def lead(task: Task, role: Role, say: Say) -> int:
         host,
         "--include-dashboard",
         "false",
+        "--no-monitor",
     ]
-    with promised_port() as unused, ray_node([*arguments, *_unused(unused)], task.config, f"{RANK}0") as node:
+    alone = role.nodes == 1
+    with (
+        promised_port() as unused,
+        ray_node([*arguments, *_unused(unused)], task.config, f"{RANK}0", alone=alone) as node,
+    ):
         await _answering(host, role.port, node, until)
         return await lead_cluster(task, role, f"{host}:{role.port}", say, until, node)
 
@@ -79,9 +87,15 @@ async def lead_cluster(
 
 
 def own_address(role: Role) -> str:
-    """The address of this machine that the others come to. Raises UserError if `role.host` is another machine."""
-    alone = role.nodes == 1 and role.host in ("", "localhost", _LOOPBACK)
-    return _LOOPBACK if alone else address_here(role.host)
+    """The address of this machine that the others come to: the loopback interface's where there are none.
+
+    Raises UserError if `role.host` is another machine.
+    """
+    if role.nodes > 1:
+        return address_here(role.host)
+    if role.host not in ("", "localhost", _LOOPBACK):
+        address_here(role.host)
+    return _LOOPBACK
 
 
 def _unused(promise: socket.socket) -> list[str]:
@@ -120,16 +134,21 @@ async def _run(task: Task, crew: Crew, address: str, node: RayNode | None, say: 
 
 
 async def _searching(task: Task, crew: Crew, serving: Sequence[int], say: Say) -> list[str]:
-    """Overrides that name the search servers, once those of the machines at `serving` answer."""
+    """Overrides that name the search servers, once those of the machines at `serving` answer.
+
+    They ask for the token of the environment, or for a new one.
+    """
     config = task.config
     if not serving:
         return []
     place, search = config.cluster.search, config.search
+    # The run is a child of this process, and hands the token on to its workers.
+    token = os.environ.setdefault(search.token_env or TOKEN_VARIABLE, secrets.token_urlsafe(32))
 
     async def serve(position: int) -> str:
         host = crew.machines[position].address
         say(f"{crew.name(position)} serves {search.index} at {host}:{place.port}")
-        arguments = (search.index, host, place.port, search.topk, place.device, config.cluster.threads)
+        arguments = (search.index, host, place.port, search.topk, place.device, config.cluster.threads, token)
         url: str = await crew.call(position, "serve", *arguments, timeout_s=CALL_TIMEOUT_S)
         limit = search.start_timeout_s
         await crew.call(position, "await_server", limit, timeout_s=limit + CALL_TIMEOUT_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.cluster.folders import new_ray_folder
+from rlsys.cluster import LOOPBACK_VARIABLE
+from rlsys.cluster.folders import ray_folder, rays_own
 from rlsys.cluster.offspring import adopt_orphans, descendants, end
 from rlsys.cluster.tether import tethered
 from rlsys.config.derived import has_critic
@@ -36,7 +36,6 @@ STOP_S = 10.0
 _END = "end.json"
 _OUTPUT = "ray-start.log"
 _LOG_LINES = 15
-_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PATIENCE = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -71,8 +70,8 @@ class RayNode:
             return
         said = (self.folder / _OUTPUT).read_text(errors="replace")
         hint = (
-            " The machines have different tokens of Ray: give all the file ~/.ray/auth_token of the head, or the same "
-            "RAY_AUTH_TOKEN, or set RAY_AUTH_MODE=disabled on all where the network is yours alone."
+            " The machines have different tokens of Ray: copy the file ~/.ray/auth_token of the head to all, or set the "
+            "same RAY_AUTH_TOKEN everywhere."
             if "InvalidAuthToken" in said
             else ""
         )
@@ -92,30 +91,30 @@ def tell_ending(folder: Path, ending: Ending) -> None:
 
 
 @contextmanager
-def ray_node(arguments: list[str], config: RunConfig, resource: str) -> Iterator[RayNode]:
-    """Start Ray on this machine with `arguments` and 1 of `resource`; on the way out nothing of it stays."""
+def ray_node(arguments: list[str], config: RunConfig, resource: str, *, alone: bool) -> Iterator[RayNode]:
+    """Start Ray on this machine with `arguments` and 1 of `resource`; on the way out nothing of it stays.
+
+    `alone` keeps it to this machine's loopback interface.
+    """
     adopt_orphans()
     strangers = {process.pid for process in descendants()}
-    folder = new_ray_folder()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style", "record"]
-    command += ["--temp-dir", str(folder), "--disable-usage-stats"]
+    command += ["--disable-usage-stats"]
     command += ["--resources", json.dumps({resource: 1}), *arguments, *slots(config)]
-    try:
+    with ray_folder() as folder:
         with (folder / _OUTPUT).open("wb") as output:
             process = subprocess.Popen(
-                tethered(command),
+                tethered([*command, "--temp-dir", str(rays_own(folder))]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment() | dict(ray_settings(os.environ, folder)),
+                env=child_environment() | dict(ray_settings(os.environ, folder, alone=alone)),
                 process_group=0,
             )
         try:
             yield RayNode(process, folder)
         finally:
             _stop(process, strangers)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def slots(config: RunConfig) -> list[str]:
@@ -128,27 +127,14 @@ def slots(config: RunConfig) -> list[str]:
     return ["--num-cpus", str(number), "--object-store-memory", str(OBJECT_STORE_BYTES)]
 
 
-def ray_settings(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Variables for Ray's processes where `environment` does not have them."""
-    return patience(environment) | auth_mode(environment) | {FOLDER_VARIABLE: str(folder)}
+def ray_settings(environment: Mapping[str, str], folder: Path, *, alone: bool) -> dict[str, str]:
+    """Variables for Ray's processes: its patience where `environment` has none, its reach, and `folder`."""
+    return patience(environment) | {LOOPBACK_VARIABLE: "0" if alone else "1", FOLDER_VARIABLE: str(folder)}
 
 
 def patience(environment: Mapping[str, str]) -> dict[str, str]:
     """How long Ray waits for what is silent, where `environment` does not say it."""
     return {name: value for name, value in _PATIENCE.items() if name not in environment}
-
-
-def auth_mode(environment: Mapping[str, str]) -> dict[str, str]:
-    """Ray's authentication: as `environment` says, else by token where this user has one.
-
-    Ray's own default differs between the head, which looks for a token, and the others, which do not.
-    """
-    if "RAY_AUTH_MODE" in environment:
-        return {}
-    known = any(environment.get(name) for name in _TOKENS)
-    return {
-        "RAY_AUTH_MODE": "token" if known or (Path.home() / ".ray" / "auth_token").is_file() else "disabled"
-    }
 
 
 def _stop(process: subprocess.Popen[bytes], strangers: set[int]) -> None:

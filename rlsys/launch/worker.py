@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 
+from rlsys.cluster.auth import require_token
 from rlsys.cluster.machines import RANK
 from rlsys.cluster.network import address_towards, answers
 from rlsys.config.schema import RunConfig
@@ -25,12 +27,14 @@ FAREWELL_S = 90.0
 async def work(role: Role, config: RunConfig, wait_s: float, say: Say) -> Ending:
     """Be a part of the head's cluster until the run has ended, and return how it did.
 
-    Raises RunError if the head does not come within `wait_s` seconds, or is lost.
+    Raises RunError if the head does not come within `wait_s` seconds, or is lost; UserError without Ray's token.
     """
     say(f"node {role.rank} waits for the head at {role.host}:{role.port}")
     address = await _await_head(role, wait_s)
     joining = ["--address", f"{role.host}:{role.port}", "--node-ip-address", address]
-    with ray_node(joining, config, f"{RANK}{role.rank}") as node:
+    # With a home that all machines share, the head has made the token by now.
+    os.environ.update(require_token(os.environ, make=False))
+    with ray_node(joining, config, f"{RANK}{role.rank}", alone=False) as node:
         say(f"node {role.rank} joins the head as {address}")
         ending = await _stay(role, node, say)
     say(f"node {role.rank} leaves: {ending.sentence}")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from rlsys.cluster.network import listener
 from rlsys.config.schema import Device, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.megatron import cpu_support
@@ -129,6 +130,9 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
         rendezvous.world_size,
         is_master=rendezvous.rank == 0,
         timeout=timeout,
+        master_listen_fd=listener(rendezvous.master_addr, rendezvous.master_port)[0]
+        if rendezvous.rank == 0
+        else None,
     )
     dist.init_process_group(
         backend="nccl" if rendezvous.device is Device.gpu else "gloo",

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
@@ -26,6 +29,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
+from rlsys.cluster.network import INTERFACE_VARIABLES, listener
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.requests import Heard, followed
 from rlsys.weights.buckets import Bucket
@@ -35,6 +39,7 @@ _LOGGING = Path(__file__).with_name("sglang_logging.json")
 
 Without it, it takes the handlers off this process's root logger, and silences the warnings of all others here.
 """
+_HERE = "127.0.0.1"
 Answer = tuple[bool, str]
 """Success and, without it, why."""
 
@@ -50,7 +55,13 @@ class SglangProcess:
 
     def __init__(self, arguments: dict[str, Any], on_cpu: bool) -> None:
         os.environ.setdefault("SGLANG_LOGGING_CONFIG_PATH", str(_LOGGING))
-        self._engine = (_CpuEngine if on_cpu else Engine)(**arguments)
+        # An engine's ranks are on one machine. SGLang's own store would listen on all interfaces.
+        descriptor, port = listener(_HERE, 0)
+        self._store = dist.TCPStore(
+            _HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+        )
+        with _environment(_on_loopback(port)):
+            self._engine = (_CpuEngine if on_cpu else Engine)(**arguments)
         self._manager = self._engine.tokenizer_manager
 
     async def freeze_gc(self) -> None:
@@ -147,6 +158,31 @@ class SglangProcess:
         self._engine.shutdown()
         # SGLang kills and does not join; asking for the living joins the dead.
         multiprocessing.active_children()
+
+
+def _on_loopback(port: int) -> dict[str, str]:
+    """Variables with which SGLang's processes meet at the store at `port`, and at no other interface."""
+    met = {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "MASTER_ADDR": _HERE,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return met | dict(zip(INTERFACE_VARIABLES, ("lo", "=lo"), strict=True))
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets `variables` for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def gpu_hash(tensor: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,7 +20,7 @@ import httpx
 
 import rlsys
 from rlsys.errors import RunError
-from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, bind
+from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, TOKEN_VARIABLE, bind
 
 _POLL_S = 0.1
 _TERMINATE_S = 10.0
@@ -38,6 +38,7 @@ class SearchServer:
         threads: of the encoder and the index; null leaves the libraries' default.
         encoder: of the queries where it is not that of the passages.
         device: where models compute.
+        token: that it asks for; by default the one of the environment, if any.
         options: further arguments of the command, e.g. ("--pages", "pages.jsonl").
     """
 
@@ -52,15 +53,17 @@ class SearchServer:
         threads: int | None = None,
         encoder: str | None = None,
         device: str | None = None,
+        token: str | None = None,
         options: Sequence[str] = (),
     ) -> None:
         words = ["rlsys.search.server", str(index), "--topk", str(topk)]
         words += ["--device", device] if device else []
         words += ["--encoder", encoder] if encoder else []
-        self._start([*words, *options], log, host, port, threads)
+        environment = child_environment(threads) | ({TOKEN_VARIABLE: token} if token else {})
+        self._start([*words, *options], log, host, port, environment)
 
     def _start(
-        self, words: Sequence[str], log: str | Path, host: str, port: int, threads: int | None
+        self, words: Sequence[str], log: str | Path, host: str, port: int, environment: Mapping[str, str]
     ) -> None:
         """Start the module and arguments of `words`, told the socket to listen at and the process to end with."""
         self.log = Path(log)
@@ -73,7 +76,7 @@ class SearchServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment(threads),
+                env=environment,
                 pass_fds=[sock.fileno()],
                 process_group=0,
             )

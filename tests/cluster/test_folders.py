@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from rlsys.cluster import folders
-from rlsys.cluster.folders import new_ray_folder, ray_parent
+from rlsys.cluster.folders import ray_folder, ray_parent, rays_own
 from rlsys.errors import UserError
 
 
@@ -34,18 +35,42 @@ def test_a_long_folder_for_temporary_files_is_left_for_the_common_one(
 
 
 def test_the_longest_socket_fits_the_system() -> None:
-    folder = new_ray_folder()
-    try:
-        assert len(folder.name) == len(folders._LONGEST.partition("/")[0])
+    with ray_folder() as folder:
+        names = rays_own(folder).parts[-2:]
+        assert [*map(len, names)] == [*map(len, folders._LONGEST.split("/")[:2])]
         with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match="too long"):
             probe.bind("/" + "x" * folders.MOST_BYTES)
         with socket.socket(socket.AF_UNIX) as probe:
             name = str(folder / "s")
             probe.bind(name.ljust(folders.MOST_BYTES, "s"))
+    assert not folder.exists()
+
+
+def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", "/dev/shm" if len(str(tmp_path)) > 30 else str(tmp_path))
+    waits = "import time\nfrom rlsys.cluster.folders import ray_folder, rays_own\n"
+    waits += "with ray_folder() as f:\n  rays_own(f).mkdir(0o777); print(f, flush=True); time.sleep(300)"
+    children = [
+        subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    made = [Path(child.stdout.readline().strip()) for child in children if child.stdout]
+    try:
+        assert [stat.S_IMODE(folder.stat().st_mode) for folder in made] == [0o700, 0o700]
+        children[0].kill()
+        children[0].wait()
+        with ray_folder() as mine:
+            assert mine.is_dir()
+            assert not made[0].exists(), "its process was killed"
+            assert rays_own(made[1]).is_dir(), "its process lives"
     finally:
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
+        for child in children:
+            child.kill()
+            child.communicate()
+    with ray_folder():
+        assert not made[1].exists()
 
 
 def test_a_tethered_command_ends_with_a_parent_that_is_killed() -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlsys.cluster.network import listener
 from rlsys.config.schema import Device
 from rlsys.errors import RunError
 from rlsys.weights.buckets import Bucket
@@ -198,10 +199,11 @@ def _join(spec: TransportSpec) -> dist.TCPStore:
             is_master=spec.rank == 0,
             timeout=timedelta(seconds=spec.timeout_s),
             wait_for_workers=False,
+            master_listen_fd=listener(host, port)[0] if spec.rank == 0 else None,
         )
         store.set(f"here/{spec.rank}", "1")
         _await_members(store, spec)
-    except RuntimeError as problem:
+    except (OSError, RuntimeError) as problem:
         raise RunError(
             f"{spec.name} did not meet {spec.members[0]} at {host}:{port} to exchange weights: one of them is gone, "
             f"or has hung for {spec.timeout_s:g} s; look at its log. ({problem})"

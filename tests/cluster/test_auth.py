@@ -1,0 +1,96 @@
+"""Ray's token: made for its user alone, asked for unless the user says otherwise."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlsys.cluster.auth import MODE, require_token, token_file
+from rlsys.errors import UserError
+
+TOKEN = {MODE: "token"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_token_is_made_once_for_the_user_alone() -> None:
+    before = os.umask(0)
+    try:
+        assert require_token({}, make=True) == TOKEN
+    finally:
+        os.umask(before)
+    token = token_file().read_text()
+    assert len(token) == 64
+    assert int(token, 16) >> 192, "random to the first byte, but for one in 2^64"
+    assert (_mode(token_file()), _mode(token_file().parent)) == (0o600, 0o700)
+    assert require_token({}, make=True) == require_token({}, make=False) == TOKEN
+    assert token_file().read_text() == token
+    assert [*token_file().parent.iterdir()] == [token_file()]
+
+
+def test_processes_that_make_a_token_at_once_end_with_one() -> None:
+    code = "from rlsys.cluster.auth import *; require_token({}, make=True); print(token_file().read_text())"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(6)
+    ]
+    said = {child.communicate(timeout=60)[0] for child in children}
+    assert said == {token_file().read_text() + "\n"}
+
+
+def test_a_token_that_others_could_read_is_closed_to_them() -> None:
+    token_file().parent.mkdir()
+    token_file().write_text("x" * 64)
+    token_file().chmod(0o644)
+    require_token({}, make=False)
+    assert _mode(token_file()) == 0o600
+
+
+def test_a_token_in_the_environment_needs_no_file(tmp_path: Path) -> None:
+    assert require_token({"RAY_AUTH_TOKEN": "t"}, make=False) == TOKEN
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(UserError, match="elsewhere"):
+        require_token({"RAY_AUTH_TOKEN_PATH": str(elsewhere)}, make=True)
+    assert not elsewhere.exists(), "a file that the user names is the user's"
+    elsewhere.write_text("t")
+    assert require_token({"RAY_AUTH_TOKEN_PATH": str(elsewhere)}, make=False) == TOKEN
+    assert not token_file().exists()
+
+
+def test_a_machine_without_a_token_may_not_join() -> None:
+    with pytest.raises(UserError, match=str(token_file())):
+        require_token({}, make=False)
+    with pytest.raises(UserError, match=str(token_file())):
+        require_token(TOKEN, make=False)
+    token_file().parent.mkdir()
+    token_file().touch()
+    with pytest.raises(UserError, match="empty"):
+        require_token({}, make=True)
+
+
+def test_a_home_that_cannot_be_written_is_told() -> None:
+    token_file().parent.write_text("in the way")
+    with pytest.raises(UserError, match="RAY_AUTH_TOKEN"):
+        require_token({}, make=True)
+
+
+def test_no_token_is_asked_for_only_where_the_user_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert require_token({MODE: "disabled"}, make=True) == {}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert not token_file().exists()
+    with pytest.raises(UserError, match=f"{MODE}=none"):
+        require_token({MODE: "none"}, make=True)
