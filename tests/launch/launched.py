@@ -35,7 +35,9 @@ SETTINGS = [
 class Launched:
     """The launcher of one host, while it runs and afterwards."""
 
-    def __init__(self, host: Host, rank: int, head: Host, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, host: Host, rank: int, head: Host, folder: Path, *arguments: str, home: Path | None = None
+    ) -> None:
         self.host = host
         self.log = folder / f"launch-{rank}.log"
         where = ["--rank", str(rank), "--nodes", "2", "--head", head.address]
@@ -49,7 +51,9 @@ class Launched:
             *where,
         ]
         self._process = host.start(
-            [*command, f"output_dir={folder}/outputs", *SETTINGS, *arguments], self.log
+            [*command, f"output_dir={folder}/outputs", *SETTINGS, *arguments],
+            self.log,
+            {"HOME": str(home)} if home else None,
         )
 
     def wait(self) -> int:
@@ -76,12 +80,18 @@ class Launched:
 
 
 def launch(
-    hosts: Hosts, folder: Path, *arguments: str, ranks: tuple[int, ...] = (0, 1), preflight: bool = False
+    hosts: Hosts,
+    folder: Path,
+    *arguments: str,
+    ranks: tuple[int, ...] = (0, 1),
+    preflight: bool = False,
+    home: Path | None = None,
 ) -> list[Launched]:
-    """Start the launchers of some of two hosts."""
+    """Start the launchers of some of two hosts; `home` is everybody's, by default this user's."""
     prepare_world(Console(quiet=True))
+    folder.mkdir(exist_ok=True)
     flag = "--preflight" if preflight else "--no-preflight"
-    return [Launched(hosts[rank], rank, hosts[0], folder, flag, *arguments) for rank in ranks]
+    return [Launched(hosts[rank], rank, hosts[0], folder, flag, *arguments, home=home) for rank in ranks]
 
 
 def run_folder(folder: Path) -> Path:

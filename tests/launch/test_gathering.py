@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.cluster.folders import rays_own
 from rlsys.cluster.worker_group import RankSilent
 from rlsys.errors import RunError
 from rlsys.launch import agent as agents
@@ -32,7 +33,7 @@ class Called:
 @pytest.fixture(autouse=True)
 def ray_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "ray"))
-    logs = tmp_path / "ray" / "session_latest" / "logs"
+    logs = rays_own(tmp_path / "ray") / "session_latest" / "logs"
     logs.mkdir(parents=True)
     return logs
 

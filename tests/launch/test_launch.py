@@ -67,6 +67,38 @@ def test_a_machine_that_does_not_come_is_named(hosts: Hosts, tmp_path: Path) -> 
     assert not (tmp_path / "outputs").exists()
 
 
+KNOCKS = """
+import sys, urllib.error, urllib.request
+request = urllib.request.Request(sys.argv[1] + "/retrieve", b'{"queries": ["Rome"]}', {"Content-Type": "application/json"})
+try:
+    print(urllib.request.urlopen(request, timeout=20).status)
+except urllib.error.HTTPError as refused:
+    print(refused.code)
+"""
+
+
+def test_a_machine_without_the_token_runs_nothing_and_finds_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    homes = [tmp_path / "home", tmp_path / "strange"]
+    for home in homes:
+        home.mkdir()
+    settings = ["cluster.search.nodes=[node-0]", "trainer.steps=200"]
+    head, worker = launch(hosts, tmp_path, *settings, home=homes[0])
+    wait_until(lambda: "the run starts" in head.said(), 300, head, worker)
+    look = [sys.executable, "-m", "rlsys.cluster.look", f"{hosts[0].address}:6379"]
+    for home, mode, status in ((homes[0], "token", 0), (homes[1], "disabled", 1)):
+        given = {"HOME": str(home), "RAY_AUTH_MODE": mode}
+        looked = hosts[1].start(look, tmp_path / f"look-{mode}.log", given)
+        assert (looked.wait(120) == 0) == (status == 0), (tmp_path / f"look-{mode}.log").read_text()
+    url = f"http://{hosts[0].address}:8000"
+    assert hosts[1].run(sys.executable, "-c", KNOCKS, url).strip() == "401"
+    strangers = launch(hosts, tmp_path / "more", "--wait", "60", ranks=(1,), home=homes[1])
+    assert strangers[0].wait() == 2
+    assert str(homes[1] / ".ray" / "auth_token") in strangers[0].said()
+    head.signal(signal.SIGINT)
+    assert [head.wait(), worker.wait()] == [130, 130]
+    assert head.leaves_nothing()
+
+
 def test_without_a_head_a_machine_gives_up(hosts: Hosts, tmp_path: Path) -> None:
     (worker,) = launch(hosts, tmp_path, "--wait", "2", ranks=(1,))
     assert worker.wait() == 1
