@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlsys.algorithms.values import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
@@ -19,7 +18,7 @@ from rlsys.megatron.actor import Actor
 from rlsys.megatron.critic import Critic
 from rlsys.megatron.forward import forward
 from rlsys.pipeline.micro_batch import MicroBatch
-from tests.convert.models import make_model
+from tests.convert.models import logits_by_transformers, make_model
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous
 from tests.megatron.hosts import HostedGroup
@@ -71,12 +70,10 @@ class Model:
     def experts(self) -> bool:
         return "moe" in self.family
 
-    @torch.no_grad()
     def logits(self, dtype: Dtype = Dtype.float32) -> Tensor:
         """[row, token but the last, vocabulary or 1] float32 of the probe, by transformers computing in `dtype`."""
-        kind = AutoModelForTokenClassification if self.critic else AutoModelForCausalLM
-        model = kind.from_pretrained(self.folder, dtype=getattr(torch, dtype.value)).eval()
-        return model(torch.tensor(probe().tokens)).logits[:, :-1].float()
+        tokens, of_weights = torch.tensor(probe().tokens), getattr(torch, dtype.value)
+        return logits_by_transformers(self.folder, tokens, self.critic, of_weights)[:, :-1].float()
 
 
 def probe() -> MicroBatch:

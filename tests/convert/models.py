@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -94,6 +95,37 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     for name, tensor in first.items():
         assert tensor.dtype == second[name].dtype, name
         assert torch.equal(tensor, second[name]), name
+
+
+@torch.no_grad()
+def logits_by_transformers(
+    folder: Path, tokens: Tensor, critic: bool = False, dtype: torch.dtype | str = "auto"
+) -> Tensor:
+    """Computes [row, token, vocabulary or 1] with weights at multiples of 64 bytes, where torch allocates.
+
+    Transformers maps weights from the file, where they lie at any multiple of 8, and kernels may round differently by
+    how their operands are aligned: equal weights give equal bits only at equal alignments.
+    """
+    kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(report.values()), "every tensor is there, and no other"
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+        assert parameter.data_ptr() % 64 == 0
+    logits: Tensor = model.eval()(tokens).logits
+    return logits
+
+
+def moved(model: Path, out: Path, by: int) -> Path:
+    """A copy of a model whose tensors lie `by` bytes further on in the file."""
+    shutil.copytree(model, out)
+    content = (model / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length] + b" " * by
+    (out / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + content[8 + length :]
+    )
+    return out
 
 
 def json_of(path: Path) -> dict[str, object]:

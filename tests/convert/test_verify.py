@@ -20,7 +20,7 @@ from rlsys.convert.to_hf import megatron_to_hf
 from rlsys.convert.to_megatron import hf_to_megatron
 from rlsys.convert.verify import Difference, verify
 from rlsys.errors import UserError
-from tests.convert.models import configs, make_model, tensors_of
+from tests.convert.models import configs, logits_by_transformers, make_model, tensors_of
 
 
 def changed(model: Path, out: Path, name: str) -> Path:
@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers_on_tokens_of_the_whole_vocabulary(tmp_
     model = make_model(tmp_path / "model", "llama", torch.float32)
     tokens = prompts(open_side(model, None))
     assert {0, 99} <= set(tokens.ravel())
-    expected = AutoModelForCausalLM.from_pretrained(model)(torch.tensor(tokens)).logits[:, :-1]
+    expected = logits_by_transformers(model, torch.tensor(tokens))[:, :-1]
     hf_to_megatron(model, tmp_path / "mg", processes=1)
     for folder in (model, tmp_path / "mg"):
         actual = logits_of(open_side(folder, None), tokens)
