@@ -177,7 +177,7 @@ def _stats(log_ratios: NDArray[np.float64], ratios: Floats, weights: Floats, mas
         cut=int((weights != ratios).sum()),
         ratio_sum=float(uncut.sum()),
         weight_sum=float(exact.sum()),
-        weight_square_sum=float(exact @ exact),
+        weight_square_sum=float(np.square(exact).sum()),
         abs_log_ratio_sum=float(np.abs(log_ratios).sum()),
         k1_sum=float(-log_ratios.sum()),
         k3_sum=float((np.expm1(log_ratios) - log_ratios).sum()),

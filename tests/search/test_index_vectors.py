@@ -102,8 +102,10 @@ def test_each_type_finds_most_of_what_exact_search_finds(
     scores, rows = read.search(asked, 10)
     assert recall(rows, exact) >= RECALL[faiss_type]
     assert (np.diff(scores, axis=1) <= 0).all()
-    np.testing.assert_array_equal(mapped.search(asked, 10)[1], rows)
-    np.testing.assert_array_equal(mapped.search(asked, 10)[0], scores)
+    # The same bytes, elsewhere in memory: a kernel may round scores otherwise there, and so swap rows that nearly tie.
+    np.testing.assert_array_equal(faiss.serialize_index(mapped._index), faiss.serialize_index(read._index))
+    assert mapped.settings == read.settings
+    assert recall(mapped.search(asked, 10)[1], exact) >= RECALL[faiss_type]
     np.testing.assert_array_equal(read.search(asked, 128)[1][:, :10], rows)
     found = np.take_along_axis(exact, rows, axis=1)
     if faiss_type in ("Flat", "IVF64,Flat", "HNSW32", "PQ32x4fs,RFlat"):
