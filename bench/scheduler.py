@@ -165,7 +165,7 @@ async def _train(per_step: int, group_size: int) -> Instant:
         workers,
         _say,
     )
-    cut = MiniBatches(1, per_step)
+    cut = MiniBatches([per_step])
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(flow.run())
         for step in range(1, STEPS + 1):

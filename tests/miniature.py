@@ -2,7 +2,7 @@
 
 Contract of `miniature`, pure:
 - What says of which kind a run is comes from the big config: which parallelism cuts its groups, uneven stages, which
-  groups share devices, schedule, algorithm and critic, optimiser, packing, checkpoints.
+  groups share devices, schedule, uneven mini-batches, algorithm and critic, optimiser, packing, checkpoints.
 - What says how large it is comes from the tiny config, a run on CPUs: the model, of the same family, the task, the search
   server, batches, engines.
 - Context, pipeline, tensor, expert and data parallelism of 2 and more become 2, or 1 where the Megatron groups would have
@@ -62,7 +62,8 @@ class _Cut:
 def miniature(config: RunConfig, tiny: RunConfig, layers: int) -> RunConfig:
     """`config` in small, on what `tiny` names; `layers` are those of the tiny model, an even number.
 
-    Both must be valid. The tiny run's prompts divide into two mini-batches, and its engines have one slot each.
+    Both must be valid. The tiny run's prompts divide into two mini-batches and not into three, and its engines have one
+    slot each.
     """
     ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     cuts = _choose_cuts(config, ranks)
@@ -100,12 +101,16 @@ def miniature(config: RunConfig, tiny: RunConfig, layers: int) -> RunConfig:
         trainer=replace(
             tiny.trainer,
             schedule=config.trainer.schedule,
-            mini_batches=min(config.trainer.mini_batches, 2),
+            mini_batches=3 if _has_uneven_mini_batches(config) else min(config.trainer.mini_batches, 2),
         ),
         eval=replace(tiny.eval, engines=None if config.eval.engines is None else 1),
         checkpoint=replace(config.checkpoint, interval=min(config.checkpoint.interval, 1)),
     )
     return deepcopy(small)
+
+
+def _has_uneven_mini_batches(config: RunConfig) -> bool:
+    return config.trainer.prompts_per_step % config.trainer.mini_batches > 0
 
 
 def _choose_cuts(config: RunConfig, ranks: _Ranks) -> dict[str, _Cut]:

@@ -61,8 +61,8 @@ class Arrivals:
 
     seed: int
     waves: tuple[int, ...] | None = None
-    """For each mini-batch's share of the prompts, in their order, the wave that they arrive in: the order
-    within a wave is the seed's. None is one wave."""
+    """Of each prompt of a step, in their order, the wave that it arrives in: the order within a wave is the seed's.
+    None is one wave."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Playback:
         self._version = -1
         self._recording, self._seen = recording, seen
         self._groups = config.trainer.prompts_per_step
-        self._waves = arrivals.waves or (0,)
+        self._waves = arrivals.waves or (0,) * self._groups
         self._random = random.Random(arrivals.seed)
         self._begun = 0
         # With fewer places than groups, those that wait for one could not keep to their wave.
@@ -135,8 +135,7 @@ class Playback:
         version = self._version
         place = self._begun % self._groups
         self._begun += 1
-        wave = self._waves[place * len(self._waves) // self._groups]
-        await asyncio.sleep(wave * WAVE_S + self._random.random() * EPISODE_S)
+        await asyncio.sleep(self._waves[place] * WAVE_S + self._random.random() * EPISODE_S)
         self._seen.happened("r")
         return self._recording[question.uid, version]
 

@@ -141,6 +141,8 @@ def test_every_miniature_is_valid_and_of_the_same_kind(
         for b in ranks:
             assert (set(ranks[a]) == set(ranks[b])) == (set(few[a]) == set(few[b]))
     assert small.trainer.schedule == big.trainer.schedule
+    even, still = (one.trainer.prompts_per_step % one.trainer.mini_batches == 0 for one in (big, small))
+    assert even == still
     assert small.algorithm.baseline is big.algorithm.baseline
     assert small.actor.optimizer.distributed is big.actor.optimizer.distributed
     for name, settings in megatron_groups(small).items():

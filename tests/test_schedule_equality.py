@@ -2,8 +2,8 @@
 
 Claimed: after three steps every parameter of two runs differs by at most `TOLERANCE`, whatever the schedule
 and whatever the order in which groups arrive, if each optimiser step is made of the same groups. With one
-mini-batch a step that is always so. With two, groups go to the first in the order in which they come; here
-that order is pinned between the two and left to the seed within each.
+mini-batch a step that is always so. With several, groups go to the first in the order in which they come; here
+that order is pinned between them and left to the seed within each.
 
 Float32 sums of the same numbers in another order differ in the last bits, and Adam divides by the root of the
 second moment, which makes that large where a gradient is small. With `eps` at 1e-4 the largest difference
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rlsys.agent.trajectory import Trajectory
-from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig
+from rlsys.config.algorithm import AdvantageScale, Aggregation, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
     ClusterConfig,
@@ -67,14 +67,22 @@ SEQUENTIAL, PIPELINED, ASYNC = Schedule.sequential, Schedule.pipelined, Schedule
 class Case:
     """What is learned from the episodes."""
 
-    mini_batches: int = 1
+    sizes: tuple[int, ...] = (GROUPS,)
+    """Groups of each mini-batch."""
     scale: AdvantageScale = AdvantageScale.group
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    aggregation: str = "token-mean"
+
+    @property
+    def mini_batches(self) -> int:
+        """Optimiser steps of a step."""
+        return len(self.sizes)
 
     def arrivals(self, seed: int) -> Arrivals:
         """With which the groups of each mini-batch are the same for every seed."""
-        return Arrivals(seed, tuple(range(self.mini_batches)) if self.mini_batches > 1 else None)
+        waves = [number for number, size in enumerate(self.sizes) for _ in range(size)]
+        return Arrivals(seed, tuple(waves) if self.mini_batches > 1 else None)
 
 
 PLAIN = Case()
@@ -83,8 +91,19 @@ BATCH = Case(
     kl_coef=reference.ALGORITHM.kl_coef,
     entropy_coef=reference.ALGORITHM.entropy_coef,
 )
-TWO = replace(BATCH, mini_batches=2, scale=AdvantageScale.group)
-NAMES = {PLAIN: "plain", BATCH: "batch-scale-kl", TWO: "two-mini-batches-kl"}
+TWO = replace(BATCH, sizes=(4, 4), scale=AdvantageScale.group)
+UNEVEN = replace(BATCH, sizes=(2, 3, 3))
+BY_SEQUENCE, FIXED = (
+    replace(TWO, sizes=(2, 3, 3), aggregation=name) for name in ("seq-mean-token-mean", "fixed-length")
+)
+NAMES = {
+    PLAIN: "plain",
+    BATCH: "batch-scale-kl",
+    TWO: "two-mini-batches-kl",
+    UNEVEN: "uneven-mini-batches-batch-scale-kl",
+    BY_SEQUENCE: "uneven-mini-batches-sequence-mean",
+    FIXED: "uneven-mini-batches-fixed-length",
+}
 
 
 @dataclass(frozen=True)
@@ -128,6 +147,8 @@ class Bench:
                 clip_high=reference.ALGORITHM.clip_high,
                 kl_coef=case.kl_coef,
                 entropy_coef=case.entropy_coef,
+                aggregation=Aggregation(case.aggregation),
+                loss_length=reference.LOSS_LENGTH,
             ),
             trainer=TrainerConfig(
                 schedule=ScheduleConfig(schedule, max_staleness=0),
@@ -164,11 +185,11 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 def shares(trained: Sequence[Sequence[str]], case: Case) -> list[frozenset[str]]:
     """The questions of each optimiser step."""
-    size = GROUPS // case.mini_batches
-    return [frozenset(step[start : start + size]) for step in trained for start in range(0, GROUPS, size)]
+    cuts = [*pairwise(accumulate(case.sizes, initial=0))]
+    return [frozenset(step[begin:end]) for step in trained for begin, end in cuts]
 
 
-@pytest.mark.parametrize("case", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("case", [PLAIN, BATCH, TWO, UNEVEN, FIXED], ids=NAMES.get)
 def test_schedule_and_arrival_make_no_difference(
     case: Case, bench: Bench, outcome: Callable[..., Outcome]
 ) -> None:
@@ -198,22 +219,23 @@ def test_async_without_staleness_is_pipelined(case: Case, outcome: Callable[...,
     assert distance(free, pipelined) == 0.0
 
 
-def test_two_ranks_and_rectangles_make_no_difference(outcome: Callable[..., Outcome]) -> None:
-    other = outcome(PLAIN, PIPELINED, PLAIN.arrivals(1), actor_ranks=2, packing=Packing.padded)
-    assert distance(other, outcome(PLAIN, SEQUENTIAL, PLAIN.arrivals(0))) <= TOLERANCE
+@pytest.mark.parametrize("case", [PLAIN, UNEVEN], ids=NAMES.get)
+def test_two_ranks_and_rectangles_make_no_difference(case: Case, outcome: Callable[..., Outcome]) -> None:
+    other = outcome(case, PIPELINED, case.arrivals(1), actor_ranks=2, packing=Packing.padded)
+    assert distance(other, outcome(case, SEQUENTIAL, case.arrivals(0))) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", [BATCH, TWO], ids=NAMES.get)
+@pytest.mark.parametrize("case", [BATCH, TWO, UNEVEN, BY_SEQUENCE, FIXED], ids=NAMES.get)
 def test_the_parameters_are_those_of_transformers(
     case: Case, bench: Bench, outcome: Callable[..., Outcome]
 ) -> None:
     """Each mini-batch as one batch, trained on by transformers and torch's AdamW."""
-    initial, size = reference.load(bench.model), GROUPS // case.mini_batches
+    initial = reference.load(bench.model)
     prompts = PromptSource(QUESTIONS, bench.config(case, SEQUENTIAL).trainer.seed)
     updates: list[list[MicroBatch]] = []
     for step in range(STEPS):
-        policy = _trained(bench.model, updates)
-        for _ in range(case.mini_batches):
+        policy = _trained(bench.model, updates, case)
+        for size in case.sizes:
             groups = [bench.recording[prompts.next().uid, step] for _ in range(size)]
             samples = [
                 replace(rewarded(one, 0.0), advantages=np.full(len(one.tokens), advantage)).with_scores(
@@ -222,13 +244,13 @@ def test_the_parameters_are_those_of_transformers(
                 for one, advantage in zip(chain(*groups), _advantages(groups, case.scale), strict=True)
             ]
             updates.append([collate(samples, PAD_ID)])
-    expected = reference.named_tensors(_trained(bench.model, updates))
+    expected = reference.named_tensors(_trained(bench.model, updates, case))
     base = outcome(case, SEQUENTIAL, case.arrivals(0))
     assert largest_difference(base.weights, expected) <= TOLERANCE
 
 
-def _trained(model: Path, updates: Sequence[Sequence[MicroBatch]]) -> torch.nn.Module:
-    return reference.train(model, updates, OPTIMIZER, [OPTIMIZER.lr] * len(updates))[0]
+def _trained(model: Path, updates: Sequence[Sequence[MicroBatch]], case: Case) -> torch.nn.Module:
+    return reference.train(model, updates, OPTIMIZER, [OPTIMIZER.lr] * len(updates), case.aggregation)[0]
 
 
 def _advantages(groups: Sequence[Sequence[Trajectory]], scale: AdvantageScale) -> list[float]:
@@ -289,7 +311,10 @@ def test_a_mean_over_each_micro_batch_is_seen(outcome: Callable[..., Outcome]) -
 
 def test_other_groups_in_a_mini_batch_are_seen(outcome: Callable[..., Outcome]) -> None:
     """With several mini-batches it is not the step's groups alone that decide."""
-    base, exchanged = outcome(TWO, SEQUENTIAL, TWO.arrivals(0)), outcome(TWO, PIPELINED, Arrivals(1, (1, 0)))
+    base, exchanged = (
+        outcome(TWO, SEQUENTIAL, TWO.arrivals(0)),
+        outcome(TWO, PIPELINED, Arrivals(1, (1,) * 4 + (0,) * 4)),
+    )
     assert shares(exchanged.trained, PLAIN) == shares(base.trained, PLAIN)
     assert shares(exchanged.trained, TWO) != shares(base.trained, TWO)
     assert distance(exchanged, base) > BREACH

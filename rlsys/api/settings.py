@@ -6,7 +6,6 @@ decides it. A key that an argument gives is not given again by `overrides`, so n
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -170,13 +169,12 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def of_batch(batch_size: int | None, mini_batches: int) -> dict[str, Any]:
-    """Questions of an iteration; the config's `mini_batches` are lowered to a number that divides them."""
+    """Questions of an iteration; the config's `mini_batches` are lowered to as many where there are more."""
     if batch_size is None:
         return {}
     if type(batch_size) is not int or batch_size < 1:
         raise UserError(f"batch_size={batch_size!r} is no number of questions: give a whole one, 1 or more.")
-    fitting = math.gcd(batch_size, mini_batches)
-    lowered = {} if fitting == mini_batches else {"trainer.mini_batches": fitting}
+    lowered = {"trainer.mini_batches": batch_size} if mini_batches > batch_size else {}
     return {_BATCH: batch_size, **lowered}
 
 

@@ -115,7 +115,7 @@ class SearchR1Trainer:
                 `{"question": ..., "answers": [...]}`, or a list of `rlsys.data.question.Question`.
             num_iterations: steps; None is the experiment's number.
             batch_size: questions of a step; None is the experiment's number, or all that there are to train on if they are
-                fewer. Its mini-batches are lowered to a number that divides these.
+                fewer. Where it has more mini-batches than these, there is one for each question.
             eval_data: questions to evaluate on, before, during and after training; those that are in `train_data` too are
                 not trained on. Without them some of `train_data` are held out, and not trained on.
             holdout: how many different questions are held out; None is a tenth, at most 500.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from rlsys.config.algorithm import FULL_KL, AdvantageScale, AlgorithmConfig, Baseline
 from rlsys.config.schema import (
     ActorConfig,
@@ -70,6 +72,16 @@ def needs_whole_mini_batch(algorithm: AlgorithmConfig) -> bool:
     """Whether an advantage depends on the other groups of its mini-batch, so that training waits for them."""
     over_batch = (AdvantageScale.batch, AdvantageScale.whiten)
     return algorithm.baseline is Baseline.batch or algorithm.advantage_scale in over_batch
+
+
+def mini_batch_sizes(groups: int, mini_batches: int) -> tuple[int, ...]:
+    """Groups of each of `mini_batches` optimiser steps, in order, of a step that has `groups` in all.
+
+    Mini-batch i of m ends after i / m of the groups, rounded down. So two sizes differ by one group at most, and the
+    larger mini-batches are spread evenly over the step: 3 of 8 groups have 2, 3 and 3.
+    """
+    ends = [groups * number // mini_batches for number in range(mini_batches + 1)]
+    return tuple(end - begin for begin, end in pairwise(ends))
 
 
 def loss_length(config: RunConfig) -> int:

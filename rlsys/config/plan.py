@@ -13,6 +13,7 @@ from rlsys.config.derived import (
     has_critic,
     max_staleness,
     megatron_groups,
+    mini_batch_sizes,
     needs_server,
     needs_whole_mini_batch,
     runs_ahead,
@@ -37,6 +38,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     parameters = count_parameters(model)
     trainer, algorithm = config.trainer, config.algorithm
     episodes = trainer.prompts_per_step * algorithm.n_samples
+    sizes = mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)
     groups: dict[str, Any] = {
         name: {
             "ranks": list(ranks[name]),
@@ -55,7 +57,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
         "batch": {
             "prompts_per_step": trainer.prompts_per_step,
             "episodes_per_step": episodes,
-            "episodes_per_update": episodes // trainer.mini_batches,
+            "episodes_per_update": sorted({size * algorithm.n_samples for size in sizes}),
             "updates": trainer.steps * trainer.mini_batches,
         },
         "schedule": {
@@ -76,7 +78,7 @@ def render_plan(plan: dict[str, Any]) -> str:
         f"{plan['name']}: {plan['world_size']} {plan['device']} ranks",
         f"  model      {model['path']}, {model['parameters']:,} parameters, {model['dtype']}",
         f"  step       {batch['prompts_per_step']} prompts, {batch['episodes_per_step']} episodes, "
-        f"{batch['episodes_per_update']} to an optimiser step",
+        f"{' or '.join(map(str, batch['episodes_per_update']))} to an optimiser step",
         f"  schedule   {plan['schedule']['kind']}, staleness at most {plan['schedule']['max_staleness']}: "
         f"{plan['schedule']['overlap']}",
         f"  tokens     {plan['token_mode']}",

@@ -420,7 +420,8 @@ class TrainerConfig:
     prompts_per_step: int = 512
     """Questions of a step."""
     mini_batches: int = 1
-    """Optimiser steps of one step; divides `prompts_per_step`."""
+    """Optimiser steps of one step, `prompts_per_step` at most; where they do not divide it, some train on one question
+    more than others."""
     seed: int = 1234
     """Of the order of questions, of sampling and of initial weights that a model lacks."""
 

@@ -138,11 +138,11 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
 
 def _batches(config: RunConfig) -> Iterator[Problem]:
     trainer, task = config.trainer, config.task
-    if trainer.mini_batches >= 1 and trainer.prompts_per_step % trainer.mini_batches:
+    if trainer.mini_batches > trainer.prompts_per_step >= 1:
         yield Problem(
-            "trainer.prompts_per_step",
-            f"trainer.prompts_per_step={trainer.prompts_per_step} does not divide into "
-            f"trainer.mini_batches={trainer.mini_batches} equal mini-batches: change one of them.",
+            "trainer.mini_batches",
+            f"trainer.mini_batches={trainer.mini_batches} is above trainer.prompts_per_step={trainer.prompts_per_step}, "
+            "and each mini-batch needs a question: lower it to that at most.",
         )
     if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
         yield Problem(

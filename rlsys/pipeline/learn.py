@@ -1,7 +1,7 @@
 """The learners' side of a step: gradients accumulate as groups arrive, one optimiser step a mini-batch.
 
 Actor and critic learn side by side from the same groups. Invariants: every learner accumulates every group taken
-once; each optimiser step is taken on `groups_per_update` groups. Where scores depend on a learner (a critic's values),
+once; each optimiser step is taken on as many groups as its mini-batch has. Where scores depend on a learner (a critic's values),
 no optimiser step is taken before all groups of the step are scored: within a step all scores are of the same weights.
 """
 
@@ -18,10 +18,10 @@ from rlsys.pipeline.workers import Devices, Learner, Say, groups_of
 
 @dataclass(frozen=True, slots=True)
 class MiniBatches:
-    """How a step is cut into optimiser steps. `updates` x `groups_per_update` is the ledger's `groups_per_step`."""
+    """How a step is cut into optimiser steps."""
 
-    updates: int
-    groups_per_update: int
+    sizes: Sequence[int]
+    """Groups of each, in order; their sum is the ledger's `groups_per_step`."""
     whole: Callable[[Sequence[Group]], list[Group]] | None = None
     """What has to be worked out over a whole mini-batch, for which training then waits; None if nothing has."""
     scored_first: bool = False
@@ -36,11 +36,12 @@ async def learn(
     `learners` are those that learn in this step, at least one, by the names of their groups; the name and a slash
     stand before that of each statistic. `say` speaks for all of them.
     """
-    supply = _Supply(flow, cut.updates * cut.groups_per_update, say)
+    supply = _Supply(flow, sum(cut.sizes), say)
     trained: list[Group] = []
     updates: list[Mapping[str, float]] = []
-    for update in range(1, cut.updates + 1):
-        while (missing := update * cut.groups_per_update - len(trained)) > 0:
+    for size in cut.sizes:
+        missing = size
+        while missing:
             groups = await _worth_a_call(supply, [*learners.values()], missing, cut)
             say("waits for its devices")
             await devices.need(*learners)
@@ -51,6 +52,7 @@ async def learn(
                 for learner in learners.values():
                     tasks.create_task(learner.accumulate(samples, last))
             trained += groups
+            missing -= len(groups)
         if cut.scored_first:
             await supply.fill()
         say("updates the weights")

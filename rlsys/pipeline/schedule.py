@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from math import floor, inf
 
-from rlsys.config.derived import has_critic, max_staleness, needs_whole_mini_batch
+from rlsys.config.derived import has_critic, max_staleness, mini_batch_sizes, needs_whole_mini_batch
 from rlsys.config.schema import RunConfig, Schedule
 from rlsys.pipeline.flow import Bites
 from rlsys.pipeline.grouping import over_mini_batch
@@ -26,14 +26,14 @@ def make_ledger(config: RunConfig) -> Ledger:
 
 
 def bites(config: RunConfig) -> Bites:
-    """How the log-prob stage is fed: with what is there, up to a mini-batch.
+    """How the log-prob stage is fed: with what is there, up to the largest mini-batch.
 
     In sequence it gets the whole step, once all rollouts have ended, aborted ones included.
     """
     trainer = config.trainer
     if trainer.schedule.kind is Schedule.sequential:
         return Bites(inf, trainer.prompts_per_step)
-    return Bites(1, trainer.prompts_per_step // trainer.mini_batches)
+    return Bites(1, max(mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)))
 
 
 def mini_batches(config: RunConfig) -> MiniBatches:
@@ -41,8 +41,7 @@ def mini_batches(config: RunConfig) -> MiniBatches:
     trainer, algorithm = config.trainer, config.algorithm
     whole = partial(over_mini_batch, config=algorithm)
     return MiniBatches(
-        updates=trainer.mini_batches,
-        groups_per_update=trainer.prompts_per_step // trainer.mini_batches,
+        sizes=mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches),
         whole=whole if needs_whole_mini_batch(algorithm) else None,
         scored_first=has_critic(algorithm) and trainer.mini_batches > 1,
     )

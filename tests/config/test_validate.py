@@ -36,6 +36,12 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
     validate(tiny_run())
 
 
+@pytest.mark.parametrize("count", [1, 5, 32])
+def test_mini_batches_may_be_uneven(count: int, tiny_run: TinyRun) -> None:
+    """Of 32 questions."""
+    validate(tiny_run(f"trainer.mini_batches={count}"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -137,10 +143,7 @@ def test_the_config_that_the_others_spoil_is_valid(tiny_run: TinyRun) -> None:
             ["actor.micro_batch_tokens=1023", "rounds up to 1024"],
         ),
         (["actor.parallel.sequence_parallel=true"], ["actor.parallel.sequence_parallel=true", "tp above 1"]),
-        (
-            ["trainer.prompts_per_step=30"],
-            ["trainer.prompts_per_step=30", "trainer.mini_batches=4", "equal mini-batches"],
-        ),
+        (["trainer.mini_batches=33"], ["trainer.mini_batches=33", "trainer.prompts_per_step=32", "lower it"]),
         (["algorithm.n_samples=1"], ["algorithm.n_samples=1", "at least 2"]),
         (
             ["algorithm.recompute_logprobs=false", "algorithm.kl_coef=0", "task.train_eos=false"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlsys.pipeline.micro_batch import MicroBatch
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.1, entropy_coef=0.01)
 LOSS = policy_loss(ALGORITHM)
 TEMPERATURE = 0.7
+LOSS_LENGTH = 13
 VOCAB = 100
 
 
@@ -153,7 +155,11 @@ def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Te
 
 
 def train(
-    path: Path, steps: Sequence[Sequence[MicroBatch]], config: OptimizerConfig, rates: Sequence[float]
+    path: Path,
+    steps: Sequence[Sequence[MicroBatch]],
+    config: OptimizerConfig,
+    rates: Sequence[float],
+    aggregation: str = "token-mean",
 ) -> tuple[torch.nn.Module, list[float]]:
     """Train on each step's micro-batches as one batch; the model and the gradient norms before clipping."""
     model = load(path)
@@ -171,11 +177,33 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
-        total = sum(loss_of(model, batch) for batch in batches)
-        (total / sum(batch.trained_tokens for batch in batches)).backward()  # type: ignore[union-attr]
+        aggregated(aggregation, by_sequence(model, batches)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)))
         optimizer.step()
     return model, norms
+
+
+def by_sequence(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, int]]:
+    """(sum of losses, trained tokens) of each sequence that has any, of padded rows."""
+    per_token = ("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
+    rows = [
+        replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in per_token})
+        for batch in batches
+        for row in range(len(batch.tokens))
+    ]
+    return [(loss_of(model, row), row.trained_tokens) for row in rows if row.trained_tokens]
+
+
+def aggregated(aggregation: str, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """The losses of a mini-batch, `by_sequence`, as one number."""
+    if aggregation == "seq-mean-token-mean":
+        return torch.stack([loss / tokens for loss, tokens in parts]).mean()
+    divisors = {
+        "token-mean": sum(tokens for _, tokens in parts),
+        "seq-mean-token-sum": len(parts),
+        "fixed-length": len(parts) * LOSS_LENGTH,
+    }
+    return torch.stack([loss for loss, _ in parts]).sum() / divisors[aggregation]
 
 
 def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: PolicyLoss = LOSS) -> Tensor:

@@ -24,7 +24,7 @@ from tests.megatron import reference
 from tests.megatron.harness import rendezvous, run_group, weights_of
 from tests.ports import free_port
 
-LOSS_LENGTH, KL_COEF, TAU = 13, 0.5, 0.5
+KL_COEF, TAU = 0.5, 0.5
 OPTIMIZER = OptimizerConfig(lr=0.05, eps=1.0, clip_grad=1e9, weight_decay=0.0)
 BATCHES = reference.make_batches(4, seed=3)
 # One sequence without a trained token, which counts nowhere.
@@ -41,7 +41,7 @@ def _actor(
 def _aggregated(rank: int, world: int, model: Path, out: Path, ports: Sequence[int]) -> None:
     results = {}
     for aggregation, port in zip(Aggregation, ports, strict=True):
-        objective = Objective(reference.LOSS, reference.TEMPERATURE, aggregation, LOSS_LENGTH)
+        objective = Objective(reference.LOSS, reference.TEMPERATURE, aggregation, reference.LOSS_LENGTH)
         actor = _actor(rank, world, port, model, ParallelConfig(), objective)
         actor.load_hf(model)
         mine = BATCHES[rank::world]
@@ -51,28 +51,6 @@ def _aggregated(rank: int, world: int, model: Path, out: Path, ports: Sequence[i
     torch.save(results, out / f"rank{rank}.pt")
 
 
-def _by_sequence(model: torch.nn.Module) -> list[tuple[Tensor, int]]:
-    """(sum of losses, trained tokens) of each sequence that has any."""
-    per_token = ("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
-    rows = [
-        replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in per_token})
-        for batch in BATCHES
-        for row in range(len(batch.tokens))
-    ]
-    return [(reference.loss_of(model, row), row.trained_tokens) for row in rows if row.trained_tokens]
-
-
-def _mean(aggregation: str, parts: list[tuple[Tensor, int]]) -> Tensor:
-    if aggregation == "seq-mean-token-mean":
-        return torch.stack([loss / tokens for loss, tokens in parts]).mean()
-    divisors = {
-        "token-mean": sum(tokens for _, tokens in parts),
-        "seq-mean-token-sum": len(parts),
-        "fixed-length": len(parts) * LOSS_LENGTH,
-    }
-    return torch.stack([loss for loss, _ in parts]).sum() / divisors[aggregation]
-
-
 def test_every_aggregation_is_that_of_one_process_whatever_the_split(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
     run_group(_aggregated, 2, model, tmp_path, [free_port() for _ in Aggregation])
@@ -80,7 +58,7 @@ def test_every_aggregation_is_that_of_one_process_whatever_the_split(tmp_path: P
     norms = set()
     for name, (applied, _, weights) in ranks[0].items():
         module = reference.load(model)
-        _mean(name, _by_sequence(module)).backward()
+        reference.aggregated(name, reference.by_sequence(module, BATCHES)).backward()
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))  # type: ignore[misc]
         assert applied.grad_norm == pytest.approx(norm, rel=1e-4), name
         for weight, parameter in module.named_parameters():
@@ -90,8 +68,11 @@ def test_every_aggregation_is_that_of_one_process_whatever_the_split(tmp_path: P
             torch.testing.assert_close(weights[weight], parameter.detach() - step, rtol=1e-4, atol=1e-5)
         norms.add(round(norm, 6))
     assert len(norms) == len(Aggregation)
-    sequences = len(_by_sequence(reference.load(model)))
-    for name, divisor in (("fixed-length", sequences * LOSS_LENGTH), ("seq-mean-token-mean", sequences)):
+    sequences = len(reference.by_sequence(reference.load(model), BATCHES))
+    for name, divisor in (
+        ("fixed-length", sequences * reference.LOSS_LENGTH),
+        ("seq-mean-token-mean", sequences),
+    ):
         assert sum(part for rank in ranks for part in rank[name][1]) == divisor
 
 

@@ -27,8 +27,8 @@ class Script:
     """A run: its sizes, its rules, and what happens to it."""
 
     rng: random.Random
-    groups_per_step: int = 2
-    updates: int = 1
+    sizes: tuple[int, ...] = (2,)
+    """Groups of each optimiser step of a step."""
     samples: int = 1
     steps: int = 2
     knows_end: bool = True
@@ -75,6 +75,11 @@ class Script:
         return ("critic",) if step <= self.warmup else ("actor", "critic")
 
     @property
+    def groups_per_step(self) -> int:
+        """Groups of a step."""
+        return sum(self.sizes)
+
+    @property
     def spare(self) -> int:
         """Tickets beyond those that the steps need."""
         return next(
@@ -91,14 +96,13 @@ class Script:
         """Any small run."""
         rng = random.Random(seed)
         pick, below = rng.choice, rng.random
-        updates, per_update = pick([1, 1, 2]), pick([1, 1, 2, 3])
+        sizes = tuple(pick([1, 1, 2, 3]) for _ in range(pick([1, 1, 2])))
         schedule = pick(["sequential", "pipelined", "async", "async", "async"])
         questions, engines, steps = rng.randint(1, 9), rng.randint(1, 3), rng.randint(1, 4)
         odd, critic = rng.random() < 0.25, rng.random() < 0.3
         script = cls(
             rng=rng,
-            groups_per_step=updates * per_update,
-            updates=updates,
+            sizes=sizes,
             samples=pick([1, 1, 2, 3]),
             steps=steps,
             knows_end=below() < 0.8,
@@ -109,7 +113,7 @@ class Script:
             whole=below() < 0.3,
             mixed=below() < 0.5,
             least=math.inf if schedule == "sequential" else pick([1, 1, 2, 3]),
-            most=updates * per_update if schedule == "sequential" else rng.randint(1, 4),
+            most=sum(sizes) if schedule == "sequential" else rng.randint(1, 4),
             enough=rng.randint(1, 6),
             critic=critic,
             warmup=pick([0, 0, 1]) if critic else 0,

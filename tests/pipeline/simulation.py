@@ -134,7 +134,7 @@ class Simulation:
     async def _train(self) -> None:
         script = self.script
         whole = list if script.whole else None
-        cut = MiniBatches(script.updates, script.groups_per_step // script.updates, whole)
+        cut = MiniBatches(script.sizes, whole)
         async with asyncio.TaskGroup() as background:
             version = self.record.version
             if version > self.ledger.published:
@@ -149,7 +149,7 @@ class Simulation:
                 groups, updates = await learn(
                     self.flow, learners, self.devices, cut, self.record.say("actor")
                 )
-                assert updates == [{f"{name}/loss": 0.0 for name in learners}] * script.updates
+                assert updates == [{f"{name}/loss": 0.0 for name in learners}] * len(script.sizes)
                 self.record.returned(groups)
                 await self._save_if_due(step, published=False)
                 await self.devices.need("actor", "inference")

@@ -108,20 +108,18 @@ TIMES: dict[str, list[float]] = {"roll": [10], "score": [1], "train": [2]}
 
 def test_in_sequence_each_stage_waits_for_the_whole_step() -> None:
     """Four groups of 10 s, one at a time; then scoring, 1 s each; then training, 2 s each."""
-    _, end = timed(
-        steps=1, groups_per_step=4, slots=1, most=4, least=float("inf"), sequential=True, times=TIMES
-    )
+    _, end = timed(steps=1, sizes=(4,), slots=1, most=4, least=float("inf"), sequential=True, times=TIMES)
     assert end == pytest.approx(40 + 4 + 8)
 
 
 def test_in_a_pipeline_groups_are_trained_while_others_are_generated() -> None:
-    _, end = timed(steps=1, groups_per_step=4, slots=1, most=4, times=TIMES)
+    _, end = timed(steps=1, sizes=(4,), slots=1, most=4, times=TIMES)
     assert end == pytest.approx(40 + 1 + 2)
 
 
 def test_where_advantages_need_the_whole_mini_batch_only_scoring_overlaps() -> None:
     """The first mini-batch is trained at 21 s; the second waits for the group that is scored at 41 s."""
-    _, end = timed(steps=1, groups_per_step=4, updates=2, whole=True, slots=1, most=4, times=TIMES)
+    _, end = timed(steps=1, sizes=(2, 2), whole=True, slots=1, most=4, times=TIMES)
     assert end == pytest.approx(40 + 1 + 4)
 
 
@@ -130,14 +128,14 @@ def test_engines_generate_while_groups_are_rewarded(sequential: bool, end_s: flo
     """25 s for each; the last is rewarded when all but it are trained, or, in sequence, before any is scored."""
     least = float("inf") if sequential else 1
     settings = {"sequential": sequential, "least": least, "times": {**TIMES, "reward": [25]}}
-    _, end = timed(steps=1, groups_per_step=4, slots=1, most=4, **settings)
+    _, end = timed(steps=1, sizes=(4,), slots=1, most=4, **settings)
     assert end == pytest.approx(end_s)
 
 
 def test_the_critic_learns_beside_the_actor_and_alone_while_it_warms_up() -> None:
     """Steps of one group, 10 s to roll, 1 s to score; then learning: 2 s, in the second step 2 s and 7 s at once."""
     times = {**TIMES, "train": [2, 2, 7]}
-    _, end = timed(steps=2, groups_per_step=1, critic=True, warmup=1, times=times)
+    _, end = timed(steps=2, sizes=(1,), critic=True, warmup=1, times=times)
     assert end == pytest.approx((10 + 1 + 2) + (10 + 1 + 7))
 
 
@@ -147,14 +145,14 @@ def test_a_run_that_may_be_stale_rolls_the_next_step_while_it_trains(
 ) -> None:
     """Steps of two groups, 10 s to roll side by side, 10 s to train; three steps, of which two are hidden."""
     _, end = timed(
-        steps=3, groups_per_step=2, slots=2, max_staleness=max_staleness, times={"roll": [10], "train": [5]}
+        steps=3, sizes=(2,), slots=2, max_staleness=max_staleness, times={"roll": [10], "train": [5]}
     )
     assert end == pytest.approx(end_s)
 
 
 def test_rollouts_wait_for_a_slow_learner() -> None:
     """Two steps' worth of groups is rolled at once; the next begins when version 1 is published, after 100 s."""
-    script = Timed(random.Random(0), steps=4, groups_per_step=2, max_staleness=1, times={"train": [50]})
+    script = Timed(random.Random(0), steps=4, sizes=(2,), max_staleness=1, times={"train": [50]})
     simulation = Simulation(script, Parts())
 
     async def admitted_at(*times: float) -> list[int]:
@@ -169,9 +167,7 @@ def test_rollouts_wait_for_a_slow_learner() -> None:
 
 
 def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> None:
-    simulation, end = timed(
-        steps=2, groups_per_step=2, oversample=1.5, slots=3, times={"roll": [1, 9, 2, 1, 1, 9]}
-    )
+    simulation, end = timed(steps=2, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1, 9, 2, 1, 1, 9]})
     tickets, asked = simulation.record.tickets, list(simulation.record.tickets)
     assert simulation.record.dropped[0] == (tickets[1].question, Reason.surplus)
     assert tickets[3].question == tickets[1].question
@@ -180,7 +176,7 @@ def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> 
 
 def test_a_group_that_is_dropped_while_it_is_rewarded_is_waited_for_no_longer() -> None:
     simulation, end = timed(
-        steps=1, groups_per_step=2, oversample=1.5, slots=3, times={"roll": [1], "reward": [2, 99, 3]}
+        steps=1, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1], "reward": [2, 99, 3]}
     )
     assert simulation.record.dropped == [(simulation.record.tickets[1].question, Reason.surplus)]
     assert end == pytest.approx(1 + 3)
@@ -188,14 +184,14 @@ def test_a_group_that_is_dropped_while_it_is_rewarded_is_waited_for_no_longer() 
 
 def test_with_staleness_a_slow_group_goes_on_into_the_next_step() -> None:
     """It takes 15 s; the first step is trained on a fast one at 1 s, and published. The second takes the slow one."""
-    simulation, end = timed(steps=2, groups_per_step=1, max_staleness=1, slots=2, times={"roll": [15, 1, 99]})
+    simulation, end = timed(steps=2, sizes=(1,), max_staleness=1, slots=2, times={"roll": [15, 1, 99]})
     slow, fast = simulation.record.tickets[0], simulation.record.tickets[1]
     assert simulation.record.trained == [fast.question, slow.question]
     assert end == pytest.approx(15)
 
 
 def test_groups_without_spread_are_replaced_up_to_a_limit() -> None:
-    simulation, _ = timed(steps=1, groups_per_step=2, flat=1.0, max_replaced=3)
+    simulation, _ = timed(steps=1, sizes=(2,), flat=1.0, max_replaced=3)
     assert simulation.ledger.dropped[Reason.no_spread] == 3
     assert len(simulation.record.trained) == 2
 
@@ -211,7 +207,7 @@ def test_a_question_whose_groups_are_lost_is_asked_thrice_and_then_once_an_epoch
 
 def test_groups_are_scored_in_the_order_in_which_they_were_rolled() -> None:
     simulation, end = timed(
-        steps=1, groups_per_step=3, slots=3, most=1, times={"roll": [3, 1, 2], "score": [10], "train": [0]}
+        steps=1, sizes=(3,), slots=3, most=1, times={"roll": [3, 1, 2], "score": [10], "train": [0]}
     )
     tickets = simulation.record.tickets
     assert simulation.record.trained == [tickets[number].question for number in (1, 2, 0)]
@@ -219,7 +215,7 @@ def test_groups_are_scored_in_the_order_in_which_they_were_rolled() -> None:
 
 
 def test_the_scorer_takes_a_rest_that_is_smaller_than_its_least_bite() -> None:
-    simulation, _ = timed(steps=2, groups_per_step=4, least=3, most=3)
+    simulation, _ = timed(steps=2, sizes=(4,), least=3, most=3)
     assert simulation.record.version == 2
 
 
@@ -232,7 +228,7 @@ def test_an_episode_that_is_aborted_before_its_first_turn_frees_its_slot() -> No
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(flow.run())
             for step in range(1, 11):
-                await learn(flow, {"actor": workers}, workers, MiniBatches(1, 1), lambda _: None)
+                await learn(flow, {"actor": workers}, workers, MiniBatches([1]), lambda _: None)
                 workers.version = step
                 flow.publish(step)
             flow.stop()
@@ -262,7 +258,7 @@ def test_no_more_groups_are_generated_at_a_time_than_there_is_room_for() -> None
     async def one_step() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(flow.run())
-            await learn(flow, {"actor": workers}, workers, MiniBatches(1, 8), lambda _: None)
+            await learn(flow, {"actor": workers}, workers, MiniBatches([8]), lambda _: None)
             flow.stop()
 
     run_virtually(one_step())

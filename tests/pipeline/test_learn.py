@@ -70,23 +70,29 @@ class Everywhere:
 def run(cut: MiniBatches) -> tuple[list[Event], Logged]:
     events: list[Event] = []
     learner = Logged(events)
-    made = groups(cut.updates * cut.groups_per_update)
+    made = groups(sum(cut.sizes))
     flow = cast(Flow, cast(Any, OneAtATime(made, events)))
     trained, updates = asyncio.run(learn(flow, {"critic": learner}, Everywhere(), cut, lambda _: None))
     assert [group.question.uid for group in trained] == [group.question.uid for group in made] == learner.seen
-    assert updates == [{"critic/lr": 1.0}] * cut.updates
+    assert updates == [{"critic/lr": 1.0}] * len(cut.sizes)
     return events, learner
 
 
 def test_a_step_is_taken_as_soon_as_its_mini_batch_is_there() -> None:
-    events, _ = run(MiniBatches(updates=2, groups_per_update=2))
+    events, _ = run(MiniBatches([2, 2]))
     one_update = [("scored", 1), ("accumulated", 1), ("scored", 1), ("accumulated the last", 1)]
     assert events == [*one_update, ("applied", 2), *one_update, ("applied", 4), ("closed", 0)]
 
 
+def test_each_mini_batch_has_as_many_groups_as_its_size_says() -> None:
+    events, _ = run(MiniBatches([2, 1, 3]))
+    assert [count for name, count in events if name == "applied"] == [2, 3, 6]
+    assert [name for name, _ in events].count("accumulated the last") == 3
+
+
 def test_what_scores_does_not_step_before_the_last_score() -> None:
     """Else values of the second mini-batch would be of one critic or the other, by who is faster."""
-    events, _ = run(MiniBatches(updates=2, groups_per_update=3, scored_first=True))
+    events, _ = run(MiniBatches([3, 3], scored_first=True))
     first_step = events.index(("applied", 3))
     assert events[:first_step].count(("scored", 1)) == 6
     assert ("scored", 1) not in events[first_step:]

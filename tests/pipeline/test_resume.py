@@ -216,7 +216,7 @@ def test_what_was_under_way_goes_on_before_anything_new() -> None:
     async def live(flow: Flow) -> list[str]:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(flow.run())
-            groups, _ = await learn(flow, {"actor": workers}, workers, MiniBatches(1, 4), lambda _: None)
+            groups, _ = await learn(flow, {"actor": workers}, workers, MiniBatches([4]), lambda _: None)
             flow.stop()
         return [one.question.uid for one in groups]
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline
 from rlsys.config.schema import CompatConfig, CriticConfig, RunConfig, TrainerConfig
 from rlsys.pipeline.group import Group, Scores
 from rlsys.pipeline.grouping import finish
 from rlsys.pipeline.masks import value_mask
-from rlsys.pipeline.schedule import learning, mini_batches
+from rlsys.pipeline.schedule import bites, learning, mini_batches
 from tests.pipeline.build import question, rewarded, trajectory
 
 
@@ -31,8 +37,32 @@ def test_training_waits_for_a_mini_batch_that_advantages_depend_on(
     cut = mini_batches(
         RunConfig(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=6, mini_batches=3))
     )
-    assert (cut.updates, cut.groups_per_update) == (3, 2)
+    assert cut.sizes == (2, 2, 2)
     assert (cut.whole is not None) == waits
+
+
+@given(st.integers(1, 2000), st.data())
+def test_every_group_is_in_one_mini_batch_and_sizes_differ_by_one_at_most(groups: int, data: Any) -> None:
+    count = data.draw(st.integers(1, groups))
+    config = RunConfig(trainer=TrainerConfig(prompts_per_step=groups, mini_batches=count))
+    sizes = mini_batches(config).sizes
+    assert (len(sizes), sum(sizes)) == (count, groups)
+    assert {*sizes} <= {groups // count, -(-groups // count)}
+    # Of the first so many mini-batches, none runs ahead of its share of the groups, or is a whole one behind it.
+    for number, taken in enumerate(accumulate(sizes), start=1):
+        assert taken <= Fraction(number * groups, count) < taken + 1
+    assert bites(config).most == max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("groups", "count", "sizes"),
+    [(8, 3, (2, 3, 3)), (4, 3, (1, 1, 2)), (5, 5, (1,) * 5), (512, 10, (51, 51, 51, 51, 52) * 2)],
+)
+def test_the_larger_mini_batches_are_spread_over_the_step(
+    groups: int, count: int, sizes: tuple[int, ...]
+) -> None:
+    config = RunConfig(trainer=TrainerConfig(prompts_per_step=groups, mini_batches=count))
+    assert mini_batches(config).sizes == sizes
 
 
 @pytest.mark.parametrize("quirk", [False, True])

@@ -61,7 +61,7 @@ def test_every_group_says_what_it_does_or_waits_for() -> None:
         looks = [asyncio.create_task(look(second + 0.5)) for second in range(13)]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(flow.run())
-            await learn(flow, {"actor": workers}, workers, MiniBatches(1, 2), say("actor"))
+            await learn(flow, {"actor": workers}, workers, MiniBatches([2]), say("actor"))
             seen = [await look for look in looks]
             flow.stop()
         return seen

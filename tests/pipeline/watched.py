@@ -102,7 +102,7 @@ class Record:
         self._scored: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[str, int, int]] = set()
         """(learner, ticket, sample)"""
-        self._in_update: dict[str, set[int]] = {name: set() for name in LEARNERS}
+        self._updates: dict[str, list[set[int]]] = {name: [set()] for name in LEARNERS}
         self._working: set[str] = set()
         self._worker_calls: Counter[str] = Counter()
 
@@ -239,16 +239,17 @@ class Record:
             self.lags.update(self.version - version for version in versions)
             self.mixed_groups += sample == 0 and len(set(versions)) > 1
         self._accumulated.add((learner, ticket, sample))
-        self._in_update[learner].add(ticket)
+        self._updates[learner][-1].add(ticket)
 
     def update(self, learner: str) -> None:
         """A learner's optimiser steps."""
-        share, found = self.script.groups_per_step // self.script.updates, len(self._in_update[learner])
+        updates = self._updates[learner]
+        share, found = self.script.sizes[len(updates) - 1], len(updates[-1])
         if not self.over and found != share:
             raise self.breach(
                 Property.step, f"an optimiser step of the {learner} on {found} groups of {share}"
             )
-        self._in_update[learner] = set()
+        updates.append(set())
 
     def close(self) -> None:
         """The step under way is closed."""
@@ -263,6 +264,7 @@ class Record:
             self._end(self.tickets[number], "trained")
             self.trained.append(self.tickets[number].question)
         self.taken, self._replaced = [], 0
+        self._updates = {name: [set()] for name in LEARNERS}
         self.version += 1
 
     def returned(self, groups: Sequence[Group]) -> None:
