@@ -41,7 +41,7 @@ async def learn(
     updates: list[Mapping[str, float]] = []
     for size in cut.sizes:
         missing = size
-        while missing:
+        while missing > 0:
             groups = await _worth_a_call(supply, [*learners.values()], missing, cut)
             say("waits for its devices")
             await devices.need(*learners)
