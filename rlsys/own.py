@@ -18,14 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlsys.api.models import model_folder
 from rlsys.api.settings import Devices, Given, Settings, compose_settings, fitting_batch, of_batch, of_devices
 from rlsys.config.compose import as_dict, load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
-from rlsys.observe.files import sha256_of
+from rlsys.observe.files import parse_json, read_regular, read_yaml, sha256_of
 from rlsys.own_input import (
     planned_index,
     planned_sides,
@@ -190,7 +188,7 @@ def _ended(note: Path) -> tuple[Path, Path] | None:
     """
     try:
         run_dir = Path(note.read_text(encoding="utf-8").strip())
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        summary = parse_json(read_regular(run_dir / "summary.json"))
         return run_dir, Path(summary["checkpoint"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
@@ -203,8 +201,8 @@ def _is_finished(note: Path, config: RunConfig) -> bool:
         return False
     run_dir, checkpoint = ended
     try:
-        before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, yaml.YAMLError):
+        before = read_yaml(run_dir / "config.yaml")
+    except (FileNotFoundError, ValueError):
         return False
     same = isinstance(before, dict) and _but_resume(before) == _but_resume(as_dict(config))
     return same and checkpoint.is_dir()

@@ -31,7 +31,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.source import SourceState
 from rlsys.errors import RunError, UserError
 from rlsys.observe.environment import RUN, changes, environment
-from rlsys.observe.files import sha256_of, write_atomically
+from rlsys.observe.files import read_yaml, sha256_of, write_atomically
 from rlsys.observe.kept import copy_kept
 from rlsys.pipeline.flow import FlowState
 from rlsys.record import EVALUATIONS, LOGS, History, new_run_dir
@@ -201,8 +201,8 @@ def _origin(config: RunConfig, run_dir: Path, saved: Saved, newest: bool) -> Ori
 def _mapping(file: Path) -> dict[str, Any]:
     """What the YAML or JSON file holds, which is YAML too."""
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError):
+        found = read_yaml(file)
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise UserError(f"{file} is damaged: take an earlier checkpoint.")

@@ -6,13 +6,14 @@ A line that cannot be read is left out of the others, and a warning at the user'
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlsys.api.notes import note
 from rlsys.errors import UserError
+from rlsys.observe.files import limited_lines, open_regular, parse_json, read_regular
 from rlsys.observe.metrics import METRICS
 from rlsys.observe.run_folder import open_run
 
@@ -35,7 +36,8 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """What a file of one JSON object holds; `remedy` says what brings it back."""
-    found = _object(_content(path, remedy))
+    with _readable(path, remedy):
+        found = _object(read_regular(path))
     if found is None:
         raise UserError(f"{path} is empty or damaged: {remedy}.")
     return found
@@ -44,21 +46,24 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 def read_objects(path: Path, remedy: str) -> list[dict[str, Any]]:
     """The lines of a file of JSON objects."""
     rows, problems = [], []
-    for number, line in enumerate(_content(path, remedy).splitlines(), 1):
-        found = _object(line)
-        if found is not None:
-            rows.append(found)
-        elif line.strip():
-            problems.append(f"{path.name}, line {number} is damaged: left out.")
+    with _readable(path, remedy), open_regular(path) as file:
+        for number, line in enumerate(limited_lines(file), 1):
+            found = _object(line)
+            if found is not None:
+                rows.append(found)
+            elif line.strip():
+                problems.append(f"{path.name}, line {number} is damaged: left out.")
     if not rows:
         raise UserError(f"{path} is empty or damaged: {remedy}.")
     _warn(path.parent, problems)
     return rows
 
 
-def _content(path: Path, remedy: str) -> bytes:
+@contextmanager
+def _readable(path: Path, remedy: str) -> Iterator[None]:
+    """Raises UserError where the body cannot read `path`."""
     try:
-        return path.read_bytes()
+        yield
     except FileNotFoundError as problem:
         raise UserError(f"{path} is missing: {remedy}.") from problem
     except OSError as problem:
@@ -67,7 +72,7 @@ def _content(path: Path, remedy: str) -> bytes:
 
 def _object(content: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(content)
+        found = parse_json(content)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -30,6 +29,7 @@ from rlsys.data.template import own_template, search_prompt
 from rlsys.errors import UserError
 from rlsys.evaluation.model import Model
 from rlsys.observe.environment import RUN
+from rlsys.observe.files import read_yaml
 from rlsys.observe.metrics import METRICS
 from rlsys.resume import RUN_CONFIG
 from rlsys.search.address import TOKEN_VARIABLE, is_url
@@ -135,9 +135,9 @@ def _is_run(folder: Path) -> bool:
 def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
     """`here` with what counts of the config in `file`, which may be of another version of rlsys."""
     try:
-        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+        saved = read_yaml(file)
         taken = {path: _at(saved, path) for path in _TAKEN}
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UserError(f"{file} is not the config of a run: mend it, or name a config with -c.") from problem
     known, unknown = set(schema_keys()), list[str]()
     tree: dict[str, Any] = {}

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import yaml
-
 from rlsys.checkpoint.store import MANIFEST, check, step_of
 from rlsys.convert.companions import CONFIG, read_config
 from rlsys.convert.source import MODEL
 from rlsys.errors import UserError
+from rlsys.observe.files import read_yaml
 from rlsys.resume import CHECKPOINTS, RUN_CONFIG
 
 _ACTOR = "actor"
@@ -124,6 +123,6 @@ def _original(folder: Path, saved: Path) -> Path | None:
     if not file.is_file():
         return None
     try:
-        return Path(yaml.safe_load(file.read_text(encoding="utf-8"))["model"]["path"])
-    except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as problem:
+        return Path(read_yaml(file)["model"]["path"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UserError(f"{file} is damaged: give the original Hugging Face folder as --hf.") from problem

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from rlsys.observe.files import write_atomically
+from rlsys.observe.files import parse_json, read_regular, write_atomically
 
 RUN = "run.json"
 PACKAGES = (
@@ -94,7 +94,7 @@ def begin_life(run_dir: Path, after_step: int) -> None:
         lives = read_lives(run_dir)
     except FileNotFoundError:
         pass
-    except ValueError:
+    except (OSError, ValueError):
         _log.warning("%s is damaged: the lives that the run had before are lost.", run_dir / RUN)
     commit, changed = commit_of(_PROJECT)
     lives.append(Life(time.time(), after_step, environment(), commit, changed, list(sys.argv)))
@@ -113,7 +113,7 @@ def commit_of(folder: Path) -> tuple[str | None, bool | None]:
 def read_lives(run_dir: Path) -> list[Life]:
     """Those of a run, in order. Raises OSError without a file, ValueError for one that is damaged."""
     try:
-        found: list[dict[str, Any]] = json.loads((run_dir / RUN).read_text(encoding="utf-8"))["lives"]
+        found: list[dict[str, Any]] = parse_json(read_regular(run_dir / RUN))["lives"]
         return [Life(**life) for life in found]
     except (TypeError, LookupError) as damage:
         raise ValueError(f"{RUN} does not hold the lives of a run.") from damage

@@ -1,15 +1,35 @@
-"""How small files are written: whole or not at all, and as JSON that every reader accepts; and what a file holds."""
+"""Writes small files whole or not at all, as JSON that every reader accepts, and reads those of a run's folder safely.
+
+A run's folder may come from somebody else, or from a disk that has lost parts of it. So only regular files are read, under
+the limits below, and what is parsed holds nothing that breaks those who walk through it.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import yaml
+
+OBJECT_BYTES = 64 * 1024**2
+"""Most that a file of one JSON object may have."""
+LINE_BYTES = 64 * 1024**2
+"""Most that a line of a file of JSON lines may have, unpacked."""
+PACKED_BYTES = 4 * 1024**3
+"""Most that a file in gzip may have, packed: one may end in zeros without end."""
+CONFIG_BYTES = 256 * 1024
+"""Most that a YAML file may have, whose reader takes a second for about 100 KB."""
+DEPTH = 64
+"""Most levels that lists and objects are nested; Python's own limit ends in a RecursionError."""
 
 _PART = re.compile(r"\..+\.\d+\.part")
 
@@ -52,6 +72,77 @@ def forget_parts(folder: Path) -> None:
             path.unlink()
 
 
+@contextmanager
+def open_regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
+    """Open a file for reading without waiting.
+
+    Raises OSError for one that is not regular, such as a pipe or a device, and for one of more than `most` bytes.
+    """
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+    with open(path, "rb", opener=opened) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "It is not a regular file", str(path))
+        if most is not None and found.st_size > most:
+            raise OSError(errno.EFBIG, f"It has {found.st_size} bytes and may have {most}", str(path))
+        yield file
+
+
+def read_regular(path: Path, most: int = OBJECT_BYTES) -> bytes:
+    """What the regular file at `path` holds. Raises OSError, also for one of more than `most` bytes."""
+    with open_regular(path, most) as file:
+        return file.read(most)
+
+
+def limited_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of `file`. Raises OSError at one of more than `LINE_BYTES` bytes, which may be an endless one."""
+    while line := file.readline(LINE_BYTES + 1):
+        if len(line) > LINE_BYTES:
+            raise OSError(errno.EFBIG, f"A line of it has more than {LINE_BYTES} bytes")
+        yield line
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The JSON value in `text`.
+
+    Raises ValueError for text that holds none, for integers beyond 64 bits, and for nesting beyond `DEPTH` levels.
+    """
+    try:
+        found = json.loads(text, parse_int=_integer)
+    except RecursionError as problem:
+        raise ValueError(f"It is nested more than {DEPTH} levels deep.") from problem
+    require_shallow(found)
+    return found
+
+
+def require_shallow(value: Any) -> None:
+    """Raise ValueError if lists and dicts of `value` are nested more than `DEPTH` levels deep."""
+    level: list[Any] = [[value]]
+    for _ in range(DEPTH + 1):
+        insides = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for inside in insides for one in inside if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"It is nested more than {DEPTH} levels deep.")
+
+
+def read_yaml(path: Path) -> Any:
+    """What the YAML file at `path` holds, which nothing but JSON could not hold.
+
+    Raises OSError, also for a file of more than `CONFIG_BYTES`, and ValueError for what `parse_json` would not take and
+    for aliases: a few hundred bytes of them stand for gigabytes.
+    """
+    content = read_regular(path, CONFIG_BYTES)
+    try:
+        return parse_json(json.dumps(yaml.load(content, _PlainLoader)))
+    except (yaml.YAMLError, TypeError, AttributeError, LookupError, OverflowError) as problem:
+        # PyYAML itself stumbles over `!!bool x` and the like.
+        raise ValueError(str(problem)) from problem
+
+
 def sha256_of(path: str | Path) -> str:
     """SHA-256 of the file at `path`, in hexadecimal."""
     with open(path, "rb") as file:
@@ -77,3 +168,26 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} does not fit into a JSON file.")
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Takes no aliases, and no nesting beyond `DEPTH` levels."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """See yaml.composer.Composer."""
+        self._depth += 1
+        if self._depth > DEPTH or self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"It has an alias, or is nested more than {DEPTH} levels deep.")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _integer(digits: str) -> int:
+    """Raises ValueError for a number of more than 64 bits: as a float, which figures are made to be, it may overflow."""
+    number = int(digits)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError("It holds an integer of more than 64 bits.")
+    return number

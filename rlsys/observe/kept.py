@@ -24,7 +24,15 @@ import orjson
 from numpy.typing import NDArray
 
 from rlsys.agent.trajectory import Trajectory
-from rlsys.observe.files import forget_parts, json_safe, open_atomically
+from rlsys.observe.files import (
+    PACKED_BYTES,
+    forget_parts,
+    json_safe,
+    limited_lines,
+    open_atomically,
+    open_regular,
+    require_shallow,
+)
 from rlsys.observe.pieces import Pieces
 from rlsys.pipeline.group import Group, Sample
 from rlsys.reward.exact_match import exact_match
@@ -34,6 +42,16 @@ TRAJECTORIES = "trajectories"
 _FILE = re.compile(r"step_(\d+)\.jsonl\.gz")
 _LEVEL = 2
 """Of gzip: log-probs hardly shrink, and level 6 takes three times as long for a file that is 7 % smaller."""
+_KINDS = {
+    "bool": bool,
+    "int": int,
+    "float": int | float | None,  # NaN is null.
+    "str": str,
+    "str | None": str | None,
+    "Mapping[str, Any]": dict,
+    "Mapping[str, float]": dict,
+}
+"""A field's type -> what a row has for it; not of arrays, which are made of whatever is there."""
 _FIELDS_TOLD = 3
 """In a sentence about a file of another version."""
 
@@ -177,18 +195,23 @@ def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> 
     try:
         if not path.stat().st_size:
             problem(f"{name} is empty: left out.")
-        with gzip.open(path) as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield read_row(line)
-                except OtherVersion as other:
-                    if not other_told:
-                        problem(f"{name} has rows of another version of rlsys ({other}): left out.")
-                    other_told = True
-                except (ValueError, TypeError, KeyError, AttributeError):
-                    problem(f"{name}, row {number} is damaged: left out.")
+        for number, line in enumerate(kept_lines(path), 1):
+            try:
+                yield read_row(line)
+            except OtherVersion as other:
+                if not other_told:
+                    problem(f"{name} has rows of another version of rlsys ({other}): left out.")
+                other_told = True
+            except ValueError:
+                problem(f"{name}, row {number} is damaged: left out.")
     except (OSError, EOFError, zlib.error) as damage:
         problem(f"{name} is damaged ({damage}): the rest of it is left out.")
+
+
+def kept_lines(file: Path) -> Iterator[bytes]:
+    """The lines of a step's `file`, which `read_row` takes. Raises OSError, EOFError or zlib.error."""
+    with open_regular(file, PACKED_BYTES) as packed, gzip.open(packed) as lines:
+        yield from limited_lines(lines)
 
 
 def write_row(one: Kept) -> bytes:
@@ -203,13 +226,26 @@ def write_row(one: Kept) -> bytes:
 def read_row(line: bytes | str) -> Kept:
     """What `write_row` made a line of.
 
-    Raises OtherVersion for a row with other fields; ValueError, TypeError, KeyError or AttributeError for anything else.
+    Raises OtherVersion for a row with other fields, ValueError for anything else.
     """
+    try:
+        kept = _read_kept(line)
+        _require_aligned(kept)
+    except (TypeError, LookupError, AttributeError, OverflowError, RecursionError) as damage:
+        raise ValueError(f"It is no trajectory: {damage}") from damage
+    return kept
+
+
+def _read_kept(line: bytes | str) -> Kept:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         row = json.loads(line)  # See `write_row`.
     _require_fields(row, Kept)
+    np.int32(row["policy_version"])  # It is compared with those of tokens, and raises as they do.
+    _require_kinds(row["parts"].values(), int | float | None)
+    _require_kinds((*row["pieces"], *row["golden_answers"]), str)
+    require_shallow(row["extra"])
     turns = tuple(_read_turn(turn) for turn in row.pop("turns"))
     row |= {"pieces": tuple(row["pieces"]), "golden_answers": tuple(row["golden_answers"]), "turns": turns}
     row |= {name: np.array(row[name], np.int32) for name in ("token_ids", "turn_of_token", "versions")}
@@ -305,6 +341,8 @@ def _listed(array: NDArray[Any]) -> Any:
 def _read_turn(row: dict[str, Any]) -> KeptTurn:
     _require_fields(row, KeptTurn)
     ids, logprobs = np.array(row["sampled_ids"], np.int32), _floats(row["sampled_logprobs"])
+    if ids.ndim != 1 or ids.shape != logprobs.shape:
+        raise ValueError("The log-probs of a turn are not as many as its tokens.")
     return KeptTurn(**row | {"sampled_ids": ids, "sampled_logprobs": logprobs})
 
 
@@ -316,6 +354,29 @@ def _require_fields(row: dict[str, Any], kind: type[Kept | KeptTurn]) -> None:
     if missing or unknown:
         told = [f"without {name}" for name in missing] + [f"with {name}" for name in unknown]
         raise OtherVersion(", ".join(told[:_FIELDS_TOLD]) + (", ..." if len(told) > _FIELDS_TOLD else ""))
+    for field in fields(kind):
+        if field.name in row:
+            _require_kinds([row[field.name]], _KINDS.get(str(field.type), object))
+
+
+def _require_kinds(values: Iterable[Any], kind: Any) -> None:
+    """Raise TypeError unless all `values` are of `kind`, as isinstance takes it, and OverflowError for huge numbers."""
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"a {type(value).__name__} is not a {kind}")
+        if isinstance(value, int):
+            np.int64(value)
+
+
+def _require_aligned(kept: Kept) -> None:
+    """Raise ValueError unless each token has its text, if it is of the response, and each of its figures."""
+    arrays = (kept.loss_mask, kept.turn_of_token, kept.versions, kept.rollout_logprobs, kept.old_logprobs)
+    arrays += (kept.advantages, kept.ref_logprobs, kept.weights)
+    response = len(kept.token_ids) - kept.prompt_length
+    if not 0 <= kept.prompt_length <= len(kept.token_ids) or len(kept.pieces) != response:
+        raise ValueError("Its tokens are not as many as their texts.")
+    if any(array is not None and array.shape != (len(kept.token_ids),) for array in arrays):
+        raise ValueError("Its figures are not as many as its tokens.")
 
 
 def _floats(values: list[float | None]) -> Floats:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from rlsys.observe.files import limited_lines, open_regular, parse_json
 
 METRICS = "metrics.jsonl"
 """File of a run."""
@@ -17,11 +18,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     says what it leaves out. Where a resumed run has repeated a step, its later row counts. Raises OSError.
     """
     rows: dict[int, dict[str, Any]] = {}
-    for line in path.read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            rows[row["step"]] = row
+    with open_regular(path) as file:
+        for line in limited_lines(file):
+            try:
+                row = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                rows[row["step"]] = row
     return [rows[step] for step in sorted(rows)]

@@ -7,16 +7,14 @@ on meanwhile. Texts are as they were written: generated, retrieved or typed by a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from rlsys.errors import UserError
 from rlsys.observe.environment import RUN, Life, read_lives
+from rlsys.observe.files import limited_lines, open_regular, parse_json, read_regular, read_yaml
 from rlsys.observe.kept import TRAJECTORIES, Kept, kept_steps, read_kept
 from rlsys.observe.metrics import METRICS
 from rlsys.observe.timeline import TIMELINE, StepTimeline, read_row, steps_of
@@ -118,26 +116,25 @@ def _parsed(
     path: Path, name: str, parse: Callable[[bytes], T | None], say: Callable[[str], None]
 ) -> Iterator[T]:
     """The lines of a file that `parse` understands."""
+    number = 0
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            for number, line in enumerate(limited_lines(file), 1):
+                found = parse(line) if line.strip() else None
+                if found is not None:
+                    yield found
+                elif line.strip():
+                    what = "cut short" if not line.endswith(b"\n") else "damaged"
+                    say(f"{name}, line {number} is {what}: left out.")
+        if not number:
+            say(f"{name} is empty.")
     except OSError as problem:
         say(_unreadable(name, problem))
-        return
-    if not content:
-        say(f"{name} is empty.")
-    lines = content.splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        found = parse(line) if line.strip() else None
-        if found is not None:
-            yield found
-        elif line.strip():
-            what = "cut short" if not line.endswith(b"\n") else "damaged"
-            say(f"{name}, line {number} is {what}: left out.")
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
@@ -150,11 +147,11 @@ def _step_row(line: bytes) -> dict[str, Any] | None:
 
 def _config(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
     try:
-        found = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
+        found = read_yaml(path / CONFIG)
     except OSError as problem:
         say(_unreadable(CONFIG, problem))
         return {}
-    except (yaml.YAMLError, ValueError):
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         say(f"{CONFIG} is empty or damaged: left out.")
@@ -187,7 +184,7 @@ def _evaluations(path: Path, whose: str, say: Callable[[str], None]) -> tuple[di
 def _whole(path: Path, name: str, say: Callable[[str], None]) -> dict[str, Any] | None:
     """A file of one object; None, without a word, where there is none: it comes later, or never."""
     try:
-        found = _object((path / name).read_bytes())
+        found = _object(read_regular(path / name))
     except FileNotFoundError:
         return None
     except OSError as problem:

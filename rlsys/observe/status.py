@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import Interrupted, root_cause
-from rlsys.observe.files import json_safe, write_atomically
+from rlsys.observe.files import json_safe, parse_json, read_regular, write_atomically
 
 STATUS = "status.json"
 INTERVAL_S = 1.0
@@ -111,7 +111,7 @@ class StatusFile:
 def read_status(run_dir: Path) -> dict[str, Any] | None:
     """What is in the file of the run in `run_dir`; None without one, or with one that is damaged."""
     try:
-        found = json.loads((run_dir / STATUS).read_bytes())
+        found = parse_json(read_regular(run_dir / STATUS))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

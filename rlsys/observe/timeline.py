@@ -10,13 +10,13 @@ Rewards and what else waits are neither.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlsys.agent.trajectory import Trajectory
+from rlsys.observe.files import parse_json
 from rlsys.observe.lines import LineLog
 from rlsys.observe.spans import ROLLOUT_GROUP, Arg, Interval, Span, merge_intervals, without_intervals
 
@@ -124,11 +124,23 @@ def steps_of(rows: Iterable[Row]) -> tuple[StepTimeline, ...]:
 def read_row(line: bytes) -> Row | None:
     """A row; None for one that is damaged."""
     try:
-        row: dict[str, Any] = json.loads(line)
-        window = row["window"] and (int(row["window"][0]), int(row["window"][1]))
-        return Row(row["step"], window, tuple(Span(*fields) for fields in row["spans"]))
+        row: dict[str, Any] = parse_json(line)
+        step, window = row["step"], row["window"] and (row["window"][0], row["window"][1])
+        spans = tuple(Span(*fields) for fields in row["spans"])
     except (ValueError, TypeError, LookupError):
         return None
+    whole = all(isinstance(figure, int) for figure in (*(window or ()), 0 if step is None else step))
+    return Row(step, window, spans) if whole and all(map(_is_span, spans)) else None
+
+
+def _is_span(span: Span) -> bool:
+    texts = isinstance(span.name, str) and isinstance(span.group, str) and isinstance(span.lane, str)
+    return (
+        texts
+        and isinstance(span.start_ns, int)
+        and isinstance(span.end_ns, int)
+        and isinstance(span.args, dict)
+    )
 
 
 def _within(interval: Interval, whole: Interval) -> Interval:

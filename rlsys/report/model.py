@@ -8,7 +8,6 @@ goes on, as trajectories and answers are numbered apart and only come to be more
 
 from __future__ import annotations
 
-import gzip
 import time
 import zlib
 from collections import Counter
@@ -24,7 +23,7 @@ from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.observe.files import json_safe
-from rlsys.observe.kept import Kept, kept_file, read_kept_step, read_row
+from rlsys.observe.kept import Kept, kept_file, kept_lines, read_kept_step, read_row
 from rlsys.observe.run_folder import RunFolder
 from rlsys.observe.timeline import TIMELINE
 from rlsys.report import drift, trajectories
@@ -104,9 +103,8 @@ def _part(run: RunFolder, step: int, first: int, count: int) -> list[Kept]:
     """`count` trajectories of `step` from the one at `first` on; others are not parsed, unless rows are damaged."""
     file = kept_file(run.path, step)
     if not any(file.name in problem for problem in run.problems):
-        damage = (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError)
-        with suppress(*damage), gzip.open(file) as lines:
-            return [read_row(line) for line in islice(lines, first, first + count)]
+        with suppress(OSError, EOFError, zlib.error, ValueError):
+            return [read_row(line) for line in islice(kept_lines(file), first, first + count)]
     return list(islice(read_kept_step(run.path, step, lambda _: None), first, first + count))
 
 

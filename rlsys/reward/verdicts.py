@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from rlsys.errors import RunError, UserError
+from rlsys.observe.files import parse_json
 
 
 def key_of(model: str, prompt: str) -> str:
@@ -71,7 +72,7 @@ class Verdicts:
 
 def _parse(line: bytes) -> tuple[str, bool] | None:
     try:
-        match json.loads(line):
+        match parse_json(line):
             case {"key": str(key), "yes": bool(verdict)}:
                 return key, verdict
     except ValueError:

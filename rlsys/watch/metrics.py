@@ -48,7 +48,7 @@ class _Fixed(Collector):
 
 def _of_run(run: RunFolder, life: Life) -> Iterator[Metric]:
     yield InfoMetricFamily(
-        "rlsys_run", "What is watched.", {"run": run.name, "name": str(run.config.get("name", ""))}
+        "rlsys_run", "What is watched.", {"run": run.name, "name": _writable(str(run.config.get("name", "")))}
     )
     phase = GaugeMetricFamily(
         "rlsys_run_phase", "1 for how far the run is, 0 for the others.", labels=["phase"]
@@ -83,7 +83,7 @@ def _of_groups(run: RunFolder, life: Life, now: float) -> Iterator[Metric]:
     )
     works = GaugeMetricFamily("rlsys_group_at_work", "1 if the group works, 0 if it waits.", labels=["group"])
     for group, state in _states(run, life):
-        text, since = str(state.get("text", "")), state.get("since")
+        text, since = _writable(str(state.get("text", ""))), state.get("since")
         waiting = text.startswith(WAIT_PREFIX)
         works.add_metric([group], float(not waiting))
         if waiting and _is_figure(since):
@@ -106,7 +106,7 @@ def _states(run: RunFolder, life: Life) -> list[tuple[str, Mapping[str, Any]]]:
     states = (run.status or {}).get("states")
     if life.phase is not Phase.running or not isinstance(states, dict):
         return []
-    return [(group, state) for group, state in states.items() if isinstance(state, dict)]
+    return [(_writable(group), state) for group, state in states.items() if isinstance(state, dict)]
 
 
 def _of_step(run: RunFolder) -> Iterator[Metric]:
@@ -130,7 +130,9 @@ def _of_step(run: RunFolder) -> Iterator[Metric]:
 def _figures(run: RunFolder) -> list[tuple[str, float]]:
     row = run.rows[-1] if run.rows else {}
     return [
-        (name, value) for name, value in row.items() if name not in ("step", "time") and _is_figure(value)
+        (_writable(name), value)
+        for name, value in row.items()
+        if name not in ("step", "time") and _is_figure(value)
     ]
 
 
@@ -138,6 +140,11 @@ def _engine_name(name: str) -> str:
     if name.endswith("_s") and not name.endswith("_per_s"):  # Prometheus writes units out.
         name = name.removesuffix("_s") + "_seconds"
     return "rlsys_engine_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _writable(text: str) -> str:
+    """`text` with a question mark for each half of a pair of surrogates, which UTF-8 does not have."""
+    return text.encode(errors="replace").decode()
 
 
 def _is_figure(value: Any) -> TypeGuard[float]:

@@ -1,15 +1,29 @@
 import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from rlsys.observe.files import forget_parts, json_safe, write_atomically
+from rlsys.observe.files import (
+    CONFIG_BYTES,
+    DEPTH,
+    LINE_BYTES,
+    forget_parts,
+    json_safe,
+    limited_lines,
+    open_regular,
+    parse_json,
+    read_regular,
+    read_yaml,
+    write_atomically,
+)
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.summary import write_summary
 from rlsys.observe.trackers import JsonlTracker
+from tests.damage import ALIASES, DEEP, LEVELS
 
 
 def test_scalars_of_numpy_and_torch_and_what_json_lacks() -> None:
@@ -104,3 +118,67 @@ def test_a_resumed_run_appends_and_its_rows_count(tmp_path: Path) -> None:
         (2, 0.2),
         (3, 0.9),
     ]
+
+
+@pytest.mark.timeout(120)
+def test_only_regular_files_are_read_and_only_so_much_of_them(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 2**40)
+    for name in ("pipe", "endless", "sparse"):
+        with pytest.raises(OSError, match=r"It (is not a regular file|has 1099511627776 bytes)"):
+            read_regular(tmp_path / name)
+    (tmp_path / "whole").write_bytes(b"1234")
+    assert read_regular(tmp_path / "whole", 4) == b"1234"
+    with pytest.raises(OSError, match="may have 3"):
+        read_regular(tmp_path / "whole", 3)
+
+
+def test_no_line_is_longer_than_its_limit(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"{}\n[]\n")
+    os.truncate(file, 2**40)
+    read = []
+    with pytest.raises(OSError, match=f"more than {LINE_BYTES} bytes"), open_regular(file) as lines:
+        read.extend(limited_lines(lines))
+    assert read == [b"{}\n", b"[]\n"]
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, LEVELS, b'{"a": 1%s}' % (b"0" * 20), b"[-9223372036854775809]", b"\xff", b""]
+)
+def test_json_that_breaks_its_readers_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 what it says is nobody's
+        parse_json(text)
+
+
+def test_json_of_rlsys_is_taken() -> None:
+    whole = {"a": [1.5, None, True, 2**64 - 1, -(2**63)], "b": {"c": "\ud800"}}
+    assert parse_json(json.dumps(whole)) == whole
+    nested = b"[" * DEPTH + b"]" * DEPTH
+    assert json_safe(parse_json(nested)) == json.loads(nested)
+    with pytest.raises(ValueError, match="levels"):
+        parse_json(b"[" + nested + b"]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(ALIASES, DEEP, LEVELS, b"a: &a 1\nb: *a", b"a: 2024-01-01", b"a: !!binary YQ==", b"a: !!set {b}"),
+        *(b"a: !!bool x", b"a: !!timestamp x", b'a: !!int ""', b"a: 1%s" % (b"0" * 400), b"? [a]\n: b"),
+        *(b"a: 190" + b":59" * 400 + b".5", b"a: [", b"\xff", b"#" * (CONFIG_BYTES + 1)),
+    ],
+)
+def test_yaml_that_json_could_not_hold_is_refused(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(text)
+    with pytest.raises((ValueError, OSError)):
+        read_yaml(file)
+
+
+def test_yaml_of_rlsys_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("name: é\ntrainer: {steps: 3, clip: .inf, none: null}\nlist:\n- '2024-01-01'\n")
+    clip = {"steps": 3, "clip": float("inf"), "none": None}
+    assert read_yaml(file) == {"name": "é", "trainer": clip, "list": ["2024-01-01"]}

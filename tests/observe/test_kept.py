@@ -126,7 +126,7 @@ def test_a_sample_without_scores_is_refused() -> None:
         list(keep([Group(question(1), (replace(scored(), old_logprobs=None),))], 1, None, shown))
 
 
-FLOATS = arrays(np.float32, 5, elements=st.floats(width=32, allow_infinity=False))
+FLOATS = arrays(np.float32, 6, elements=st.floats(width=32, allow_infinity=False))
 
 
 @given(
@@ -144,7 +144,7 @@ def test_a_row_comes_back_to_the_bit(
         old_logprobs=logprobs[::-1],
         weights=weights,
         prompt=text + "\ud83d",
-        pieces=(text, "\u2028\n"),
+        pieces=(text, "\u2028\n", "", "", ""),
         extra=extra,
         answer=None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.observe.kept import Kept, read_kept_step, read_row
 from rlsys.observe.run_folder import open_run
+from rlsys.report.embed import compressed, inline_json
 from rlsys.report.model import ANSWERS, Memory, build, flat, read_chunk
 from rlsys.report.trajectories import CHUNK, runs_of
+from tests.damage import DAMAGES, LEVELS, holding
 from tests.evaluation.answers import SEARCH, answered, asked, turn
 from tests.report.made import Maker, Size, add_measured, made_run
 
@@ -137,6 +140,80 @@ def test_what_is_missing_or_damaged_is_said_and_the_rest_is_there(tmp_path: Path
     said = " ".join(run["problems"])
     for name in ("metrics.jsonl", "timeline.jsonl", "run.json", "summary.json", "trajectories"):
         assert name in said
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_where_every_file_is_damaged_there_is_a_model_all_the_same(tmp_path: Path, damage: str) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1, answers=1)))
+    (folder / "status.json").write_text("{}")
+    (folder / "eval").mkdir()
+    (folder / "eval/results.json").write_text("{}")
+    for file in [path for path in folder.rglob("*") if path.is_file() and path.name != "metrics.jsonl"]:
+        DAMAGES[damage](file)
+    runs, chunks = [open_run(folder)], dict[int, bytes]()
+    model = build(runs, lambda number, rows: chunks.update({number: compressed(rows)}))
+    json.loads(inline_json(model))
+    assert (len(model["runs"][0]["steps"]), model["runs"][0]["trajectories"], chunks) == (1, None, {})
+    assert all("\n" not in problem for problem in runs[0].problems)
+
+
+VALUES = (
+    LEVELS,
+    b"1%s" % (b"0" * 400),
+    b"1%s" % (b"0" * 15),
+    b'"\\ud800"',
+    b"NaN",
+    b"1e999",
+    b"-7",
+    b"1.5",
+    b'"x"',
+)
+VALUES += (b"null", b"true", b"[]", b"[1]", b'{"a": 1}')
+
+
+def with_other_values(line: bytes) -> list[bytes]:
+    """`line` with something else in every place, up to the second of a list."""
+
+    def places(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        inside = list(
+            tree.items() if isinstance(tree, dict) else enumerate(tree[:2]) if isinstance(tree, list) else ()
+        )
+        return [way, *(found for key, value in inside for found in places(value, (*way, key)))]
+
+    lines = []
+    for way in places(json.loads(line))[1:]:
+        tree = json.loads(line)
+        above = reduce(lambda at, key: at[key], way[:-1], tree)
+        above[way[-1]] = "HERE"
+        lines += [json.dumps(tree).encode().replace(b'"HERE"', value) for value in VALUES]
+    return lines
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timeline.jsonl",
+        "trajectories/step_000001.jsonl.gz",
+        "evaluations/step_000001.jsonl",
+        "metrics.jsonl",
+    ],
+)
+def test_a_row_with_any_other_value_is_taken_or_said(tmp_path: Path, name: str) -> None:
+    size = Size(steps=1, groups=1, samples=1, prompt=2, searches=1, thought=2, page=1, answers=1)
+    folder = made_run(tmp_path / "run", Maker(size))
+    file = folder / name
+    first = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).splitlines()[
+        0
+    ]
+    lines = with_other_values(first)
+    holding(b"\n".join([first, *lines, b""]))(file)
+    runs, taken = [open_run(folder)], dict[int, list[Any]]()
+    model = build(runs, taken.__setitem__, audited=False)
+    json.loads(inline_json(model))
+    assert all(compressed(rows) for rows in taken.values())
+    said = sum(name.partition(".")[0] in problem for problem in runs[0].problems)
+    assert 0 < said <= len(lines)
 
 
 def test_a_config_that_is_cut_short_anywhere_is_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rlsys.observe.progress import WAIT_PREFIX
 from rlsys.observe.run_folder import open_run
 from rlsys.watch.life import Life, Phase
 from rlsys.watch.metrics import exposition
@@ -27,6 +28,19 @@ def samples(run: Path, phase: Phase, now: float) -> Samples:
 def of(found: Samples, name: str) -> dict[str, float]:
     """A family with one label: its value -> the sample."""
     return {labels[0][1]: value for (one, labels), value in found.items() if one == name}
+
+
+def test_half_a_character_in_a_name_does_not_end_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text('name: "a\\ud800"\n')
+    add_step(run, 1, **{"half\ud800": 1.0, "idle/a\ud800": 0.5, "engine/\ud800/requests": 2})
+    write_status(run, states={"a\ud800": {"text": f"{WAIT_PREFIX}for b\ud800", "since": 1.0}})
+    found = samples(run, Phase.running, 2.0)
+    assert found["rlsys_run_info", (("name", "a?"), ("run", "run"))] == 1
+    assert of(found, "rlsys_figure")["half?"] == 1.0
+    assert of(found, "rlsys_group_at_work") == {"a?": 0}
+    assert of(found, "rlsys_group_idle_ratio")["a?"] == 0.5
+    assert found["rlsys_group_wait_seconds", (("cause", "b?"), ("group", "a?"))] == 1.0
 
 
 def test_a_run_in_the_middle(tmp_path: Path) -> None:
