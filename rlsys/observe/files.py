@@ -15,6 +15,7 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -97,7 +98,7 @@ def read_regular(path: Path, most: int = OBJECT_BYTES) -> bytes:
         return file.read(most)
 
 
-def limited_lines(file: BinaryIO) -> Iterator[bytes]:
+def limited_lines(file: BinaryIO | BufferedIOBase) -> Iterator[bytes]:
     """The lines of `file`. Raises OSError at one of more than `LINE_BYTES` bytes, which may be an endless one."""
     while line := file.readline(LINE_BYTES + 1):
         if len(line) > LINE_BYTES:

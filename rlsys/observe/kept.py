@@ -370,12 +370,11 @@ def _require_kinds(values: Iterable[Any], kind: Any) -> None:
 
 def _require_aligned(kept: Kept) -> None:
     """Raise ValueError unless each token has its text, if it is of the response, and each of its figures."""
-    arrays = (kept.loss_mask, kept.turn_of_token, kept.versions, kept.rollout_logprobs, kept.old_logprobs)
-    arrays += (kept.advantages, kept.ref_logprobs, kept.weights)
+    values = [getattr(kept, field.name) for field in fields(kept)]
     response = len(kept.token_ids) - kept.prompt_length
     if not 0 <= kept.prompt_length <= len(kept.token_ids) or len(kept.pieces) != response:
         raise ValueError("Its tokens are not as many as their texts.")
-    if any(array is not None and array.shape != (len(kept.token_ids),) for array in arrays):
+    if any(isinstance(array, np.ndarray) and array.shape != (len(kept.token_ids),) for array in values):
         raise ValueError("Its figures are not as many as its tokens.")
 
 

@@ -14,6 +14,7 @@ import pytest
 from rlsys.errors import UserError
 from rlsys.watch.life import QUIET_S
 from rlsys.watch.live import REST, LiveRun
+from tests.damage import DAMAGES, OBJECTS
 from tests.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
 
 
@@ -160,3 +161,19 @@ def test_a_folder_that_is_no_run_or_gone_is_one_sentence(tmp_path: Path) -> None
     with pytest.raises(UserError, match="is no folder"):
         run.data()
     assert run.status() is None
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_whatever_has_become_of_its_files_it_is_shown(tmp_path: Path, damage: str) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder)
+    add_step(folder, 1)
+    add_evaluation(folder, 0, 0.5)
+    run = LiveRun(folder)
+    for file in [path for path in folder.rglob("*") if path.is_file() and path.name != "config.yaml"]:
+        DAMAGES[damage](file)
+    (found,) = unpacked(run.data())["runs"]
+    assert (found["steps"], found["evaluations"]) == ([], [])
+    assert (run.status() is None) == (damage not in OBJECTS)
+    assert b"rlsys_run_info" in run.metrics()
