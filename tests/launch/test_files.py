@@ -122,7 +122,9 @@ def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
     config = composed(params)
     assert config.search.url is None
     cluster = job["spec"]["rayClusterSpec"]
-    assert cluster["authOptions"] == {"mode": "token"}, "the dashboard, at which code can be run, is for all pods to see"
+    assert cluster["authOptions"] == {"mode": "token"}, (
+        "the dashboard, at which code can be run, is for all pods to see"
+    )
     (workers,) = cluster["workerGroupSpecs"]
     assert 1 + workers["replicas"] == config.cluster.nodes
     for group in (cluster["headGroupSpec"], workers):
