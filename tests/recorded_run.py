@@ -238,7 +238,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
             schedule=ScheduleConfig(Schedule.sequential),
             steps=STEPS,
             prompts_per_step=GROUPS,
-            mini_batches=2,
+            mini_batches=3,  # One group, one and two; a run may die between them.
             seed=SEED,
         ),
         eval=EvalConfig(interval=2),
