@@ -193,7 +193,7 @@ async def _ask(settings: SearchConfig, url: str, question: str) -> Answer:
     try:
         async with asyncio.timeout(limit_s):
             reply = await wire.post(f"{url.rstrip('/')}/retrieve", request_body([question], settings.topk))
-        return Answer(url, len(passages_of(reply, 1)[0]))
+        return Answer(url, len(passages_of(reply, 1, settings.topk)[0]))
     except TimeoutError:
         return Answer(url, 0, f"no answer within {limit_s:g} s")
     except (NoReplyError, Fault) as problem:

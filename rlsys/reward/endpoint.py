@@ -1,8 +1,8 @@
 """An OpenAI-compatible chat endpoint as a judge needs it: one prompt in, one reply out, within limits.
 
 Contract: `ask` returns what the model said, or raises RunError with one sentence once all tries have failed; it
-never makes an answer up. No answer in time, 408, 409, 425, 429, 5xx and answers that are no chat completion are
-tried again, after pauses that grow, are jittered and are no shorter than a Retry-After (of a minute at most).
+never makes an answer up. No answer in time, 408, 409, 425, 429, 5xx and answers that are no chat completion, that
+are compressed or that are larger than 4 MiB are tried again, after pauses that grow, are jittered and are no shorter than a Retry-After (of a minute at most).
 Other statuses are not: they would come again. A cancelled `ask` ends its request and frees its place.
 
 So one `ask` is over after `(retries + 1) * timeout_s + retries * 60` seconds at most, waits for a place and for
@@ -12,6 +12,7 @@ So one `ask` is over after `(retries + 1) * timeout_s + retries * 60` seconds at
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import Any
 
@@ -21,6 +22,7 @@ from tenacity.wait import wait_exponential_jitter
 
 from rlsys.config.reward import JudgeConfig
 from rlsys.errors import RunError, UserError
+from rlsys.search.body import BodyError, Encoding, read_body
 
 _BUSY = (408, 409, 425, 429)
 """Statuses below 500 after which the same request may be answered."""
@@ -33,6 +35,8 @@ _MOST_ASKED_S = 60.0
 """Of a Retry-After that is heeded."""
 _KEPT_ALIVE_S = 2.0
 """Of an idle connection: less than the 5 s after which uvicorn ends it, maybe under a request."""
+_MAX_ANSWER_BYTES = 4 * 1024 * 1024
+"""Of an answer: some hundred thousand tokens. httpx limits its headers to 100 KB."""
 _QUOTED_CHARS = 200
 _PAUSE = wait_exponential_jitter(max=30.0, jitter=0.5)
 
@@ -52,7 +56,7 @@ class ChatEndpoint:
         self._timetable = Timetable(config.requests_per_minute)
         self._http = httpx.AsyncClient(
             transport=transport,
-            headers=_authorization(config.token_env),
+            headers={"Accept-Encoding": Encoding.identity} | _authorization(config.token_env),
             timeout=None,  # that of httpx is for each read; `_try` bounds the whole
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_ALIVE_S),
             trust_env=False,
@@ -87,21 +91,28 @@ class ChatEndpoint:
 
     async def _try(self, body: dict[str, Any]) -> str:
         await self._timetable.turn()
+        request = self._http.build_request("POST", self._url, json=body)
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._http.post(self._url, json=body)
+                response = await self._http.send(request, stream=True)
+                try:
+                    content = await read_body(response.headers, response.aiter_raw(), _MAX_ANSWER_BYTES)
+                finally:
+                    await response.aclose()
         except TimeoutError:
             raise _Again(f"no answer within {self._timeout_s:g} s") from None
         except httpx.RequestError as error:
             raise _Again(f"{type(error).__name__} {error}".strip()) from error
+        except BodyError as error:
+            raise _Again(f"status {response.status_code} with an answer that is refused: {error}") from None
         status = response.status_code
-        said = f"status {status} ({_one_line(response.text)})"
+        said = f"status {status} ({_one_line(content)})"
         if status in _BUSY or response.is_server_error:
             raise _Again(said, _retry_after_s(response))
         if not response.is_success:
             hint = _HINTS.get(status, "check the settings under reward.judge")
             raise RunError(f"the judge at {self._url} refuses to answer with {said}: {hint}.")
-        return _reply(response)
+        return _reply(content)
 
 
 class Timetable:
@@ -139,12 +150,12 @@ def _authorization(token_env: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def _reply(response: httpx.Response) -> str:
+def _reply(content: bytes) -> str:
     """The text of a chat completion; null, which filters of content give, is an empty one."""
     try:
-        said = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise _Again(f"an answer that is no chat completion ({_one_line(response.text)})") from None
+        said = json.loads(content)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        raise _Again(f"an answer that is no chat completion ({_one_line(content)})") from None
     if said is not None and not isinstance(said, str):
         raise _Again(f"an answer whose content is {type(said).__name__}, not text")
     return said or ""
@@ -163,5 +174,7 @@ def _retry_after_s(response: httpx.Response) -> float:
     return min(_MOST_ASKED_S, float(value)) if value.isdecimal() else 0.0
 
 
-def _one_line(text: str) -> str:
+def _one_line(content: bytes) -> str:
+    """The beginning of an answer."""
+    text = content[: 8 * _QUOTED_CHARS].decode("utf-8", "replace")
     return " ".join(text.split())[:_QUOTED_CHARS] or "empty"

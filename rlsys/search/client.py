@@ -259,7 +259,8 @@ class SearchClient:
         self._replicas.start(replica)
         verdict = Verdict.abandoned
         try:
-            found = passages_of(await self._exchange(replica.url, request.body), request.queries)
+            reply = await self._exchange(replica.url, request.body)
+            found = passages_of(reply, request.queries, self._topk)
             verdict = Verdict.answered
         except Fault as fault:
             verdict = fault.verdict

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 
+from rlsys.search.body import BodyError, Encoding, read_body
 from rlsys.search.replicas import Verdict
 from rlsys.search.result import Failure, Passage
 
@@ -22,6 +23,12 @@ _REJECTED = (400, 413, 422)
 _DENIED = (401, 403)
 _QUOTED_CHARS = 200
 """Of an answer that is not understood."""
+_MAX_ANSWER_BYTES = 8 * 1024 * 1024
+"""Of an answer with passages: 13,000 bytes a passage where 64 queries ask for 10 each."""
+_MAX_SHORT_ANSWER_BYTES = 64 * 1024
+"""Of any other answer: a health, or the sentence of a failure."""
+_MAX_PASSAGE_CHARS = 65_536
+"""A longer passage is cut there: more than any observation holds."""
 _KEPT_ALIVE_S = 2.0
 """Of an idle connection: less than the 5 s after which uvicorn ends it, maybe under a request."""
 
@@ -33,6 +40,8 @@ class Reply:
     status: int
     body: bytes
     retry_after_s: float = 0.0
+    refused: str = ""
+    """Why the body was not read; empty where it was."""
 
 
 class NoReplyError(Exception):
@@ -53,10 +62,14 @@ class Wire(Protocol):
 
 
 class HttpWire:
-    """Pooled connections of one event loop. Proxies of the environment are not used, redirections not followed."""
+    """Pooled connections of one event loop. Proxies of the environment are not used, redirections not followed.
+
+    An answer is read as it is sent, without decompression, and under a limit; aiohttp limits its headers, to
+    128 lines of 8 KiB.
+    """
 
     def __init__(self, token: str | None = None) -> None:
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": Encoding.identity}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._open: aiohttp.ClientSession | None = None
@@ -78,9 +91,19 @@ class HttpWire:
         try:
             async with self._session().request(method, url, data=body, allow_redirects=False) as answer:
                 wait = answer.headers.get("Retry-After", "")
-                return Reply(answer.status, await answer.read(), float(wait) if wait.isdecimal() else 0.0)
+                retry_after_s = float(wait) if wait.isdecimal() else 0.0
+                most = (
+                    _MAX_ANSWER_BYTES
+                    if method == "POST" and answer.status == 200
+                    else _MAX_SHORT_ANSWER_BYTES
+                )
+                try:
+                    content = await read_body(answer.headers, answer.content.iter_any(), most)
+                except BodyError as error:
+                    return Reply(answer.status, b"", retry_after_s, refused=str(error))
+                return Reply(answer.status, content, retry_after_s)
         except (aiohttp.ClientError, OSError) as error:
-            reason = " ".join(str(error).split())  # some are of several lines
+            reason = " ".join(str(error).split())[:_QUOTED_CHARS]  # some are of several lines
             raise NoReplyError(reason or type(error).__name__) from error
 
     def _session(self) -> aiohttp.ClientSession:
@@ -90,6 +113,7 @@ class HttpWire:
                 # Who calls bounds both the requests in flight and their time.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+                auto_decompress=False,
             )
         return self._open
 
@@ -129,8 +153,8 @@ def lost(reason: str) -> Fault:
     return Fault(reason, Failure.unavailable, Verdict.lost)
 
 
-def passages_of(reply: Reply, queries: int) -> list[tuple[Passage, ...]]:
-    """The passages of each query. Raises Fault for an answer that is none."""
+def passages_of(reply: Reply, queries: int, topk: int) -> list[tuple[Passage, ...]]:
+    """The passages of each query, at most `topk`. Raises Fault for an answer that is none."""
     status = reply.status
     if status in _BUSY:
         raise Fault(_detail(reply), Failure.unavailable, Verdict.busy, retry_after_s=reply.retry_after_s)
@@ -144,13 +168,20 @@ def passages_of(reply: Reply, queries: int) -> list[tuple[Passage, ...]]:
         )
     if status != 200:
         raise Fault(_detail(reply), Failure.broken, Verdict.lost, divisible=status == 500)
+    if reply.refused:
+        raise Fault(
+            f"its answer is refused: {reply.refused}; serve shorter passages, uncompressed, or lower search.topk",
+            Failure.broken,
+            Verdict.lost,
+            divisible=True,  # half of the queries may have an answer that is within the limit
+        )
     try:
-        found = [_line(line) for line in orjson.loads(reply.body)["result"]]
-    except (ValueError, KeyError, TypeError) as error:
+        lines = orjson.loads(reply.body)["result"]
+        if len(lines) != queries:
+            raise _nonsense(f"{len(lines)} results for {queries} queries")
+        return [_line(line, topk) for line in lines]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _nonsense(f"{type(error).__name__}: {error}") from error
-    if len(found) != queries:
-        raise _nonsense(f"{len(found)} results for {queries} queries")
-    return found
 
 
 def health_of(reply: Reply) -> dict[str, Any] | None:
@@ -167,27 +198,29 @@ def health_of(reply: Reply) -> dict[str, Any] | None:
     return described if isinstance(described, dict) else None
 
 
-def _line(line: Any) -> tuple[Passage, ...]:
+def _line(line: Any, topk: int) -> tuple[Passage, ...]:
     if not isinstance(line, list):
         raise TypeError(f"a result is {type(line).__name__}, not list")
-    return tuple(map(_passage, line))
+    return tuple(map(_passage, line[:topk]))
 
 
 def _passage(hit: Mapping[str, Any]) -> Passage:
     document = hit["document"]
     if not isinstance(document["contents"], str):
         raise TypeError(f"contents are {type(document['contents']).__name__}, not text")
-    return Passage(str(document["id"]), document["contents"], float(hit["score"]))
+    return Passage(str(document["id"]), document["contents"][:_MAX_PASSAGE_CHARS], float(hit["score"]))
 
 
 def _nonsense(reason: str) -> Fault:
-    return Fault(f"it does not speak the retrieval contract: {reason}", Failure.broken, Verdict.lost)
+    return Fault(
+        f"it does not speak the retrieval contract: {reason[:_QUOTED_CHARS]}", Failure.broken, Verdict.lost
+    )
 
 
 def _detail(reply: Reply) -> str:
     """The server's own sentence, where it gives one."""
     try:
-        detail = orjson.loads(reply.body)["detail"]
-    except (ValueError, KeyError, TypeError):
-        detail = reply.body.decode("utf-8", "replace")
-    return f"status {reply.status}: {' '.join(str(detail).split())[:_QUOTED_CHARS]}"
+        detail = str(orjson.loads(reply.body)["detail"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        detail = reply.refused or reply.body.decode("utf-8", "replace")
+    return f"status {reply.status}: {' '.join(detail.split())[:_QUOTED_CHARS]}"

@@ -56,7 +56,9 @@ class Chat:
             self._running -= 1
         if isinstance(reply, Exception):
             raise reply
-        return completion(reply) if isinstance(reply, str) else reply
+        reply = completion(reply) if isinstance(reply, str) else reply
+        # One that has been read already, as those made here are, cannot be streamed.
+        return httpx.Response(reply.status_code, headers=reply.headers, stream=reply.stream)
 
 
 def settings(**changes: Any) -> JudgeConfig:

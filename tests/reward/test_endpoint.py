@@ -11,8 +11,30 @@ from aiohttp import web
 
 from rlsys.errors import RunError, UserError
 from rlsys.reward.endpoint import ChatEndpoint
+from tests.hostile import answer_of_child, hostile_server
 from tests.pipeline.virtual_time import now, run_virtually
 from tests.reward.chat import Chat, completion, settings, status
+
+ASKS = """
+import sys
+from rlsys.config.reward import JudgeConfig
+from rlsys.reward.endpoint import ChatEndpoint
+
+async def main():
+    seen, before = {}, peak_mib()
+    for kind in sys.argv[2:]:
+        timeout_s = 0.5 if kind == "drip" else 60.0
+        url = f"{sys.argv[1]}/{kind}/v1"
+        endpoint = ChatEndpoint(JudgeConfig(url=url, model="grader", retries=0, timeout_s=timeout_s))
+        try:
+            await endpoint.ask("Right?")
+        except Exception as error:
+            seen[kind] = [type(error).__name__, len(str(error)), str(error).count("\\n")]
+        await endpoint.close()
+    print(json.dumps([seen, peak_mib() - before]))
+
+asyncio.run(main())
+"""
 
 
 def ask(chat: Chat, **changes: object) -> str:
@@ -35,6 +57,7 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     (request,) = chat.requests
     assert str(request.url) == "http://judge.test/v1/chat/completions"
     assert request.headers["Authorization"] == "Bearer secret"
+    assert request.headers["Accept-Encoding"] == "identity"
     assert chat.bodies == [
         {"model": "grader", "messages": [{"role": "user", "content": "Right?"}], "temperature": 0}
     ]
@@ -70,6 +93,9 @@ def test_a_key_that_cannot_be_sent_is_one_sentence(
         httpx.Response(200, json={"choices": []}),
         httpx.Response(200, json=["yes"]),
         httpx.Response(200, content=b"\xff\xfe"),
+        httpx.Response(200, content=b"[" * 100_000),
+        httpx.Response(200, content=b" " * 5_000_000 + completion("no").content),
+        httpx.Response(200, headers={"Content-Encoding": "deflate"}, stream=httpx.ByteStream(b"?")),
         completion(7),
     ],
 )
@@ -123,6 +149,19 @@ def test_a_refused_request_is_not_sent_again(code: int, hint: str) -> None:
         ask(chat)
     assert len(chat.requests) == 1
     assert len(str(error.value)) < 400
+
+
+def test_a_hostile_answer_is_a_fault_that_costs_little_memory() -> None:
+    kinds = ("bomb", "body", "failure", "line", "drip", "deep")
+    with hostile_server() as hostile:
+        seen, grown_mib = answer_of_child(ASKS, hostile.url, *kinds)
+        assert hostile.requests == dict.fromkeys(kinds, 1)
+    assert set(seen) == set(kinds)
+    for error, chars, lines in seen.values():
+        assert error == "RunError"
+        assert chars < 600
+        assert lines == 0
+    assert grown_mib < 60
 
 
 def test_content_that_is_null_is_an_empty_reply() -> None:

@@ -30,7 +30,7 @@ from tenacity import (
 )
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.web.body import ACCEPT_ENCODING, BodyError, read_body
+from rlsys.search.body import BodyError, Encoding, read_body
 from rlsys.search.web.providers import Answer, MalformedAnswer, Provider, Result
 
 MAX_QUERY_CHARS = 400
@@ -127,7 +127,7 @@ class ProviderClient:
         self._http = httpx.AsyncClient(
             transport=_KeyedTransport(keys, httpx.AsyncHTTPTransport(limits=connections, trust_env=False)),
             timeout=self._limits.try_timeout_s,
-            headers={"Accept": "application/json", "Accept-Encoding": ACCEPT_ENCODING},
+            headers={"Accept": "application/json", "Accept-Encoding": Encoding.gzip},
             trust_env=False,
         )
 
@@ -200,7 +200,9 @@ class ProviderClient:
             async with asyncio.timeout(self._limits.try_timeout_s):
                 response = await self._http.send(request, stream=True)
                 try:
-                    body = await read_body(response, _MAX_ANSWER_BYTES)
+                    body = await read_body(
+                        response.headers, response.aiter_raw(), _MAX_ANSWER_BYTES, Encoding.gzip
+                    )
                 finally:
                     await response.aclose()
         except TimeoutError:

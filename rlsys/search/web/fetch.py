@@ -13,7 +13,7 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
-from rlsys.search.web.body import ACCEPT_ENCODING, BodyError, read_body
+from rlsys.search.body import BodyError, Encoding, read_body
 from rlsys.search.web.guard import MAX_TRIES, GuardedTransport, Refused
 
 _USER_AGENT = "rlsys/0.1 (web search of a language model)"
@@ -66,7 +66,7 @@ class PageFetcher:
             headers={
                 "User-Agent": _USER_AGENT,
                 "Accept": ", ".join(sorted(CONTENT_TYPES)),
-                "Accept-Encoding": ACCEPT_ENCODING,
+                "Accept-Encoding": Encoding.gzip,
             },
             trust_env=False,
         )
@@ -110,5 +110,5 @@ class PageFetcher:
         media_type = header.get_content_type()
         if "content-type" not in response.headers or media_type not in CONTENT_TYPES:
             raise _Unwanted(f"its content type is not one of {', '.join(sorted(CONTENT_TYPES))}")
-        body = await read_body(response, self._limits.max_bytes)
+        body = await read_body(response.headers, response.aiter_raw(), self._limits.max_bytes, Encoding.gzip)
         return Fetched(body, media_type, header.get_content_charset())
