@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -30,11 +31,11 @@ _CHUNK_ROWS = 256
 
 
 class PageSource(Protocol):
-    """Gives whole pages. Called from several threads at once."""
+    """Gives whole pages, to several callers at once."""
 
-    def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+    async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
         """The page of each URL, in order: `url`, `contents` and whatever else is known; None where there is
-        none."""
+        none. Does not block the event loop; a caller that is cancelled leaves no work behind that takes long."""
 
     def close(self) -> None:
         """Give back what it holds; nothing is called after."""
@@ -89,7 +90,11 @@ class PageStore:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+    async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+        """As `find`, in a thread."""
+        return await asyncio.to_thread(self.find, urls)
+
+    def find(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
         """The pages of `urls`, in order, as they are in the file, under the URL of the file; None for no
         page."""
         keys = [page_key(url) for url in urls]

@@ -87,7 +87,7 @@ class Pages:
         for url in ("https://a.example/", "https://b.example/")
     }
 
-    def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+    async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
         return [self.known.get(url) for url in urls]
 
 

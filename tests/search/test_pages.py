@@ -29,7 +29,7 @@ def write(path: Path, pages: Sequence[dict[str, Any]]) -> Path:
 
 
 def found(store: PageStore, *urls: str) -> list[str | None]:
-    return [None if item is None else item["contents"] for item in store.fetch(urls)]
+    return [None if item is None else item["contents"] for item in store.find(urls)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,7 +51,7 @@ def test_it_answers_as_a_dict_filled_in_file_order(
         store = PageStore.open(path)
         assert len(store) == len(pages)
         urls = [f"{WIKI}/{name}" for name in asked]
-        assert store.fetch(urls) == [reference.get(url) for url in urls]
+        assert store.find(urls) == [reference.get(url) for url in urls]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_it_answers_as_a_dict_filled_in_file_order(
 def test_spellings_of_one_page_find_it(tmp_path: Path, url: str) -> None:
     stored = "https://en.wikipedia.org/w/S%C3%A3o_Paulo?x=1"
     store = PageStore.open(write(tmp_path / "pages.jsonl", [page(stored), page(f"{WIKI}/other")]))
-    assert store.fetch([url]) == [page(stored)]
+    assert store.find([url]) == [page(stored)]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_spellings_of_one_page_find_it(tmp_path: Path, url: str) -> None:
     ],
 )
 def test_no_other_url_finds_it(tmp_path: Path, url: str) -> None:
-    assert PageStore.open(write(tmp_path / "pages.jsonl", [page(f"{WIKI}/Paris")])).fetch([url]) == [None]
+    assert PageStore.open(write(tmp_path / "pages.jsonl", [page(f"{WIKI}/Paris")])).find([url]) == [None]
 
 
 @pytest.mark.parametrize("url", ["doc 17", "http://[broken", "urn:isbn:0451450523"])
@@ -101,7 +101,7 @@ def test_what_is_no_web_address_is_compared_as_it_is(tmp_path: Path, url: str) -
 def test_mediawiki_paths_are_titles(tmp_path: Path) -> None:
     stored = page("https://en.wikipedia.org/w/index.php?title=C%2B%2B")
     store = PageStore.open(write(tmp_path / "pages.jsonl", [stored]))
-    assert store.fetch(["https://en.wikipedia.org/w/index.php/C%2B%2B"]) == [stored]
+    assert store.find(["https://en.wikipedia.org/w/index.php/C%2B%2B"]) == [stored]
 
 
 def test_the_exact_url_goes_before_an_equal_one_and_the_last_page_before_earlier_ones(tmp_path: Path) -> None:

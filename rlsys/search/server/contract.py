@@ -126,7 +126,7 @@ class Contract:
         count = _Count(limits.max_topk)
         self._bounds: dict[str, _Texts | _Documents | _Count] = {
             "queries": texts,
-            "urls": texts,
+            "urls": _Texts(limits.max_urls, limits.max_query_chars),
             "documents": _Documents(texts.most, limits.max_document_chars),
             "topk": count,
             "rerank_topk": count,

@@ -19,7 +19,9 @@ class ServerLimits:
 
     max_topk: int = 100
     max_queries: int = 4096
-    """Queries, or URLs, of one request: a whole training batch of an upstream client fits."""
+    """Queries of one request: a whole training batch of an upstream client fits."""
+    max_urls: int = 64
+    """URLs of one request."""
     max_query_chars: int = 8192
     """Of a query, or of a URL."""
     max_document_chars: int = 65_536

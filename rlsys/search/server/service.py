@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from rlsys.errors import RunError, UserError
@@ -31,7 +30,6 @@ from rlsys.search.server.metrics import Metrics
 from rlsys.search.server.reranking import Reranking, Scorer
 from rlsys.search.server.retrieval import Retrieval
 
-_PAGE_THREADS = 4
 _log = logging.getLogger("uvicorn.error")
 Answer = TypeVar("Answer")
 
@@ -64,7 +62,6 @@ class SearchService:
         self._retrieval = Retrieval(retriever, limits, metrics)
         self._reranking = None if reranker is None else Reranking(reranker, limits, metrics)
         self._pages = pages
-        self._page_threads = ThreadPoolExecutor(_PAGE_THREADS, "pages")
         self._began = time.monotonic()
         metrics.watch(self.tallies)
 
@@ -114,10 +111,7 @@ class SearchService:
         """The page of each URL, or None."""
         if self._pages is None:
             raise Refused(404, "this server has no pages: start it with a file of them (--pages FILE)")
-        work = asyncio.get_running_loop().run_in_executor(
-            self._page_threads, self._fetch, self._pages, asked.urls
-        )
-        return await self._answer(work)
+        return await self._answer(self._fetch(self._pages, asked.urls))
 
     def health(self) -> dict[str, Any]:
         """What is served and how much has been asked so far."""
@@ -147,7 +141,6 @@ class SearchService:
         await self._retrieval.close()
         if self._reranking is not None:
             await self._reranking.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._page_threads.shutdown)
 
     async def _retrieve_reranked(
         self, reranking: Reranking, queries: Sequence[str], topk: int
@@ -170,9 +163,9 @@ class SearchService:
                 f"{self._limits.max_pending_pairs}",
             )
 
-    def _fetch(self, pages: PageSource, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+    async def _fetch(self, pages: PageSource, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
         with self._metrics.stage("pages"):
-            found = list(pages.fetch(urls))
+            found = await pages.fetch(urls)
         if len(found) != len(urls):
             raise ValueError(f"{len(urls)} URLs gave {len(found)} pages")
         return found

@@ -15,6 +15,7 @@ import httpx
 
 from rlsys.search.body import BodyError, Encoding, read_body
 from rlsys.search.web.guard import MAX_TRIES, GuardedTransport, Refused
+from rlsys.search.web.slots import Slots
 
 _USER_AGENT = "rlsys/0.1 (web search of a language model)"
 CONTENT_TYPES = frozenset({"text/html", "application/xhtml+xml", "text/plain"})
@@ -57,7 +58,7 @@ class PageFetcher:
 
     def __init__(self, transport: GuardedTransport, limits: FetchLimits) -> None:
         self._limits = limits
-        self._slots = asyncio.Semaphore(limits.max_concurrent)
+        self._slots = Slots(limits.max_concurrent)
         self._http = httpx.AsyncClient(
             transport=transport,
             # So that an address that does not answer leaves time for the next one of its name.
@@ -71,9 +72,9 @@ class PageFetcher:
             trust_env=False,
         )
 
-    async def fetch(self, url: str) -> Fetched:
-        """The page at `url`. Raises PageError."""
-        async with self._slots:
+    async def fetch(self, url: str, rank: int = 0) -> Fetched:
+        """The page at `url`, which waits for its turn by `rank`. Raises PageError."""
+        async with self._slots.held(rank):
             try:
                 async with asyncio.timeout(self._limits.timeout_s):
                     return await self._follow(url)

@@ -22,6 +22,10 @@ class LoopThread:
         """The result of `task`, or its exception. Must not be called from a coroutine of this loop."""
         return asyncio.run_coroutine_threadsafe(task, self._loop).result()
 
+    async def result_of(self, task: Coroutine[Any, Any, T]) -> T:
+        """As `run`, for a coroutine of another loop; cancelling it cancels `task`."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(task, self._loop))
+
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel what runs, run `last`, and end the thread."""
         self.run(self._cancel_all())

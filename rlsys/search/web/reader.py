@@ -17,6 +17,7 @@ from rlsys.errors import RunError
 from rlsys.search.web import worker
 from rlsys.search.web.extract import MAX_TEXT_CHARS, Page
 from rlsys.search.web.fetch import Fetched, PageError, PageFetcher
+from rlsys.search.web.slots import Slots
 
 _START_TIMEOUT_S = 60.0
 _MAX_ANSWER_BYTES = 16 * MAX_TEXT_CHARS
@@ -33,15 +34,15 @@ class Workers:
     def __init__(self, count: int, job_timeout_s: float, hidden: Collection[str] = ()) -> None:
         self._job_timeout_s = job_timeout_s
         self._environ = {name: value for name, value in os.environ.items() if name not in hidden}
-        self._slots = asyncio.Semaphore(count)
+        self._slots = Slots(count)
         self._idle: list[Process] = []
 
-    async def read(self, fetched: Fetched) -> Page | None:
+    async def read(self, fetched: Fetched, rank: int = 0) -> Page | None:
         """What the page says; None where it has no text, or cannot be read within the limits.
 
-        Raises RunError when no process can be started.
+        It waits for its turn by `rank`. Raises RunError when no process can be started.
         """
-        async with self._slots:
+        async with self._slots.held(rank):
             process = self._idle.pop() if self._idle else await self._start()
             try:
                 answer = await _ask(process, fetched)
@@ -119,9 +120,12 @@ class PageReader:
         self._fetcher = fetcher
         self._workers = workers
 
-    async def read(self, url: str) -> Page:
-        """Raises PageError for a page that cannot be had or has no text."""
-        page = await self._workers.read(await self._fetcher.fetch(url))
+    async def read(self, url: str, rank: int = 0) -> Page:
+        """The page at `url`; among pages that wait, those of a lower `rank` go first.
+
+        Raises PageError for a page that cannot be had or has no text.
+        """
+        page = await self._workers.read(await self._fetcher.fetch(url, rank), rank)
         if page is None:
             raise PageError(f"{url[:200]!r} has no text that can be read within the limits")
         return page

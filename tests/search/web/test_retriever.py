@@ -13,10 +13,10 @@ from starlette.responses import Response
 from rlsys.errors import UserError
 from rlsys.search.server.app import create_app
 from rlsys.search.web.client import ProviderError, ProviderLimits
-from rlsys.search.web.retriever import WebRetriever, open_pages, open_web
+from rlsys.search.web.retriever import WebRetriever, open_web
 from tests.ports import free_port
 from tests.search.conftest import serving
-from tests.search.web.fake_web import ENVIRON, KEY, FakeWeb, redirect_to
+from tests.search.web.fake_web import ENVIRON, KEY, FakeWeb
 from tests.search.web.test_fetch import local
 
 
@@ -129,21 +129,3 @@ def test_threads_may_find_at_once(web: FakeWeb) -> None:
 def test_mistakes_are_one_sentence(provider: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         open_web(provider, **options)
-
-
-def test_web_pages_gives_contents_or_none_in_order(web: FakeWeb) -> None:
-    pages = open_pages(policy=local(web))
-    good, text = f"{web.base}/page/html", f"{web.base}/page/text"
-    bad = [f"{web.base}/page/{name}" for name in ("missing", "pdf", "empty")]
-    bad += [web.base + redirect_to("http://10.0.0.1/"), "nonsense"]
-    found = pages.fetch([text, *bad, good, good])
-    assert found[0] == {"url": text, "contents": '""\nPlain text[31m.\nMore.'}
-    assert found[1:6] == [None] * 5
-    assert found[6] == found[7]
-    assert found[6] is not None
-    assert found[6]["url"] == good
-    assert found[6]["contents"].startswith('"Old Towns"\nRivers carry water')
-    assert web.fetched.count("html") == 1
-    assert pages.fetch([]) == []
-    pages.close()
-    assert open_pages().fetch([good]) == [None]

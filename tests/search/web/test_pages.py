@@ -1,0 +1,193 @@
+"""Pages for /access: in order, in turns that are fair, in time, and no longer than somebody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from rlsys.errors import RunError
+from rlsys.search.server.app import create_app
+from rlsys.search.server.limits import ServerLimits
+from rlsys.search.web.extract import Page
+from rlsys.search.web.fetch import FetchLimits
+from rlsys.search.web.pages import WebPages
+from rlsys.search.web.retriever import open_pages
+from rlsys.search.web.slots import Slots
+from tests.ports import free_port
+from tests.search.conftest import serving
+from tests.search.gated import Gated, in_process, until
+from tests.search.web.fake_web import FakeWeb, redirect_to
+from tests.search.web.test_fetch import local
+
+
+class Reader:
+    """Reads a page whose URL starts with `fast` at once and no other ever, `count` at a time."""
+
+    def __init__(self, count: int = 1000) -> None:
+        self._slots = Slots(count)
+        self.reading: list[str] = []
+        self.most = 0
+        self.closed = False
+
+    async def read(self, url: str, rank: int = 0) -> Page:
+        async with self._slots.held(rank):
+            self.reading.append(url)
+            self.most = max(self.most, len(self.reading))
+            try:
+                if url == "broken":
+                    raise RunError("no page reader starts")
+                if not url.startswith("fast"):
+                    await asyncio.Event().wait()
+                return Page("", url)
+            finally:
+                self.reading.remove(url)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def pages_of(reader: Any, timeout_s: float = 60.0) -> WebPages:
+    return WebPages(reader, timeout_s)
+
+
+def slow(request: int, count: int = 50) -> list[str]:
+    return [f"slow {request}/{number}" for number in range(count)]
+
+
+async def test_one_request_leaves_room_for_others() -> None:
+    reader = Reader()
+    pages = pages_of(reader)
+    asking = asyncio.create_task(pages.fetch(slow(0)))
+    await until(lambda: len(reader.reading) == 8)
+    assert (await pages.fetch(["fast"])) == [{"url": "fast", "contents": '""\nfast'}]
+    assert reader.most == 9
+    asking.cancel()
+    pages.close()
+
+
+async def test_a_page_that_is_late_is_none_and_the_others_are_there() -> None:
+    reader = Reader()
+    pages = pages_of(reader, timeout_s=2.0)
+    found = await asyncio.wait_for(pages.fetch([*slow(0, 3), "fast 1", *slow(1, 20), "fast 2"]), 60)
+    assert [page is not None for page in found[:5]] == [False, False, False, True, False]
+    assert found[-1] is None, "its turn had not come"
+    assert reader.reading == []
+    pages.close()
+
+
+async def test_what_nobody_waits_for_is_not_read_any_more() -> None:
+    reader = Reader(count=4)
+    pages = pages_of(reader)
+    asking = [asyncio.create_task(pages.fetch(slow(request))) for request in range(3)]
+    await until(lambda: len(reader.reading) == 4)
+    for task in asking:
+        task.cancel()
+    assert [type(error) for error in await asyncio.gather(*asking, return_exceptions=True)] == [
+        asyncio.CancelledError
+    ] * 3
+    await until(lambda: reader.reading == [])
+    assert [page is not None for page in await pages.fetch([f"fast {row}" for row in range(20)])] == [
+        True
+    ] * 20
+    pages.close()
+    assert reader.closed
+
+
+async def test_a_reader_that_cannot_start_is_an_error_at_once() -> None:
+    pages = pages_of(Reader())
+    with pytest.raises(RunError):
+        await pages.fetch([*slow(0, 2), "broken", "fast"])
+    pages.close()
+
+
+async def test_a_free_slot_goes_to_the_lowest_rank_and_then_to_who_came_first() -> None:
+    slots, order = Slots(1), []
+    go_on = asyncio.Event()
+
+    async def work(name: str, rank: int) -> None:
+        async with slots.held(rank):
+            order.append(name)
+            await go_on.wait()
+
+    ranks = {"first": 9, "a": 2, "b": 0, "gone": 0, "c": 1, "d": 0, "e": 1}
+    tasks = {name: asyncio.create_task(work(name, rank)) for name, rank in ranks.items()}
+    await asyncio.sleep(0)
+    tasks["gone"].cancel()
+    go_on.set()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert order == ["first", "b", "d", "c", "e", "a"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_slot_that_is_given_while_its_caller_is_cancelled_is_not_lost(before: bool) -> None:
+    slots = Slots(1)
+
+    async def work() -> None:
+        async with slots.held():
+            await asyncio.sleep(0)
+
+    holding = slots.held()
+    await holding.__aenter__()
+    waiting = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    if before:
+        waiting.cancel()
+    await holding.__aexit__(None, None, None)
+    if not before:
+        waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.wait_for(work(), 20)
+
+
+async def test_a_client_that_hangs_up_ends_its_fetches(web: FakeWeb) -> None:
+    """Over real sockets: the pages never end, and the last one is fetched with the only connection."""
+    pages = open_pages(FetchLimits(timeout_s=120.0, max_concurrent=1), local(web))
+    with serving(create_app(Gated(), pages=pages), free_port()) as url:
+        async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
+            for _ in range(3):
+                web.fetched.clear()
+                drips = {"urls": [f"{web.base}/page/drip/{number}" for number in range(20)]}
+                leaving = asyncio.create_task(client.post(f"{url}/access", json=drips))
+                await until(lambda: web.fetched != [])
+                leaving.cancel()
+            answer = await client.post(f"{url}/access", json={"urls": [f"{web.base}/page/html"]})
+    pages.close()
+    assert answer.status_code == 200
+    assert answer.json()["result"][0]["url"] == f"{web.base}/page/html"
+
+
+async def test_addresses_of_a_request_are_limited() -> None:
+    reader = Reader()
+    pages = pages_of(reader)
+    async with in_process(Gated(), ServerLimits(max_urls=3), pages=pages) as client:
+        most = await client.post("/access", json={"urls": ["fast"] * 3})
+        more = await client.post("/access", json={"urls": ["fast"] * 4})
+        schema = (await client.get("/openapi.json")).json()["paths"]["/access"]["post"]["requestBody"]
+    pages.close()
+    assert [answer.status_code for answer in (most, more)] == [200, 422]
+    assert list(more.json()) == ["detail"]
+    assert schema["content"]["application/json"]["schema"]["properties"]["urls"]["maxItems"] == 3
+
+
+async def test_web_pages_gives_contents_or_none_in_order(web: FakeWeb) -> None:
+    pages = open_pages(policy=local(web))
+    good, text = f"{web.base}/page/html", f"{web.base}/page/text"
+    bad = [f"{web.base}/page/{name}" for name in ("missing", "pdf", "empty")]
+    bad += [web.base + redirect_to("http://10.0.0.1/"), "nonsense"]
+    found = await pages.fetch([text, *bad, good, good])
+    assert found[0] == {"url": text, "contents": '""\nPlain text[31m.\nMore.'}
+    assert found[1:6] == [None] * 5
+    assert found[6] == found[7]
+    assert found[6] is not None
+    assert found[6]["url"] == good
+    assert found[6]["contents"].startswith('"Old Towns"\nRivers carry water')
+    assert web.fetched.count("html") == 1
+    assert await pages.fetch([]) == []
+    pages.close()
+    guarded = open_pages()
+    assert await guarded.fetch([good]) == [None]
+    guarded.close()
