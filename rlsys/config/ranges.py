@@ -113,6 +113,7 @@ BOUNDS: dict[str, Bound] = {
     "reward.overlong_limit": COUNT,
     "reward.max_answer_tags": COUNT,
     "reward.many_answers_score": SHARE,
+    "reward.own_timeout_s": POSITIVE,
     "reward.judge.timeout_s": POSITIVE,
     "reward.judge.retries": NOT_NEGATIVE,
     "reward.judge.max_concurrent": COUNT,

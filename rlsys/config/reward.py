@@ -54,4 +54,6 @@ class RewardConfig:
     """An episode with more answer tags than that gets at most `many_answers_score` of an answer's term; null: no limit."""
     many_answers_score: float = 0.25
     """See `max_answer_tags`."""
+    own_timeout_s: float = 600.0
+    """Of a term of your own: a call that takes longer ends the run."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)

@@ -1,8 +1,9 @@
 """A term of the user's own: `package.module.function` of (question, trajectory).
 
-It returns a number for the whole episode, or a sequence of numbers, one a turn. A plain function runs in a thread,
-so that it cannot stall the episodes; an async one runs on their event loop and must not block it. Whatever goes
-wrong is one sentence that names the term. A function that never returns does not keep the process from ending.
+It returns a number for the whole episode, or a sequence of numbers, one a turn. It cannot stall the episodes: a plain
+function runs in a thread, and all async ones run on an event loop that has a thread of its own. Whatever goes wrong
+is one sentence that names the term, and so is a call that takes longer than `reward.own_timeout_s`. A function that
+never returns does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import contextlib
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlsys.errors import RunError, UserError
 from rlsys.reward.reading import Reading
+from rlsys.search.web.loop import LoopThread
 
+_AT_A_TIME = 8
+"""Plain functions that run; what does not run yet waits."""
 _QUOTED_CHARS = 100
 
 
@@ -48,18 +52,60 @@ def load(name: str) -> Callable[..., Any]:
     return function
 
 
-class OwnTerm:
-    """The term `name`, a function loaded by `load`; unless it is async, `slots` bound how many run at a time."""
+class OverdueError(Exception):
+    """A call that took too long."""
 
-    def __init__(self, name: str, slots: asyncio.Semaphore) -> None:
+
+class Calls:
+    """Calls functions of the user's own, each for `timeout_s` at most; for one event loop. `close` it at the end."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(_AT_A_TIME)
+        self._loop = LoopThread("reward-loop")
+
+    async def result_of(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `function`, or its exception. Raises OverdueError; the wait for a thread does not count."""
+        plain = not inspect.iscoroutinefunction(function)
+        async with self._slots if plain else contextlib.nullcontext():
+            try:
+                async with asyncio.timeout(self.timeout_s) as limit:
+                    result = (
+                        function(*arguments) if not plain else await in_daemon_thread(function, *arguments)
+                    )
+                    return (
+                        await self._loop.result_of(_wait(result)) if inspect.isawaitable(result) else result
+                    )
+            except TimeoutError:
+                if limit.expired():
+                    raise OverdueError from None
+                raise
+
+    def close(self) -> None:
+        """End the event loop. Functions that run are not waited for."""
+        self._loop.abandon()
+
+
+class OwnTerm:
+    """The term `name`, a function loaded by `load`."""
+
+    def __init__(self, name: str, calls: Calls) -> None:
         self._name = name
         self._function = load(name)
-        self._slots = slots
+        self._calls = calls
 
     async def __call__(self, reading: Reading) -> Sequence[float]:
-        """[slots] what the function gives. Raises RunError where it raises, or gives anything but finite numbers."""
+        """[slots] what the function gives.
+
+        Raises RunError where it raises, takes too long, or gives anything but finite numbers.
+        """
         try:
-            result = await self._run(reading)
+            result = await self._calls.result_of(self._function, reading.question, reading.trajectory)
+        except OverdueError:
+            raise RunError(
+                f"{self._where(reading)} had not returned after reward.own_timeout_s={self._calls.timeout_s:g} s: "
+                "mend it, or raise that limit."
+            ) from None
         except Exception as error:
             raise RunError(f"{self._where(reading)} raised {_said(error)}: mend it.") from error
         try:
@@ -77,14 +123,6 @@ class OwnTerm:
             )
         return [float(value) for value in values] or [0.0]
 
-    async def _run(self, reading: Reading) -> Any:
-        question, trajectory = reading.question, reading.trajectory
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(question, trajectory)
-        async with self._slots:
-            result = await in_daemon_thread(lambda: self._function(question, trajectory))
-        return await result if inspect.isawaitable(result) else result
-
     def _mistake(self, reading: Reading, result: Any, wanted: str) -> RunError:
         return RunError(f"{self._where(reading)} returned {repr(result)[:_QUOTED_CHARS]}: {wanted}.")
 
@@ -92,8 +130,12 @@ class OwnTerm:
         return f"reward.terms.{self._name}, asked about sample {reading.trajectory.sample} of {reading.question.uid},"
 
 
-async def in_daemon_thread(call: Callable[[], Any]) -> Any:
-    """What `call` returns or raises, called in a thread that the process does not wait for when it ends."""
+async def _wait(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `function` in a thread that the process does not wait for when it ends, and gives what it gives."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -110,7 +152,7 @@ async def in_daemon_thread(call: Callable[[], Any]) -> Any:
     def work() -> None:
         result, error = None, None
         try:
-            result = call()
+            result = function(*arguments)
         except Exception as raised:  # noqa: BLE001 (whoever waits gets it)
             error = raised
         with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.

@@ -7,7 +7,6 @@ reward to the last bit, whichever turns they fell on: a group without spread is 
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -20,14 +19,11 @@ from rlsys.data.question import Question
 from rlsys.errors import UserError
 from rlsys.reward.check import check_terms, weights_of
 from rlsys.reward.judge import Judge
-from rlsys.reward.own import OwnTerm
+from rlsys.reward.own import Calls, OwnTerm
 from rlsys.reward.reading import Reader, Reading
 from rlsys.reward.scored import Scored
 from rlsys.reward.terms import ANSWER_TERMS, JUDGE, PureTerm, pure_terms
 from rlsys.tools.load import tool_tags
-
-_AT_A_TIME = 8
-"""For terms of the user's own; what does not run yet waits."""
 
 Term = Callable[[Reading], Awaitable[Sequence[float]]]
 """[slots] values, unweighted."""
@@ -55,7 +51,7 @@ class Rewards:
         self._weights = weights_of(config)
         self._reader = Reader(task.tags, compat, tool_tags(task.tools))
         self._judge = Judge(config.judge, transport) if JUDGE in self._weights else None
-        self._slots = asyncio.Semaphore(_AT_A_TIME)
+        self._calls = Calls(config.own_timeout_s) if any("." in name for name in self._weights) else None
         pure = pure_terms(config, task)
         self._terms = {name: self._term(name, pure) for name in self._weights}
 
@@ -84,13 +80,15 @@ class Rewards:
 
     async def close(self) -> None:
         """Give connections and files back. A function of the user's own that runs is not waited for."""
+        if self._calls:
+            self._calls.close()
         if self._judge:
             await self._judge.close()
 
     def _term(self, name: str, pure: Mapping[str, PureTerm]) -> Term:
         if name == JUDGE and self._judge:
             return self._judge
-        return _awaited(pure[name]) if name in pure else OwnTerm(name, self._slots)
+        return OwnTerm(name, self._calls) if self._calls and "." in name else _awaited(pure[name])
 
     def _bounded(self, name: str, reading: Reading, values: Sequence[float]) -> Sequence[float]:
         """`values` of an answer's term, no more than `many_answers_score` for an episode of too many answers."""

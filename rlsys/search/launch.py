@@ -122,8 +122,11 @@ class SearchServer:
 
     def _answers(self) -> bool:
         try:
-            with httpx.Client(trust_env=False, timeout=2.0) as client:
-                return client.get(f"{self.url}/health").status_code == httpx.codes.OK
+            with (
+                httpx.Client(trust_env=False, timeout=2.0) as client,
+                client.stream("GET", f"{self.url}/health") as answer,  # its body is not read
+            ):
+                return answer.status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 

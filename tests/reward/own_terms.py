@@ -81,3 +81,30 @@ def nested(_question: Question, _trajectory: Trajectory) -> list[list[float]]:
 
 def too_many(_question: Question, trajectory: Trajectory) -> list[float]:
     return [1.0] * (len(trajectory.turns) + 1)
+
+
+def hangs(_question: Question, _trajectory: Trajectory) -> float:
+    threading.Event().wait(60)
+    return 1.0
+
+
+def hangs_later(_question: Question, _trajectory: Trajectory) -> Any:
+    return asyncio.sleep(60, 1.0)
+
+
+async def never_ready(_question: Question, _trajectory: Trajectory) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def blocks_its_loop(_question: Question, _trajectory: Trajectory) -> float:
+    threading.Event().wait(60)
+    return 1.0
+
+
+def times_out_itself(_question: Question, _trajectory: Trajectory) -> float:
+    raise TimeoutError("no server")
+
+
+async def on_which_loop(_question: Question, _trajectory: Trajectory) -> float:
+    return float(id(asyncio.get_running_loop()))

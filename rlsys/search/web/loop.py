@@ -33,6 +33,10 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
+    def abandon(self) -> None:
+        """Cancel what runs and end the thread, without waiting for either."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import unicodedata
 
 import pytest
@@ -137,6 +138,17 @@ async def test_workers_do_not_see_the_keys(monkeypatch: pytest.MonkeyPatch) -> N
         (worker,) = children_of("rlsys.search.web.worker")
         assert "PATH" in worker.environ()
         assert "SERPER_API_KEY" not in worker.environ()
+    finally:
+        await workers.close()
+
+
+async def test_a_worker_cannot_take_all_memory_or_write_what_it_held() -> None:
+    workers = Workers(1, 5.0)
+    try:
+        await workers.read(Fetched(b"text", "text/plain", None))
+        (worker,) = children_of("rlsys.search.web.worker")
+        assert worker.rlimit(resource.RLIMIT_AS) == (2 * 1024**3, 2 * 1024**3)
+        assert worker.rlimit(resource.RLIMIT_CORE) == (0, 0)
     finally:
         await workers.close()
 
