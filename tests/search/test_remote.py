@@ -16,6 +16,7 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.index.engines import EngineKind, Patience
 from rlsys.search.index.open import open_retriever
 from rlsys.search.index.remote import RemoteRetriever, build_remote
+from tests.hostile import answer_of_child, hostile_server
 from tests.ports import free_port
 from tests.search.fake_elastic import FakeElastic, bm25, running
 
@@ -23,6 +24,20 @@ VERSIONS = {"elasticsearch": "9.1.0", "opensearch": "3.2.0"}
 PATIENCE = Patience(timeout_s=10, retries=3, backoff_s=0.001)
 ROWS = 2300
 """More than two of the blocks that are sent."""
+
+CONNECTS = """
+import sys
+from rlsys.search.index.engines import Engine, EngineKind, Patience
+
+kind, url, *answers = sys.argv[1:]
+seen, before = {}, peak_mib()
+for answer in answers:
+    try:
+        Engine(EngineKind(kind), f"{url}/{answer}", {}, patience=Patience(timeout_s=60.0, retries=0))
+    except Exception as error:
+        seen[answer] = [type(error).__name__, len(str(error))]
+print(json.dumps([seen, peak_mib() - before]))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +194,17 @@ def test_a_search_that_fails_says_why(fake: FakeElastic, corpus: Corpus, tmp_pat
     fake.indices.clear()
     with pytest.raises(UserError, match="has no index 'wiki'"):
         retriever.find(["cat"], 1)
+
+
+@pytest.mark.parametrize("kind", list(EngineKind))
+def test_an_answer_that_is_too_large_or_compressed_is_a_sentence(kind: EngineKind) -> None:
+    with hostile_server() as hostile:
+        seen, grown_mib = answer_of_child(CONNECTS, kind, hostile.url, "bomb", "body", "line", "deep")
+    assert set(seen) == {"bomb", "body", "line", "deep"}
+    for error, chars in seen.values():
+        assert error == "RunError"
+        assert chars < 1500
+    assert grown_mib < 400
 
 
 def test_credentials_come_from_the_environment(

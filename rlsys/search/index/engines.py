@@ -14,6 +14,7 @@ index, version of the client) and a RunError where the server fails.
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ _RETRIED = (429, 502, 503, 504)
 _LONGEST_WAIT_S = 60.0
 _REQUEST_BYTES = 10 << 20
 """Largest bulk request; servers refuse more than 100 MB."""
+_MAX_ANSWER_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 16
+_QUOTED_CHARS = 400
+"""Of a server's reason."""
 
 
 class EngineKind(StrEnum):
@@ -136,7 +141,7 @@ class Engine:
             yield
         except getattr(library, "UnsupportedProductError", ()):
             raise UserError(f"{self.url} is not {self.kind}: give the engine that it is") from None
-        except (library.TransportError, api_error) as error:
+        except (library.TransportError, library.SerializationError, api_error, RecursionError) as error:
             status = getattr(error, "status_code", None)
             raise self._failure(status, _reason(error), index) from None
 
@@ -200,12 +205,62 @@ def _connect(
     if ca_certs := environment.get("RLSYS_SEARCH_CA_CERTS"):
         common["ca_certs"] = ca_certs
     if kind is EngineKind.elasticsearch:
-        client = library.Elasticsearch(
-            url, request_timeout=patience.timeout_s, connections_per_node=connections, **common
-        )
+        node: Any = importlib.import_module("elastic_transport").Urllib3HttpNode
+
+        class BoundedNode(node):
+            def __init__(self, *given: Any, **options: Any) -> None:
+                super().__init__(*given, **options)
+                self.pool: Any = _BoundedPool(self.pool)
+
+        common |= {"node_class": BoundedNode, "connections_per_node": connections}
+        client = library.Elasticsearch(url, request_timeout=patience.timeout_s, **common)
     else:
-        client = library.OpenSearch(url, timeout=patience.timeout_s, pool_maxsize=connections, **common)
+        connection: Any = library.Urllib3HttpConnection
+
+        class BoundedConnection(connection):
+            def _create_urllib3_pool(self) -> None:
+                super()._create_urllib3_pool()
+                self.pool: Any = _BoundedPool(self.pool)
+
+        common |= {"connection_class": BoundedConnection, "pool_maxsize": connections}
+        client = library.OpenSearch(url, timeout=patience.timeout_s, **common)
     return client, library
+
+
+class _BoundedPool:
+    """A pool of connections of urllib3 that reads answers under a limit; the clients have none."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def urlopen(self, *given: Any, **options: Any) -> Any:
+        """As the pool's own. Raises HTTPError, which the clients take for a lost connection."""
+        from urllib3.response import HTTPResponse
+
+        answer = self._pool.urlopen(*given, preload_content=False, decode_content=False, **options)
+        try:
+            body = _body_of(answer)
+        finally:
+            answer.close()  # of one that was read to its end the connection is in the pool again
+        return HTTPResponse(io.BytesIO(body), headers=answer.headers, status=answer.status)
+
+    def close(self) -> None:
+        """End the connections."""
+        self._pool.close()
+
+
+def _body_of(answer: Any) -> bytes:
+    """The body of an answer of urllib3, as it was sent."""
+    from urllib3.exceptions import HTTPError
+
+    if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+        raise HTTPError(f"its answer is refused: its encoding {encoding[:40]!r} is not identity")
+    body = bytearray()
+    for block in answer.stream(_BLOCK_BYTES, decode_content=False):
+        body += block
+        if len(body) > _MAX_ANSWER_BYTES:
+            raise HTTPError(f"its answer is refused: it is larger than {_MAX_ANSWER_BYTES} bytes")
+    return bytes(body)
 
 
 def _credentials(kind: EngineKind, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -229,5 +284,8 @@ def _reason(error: Any) -> str:
     body = getattr(error, "body", getattr(error, "info", error))
     inner = body.get("error", body) if isinstance(body, Mapping) else None
     if isinstance(inner, Mapping) and "type" in inner:
-        return f"{inner['type']}: {inner.get('reason', '')}"
-    return str(error if inner is None else inner)
+        return f"{inner['type']}: {inner.get('reason', '')}"[:_QUOTED_CHARS]
+    if inner is not None:
+        return str(inner)[:_QUOTED_CHARS]
+    causes = getattr(error, "errors", ())
+    return "; ".join([str(error)[:_QUOTED_CHARS], *(str(cause)[:_QUOTED_CHARS] for cause in causes[-1:])])
