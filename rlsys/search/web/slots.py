@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 
 class Slots:
-    """A semaphore of one event loop that gives a free slot to the lowest rank, and within a rank to who came first.
+    """A semaphore of one event loop: a free slot goes to the lowest rank, within a rank to who came first.
 
     With the position of a page in its request as its rank, no request waits for the later pages of another.
     """
