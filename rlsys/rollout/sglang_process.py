@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from sglang.srt.entrypoints.engine import Engine
@@ -40,6 +41,7 @@ _LOGGING = Path(__file__).with_name("sglang_logging.json")
 Without it, it takes the handlers off this process's root logger, and silences the warnings of all others here.
 """
 _HERE = "127.0.0.1"
+_SHARED_MEMORY = Path("/dev/shm")
 Answer = tuple[bool, str]
 """Success and, without it, why."""
 
@@ -155,9 +157,14 @@ class SglangProcess:
 
     def shutdown(self) -> None:
         """End SGLang's processes, and all other children of this process; blocks until they are gone."""
+        ended = [child.pid for child in psutil.Process().children(recursive=True)]
         self._engine.shutdown()
         # SGLang kills and does not join; asking for the living joins the dead.
         multiprocessing.active_children()
+        # The killed could not remove what they shared: how busy the engine was, and semaphores, which bear their number.
+        left = [path for pid in ended for path in _SHARED_MEMORY.glob(f"sem.loky-{pid}-*")]
+        for path in (Path(self._manager.load_snapshot_reader.path), *left):
+            path.unlink(missing_ok=True)
 
 
 def _on_loopback(port: int) -> dict[str, str]:

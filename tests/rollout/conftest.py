@@ -16,6 +16,12 @@ from tests.rollout import tiny
 from tests.rollout.bench import Bench
 
 
+def shared_by(processes: set[psutil.Process]) -> set[str]:
+    """Files in shared memory that processes have mapped."""
+    mapped = {file.path for process in processes if process.is_running() for file in process.memory_maps()}
+    return {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()}
+
+
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     words = tiny.tokenizer()
@@ -37,7 +43,10 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         started = set(psutil.Process().children(recursive=True)) - before
         assert started
         yield Bench(worker, rollout, words, first, second, search)
+        shared = shared_by(started)
+        assert shared
         await worker.stop()
+        assert not [path for path in shared if Path(path).exists()], "memory that was shared is given back"
         living = [process for process in started if process.is_running()]
         # Python's resource tracker, which SGLang ends too, is joined when Python next needs one.
         assert {process.status() for process in living} <= {psutil.STATUS_ZOMBIE}
