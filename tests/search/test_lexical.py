@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, Tokeniser, build_lexical
 from rlsys.search.index.postings import PostingsBuilder, Scorer
@@ -231,12 +231,14 @@ def test_a_corpus_that_changes_meanwhile_replaces_no_index(copy: Path, tmp_path:
 
 def test_what_cannot_be_built_is_refused(tmp_path: Path, corpus_path: Path) -> None:
     corpus = Corpus.open(corpus_path)
-    for options, reason in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"k1": -1.0}, "k1 -1 and b 0.4"),
         ({"b": 1.5}, "k1 0.9 and b 1.5"),
         ({"k1": math.nan}, "k1 nan"),
+        ({"k1": math.inf}, "k1 inf"),
         ({"stopwords": "fr"}, "stopwords 'fr' is unknown"),
-    ]:
+    ]
+    for options, reason in refused:
         with pytest.raises(UserError, match=reason):
             LexicalOptions(**options)
     with pytest.raises(UserError, match="holds no words"):
@@ -273,6 +275,104 @@ def drop_entry(folder: Path) -> None:
     np.save(path, np.load(path)[:-1])
 
 
+def edit_file(name: str, **changes: Any) -> Any:
+    def edit(folder: Path) -> None:
+        path = folder / "postings" / f"{name}.index.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_array(name: str, place: int, value: float) -> Any:
+    def edit(folder: Path) -> None:
+        array = np.load(folder / "postings" / f"{name}.csc.index.npy", mmap_mode="r+")
+        array[place] = value
+
+    return edit
+
+
+def retype(name: str, dtype: str) -> Any:
+    def edit(folder: Path) -> None:
+        path = folder / "postings" / f"{name}.csc.index.npy"
+        np.save(path, np.load(path).astype(dtype))
+
+    return edit
+
+
+def claim_words(folder: Path) -> None:
+    """Postings of which every entry is of the same passage, with a weight that leaves its score at 0."""
+    for name, value in (("indices", 3), ("data", 0)):
+        path = folder / "postings" / f"{name}.csc.index.npy"
+        np.save(path, np.full_like(np.load(path), value))
+
+
+DAMAGED = [
+    edit_array("indices", 40, 2**31 - 1),
+    edit_array("indices", 40, -(2**30)),
+    edit_array("indices", 40, -1),
+    edit_array("indices", 40, 200),
+    edit_array("indptr", 7, 2**40),
+    edit_array("indptr", 7, -(2**62)),
+    edit_array("indptr", 7, 0),
+    edit_array("indptr", 0, -(2**40)),
+    edit_array("indptr", 0, 1),
+    edit_array("data", 40, math.nan),
+    edit_array("data", 40, math.inf),
+    edit_array("data", 40, -1.0),
+    claim_words,
+    retype("indices", "int64"),
+    retype("indptr", "float64"),
+    retype("data", ">f4"),
+    edit_file("vocab", capital=2**30),
+    edit_file("vocab", capital=-2),
+    edit_file("vocab", zebra=1),
+    edit_file("vocab", zebra="one"),
+    edit_file("vocab", zebra=None),
+    edit_file("params", num_docs=None),
+    lambda folder: (folder / "postings" / "params.index.json").write_text("[]"),
+    lambda folder: (folder / "postings" / "vocab.index.json").write_text("[" * 100_000),
+    lambda folder: (folder / "postings" / "indices.csc.index.npy").write_bytes(b""),
+    edit_manifest(rows=2**40),
+]
+
+
+def test_damaged_postings_end_in_a_sentence_and_not_the_process(bm25_dir: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from rlsys.errors import RunError, UserError\n"
+        "from rlsys.search.index.lexical import LexicalRetriever\n"
+        "from rlsys.search.corpus import Corpus\n"
+        "for folder in sys.argv[1:]:\n"
+        "    try:\n"
+        "        retriever = LexicalRetriever.open(folder, threads=1)\n"
+        "        texts = [passage['contents'] for passage in Corpus.open(folder + '/corpus.jsonl').fetch(range(200))]\n"
+        "        hits = retriever.find(retriever.prepare(texts), 5)\n"
+        "        print('nothing noticed', flush=True)\n"
+        "    except (RunError, UserError) as told:\n"
+        "        print(folder, str(told).isprintable() and str(told).endswith('build the index again'), flush=True)\n"
+    )
+    folders = [str(shutil.copytree(bm25_dir, tmp_path / str(number))) for number in range(len(DAMAGED))]
+    for damage, folder in zip(DAMAGED, folders, strict=True):
+        damage(Path(folder))
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *folders], capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.splitlines() == [f"{folder} True" for folder in folders], ended.stderr
+    assert ended.returncode == 0
+
+
+def test_a_query_that_met_damage_leaves_nothing_to_the_next(copy: Path) -> None:
+    entries = np.load(copy / "postings" / "indptr.csc.index.npy")
+    numbers = json.loads((copy / "postings" / "vocab.index.json").read_text())
+    edit_array("indices", int(entries[numbers["capital"] + 1]) - 1, 2**31 - 1)(copy)
+    retriever = LexicalRetriever.open(copy, threads=1)
+    expected = search(retriever, "Bamako Mali")
+    assert expected
+    with pytest.raises(RunError, match="is damaged: build the index again"):
+        search(retriever, "capital")
+    assert search(retriever, "Bamako Mali") == expected
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -280,6 +380,9 @@ def drop_entry(folder: Path) -> None:
         (edit_manifest(rows=199), "do not fit its manifest"),
         (edit_manifest(surprise=1), "does not hold its keys"),
         (edit_manifest(kind="dense"), "of kind 'dense'"),
+        (edit_manifest(k1="0.9", tokeniser=None), "does not hold its keys"),
+        (edit_manifest(tokeniser={"pattern": "("}), "is no regular expression"),
+        (edit_manifest(tokeniser={"stopwords": "fr"}), "stopwords 'fr' is unknown"),
         (drop_entry, "do not fit its manifest"),
         (cut, "missing or damaged"),
         (lambda folder: shutil.rmtree(folder / "postings"), "missing or damaged"),

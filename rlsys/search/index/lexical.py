@@ -28,16 +28,17 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import orjson
 from bm25s import BM25
 from bm25s import __version__ as bm25s_version
 from bm25s.stopwords import STOPWORDS_EN
 
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.index.assemble import add_corpus, assemble
 from rlsys.search.index.draft import Draft
 from rlsys.search.index.folder import CORPUS_FILE
-from rlsys.search.index.manifest import read_manifest
+from rlsys.search.index.manifest import read_manifest, typed
 from rlsys.search.index.postings import Floats, Postings, PostingsBuilder, Rows, Scorer
 from rlsys.search.index.progress import OnProgress
 from rlsys.search.retriever import Hit
@@ -55,27 +56,37 @@ class LexicalOptions:
     """How words are weighed. Raises UserError for what is no BM25 parameter."""
 
     k1: float = 0.9
-    """How slowly a word that is repeated stops to count more; 0 or more."""
+    """How slowly a word that is repeated stops to count more; 0 to 1,000,000."""
     b: float = 0.4
     """How much a long passage loses; 0 to 1."""
     stopwords: str = "en"
     """Words to leave out: en, or none."""
 
     def __post_init__(self) -> None:
-        if not (self.k1 >= 0 and 0 <= self.b <= 1):
+        # With a larger k1 weights would be 0 in single precision.
+        if not (0 <= self.k1 <= 1e6 and 0 <= self.b <= 1):
             raise UserError(
-                f"k1 {self.k1:g} and b {self.b:g} are no BM25 parameters: give k1 from 0 up and b from 0 to 1"
+                f"k1 {self.k1:g} and b {self.b:g} are no BM25 parameters: give k1 from 0 to 1000000 and b from 0 to 1"
             )
-        if self.stopwords not in _STOP_WORDS:
-            raise UserError(f"stopwords {self.stopwords!r} is unknown: give {' or '.join(_STOP_WORDS)}")
+        Tokeniser(stopwords=self.stopwords)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokeniser:
-    """Splits passages and queries into words alike."""
+    """Splits passages and queries into words alike. Raises UserError for unknown stop words, and for no pattern."""
 
     pattern: str = _WORDS
     stopwords: str = "en"
+
+    def __post_init__(self) -> None:
+        if self.stopwords not in _STOP_WORDS:
+            raise UserError(f"stopwords {self.stopwords!r} is unknown: give {' or '.join(_STOP_WORDS)}")
+        try:
+            re.compile(self.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise UserError(
+                f"pattern {self.pattern!r} is no regular expression ({error}): build the index again"
+            ) from None
 
     def splitter(self) -> Callable[[str], list[str]]:
         """The function that gives the words of a text, in order."""
@@ -101,15 +112,9 @@ class LexicalManifest:
         values = read_manifest(folder)
         if values["kind"] != KIND:
             raise UserError(f"{folder} is an index of kind {values['kind']!r}, not {KIND!r}: give a BM25 one")
-        try:
-            tokeniser = Tokeniser(**values.pop("tokeniser"))
-            return cls(
-                **{key: values[key] for key in values if key not in ("format", "kind")}, tokeniser=tokeniser
-            )
-        except (TypeError, KeyError) as error:
-            raise UserError(
-                f"the manifest of {folder} does not hold its keys ({error}): build it again"
-            ) from None
+        del values["format"], values["kind"]
+        values["tokeniser"] = typed(Tokeniser, values.get("tokeniser"), folder)
+        return typed(cls, values, folder)
 
 
 def build_lexical(
@@ -201,7 +206,8 @@ class LexicalRetriever:
     def open(cls, folder: str | Path, *, threads: int | None = None) -> LexicalRetriever:
         """Open what `build_lexical` made; one thread a core without `threads`, each with 8 bytes a passage.
 
-        Raises UserError when manifest, corpus and postings do not fit together.
+        Raises UserError when manifest, corpus and postings do not fit together. The entries of the postings are read
+        when a query needs them: `find` raises RunError for one that is damaged.
         """
         folder = Path(folder)
         manifest = LexicalManifest.read(folder)
@@ -210,17 +216,10 @@ class LexicalRetriever:
             raise UserError(
                 f"{corpus.path} has changed since {folder} was built: build the index again or restore the file"
             )
-        try:
-            ranker = BM25.load(folder / _POSTINGS_FOLDER, mmap=True, show_progress=False, backend="numpy")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder / _POSTINGS_FOLDER} is missing or damaged ({error}): build the index again"
-            ) from None
-        arrays = {name: np.asarray(ranker.scores[name]) for name in ("indptr", "indices", "data")}
-        postings = Postings(arrays["indptr"], arrays["indices"], arrays["data"])
-        if not _fits(postings, len(ranker.vocab_dict), ranker.scores["num_docs"], manifest.rows):
+        postings, vocabulary, passages = _load(folder / _POSTINGS_FOLDER)
+        if not (passages == manifest.rows == len(corpus) and _fits(postings, len(vocabulary))):
             raise UserError(f"the postings of {folder} do not fit its manifest: build the index again")
-        return cls(manifest, corpus, postings, ranker.vocab_dict, threads or len(os.sched_getaffinity(0)))
+        return cls(manifest, corpus, postings, vocabulary, threads or len(os.sched_getaffinity(0)))
 
     @property
     def parallel(self) -> int:
@@ -246,6 +245,9 @@ class LexicalRetriever:
         scorer = self._idle.get()
         try:
             return scorer.best(terms, topk)
+        except IndexError:
+            folder = self._corpus.path.parent / _POSTINGS_FOLDER
+            raise RunError(f"{folder} is damaged: build the index again") from None
         finally:
             self._idle.put(scorer)
 
@@ -266,9 +268,31 @@ class LexicalRetriever:
         self._pool.shutdown()
 
 
-def _fits(postings: Postings, words: int, passages: int, rows: int) -> bool:
+def _load(folder: Path) -> tuple[Postings, Mapping[str, int], int]:
+    """The mapped postings in `folder`, the number of each word, and of how many passages they are."""
+    try:
+        starts, rows, weights = (
+            np.asarray(np.lib.format.open_memmap(folder / f"{name}.csc.index.npy", mode="r"))
+            for name in ("indptr", "indices", "data")
+        )
+        vocabulary = dict(orjson.loads((folder / "vocab.index.json").read_bytes()))
+        np.fromiter(
+            vocabulary.values(), dtype=np.int32, count=len(vocabulary)
+        )  # raises for what is no number
+        passages = orjson.loads((folder / "params.index.json").read_bytes())["num_docs"]
+    # As many kinds as there are ways in which numpy and JSON can find something else than was written.
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise UserError(f"{folder} is missing or damaged ({error}): build the index again") from None
+    return Postings(starts, rows, weights), vocabulary, passages
+
+
+def _fits(postings: Postings, words: int) -> bool:
+    """True where the arrays are of the right types and lengths, and every word has a range of entries."""
+    starts, rows, weights = postings.starts, postings.rows, postings.weights
     return (
-        passages == rows
-        and len(postings.starts) == words + 1
-        and len(postings.rows) == len(postings.weights) == postings.starts[-1]
+        (starts.dtype, rows.dtype, weights.dtype) == (np.int64, np.int32, np.float32)
+        and starts.shape == (words + 1,)
+        and rows.shape == weights.shape == (starts[-1],)
+        and starts[0] == 0
+        and bool((starts[1:] >= starts[:-1]).all())
     )

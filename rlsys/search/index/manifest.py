@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
@@ -22,6 +22,8 @@ FORMAT = 2
 """Of the folder. Folders without the key are format 1, of before there were kinds."""
 DENSE = "dense"
 
+T = TypeVar("T")
+
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """All keys of the folder's manifest. Raises UserError when there is none of this format."""
@@ -30,7 +32,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not an index (no {MANIFEST_FILE}): make one with `rlsys search index`")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}): build the index again") from None
     found = values.get("format", 1) if isinstance(values, dict) else None
     if found != FORMAT:
@@ -46,6 +48,30 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 def read_kind(folder: str | Path) -> str:
     """What kind of index the folder holds, as `open.open_retriever` tells them apart."""
     return str(read_manifest(folder)["kind"])
+
+
+def typed(made: type[T], values: Any, folder: str | Path) -> T:
+    """The dataclass `made` with `values` from the folder's manifest.
+
+    Raises UserError for a key too many or too few, and for a value of another type than its field.
+    """
+    types = get_type_hints(made)
+    needed = {item.name for item in fields(made) if item.default is MISSING}  # type: ignore[arg-type]
+    found = values if isinstance(values, dict) else {}
+    bad = {key for key in found if key not in types or not _is_a(found[key], types[key])}
+    if wrong := sorted(bad | (needed - found.keys())):
+        raise UserError(
+            f"{Path(folder) / MANIFEST_FILE} does not hold its keys (missing, unknown or of the wrong type: "
+            f"{', '.join(wrong)}): build the index again"
+        )
+    return made(**found)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """True for a JSON value of type `kind`, where a whole number is a float as well and a truth value no number."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
 
 
 def write_manifest(folder: str | Path, kind: str, values: Mapping[str, Any]) -> None:
@@ -121,13 +147,7 @@ class Manifest:
         if kind != DENSE:
             raise UserError(f"{folder} is an index of kind {kind!r}, not {DENSE!r}: give a dense one")
         del values["format"]
-        keys = {item.name for item in fields(cls)}
-        if values.keys() != keys:
-            raise UserError(
-                f"{Path(folder) / MANIFEST_FILE} does not hold the keys {', '.join(sorted(keys))}: build the "
-                "index again"
-            )
-        return cls(**values)
+        return typed(cls, values, folder)
 
     def write(self, folder: str | Path) -> None:
         """Write it to a folder that is complete but for this."""

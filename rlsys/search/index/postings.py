@@ -136,10 +136,15 @@ class Scorer:
     def best(self, terms: Rows, topk: int) -> tuple[Rows, Floats]:
         """At most `topk` rows that hold one of `terms`, and their scores; best first, ties by row.
 
-        Runs without Python's global lock.
+        Runs without Python's global lock. Raises IndexError where the postings of the terms point out of the arrays,
+        as in a damaged file.
         """
         made = self._postings
-        return _best(made.starts, made.rows, made.weights, terms, self._scores, self._touched, topk)
+        try:
+            return _best(made.starts, made.rows, made.weights, terms, self._scores, self._touched, topk)
+        except IndexError:
+            self._scores.fill(0)
+            raise
 
 
 @njit(nogil=True)
@@ -152,15 +157,26 @@ def _best(
     touched: Rows,
     topk: int,
 ) -> tuple[Rows, Floats]:
-    """`scores` is all zeros on entry and on return; `touched` is scratch. Both are [passages]."""
+    """`scores` is all zeros on entry and on return; `touched` is scratch. Both are [passages].
+
+    Compiled code reads and writes wherever it is told, so whatever comes from a file is looked at before it is used.
+    """
     reached = 0
     for term in terms:
-        for entry in range(starts[term], starts[term + 1]):
-            row = rows[entry]
+        if not 0 <= term < len(starts) - 1:
+            raise IndexError("term")
+        first, last = starts[term], starts[term + 1]
+        if not 0 <= first <= last <= min(len(rows), len(weights)):
+            raise IndexError("entries")
+        for entry in range(first, last):
+            row, weight = rows[entry], weights[entry]
+            # A weight of 0 or less could leave a row at 0 and have it touched without end.
+            if not (0 <= row < len(scores) and 0.0 < weight < np.inf):
+                raise IndexError("entry")
             if scores[row] == 0.0:
                 touched[reached] = row
                 reached += 1
-            scores[row] += weights[entry]
+            scores[row] += weight
     best_rows = np.empty(topk, np.int32)
     best_scores = np.empty(topk, np.float32)
     kept = 0

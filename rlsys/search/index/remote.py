@@ -23,7 +23,7 @@ from rlsys.search.index.assemble import assemble
 from rlsys.search.index.draft import Draft
 from rlsys.search.index.engines import Engine, EngineKind, Patience
 from rlsys.search.index.lexical import LexicalOptions
-from rlsys.search.index.manifest import read_manifest
+from rlsys.search.index.manifest import read_manifest, typed
 from rlsys.search.index.progress import OnProgress
 from rlsys.search.retriever import Hit
 
@@ -56,12 +56,7 @@ class RemoteManifest:
         if kind not in list(EngineKind):
             kinds = " or ".join(EngineKind)
             raise UserError(f"{folder} is an index of kind {kind!r}, not {kinds}: give one of those")
-        try:
-            return EngineKind(kind), cls(**values)
-        except TypeError as error:
-            raise UserError(
-                f"the manifest of {folder} does not hold its keys ({error}): load it again"
-            ) from None
+        return EngineKind(kind), typed(cls, values, folder)
 
     def meta(self) -> dict[str, Any]:
         """What the index on the server says of itself."""

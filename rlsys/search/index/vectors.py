@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,13 @@ def settle(
             raise UserError(
                 f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out"
             )
-        if value < 1 or (most is not None and value > most):
+        if value < 1 or value > (_NEVER if most is None else most):
             raise UserError(
                 f"{key}={value} is out of range: give 1 to {most or 'as many as there are passages'}"
             )
+    for key, value in asdict(recorded).items():
+        if value is not None and not 1 <= value <= _NEVER:
+            raise UserError(f"the manifest's {key}={value} is out of range: build the index again")
     nlist = max(lists, default=0)
     nprobe = min(nlist, max(_MIN_NPROBE, math.isqrt(nlist))) if lists else None
     return Settings(
