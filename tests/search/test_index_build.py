@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.index.draft import claim_draft
 from rlsys.search.index.embeddings import ChunkWriter, Embeddings
 from rlsys.search.index.folder import Index
+from rlsys.search.index.lexical import build_lexical
 from rlsys.search.index.make import make_index, recipe
 from rlsys.search.index.progress import Lines, shown
 
@@ -378,3 +383,86 @@ def test_a_recipe_of_what_a_kind_has_not_is_refused(kind: str, settings: dict[st
 def test_a_server_elsewhere_needs_an_address(corpus_path: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="give its url and an index_name"):
         make_index("opensearch", corpus_path, tmp_path / "index")
+
+
+@pytest.mark.parametrize("size", [100, 150_000, 200_000, 307_240])
+def test_a_full_disk_while_a_dense_index_is_written(corpus_path: Path, tmp_path: Path, size: int) -> None:
+    """The embeddings take 153,728 bytes and the FAISS file 307,245, of which it writes the last few as it closes."""
+    corpus, out, options = (
+        Corpus.open(corpus_path),
+        tmp_path / "index",
+        BuildOptions(embeddings_dtype="float16"),
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        with pytest.raises(RunError) as told:
+            build(corpus, MINILM, out, options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(out) in str(told.value)
+    assert "File too large" in str(told.value)
+    assert str(told.value).isprintable()
+    assert not list(tmp_path.rglob("manifest.json"))
+    assert build(corpus, MINILM, out, options)
+    assert Index.open(out).vectors.rows == 200
+
+
+def test_what_did_not_reach_the_disk_is_never_taken_for_whole(
+    corpus_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux tells of a lost page once: a second fsync works."""
+    real, synced = os.fsync, []
+
+    def fail_once(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 3:  # the first is of the manifest
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    corpus, out = Corpus.open(corpus_path), tmp_path / "index"
+    with pytest.raises(RunError, match="No space left"):
+        build_lexical(corpus, out)
+    assert not list(tmp_path.rglob("manifest.json"))
+    assert build_lexical(corpus, out)
+
+
+ON_A_SMALL_DISK = """
+import subprocess, sys
+from pathlib import Path
+from rlsys.errors import RunError
+from rlsys.search.corpus import Corpus
+from rlsys.search.index.lexical import LexicalRetriever, build_lexical
+corpus, home, *sizes = sys.argv[1:]
+for size in sizes:
+    disk = Path(home) / size
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(disk)], check=True)
+    try:
+        build_lexical(Corpus.open(corpus), disk / "index")
+        LexicalRetriever.open(disk / "index").close()
+        print("made", flush=True)
+    except RunError as told:
+        assert str(disk / "index") in str(told) and not list(disk.rglob("manifest.json")), told
+        print("told", flush=True)
+"""
+
+
+def test_a_full_disk_while_a_bm25_index_is_written(cities: Path, tmp_path: Path) -> None:
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    mounted = [*alone, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(mounted, capture_output=True, check=False).returncode
+    ):
+        pytest.skip("a small disk cannot be mounted here")
+    Corpus.open(cities)  # its offsets are kept beside it
+    sizes = [str(size) for size in (8, 60, 80, 100, 120, 140, 170, 200, 16_000)]
+    ended = subprocess.run(
+        [*alone, sys.executable, "-c", ON_A_SMALL_DISK, str(cities), str(tmp_path), *sizes],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout.split()) == (0, ["told"] * 8 + ["made"]), ended.stderr

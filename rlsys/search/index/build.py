@@ -81,7 +81,8 @@ def build(
 
     An index of other inputs in `out` is replaced once the new one is complete; where it differs in FAISS type
     or settings alone, its embeddings are used again. Raises UserError for a folder that is no index, a FAISS
-    type that does not fit the passages, and a bad line of the corpus, all before anything is encoded.
+    type that does not fit the passages, and a bad line of the corpus, all before anything is encoded; RunError when
+    the disk takes no more, where what is encoded stays.
     """
     out = Path(out).absolute()
     options = options or BuildOptions()
@@ -103,7 +104,9 @@ def build(
         if not same_vectors:
             embeddings = _open_embeddings(draft.folder / EMBEDDINGS_FILE, planned)
             index = _filled(planned, embeddings, options, progress)
-            faiss.write_index(index, str(draft.folder / INDEX_FILE))
+            # By Python: FAISS itself does not tell of the end of a file that the disk did not take.
+            with (draft.folder / INDEX_FILE).open("wb") as file:
+                faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # type: ignore[attr-defined]
         add_corpus(corpus, draft.folder / CORPUS_FILE)
         planned.write(draft.folder)
         draft.publish()

@@ -12,15 +12,20 @@ was at `out`, or its successor, there or in the draft, and the next build puts i
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from rlsys.claim import LOCK, working_folder
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.search.index.manifest import MANIFEST_FILE
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 class Draft:
@@ -50,9 +55,14 @@ class Draft:
 
     def publish(self) -> None:
         """Make the complete index the one at `out`; the old one is gone only after."""
-        for path in self.folder.rglob("*"):
-            _sync(path)
-        _sync(self.folder)
+        try:
+            for path in self.folder.rglob("*"):
+                _sync(path)
+            _sync(self.folder)
+        except OSError:
+            # What has not reached the disk is not whole, and a second attempt may not be told so.
+            (self.folder / MANIFEST_FILE).unlink()
+            raise
         if self._out.exists():
             if self._replaced.exists():
                 shutil.rmtree(self._replaced)
@@ -78,7 +88,7 @@ class Draft:
 def claim_draft(out: Path) -> Iterator[Draft]:
     """The draft of `out`, for this process alone; what a killed build left there is kept, or recovered.
 
-    Raises UserError if another process builds there.
+    Raises UserError if another process builds there, RunError when the disk takes no more.
     """
     with ExitStack() as stack:
         home = out.with_name(f".{out.name}.building")
@@ -90,9 +100,37 @@ def claim_draft(out: Path) -> Iterator[Draft]:
             raise UserError(f"an index cannot be built at {home} ({error}): choose another place") from None
         draft = Draft(out, home)
         stack.callback(draft.close)
-        draft.recover()
-        draft.folder.mkdir(exist_ok=True)
-        yield draft
+        try:
+            draft.recover()
+            draft.folder.mkdir(exist_ok=True)
+            yield draft
+        except OSError as error:
+            if not _takes_no_more(error):
+                raise
+            name = f" of {Path(error.filename).name}" if error.filename else ""
+            raise RunError(
+                f"{out} was not built, because the disk of {home} took no more{name} ({error.strerror or error}): make "
+                "room there, and build again"
+            ) from None
+
+
+def new_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.memmap:
+    """A mapped .npy file of zeros whose room on the disk is taken. Raises OSError with its name where there is less.
+
+    Without that room, writing to the map would end the process.
+    """
+    try:
+        array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    return array
+
+
+def _takes_no_more(error: OSError) -> bool:
+    """True for an error of a disk that is full, over a quota or broken. NumPy's short writes have no number."""
+    return error.errno in _FULL or (error.errno is None and str(error).endswith("written"))
 
 
 def _sync(path: Path) -> None:

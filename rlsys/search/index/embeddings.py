@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.spec import Floats
+from rlsys.search.index.draft import new_array
 
 DTYPES = ("float32", "float16")
 CHUNK_ROWS = 1024
@@ -37,7 +38,7 @@ class Embeddings:
     @classmethod
     def create(cls, path: Path, rows: int, dimension: int, dtype: str) -> Embeddings:
         """A file of the final size whose vectors are still to be written."""
-        np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=(rows, dimension)).flush()
+        new_array(path, (rows, dimension), np.dtype(dtype)).flush()
         return cls.open(path, rows, dimension, dtype)
 
     @classmethod

@@ -25,6 +25,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from rlsys.search.index.draft import new_array
+
 Rows = NDArray[np.int32]
 Floats = NDArray[np.float32]
 _BLOCK = 1 << 24
@@ -112,8 +114,7 @@ class PostingsBuilder:
         return term, row, tf
 
     def _create(self, name: str, entries: int, dtype: type[np.generic]) -> NDArray[Any]:
-        path = self._scratch / f"{name}.npy"
-        return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(entries,))
+        return new_array(self._scratch / f"{name}.npy", (entries,), np.dtype(dtype))
 
 
 def _ranges(starts: NDArray[np.int64], entries: int) -> Iterator[tuple[int, int]]:
