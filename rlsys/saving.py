@@ -2,7 +2,8 @@
 
 Contract: `begin` returns as soon as every group has a copy of what it saves; the checkpoint is published, and older
 ones are pruned, once everything of it is written: by `settle`, which waits for that beside the training, or by
-`finish`. A write that fails raises RunError, once; that checkpoint is never published, and those before it stay.
+`finish`. A write that fails raises RunError, once; that checkpoint is never published, what was written of it is deleted
+once nobody writes to it any more, and those before it stay.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rlsys.checkpoint.store import CheckpointStore, Keep
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +77,19 @@ class Saver:
         `write_data` writes the driver's own part; `parts` are by the name of their folder, each with its group's.
         """
         await self.finish()
-        with _one_sentence(self._store.path(step)):
-            folder = await asyncio.to_thread(self._store.begin, step)
-            await asyncio.to_thread(write_data, folder)
-        for name, (group, part) in parts.items():
-            await self._need(group)
-            await part.begin_save(folder / name)
-        self._pending = _Pending(step, {name: part for name, (_, part) in parts.items()})
+        begun: dict[str, Saves] = {}
+        try:
+            with _one_sentence(self._store.path(step)):
+                folder = await asyncio.to_thread(self._store.begin, step)
+                await asyncio.to_thread(write_data, folder)
+            for name, (group, part) in parts.items():
+                await self._need(group)
+                begun[name] = part
+                await part.begin_save(folder / name)
+        except (RunError, UserError):
+            await self._give_up(begun)
+            raise
+        self._pending = _Pending(step, begun)
         if not self._background:
             await self.finish()
 
@@ -108,6 +115,9 @@ class Saver:
                     await part.finish_save()
                 with _one_sentence(self._store.path(pending.step)):
                     self.newest = await asyncio.to_thread(self._store.publish, pending.step)
+            except (RunError, UserError):
+                await self._give_up(pending.parts)
+                raise
             finally:
                 # Also where it failed: a part that is asked again may well have nothing more to complain of.
                 self._pending = None
@@ -117,6 +127,15 @@ class Saver:
                 )
             except OSError as problem:
                 logger.warning("Older checkpoints could not be deleted (%s); they stay.", problem)
+
+    async def _give_up(self, parts: Mapping[str, Saves]) -> None:
+        """Delete what was written of a checkpoint that failed, so that a full disk has room again."""
+        for part in parts.values():
+            # It may still be writing there. What it complains of now is not the first thing that went wrong.
+            with suppress(RunError, UserError):
+                await part.finish_save()
+        with suppress(OSError):
+            await asyncio.to_thread(self._store.recover)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from rlsys.data.source import SourceState
 from rlsys.errors import RunError
 from rlsys.saving import Saver
 from tests.pipeline.build import question
+from tests.small_disk import run_on_small_disk
 
 ALL = Keep(last=None, every=None, best=False)
 
@@ -38,11 +39,15 @@ class Part:
         self.name, self.events = name, events
         self.written = written or asyncio.Event()
         self.fails: str | None = None
+        self.fails_to_begin: str | None = None
         self.folder: Path | None = None
 
     async def begin_save(self, folder: Path) -> None:
         assert self.folder is None, "the save before is not finished"
         self.events.append(f"begin {self.name} {folder.name}")
+        if self.fails_to_begin is not None:
+            problem, self.fails_to_begin = self.fails_to_begin, None
+            raise RunError(problem)
         self.folder = folder
         folder.mkdir()
 
@@ -80,7 +85,7 @@ class Run:
     async def begin(self, step: int, write_data: Callable[[Path], None] | None = None) -> None:
         await self.saver.begin(
             step,
-            write_data or self._write_data,
+            write_data or self.write_data,
             {name: (f"{name} group", p) for name, p in self.parts.items()},
         )
 
@@ -94,10 +99,14 @@ class Run:
             check(one.folder)
         return [one.step for one in self.store.saved()]
 
+    def left(self) -> list[str]:
+        """All that is in the folder of checkpoints, hidden or not."""
+        return sorted(path.name for path in self.store.folder.iterdir())
+
     async def _need(self, group: str) -> None:
         self.events.append(f"need {group}")
 
-    def _write_data(self, folder: Path) -> None:
+    def write_data(self, folder: Path) -> None:
         self.events.append("data")
         (folder / "data").write_text("state")
 
@@ -268,11 +277,47 @@ def test_a_part_that_fails_is_told_once_and_leaves_what_was_there(way: str, tmp_
         await run.saver.finish()
         await run.saver.settle()
         assert run.steps() == [1], "a part that is asked again complains no more"
+        assert run.left() == ["global_step_1"]
         assert run.saver.newest == run.store.path(1)
         await run.begin(3)
         await run.saver.finish()
         assert run.steps() == [1, 3]
         assert {path.name for path in run.store.folder.iterdir()} == {"global_step_1", "global_step_3"}
+
+    play(scenario)
+
+
+def test_what_a_failed_save_wrote_is_deleted_once_nobody_writes_to_it(tmp_path: Path) -> None:
+    """The actor fails while the critic still writes, once as it begins and once as it ends."""
+
+    async def scenario() -> None:
+        run = Run(tmp_path)
+        run.let_write()
+        await run.begin(1)
+        await run.saver.finish()
+        for fails in ("begin", "finish"):
+            actor, critic = run.parts.values()
+            parts = {"actor": ("actor group", actor), "critic": ("critic group", critic)}
+            if fails == "begin":
+                parts = dict(reversed(parts.items()))
+            critic.written.clear()
+            setattr(actor, f"fails{'_to_begin' if fails == 'begin' else ''}", "the disk is full.")
+
+            async def save(parts: Mapping[str, Any] = parts) -> None:
+                await run.saver.begin(2, run.write_data, parts)
+                await run.saver.finish()
+
+            saved = asyncio.create_task(save())
+            while critic.folder is None or run.events[-1].split()[1] != "actor":
+                await asyncio.sleep(0)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert run.left() == [".global_step_2.partial", "global_step_1"]
+            assert not saved.done()
+            critic.written.set()
+            with pytest.raises(RunError, match="the disk is full"):
+                await saved
+            assert run.left() == ["global_step_1"]
 
     play(scenario)
 
@@ -403,6 +448,7 @@ def test_a_full_disk_while_the_drivers_part_is_written(
         assert not [event for event in run.events[len(BEGUN + FINISHED) :] if event.startswith("begin")]
         await run.saver.finish()
         assert run.steps() == [1]
+        assert run.left() == ["global_step_1"]
         await run.begin(2, write_data)
         await run.saver.finish()
         assert run.steps() == [1, 2]
@@ -433,9 +479,48 @@ def test_a_full_disk_while_it_is_published(
                 await getattr(run.saver, way)()
         assert str(told.value) == f"{run.store.path(2)} could not be written: No space left on device."
         assert run.steps() == [1]
+        assert run.left() == ["global_step_1"]
         assert run.saver.newest == run.store.path(1)
         await run.begin(3)
         await run.saver.finish()
         assert run.steps() == [1, 3]
 
     play(scenario)
+
+
+FULL = """
+import asyncio, sys
+from pathlib import Path
+from rich.console import Console
+from rlsys.checkpoint.store import CheckpointStore, Keep
+from rlsys.errors import RunError
+from rlsys.observe.progress import Progress
+from rlsys.observe.status import StatusFile, read_status
+from rlsys.saving import Saver
+
+run = Path(sys.argv[1])
+store = CheckpointStore(run / "checkpoints")
+
+async def need(group):
+    pass
+
+async def train():
+    saver = Saver(store, Keep(None, None, False), {}.get, need, background=False)
+    with Progress(Console(quiet=True), status=StatusFile(run / "status.json")):
+        await saver.begin(1, lambda folder: (folder / "data").write_bytes(bytes(1000)), {})
+        await saver.begin(2, lambda folder: (folder / "data").write_bytes(bytes(1 << 20)), {})
+
+try:
+    asyncio.run(train())
+except RunError as problem:
+    assert "No space left" in str(problem), problem
+else:
+    raise AssertionError("there was room")
+assert [path.name for path in store.folder.iterdir()] == ["global_step_1"], list(store.folder.iterdir())
+assert read_status(run)["ended"].startswith("failed: "), read_status(run)
+(run / "room").write_bytes(bytes(16 << 10))
+"""
+
+
+def test_a_run_that_fills_the_disk_gives_the_room_back_and_says_how_it_ended(tmp_path: Path) -> None:
+    run_on_small_disk(FULL, tmp_path, "64k")

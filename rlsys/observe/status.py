@@ -2,7 +2,8 @@
 
 Contract: the file is whole at any time, as new as `INTERVAL_S`, and written again at least every `HEARTBEAT_S` while
 the process lives, so that one that was killed shows by the age of its file. It is a comfort: a disk that refuses it is
-warned of once and does not end the run. Times are seconds since the epoch.
+warned of once and does not end the run. How the run ended is written on a full disk too, over what is in the file (only
+then may a kill leave it damaged). Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,8 @@ class StatusFile:
         if self._thread is not None:
             self._thread.join()
         self.write(last)
+        if self._refused:
+            self._write_in_place(replace(last, at=self._clock()))
 
     def write(self, status: Status) -> None:
         """Write `status` if it is new, or what is in the file is `HEARTBEAT_S` old."""
@@ -102,6 +106,12 @@ class StatusFile:
             self._refused = True
             return
         self._written, self._refused = status, False
+
+    def _write_in_place(self, last: Status) -> None:
+        """Write over what is in the file: a disk that has no room for a new one has that of the old."""
+        with suppress(OSError), self._path.open("r+b") as file:
+            file.write(last.text().encode())
+            file.truncate()
 
     def _run(self, look: Callable[[], Status]) -> None:
         while not self._over.wait(INTERVAL_S):

@@ -16,6 +16,7 @@ from rich.console import Console
 from rlsys.errors import Interrupted, RunError
 from rlsys.observe.progress import Progress
 from rlsys.observe.status import HEARTBEAT_S, State, Status, StatusFile, ending, read_status
+from tests.small_disk import run_on_small_disk
 
 MOMENT = Status(
     step=3, steps=9, begun=1000.0, at=1010.0, states={"actor": State("waits for rollouts", 1008.0)}
@@ -73,6 +74,31 @@ def test_a_disk_that_refuses_is_warned_of_once(tmp_path: Path, caplog: pytest.Lo
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}/run/status.json could not be written (File exists): the run goes on."
     ]
+
+
+FULL = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from rlsys.observe.progress import Progress
+from rlsys.observe.status import StatusFile, read_status
+
+run = Path(sys.argv[1])
+try:
+    with Progress(Console(quiet=True), status=StatusFile(run / "status.json")):
+        with (run / "others").open("wb", buffering=0) as file:
+            while file.write(bytes(1024)):
+                pass
+except OSError as full:
+    assert read_status(run)["ended"] == f"failed: {full}", read_status(run)
+else:
+    raise AssertionError("there was room")
+assert sorted(path.name for path in run.iterdir()) == ["others", "status.json"]
+"""
+
+
+def test_how_a_run_ended_is_written_on_a_full_disk(tmp_path: Path) -> None:
+    run_on_small_disk(FULL, tmp_path, "64k")
 
 
 def test_a_run_writes_from_its_beginning_to_its_end(tmp_path: Path) -> None:
