@@ -24,6 +24,8 @@ from rlsys.errors import UserError
 from rlsys.search.ingest.chunker import Word, chunk_text, find_words
 from rlsys.search.ingest.sources import Document, Fields, File, Skipped, find_files, read
 
+_REPEATED_BYTES = 1 << 26
+"""Of one document, in all its passages, beside its text."""
 Costs = Callable[[str, Sequence[Word]], Sequence[int]]
 
 
@@ -170,6 +172,8 @@ class _Writer:
                 section.text, size=chunking.size, overlap=chunking.overlap, code=section.code, costs=costs
             )
         ]
+        if len(passages) > 1:
+            _check_repeated(document, passages)
         for number, (title, text) in enumerate(passages, start=1):
             contents = f'"{title}"\n{text}'
             if self._drop_duplicates and not _add(self._contents, contents):
@@ -186,6 +190,16 @@ class _Writer:
             self.summary.words += words
             self.summary.longest = max(self.summary.longest, words)
             yield _line(document, passage_id, contents)
+
+
+def _check_repeated(document: Document, passages: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError if what the passages of a document repeat would fill the disk."""
+    fields = len(_line(document, "", "")) * (len(passages) - 1)
+    if fields + sum(len(title) for title, _ in passages[1:]) > _REPEATED_BYTES:
+        raise UserError(
+            f"{document.where} makes {len(passages)} passages that all repeat its title and its other fields, which "
+            f"takes more than {_REPEATED_BYTES >> 20} MiB: shorten these, or give a larger size"
+        )
 
 
 def _line(document: Document, passage_id: str | int, contents: str) -> bytes:

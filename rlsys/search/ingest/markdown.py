@@ -1,8 +1,10 @@
 """Markdown to plain sections: one for each heading, titled with the path of headings above it.
 
 Contract: links and images become their words, code stays as it is, list items and table rows keep a line
-each, HTML loses its tags. The `title` of YAML front matter heads every path. A heading with nothing under
+each, HTML loses its tags and comments. The `title` of YAML front matter heads every path. A heading with nothing under
 it makes no section: it stands in the paths of the headings below it.
+
+Documents are untrusted. Time and memory grow with their length; of front matter nothing but the title is read.
 """
 
 from __future__ import annotations
@@ -10,13 +12,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from html.parser import HTMLParser
+from html import unescape
 
 import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
+_FRONT_MATTER_CHARS = 1 << 15
+"""Longer front matter is text: YAML is read slowly."""
+_TITLE_CHARS = 200
+"""A longer title of front matter is cut, and a longer heading is text: every passage repeats those above it."""
+_NO_TITLE = ("", "~", "null", "Null", "NULL")
+_HIDDEN = (("<!--", "-->"), ("<![CDATA[", "]]>"), ("<!", ">"), ("<?", ">"))
+"""What HTML does not show: how it begins and ends."""
+_TAG_START = re.compile(r"</?[A-Za-z]")
+_TAG_MARK = re.compile(r"[<>]|=\s*([\"'])")
+"""What ends a tag, or begins a value that may hold such characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +48,14 @@ def sections(source: str, name: str) -> Iterator[Section]:
     tokens = iter(MarkdownIt("commonmark").enable("table").parse(body))
     for token in tokens:
         if token.type == "heading_open" and token.level == 0:
+            words = " ".join(_words(next(tokens)).split())
+            if len(words) > _TITLE_CHARS:
+                plain.add_words(words)
+                continue
             yield from plain.section(_path(title, headings) or name)
             level = int(token.tag[1:])
-            headings = {above: words for above, words in headings.items() if above < level}
-            headings[level] = " ".join(_words(next(tokens)).split())
+            headings = {above: one for above, one in headings.items() if above < level}
+            headings[level] = words
             plain = _Plain()
         else:
             plain.add(token)
@@ -49,15 +65,48 @@ def sections(source: str, name: str) -> Iterator[Section]:
 def _split_front_matter(source: str) -> tuple[str, str]:
     """Its title, "" if there is none, and the document without it."""
     match = _FRONT_MATTER.match(source)
-    if match is None:
+    if match is None or len(match[1]) > _FRONT_MATTER_CHARS:
         return "", source
     try:
-        fields = yaml.safe_load(match[1])
-    except yaml.YAMLError:
+        title = _title(match[1])
+        (title or "").encode()
+    except (yaml.YAMLError, ValueError, OverflowError):
+        # The last two: of a version with too many digits, and of escapes of characters that do not exist.
         return "", source
-    if not isinstance(fields, dict):
-        return "", source
-    return " ".join(str(fields.get("title") or "").split()), source[match.end() :]
+    return ("", source) if title is None else (" ".join(title.split())[:_TITLE_CHARS], source[match.end() :])
+
+
+def _title(front_matter: str) -> str | None:
+    """The title as it is written, "" without one; None if the front matter is no mapping.
+
+    Nothing is made of the YAML but this text: no dates and numbers, which may be none, and no values of aliases,
+    which may be larger than any memory. A title that is an alias, a list or a mapping counts as none.
+    """
+    title: str | None = None
+    depth, keys_and_values, is_title = 0, 0, False
+    for event in yaml.parse(front_matter, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if isinstance(event, yaml.NodeEvent) and depth == 0:
+            if title is not None or not isinstance(event, yaml.MappingStartEvent):
+                return None
+            title = ""
+        elif isinstance(event, yaml.NodeEvent) and depth == 1:
+            if keys_and_values % 2 == 0:
+                is_title = isinstance(event, yaml.ScalarEvent) and event.value == "title"
+            elif is_title:
+                title = _scalar(event)
+            keys_and_values += 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+    return title
+
+
+def _scalar(event: yaml.Event) -> str:
+    """A scalar as it is written; "" for a null, and for anything else."""
+    if not isinstance(event, yaml.ScalarEvent) or (event.style is None and event.value in _NO_TITLE):
+        return ""
+    return str(event.value)
 
 
 def _path(title: str, headings: dict[int, str]) -> str:
@@ -95,9 +144,9 @@ class _Plain:
             case "tr_open":
                 self._row_started = False
             case "inline":
-                self._add_words(_words(token))
+                self.add_words(_words(token))
             case "html_block":
-                self._add_words(_without_tags(token.content))
+                self.add_words(_without_tags(token.content))
             case "fence" | "code_block":
                 self._add_code(token.content)
 
@@ -106,7 +155,8 @@ class _Plain:
         if text.strip():
             yield Section(title, text, tuple(self._code))
 
-    def _add_words(self, words: str) -> None:
+    def add_words(self, words: str) -> None:
+        """Add what a reader sees of a block."""
         if not words.strip():
             return
         if self._in_table:
@@ -144,17 +194,47 @@ def _words(inline: Token) -> str:
     return "".join(seen)
 
 
-class _TagStripper(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def handle_data(self, data: str) -> None:
-        self.seen.append(data)
-
-
 def _without_tags(html: str) -> str:
-    stripper = _TagStripper()
-    stripper.feed(html)
-    stripper.close()
-    return "".join(stripper.seen).strip()
+    """What is left of `html` without tags, comments and the like. What is never closed is text."""
+    seen, at = [], 0
+    absent: set[str] = set()
+    while (begin := html.find("<", at)) >= 0:
+        seen.append(html[at:begin])
+        at, is_text = _past_markup(html, begin, absent)
+        if is_text:
+            seen.append(html[begin:at])
+    text = "".join([*seen, html[at:]])
+    try:
+        return unescape(text).strip()
+    except ValueError:  # a character whose number has too many digits
+        return text.strip()
+
+
+def _past_markup(html: str, begin: int, absent: set[str]) -> tuple[int, bool]:
+    """Where to go on behind the "<" at `begin`, and whether what lies between is text, for it is no markup.
+
+    It is further on every time, so that nothing is read twice. `absent` are ends that do not occur any more.
+    """
+    for opener, closer in _HIDDEN:
+        if html.startswith(opener, begin):
+            end = -1 if closer in absent else html.find(closer, begin + 2)
+            if end >= 0:
+                return end + len(closer), False
+            absent.add(closer)
+            return begin + len(opener), True
+    tag = _TAG_START.match(html, begin)
+    if tag is None:
+        return begin + 1, True
+    at = tag.end()
+    while mark := _TAG_MARK.search(html, at):
+        at, quote = mark.end(), mark[1]
+        if mark[0] == ">":
+            return at, False
+        if mark[0] == "<":
+            return at - 1, True
+        end = -1 if quote in absent else html.find(quote, at)
+        if end >= 0:
+            at = end + 1
+        else:
+            absent.add(quote)
+    return len(html), True

@@ -242,3 +242,14 @@ def test_memory_holds_one_row_of_many(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert summary.passages == 400
     assert peak < source.stat().st_size / 8
+
+
+def test_a_document_whose_passages_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
+    """Every passage repeats the title and the other fields."""
+    words = "word " * 1000
+    for name in ("title", "other"):
+        source = write(tmp_path / "a.jsonl", [{"text": words, name: "x" * 100_000}])
+        with pytest.raises(UserError, match=r"a\.jsonl line 1 makes 1000 passages that all repeat"):
+            run(tmp_path, source, chunking=Chunking(size=1))
+    write(source, [{"text": words, "title": "x" * 100, "other": "x" * 1000}])
+    assert len(run(tmp_path, source, chunking=Chunking(size=1))[0]) == 1000

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
+
 from rlsys.search.ingest.markdown import Section, sections
 
 
@@ -37,6 +42,109 @@ def test_what_is_not_front_matter_is_text() -> None:
     (section,) = sections("---\n- a list\n---\ntext", "name")
     assert section == Section("name", "- a list\n\ntext")
     assert titles("---\n[unclosed: {\n\n...\ntext") == ["name"]
+
+
+@pytest.mark.parametrize(
+    ("front_matter", "title"),
+    [
+        ("title: 2024-13-45", "2024-13-45"),
+        ("title: yes", "yes"),
+        ("title: '~'", "~"),
+        ("a: 1\ntitle: >\n  two\n  lines\nb: {title: not this}", "two lines"),
+        ("title: " + "1" * 5000, "1" * 200),
+        ("title: null", "name"),
+        ("title: [a, b]", "name"),
+        ("a: &a x\ntitle: *a", "name"),
+        ("a: " + "[" * 5000 + "]" * 5000 + "\ntitle: deep", "deep"),
+    ],
+)
+def test_a_title_is_taken_as_it_is_written(front_matter: str, title: str) -> None:
+    (section,) = sections(f"---\n{front_matter}\n---\ntext", "name")
+    assert section == Section(title, "text")
+
+
+@pytest.mark.parametrize(
+    "front_matter",
+    [
+        'title: "\\UFFFFFFFF"',
+        'title: "\\ud800"',
+        f"%YAML {'1' * 5000}.1\n--- \ntitle: x",
+        "title: x\n--- y",
+        "title: x\n" + "a: b\n" * 10_000,
+    ],
+)
+def test_what_is_no_sound_front_matter_is_text(front_matter: str) -> None:
+    found = list(sections(f"---\n{front_matter}\n---\n\nlast", "name"))
+    assert found[-1].text.endswith("last")
+    assert front_matter.split()[0] in "".join(section.title + section.text for section in found)
+
+
+def test_a_heading_that_is_too_long_to_be_repeated_is_text() -> None:
+    long = "word " * 50
+    assert list(sections(f"# Guide\n\n## {long}\n\ntext", "name")) == [
+        Section("Guide", f"{long.strip()}\n\ntext")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("html", "text"),
+    [
+        ("<p title='a > b' class=\"c > d\">x</p>", "x"),
+        ("<!-- a <b> -->x<!---->y<!--->z<?php a ?>1<!DOCTYPE html>2<![CDATA[ > ]]>3", "xyz123"),
+        ("<p>1 < 2 <3 &lt; &amp; &#65;</p>", "1 < 2 <3 < & A"),
+        ("<p>a <!-- never closed <b>c</b>", "a <!-- never closed c"),
+        ("<p>a <b never closed <i>c</i>", "a <b never closed c"),
+        ("<p>a <b x='never closed> c</b> d", "a  c d"),
+        ("<p>&#" + "1" * 5000, "&#" + "1" * 5000),
+    ],
+)
+def test_html_loses_what_is_not_shown(html: str, text: str) -> None:
+    (section,) = sections(f"<div>\n{html}\n</div>", "name")
+    assert section.text == text
+
+
+ATTACK = """
+import resource, sys
+from rlsys.search.ingest.markdown import sections
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+for source in sys.stdin.read().split(chr(0)):
+    print(sum(1 for _ in sections(source, "name")))
+"""
+"""60 s are 20 times what all of them take."""
+
+
+def test_time_and_memory_grow_with_the_length_of_a_document() -> None:
+    size = 200_000
+    repeated = (
+        "<!--",
+        "<!-- a\n",
+        "<?",
+        "<script ",
+        "</p",
+        '<p a="',
+        "<p a='<p b=\"",
+        '<p a="="',
+        "<!A",
+        "<",
+    )
+    attacks = [f"<div>{part * (size // len(part))}" for part in repeated]
+    aliases = "\n".join(f"b{at}: &b{at} [{', '.join([f'*b{at - 1}'] * 9)}]" for at in range(1, 9))
+    attacks += [
+        f"---\nb0: &b0 [x]\n{aliases}\ntitle: *b8\n---\nx",
+        f"---\ntitle: {'[' * size}\n---\nx",
+        f"# {'a' * size}\n" + "## b\nx\n" * (size // 8),
+    ]
+    child = subprocess.run(
+        [sys.executable, "-c", ATTACK],
+        input="\0".join(attacks),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    assert len(child.stdout.split()) == len(attacks)
 
 
 def test_links_images_and_html_become_words() -> None:
