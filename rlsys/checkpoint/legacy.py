@@ -26,14 +26,16 @@ FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(\d*)")
 _WRAPPERS = re.compile(r"^(?:module\.)+")
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
-_EXPERT = re.compile(r"(\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d{1,9})(\..*)$")
+_EXPERT = re.compile(r"(\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d{1,9})(?!\d)")
 _TOLERATED = re.compile(
     r"(megatron|transformer_engine|apex)\..*|argparse\.Namespace|types\.SimpleNamespace|_?io\.BytesIO"
     r"|numpy\.(dtype|ndarray|dtypes\.\w+|_?core\.multiarray\.(_reconstruct|scalar))"
     r"|pathlib(\._local)?\.(Pure)?PosixPath|datetime\.timedelta"
 )
 """Classes of what lies beside the weights."""
+_SHOWN = 1 << 63
+"""Beyond this, a number in an untrusted file is not shown: Python prints none of more than 4,300 digits."""
 _SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -68,10 +70,14 @@ class Grid:
     ep: int
     etp: int
 
+    @property
+    def count(self) -> int:
+        """How many files a stage has."""
+        return lcm(self.tp, self.etp * self.ep)
+
     def pairs(self) -> set[tuple[int, int]]:
         """Tensor and expert rank of each file of a stage."""
-        count = lcm(self.tp, self.etp * self.ep)
-        return {(rank % self.tp, rank // self.etp % self.ep) for rank in range(count)}
+        return {(rank % self.tp, rank // self.etp % self.ep) for rank in range(self.count)}
 
 
 class LegacyCheckpoint(MegatronCheckpoint):
@@ -154,7 +160,8 @@ def _read_file(file: Path) -> RankFile:
         }
         models.append({_WRAPPERS.sub("", name): locate(tensor) for name, tensor in weights.items()})
     step = loaded.get("iteration")
-    return RankFile(tuple(models), _sizes(loaded.get("args")), step if isinstance(step, int) else None)
+    known = isinstance(step, int) and 0 <= step < _SHOWN
+    return RankFile(tuple(models), _sizes(loaded.get("args")), step if known else None)
 
 
 def _sizes(settings: Any) -> dict[str, int]:
@@ -179,16 +186,28 @@ def _with_expert_ranks(files: dict[Rank, RankFile]) -> dict[Rank, RankFile]:
 def _grid(folder: Path, files: dict[Rank, RankFile]) -> Grid:
     """Raises UserError if a rank of a regular layout is missing."""
     said = next(iter(files.values())).sizes
-    tp, pp, ep = (
-        max(1 + max(getattr(rank, axis) for rank in files), said.get(axis, 1)) for axis in ("tp", "pp", "ep")
-    )
-    grids = [Grid(tp, pp, ep, etp) for etp in range(tp, 0, -1) if tp % etp == 0]
+    sizes = {
+        axis: max(1 + max(getattr(rank, axis) for rank in files), said.get(axis, 1))
+        for axis in ("tp", "pp", "ep")
+    }
+    for axis, size in sizes.items():
+        # Nothing is counted out for such a size, for anything may be said.
+        if size > len(files):
+            raise UserError(
+                f"{folder} has the files of {len(files)} ranks, which are too few for "
+                f"{_SIZES[axis]}={min(size, _SHOWN)}; complete the checkpoint, or copy it again."
+            )
+    tp, pp, ep = sizes.values()
+    grids = (Grid(tp, pp, ep, etp) for etp in range(tp, 0, -1) if tp % etp == 0)
+    stages = [{(rank.tp, rank.ep) for rank in files if rank.pp == stage} for stage in range(pp)]
     for grid in grids:
-        if all(
-            {(rank.tp, rank.ep) for rank in files if rank.pp == stage} == grid.pairs() for stage in range(pp)
-        ):
-            return grid
-    missing = min(Rank(t, p, e) for p in range(pp) for t, e in grids[0].pairs() if Rank(t, p, e) not in files)
+        if all(len(stage) == grid.count for stage in stages):
+            pairs = grid.pairs()
+            if all(stage == pairs for stage in stages):
+                return grid
+    missing = next(
+        rank for t in range(tp) for p in range(pp) for e in range(ep) if (rank := Rank(t, p, e)) not in files
+    )
     name = f"mp_rank_{missing.tp:02d}" + (f"_{missing.pp:03d}" if pp > 1 else "")
     name += f"_{missing.ep:03d}" if ep > 1 else ""
     raise UserError(f"{folder / name / FILE} is not there; complete the checkpoint, or copy it again.")
@@ -202,13 +221,14 @@ def _assemble(files: dict[Rank, RankFile], grid: Grid) -> dict[str, list[OnDisk]
         [1 + max((_local_layer(name) for _, model in chunk for name in model), default=-1) for chunk in stage]
         for stage in chunks
     ]
+    held_by = _holders(grid)
     pieces: dict[str, list[OnDisk]] = {}
     for stage, held in zip(chunks, chunk_layers(sum(map(sum, counts)), counts), strict=True):
         for chunk, layers in zip(stage, held, strict=True):
             for rank, model in chunk:
                 experts = 1 + max((_local_expert(name) for name in model), default=-1)
                 for name, piece in model.items():
-                    if _holds(rank, name, grid):
+                    if (rank.tp, rank.ep) in held_by[bool(_EXPERT.search(name))]:
                         named = _renumbered(name, layers.start, rank.ep * experts)
                         pieces.setdefault(named, []).append(piece)
     return pieces
@@ -223,13 +243,15 @@ def _of_chunk(files: dict[Rank, RankFile], stage: int, chunk: int) -> list[tuple
     ]
 
 
-def _holds(rank: Rank, name: str, grid: Grid) -> bool:
-    """Whether a rank's piece counts: of what several ranks hold alike, it is the first one's."""
-    pairs = grid.pairs()
-    if not _EXPERT.search(name):
-        return rank.ep == min(ep for tp, ep in pairs if tp == rank.tp)
-    alike = [tp for tp, ep in pairs if ep == rank.ep and tp % grid.etp == rank.tp % grid.etp]
-    return rank.tp == min(alike)
+def _holders(grid: Grid) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """Tensor and expert ranks whose piece counts, of a weight and of an expert's: of what several ranks hold alike, it
+    is the first one's."""
+    whole: dict[int, int] = {}
+    expert: dict[tuple[int, int], int] = {}
+    for tp, ep in sorted(grid.pairs(), reverse=True):
+        whole[tp] = ep
+        expert[ep, tp % grid.etp] = tp
+    return set(whole.items()), {(tp, ep) for (ep, _), tp in expert.items()}
 
 
 def _local_layer(name: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -35,8 +36,10 @@ METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 """Files that Megatron asks for beside the tensors."""
 
 
-_MOST_STACKED = 1 << 17
-"""Weights in one chunk, one for each expert of each layer: more than any model has, and few to count."""
+_MOST_PIECES = 1 << 20
+"""Pieces of weights, one for each expert of each layer and each cut: more than any model has, and few to count."""
+_METADATA_BYTES = 1 << 30
+"""Of `.metadata`: more than any model needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,14 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Makes nothing but metadata of tensors."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(io.BytesIO(file.read_bytes()))
+        if file.stat().st_size > _METADATA_BYTES:
+            raise _damaged(file, f"it has {file.stat().st_size} bytes")
+        data = file.read_bytes()
+        for code, number, _ in pickletools.genops(data):
+            # The unpickler, and torch's and Megatron's too, makes room for as many objects as such a number says.
+            if code.name in ("PUT", "LONG_BINPUT") and int(number or 0) > len(data):
+                raise _damaged(file, "it numbers more objects than it has bytes")
+        super().__init__(io.BytesIO(data))
         self._file = file
 
     def find_class(self, module: str, name: str) -> Any:
@@ -222,15 +232,26 @@ def _index(file: Path) -> tuple[dict[str, Stored], dict[str, list[Piece]]]:
     stored: dict[str, Stored] = {}
     pieces: dict[str, list[Piece]] = {}
     found = read_metadata(file)
+    count = 0
     try:
         for key, tensor in found.state_dict_metadata.items():
             if isinstance(tensor, metadata.TensorStorageMetadata) and keys.is_weight(key):
+                count = _counted(count, key, tensor)
                 _add(key, tensor, found.storage_data, stored, pieces)
     except UserError:
         raise
     except Exception as error:  # it may lack anything
         raise _damaged(file, error) from error
     return stored, pieces
+
+
+def _counted(before: int, key: str, tensor: metadata.TensorStorageMetadata) -> int:
+    """`before` and the pieces of weights that `tensor` holds. Raises ValueError if they are too many."""
+    axes = keys.leading_axes(keys.unwrapped(key))
+    count = before + sum(max(prod(tuple(chunk.sizes)[:axes]), 0) for chunk in tensor.chunks)
+    if count > _MOST_PIECES:
+        raise ValueError(f"{key} is the last of more than {_MOST_PIECES} weights")
+    return count
 
 
 def _add(
@@ -248,8 +269,6 @@ def _add(
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         place = places[metadata.MetadataIndex(key, offsets)]
         check_place(place, key)
-        if prod(sizes[:axes]) > _MOST_STACKED:
-            raise ValueError(f"{key} has {prod(sizes[:axes])} layers and experts in one chunk")
         at = offsets[axes:] if half is None else (offsets[axes] + half * rows, *offsets[axes + 1 :])
         for within in product(*(range(size) for size in sizes[:axes])):
             numbers = tuple(map(sum, zip(offsets, within, strict=False)))

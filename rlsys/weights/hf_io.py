@@ -48,6 +48,8 @@ _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _HEADER_BYTES = 100_000_000
 """A longer header the library refuses too: it would be read whole."""
 _SIZE_END = 1 << 63
+_MOST_TENSORS = 1 << 18
+"""In a folder, with each expert by itself: more than any model has, and few to count."""
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Experts in one tensor [experts, rows, columns], as transformers 5 holds them: its matrices, row below row."""
@@ -203,6 +205,8 @@ def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
                 f"{stored[name].file} and {one.file} both hold {name}, and nothing says which counts; move the one "
                 "that does not belong to the model away."
             )
+        if len(stored) == _MOST_TENSORS:
+            raise _broken(one.file, f"with it the model has more than {_MOST_TENSORS:,} tensors")
         stored[name] = one
     return stored
 

@@ -6,6 +6,8 @@ import argparse
 import io
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -320,6 +322,37 @@ def test_a_checkpoint_that_is_not_whole_is_one_sentence(
     harm(folder / "mp_rank_01_001" / "model_optim_rng.pt")
     with pytest.raises(UserError, match=sentence):
         open_checkpoint(folder)
+
+
+OPEN_ALL = """
+import resource, sys
+from pathlib import Path
+from rlsys.checkpoint.formats import open_checkpoint
+from rlsys.errors import UserError
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    try:
+        open_checkpoint(folder)
+    except UserError as refused:
+        print(refused)
+"""
+
+
+def test_settings_of_more_ranks_than_there_are_files_are_refused(tmp_path: Path) -> None:
+    """Whatever is said of the ranks: none of them is counted out."""
+    names = [f"{axis}_model_parallel_size" for axis in ("expert", "pipeline", "tensor")]
+    weights = {"embedding.word_embeddings.weight": torch.zeros(1)}
+    for name in names:
+        for size in (2, 10**6, 10**18):
+            file = tmp_path / f"{name}-{size:019}" / "mp_rank_00" / "model_optim_rng.pt"
+            file.parent.mkdir(parents=True)
+            torch.save({"model": weights, "args": argparse.Namespace(**{name: size})}, file)
+    child = subprocess.run(
+        [sys.executable, "-c", OPEN_ALL, tmp_path], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    said = [f"{name}={size}" for name in names for size in (2, 10**6, 10**18)]
+    assert [part in line for part, line in zip(said, child.stdout.splitlines(), strict=True)] == [True] * 9
 
 
 def test_a_file_that_is_cut_after_it_was_opened_is_one_sentence(

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from rlsys.checkpoint import sharded
 from rlsys.checkpoint.about import About
@@ -499,6 +500,28 @@ def _stack_endlessly(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def _stack_often(folder: Path) -> None:
+    """No chunk has too many, but all together; negative numbers must not count for less than nothing."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    stacked = metadata.state_dict_metadata[key]
+    (first, *_), properties = stacked.chunks, stacked.properties
+    place = metadata.storage_data[MetadataIndex(key, first.offsets)]
+    chunks = []
+    for number, layers in enumerate([-(10**12)] + [1 << 16] * 64):
+        offsets = torch.Size([number * (1 << 16), 0, 0])
+        chunks.append(ChunkStorageMetadata(offsets, torch.Size([layers, *first.sizes[1:]])))
+        metadata.storage_data[MetadataIndex(key, offsets)] = place
+    size = torch.Size([1 << 22, *stacked.size[1:]])
+    metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, size, chunks)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _number_endlessly(numbering: bytes) -> Callable[[Path], object]:
+    """An empty list that is said to be one of billions of objects: the unpickler would make room for all."""
+    return lambda folder: (folder / ".metadata").write_bytes(b"\x80\x02]" + numbering + b".")
+
+
 def _cut_short(file: Path, share: float) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * share)])
@@ -518,7 +541,10 @@ def _cut_short(file: Path, share: float) -> None:
         (lambda folder: (folder / "complete.json").write_text('{"step": "x"}'), r"complete.json is damaged"),
         (lambda folder: (folder / "complete.json").write_text('{"step": null}'), r"complete.json is damaged"),
         (lambda folder: (folder / "complete.json").write_text('{"step": [1]}'), r"complete.json is damaged"),
-        (_stack_endlessly, r"metadata is damaged.* has 1000000000000 layers and experts in one chunk"),
+        (_stack_endlessly, r"metadata is damaged.* more than 1048576 weights"),
+        (_stack_often, r"metadata is damaged.* more than 1048576 weights"),
+        (_number_endlessly(b"r\xff\xff\xff\x7f"), r"metadata is damaged.* more objects than it has bytes"),
+        (_number_endlessly(b"p99999999999\n"), r"metadata is damaged.* more objects than it has bytes"),
         (
             lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
             r"was saved as zarr",

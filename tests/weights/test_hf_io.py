@@ -279,3 +279,25 @@ def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
     save_file({f"{experts}.1.up_proj.weight": up[1].clone()}, tmp_path / "more.safetensors")
     with pytest.raises(UserError, match=r"both hold .*experts\.1\.up_proj"):
         HfReader(tmp_path)
+
+
+def test_more_stacked_experts_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    """Each costs a few bytes on the disk, and hundreds in memory."""
+    experts = 1_000_000
+    for number in range(3):
+        stack = {
+            "dtype": "U8",
+            "shape": [experts, 2, 1],
+            "data_offsets": [0, 2 * experts],
+        }
+        head = json.dumps({f"layers.{number}.experts.gate_up_proj": stack}).encode()
+        with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            file.truncate(8 + len(head) + 2 * experts)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="more than 262,144 tensors"):
+            HfReader(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 300e6
+    finally:
+        tracemalloc.stop()
