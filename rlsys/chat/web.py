@@ -20,20 +20,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
 from rlsys.chat.events import Failed, as_dict
 from rlsys.chat.opening import Opened
 from rlsys.errors import RunError, UserError
-from rlsys.watch.hosts import is_trusted, own_names
+from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
+from rlsys.search.hosts import is_foreign, is_trusted, own_names
 
 _STATIC = Path(__file__).with_name("static")
 _FILES = {"/": "chat.html", "/chat.css": "chat.css", "/chat.js": "chat.js"}
 _MOST_BYTES = 1 << 16
 """Of a request."""
+_BODY_S = 10.0
+"""Until a request has arrived."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -84,14 +87,22 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return _error(415, "Send the question as application/json.")
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_BYTES:
-                return _error(413, f"The request is longer than {_MOST_BYTES} bytes: ask a shorter question.")
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > _MOST_BYTES:
+                        break
+        except TimeoutError:
+            return _error(408, f"The request did not arrive within {_BODY_S:g} s: ask again.")
+        except ClientDisconnect:  # Nobody hears it, and it is no fault of the server's.
+            return _error(400, "The request is incomplete: ask again.")
+        if len(body) > _MOST_BYTES:
+            return _error(413, f"The request is longer than {_MOST_BYTES} bytes: ask a shorter question.")
         try:
             asking = Asking.model_validate_json(bytes(body))
         except ValidationError as problem:
-            first = problem.errors(include_url=False, include_context=False)[0]
+            first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "The body"
             return _error(
                 422, f"{where}: {first['msg']}; send a question, and a temperature from 0 to 10 or null."
@@ -103,11 +114,11 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
 
 async def serve(opened: Opened, sock: socket.socket, host: str) -> None:
     """Serve at the bound `sock`, which others know as `host`, until cancelled."""
-    config = uvicorn.Config(
+    config = LimitedConfig(
         create_app(opened, own_names(host)),
+        PAGE_CONNECTIONS,
         log_level="error",
         lifespan="off",
-        proxy_headers=False,
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config)
@@ -121,7 +132,7 @@ async def serve(opened: Opened, sock: socket.socket, host: str) -> None:
         raise
 
 
-class _Server(uvicorn.Server):
+class _Server(LimitedServer):
     """A server that leaves signals to the command that it is part of."""
 
     @contextmanager
@@ -153,8 +164,8 @@ def _refusal(request: Request, names: frozenset[str]) -> str:
     host = request.headers.get("host", "")
     if not is_trusted(host, names):
         return f"This server is not called {host!r}: open it at its address, or at this machine's name."
-    origin = request.headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != host:
+    headers = dict(request.scope["headers"])
+    if is_foreign(headers.get(b"origin"), headers.get(b"host")):
         return "Another page may not ask here: open this one."
     return ""
 

@@ -56,7 +56,7 @@ class SearchServer:
         token: str | None = None,
         options: Sequence[str] = (),
     ) -> None:
-        words = ["rlsys.search.server", str(index), "--topk", str(topk)]
+        words = ["rlsys.search.server", str(index), "--topk", str(topk), "--host", host]
         words += ["--device", device] if device else []
         words += ["--encoder", encoder] if encoder else []
         environment = child_environment(threads) | ({TOKEN_VARIABLE: token} if token else {})

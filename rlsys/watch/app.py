@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from rlsys.errors import UserError
+from rlsys.observe.files import json_safe
 from rlsys.report.page import live_page
-from rlsys.watch.hosts import HostGate
+from rlsys.search.hosts import HostGate
 from rlsys.watch.live import LiveRun
 
 POLL_S = 1.0
@@ -58,7 +60,7 @@ def create_app(run: LiveRun, names: frozenset[str], closing: asyncio.Event | Non
 
     @app.get("/status.json")
     async def status() -> Response:
-        return JSONResponse(await asyncio.to_thread(run.status))
+        return Response(_json(await asyncio.to_thread(run.status)), media_type="application/json")
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -95,13 +97,18 @@ async def _events(run: LiveRun, closing: asyncio.Event) -> AsyncIterator[ServerS
         status = await asyncio.to_thread(run.status)
         if status is not None and status != told:
             told = status
-            yield ServerSentEvent(event="status", data=status)
+            yield ServerSentEvent(event="status", raw_data=_json(status))
         version = await asyncio.to_thread(run.version)
         if version != known:
             known = version
             yield ServerSentEvent(event="change", data={})
         with suppress(TimeoutError):
             await asyncio.wait_for(closing.wait(), POLL_S)
+
+
+def _json(value: Any) -> str:
+    """`value` in ASCII, as text from a file may hold half of a surrogate pair, which no other coding has."""
+    return json.dumps(json_safe(value))
 
 
 def _packed(body: bytes, request: Request) -> Response:

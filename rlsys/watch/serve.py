@@ -14,12 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import uvicorn
-
 from rlsys.errors import UserError
 from rlsys.search.address import bind
+from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
+from rlsys.search.hosts import own_names
 from rlsys.watch.app import create_app
-from rlsys.watch.hosts import own_names
 from rlsys.watch.live import LiveRun
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8800
@@ -36,8 +35,8 @@ def serve_run(path: Path, host: str, port: int, say: Callable[[str], None]) -> N
     with bind(host, port) as sock, suppress(KeyboardInterrupt):
         app = create_app(run, own_names(host), closing)
         # What is asked is nobody's news; what fails is.
-        config = uvicorn.Config(
-            app, log_level=logging.WARNING, proxy_headers=False, timeout_graceful_shutdown=_SHUTDOWN_S
+        config = LimitedConfig(
+            app, PAGE_CONNECTIONS, log_level=logging.WARNING, timeout_graceful_shutdown=_SHUTDOWN_S
         )
         address, number = sock.getsockname()[:2]
         try:
@@ -60,10 +59,10 @@ def _shown(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-class _Server(uvicorn.Server):
+class _Server(LimitedServer):
     """A server that ends its streams when it begins to shut down: they would last for ever."""
 
-    def __init__(self, config: uvicorn.Config, closing: asyncio.Event) -> None:
+    def __init__(self, config: LimitedConfig, closing: asyncio.Event) -> None:
         super().__init__(config)
         self._closing = closing
 

@@ -8,16 +8,15 @@ from contextlib import contextmanager
 from rlsys.chat.opening import Opened
 from rlsys.chat.web import create_app
 from rlsys.evaluation.how import EngineName
-from rlsys.watch.hosts import own_names
+from rlsys.search.hosts import own_names
 from tests.chat.scripted import Script, Shelf, conversation, task
 from tests.ports import free_port
 from tests.search.conftest import serving
 
 
-@contextmanager
-def page_of(script: Script, search: Shelf) -> Iterator[str]:
-    """Its address."""
-    opened = Opened(
+def opened(script: Script, search: Shelf) -> Opened:
+    """A conversation over them."""
+    return Opened(
         conversation(script, search, task(max_prompt_tokens=512)),
         EngineName.transformers,
         "folder/<b>model</b>",
@@ -25,5 +24,10 @@ def page_of(script: Script, search: Shelf) -> Iterator[str]:
         2,
         0.0,
     )
-    with serving(create_app(opened, own_names("127.0.0.1")), free_port()) as url:
+
+
+@contextmanager
+def page_of(script: Script, search: Shelf) -> Iterator[str]:
+    """Its address."""
+    with serving(create_app(opened(script, search), own_names("127.0.0.1")), free_port()) as url:
         yield url

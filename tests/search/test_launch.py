@@ -235,7 +235,7 @@ def test_a_body_that_is_still_on_its_way_when_the_server_ends_is_turned_away() -
     port = free_port()
     process = start_slow("127.0.0.1", port)
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sender:
-        sender.sendall(b"POST /retrieve HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{")
+        sender.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert wait_until(lambda: requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok, 20)
         process.terminate()
         assert b" 503 " in sender.recv(1000).partition(b"\r\n")[0]

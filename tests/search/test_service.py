@@ -11,7 +11,7 @@ import pytest
 
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.retriever import Hit
-from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.limits import SMALL_BODY_BYTES, ServerLimits
 from rlsys.search.server.retrieval import HitCache
 
 from .gated import Gated, Lengths, Pages, in_process, until
@@ -140,6 +140,38 @@ async def test_too_many_requests_at_once_are_turned_away_before_they_are_read() 
         assert (await client.get("/health")).json()["status"] == "ok"
         gated.may_prepare.set()
         assert (await first).status_code == 200
+
+
+async def test_large_bodies_share_room_and_small_ones_need_none() -> None:
+    large = "x" * 2 * SMALL_BODY_BYTES
+    limits = ServerLimits(max_body_bytes=3 * SMALL_BODY_BYTES, max_query_chars=1 + len(large), max_batch=1)
+    gated = Gated(prepare_open=False)
+    async with in_process(gated, limits) as client:
+        tasks = [ask(client, large), ask(client, large + "2")]
+        await until(lambda: len(gated.seen) == 1)
+        await pending(client, 1)
+        refused = await ask(client, large)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        tasks.append(ask(client, "small"))
+        await pending(client, 2)
+        gated.may_prepare.set()
+        assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 3
+        for _ in range(5):
+            assert (await ask(client, large)).status_code == 200
+            assert (await client.post("/retrieve", content=b"[" * len(large))).status_code == 400
+            too_large = await client.post("/retrieve", content=b" " * 4 * SMALL_BODY_BYTES)
+            assert too_large.status_code == 413
+
+
+@pytest.mark.parametrize("values", [10, 11])
+async def test_a_body_has_values_up_to_a_limit(values: int) -> None:
+    """A list, its field, the object, and so many texts, one of them with everything that is no value elsewhere."""
+    texts = [*map(str, range(values - 4)), '", [{1, 2}], \\"']
+    async with in_process(Gated(), ServerLimits(max_values=10)) as client:
+        answer = await ask(client, *texts)
+        assert (answer.status_code, "10 values" in answer.text) == (
+            (200, False) if values == 10 else (422, True)
+        )
 
 
 async def test_a_request_that_takes_too_long_is_given_up_and_not_searched() -> None:

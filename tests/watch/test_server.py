@@ -96,6 +96,19 @@ def test_data_parts_and_figures(address: str) -> None:
     assert 'rlsys_group_at_work{group="rollout"} 1.0' in get(address, "metrics").text
 
 
+def test_text_that_is_no_text_is_told_as_it_is(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    half = json.loads('"half \\ud83d"')
+    write_status(folder, ended=f"failed: {half}", em=float("nan"))
+    with watching(folder) as (address, _):
+        found = get(address, "status.json").json()
+        assert (found["ended"], found["em"]) == (f"failed: {half}", None)
+        event, told = next(events(address))
+        assert (event, told["ended"]) == ("status", f"failed: {half}")
+        for path in ("data.json", "metrics", ""):
+            assert get(address, path).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [

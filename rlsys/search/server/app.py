@@ -4,6 +4,7 @@
 
 A request that is wrong gets 4xx, a queue that is full 429, a server that cannot answer now 503, each with
 `{"detail": one sentence}`; 429 and 503 come with Retry-After. A client that hangs up is not searched for any more.
+Without a token, requests by a name that is not the server's and requests of other pages get 403 (`hosts`).
 With a token, all but /health, /openapi.json and /docs want it, and /health says only that it is well without it.
 """
 
@@ -41,15 +42,16 @@ from rlsys.search.server.contract import (
     RetrieveRequest,
 )
 from rlsys.search.server.gate import Gate, failure
-from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.limits import SMALL_BODY_BYTES, ServerLimits
 from rlsys.search.server.metrics import Metrics
 from rlsys.search.server.reranking import Scorer
-from rlsys.search.server.service import Busy, SearchService, Unavailable
+from rlsys.search.server.service import NO_PAGES, NO_RERANKER, Busy, SearchService, Unavailable
 
 PATHS = ("/retrieve", "/rerank", "/access", "/health", "/metrics")
 _REASONS = {
     400: "The body is not JSON, or not whole.",
     401: "The bearer token is missing or wrong.",
+    403: "The server was asked by a name that is not its own, or from another page.",
     404: "The server has no reranker, or no pages.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -72,8 +74,12 @@ def create_app(
     reranker: Scorer | None = None,
     pages: PageSource | None = None,
     token: str | None = None,
+    trusts: Callable[[str], bool] | None = None,
 ) -> FastAPI:
-    """The application; `topk` serves requests that leave it out. What it is given stays the caller's to close."""
+    """The application; `topk` serves requests that leave it out. What it is given stays the caller's to close.
+
+    Without a `token` it answers only requests whose Host header `trusts` accepts.
+    """
     limits = limits or ServerLimits()
     metrics = Metrics()
     service: SearchService
@@ -94,11 +100,25 @@ def create_app(
     app = FastAPI(
         title="rlsys search server", version="1", redoc_url=None, lifespan=lifespan, telemetry=_NO_TELEMETRY
     )
-    app.add_middleware(Gate, metrics=metrics, paths=PATHS, max_requests=limits.max_requests, token=token)
+    app.add_middleware(
+        Gate, metrics=metrics, paths=PATHS, max_requests=limits.max_requests, token=token, trusts=trusts
+    )
     table = _Routes(app, limits, secured=token is not None)
     table.post("/retrieve", RetrieveRequest, RankedAnswer, lambda asked: service.retrieve(asked))
-    table.post("/rerank", RerankRequest, RankedAnswer, lambda asked: service.rerank(asked), 404)
-    table.post("/access", AccessRequest, AccessAnswer, lambda asked: service.access(asked), 404)
+    table.post(
+        "/rerank",
+        RerankRequest,
+        RankedAnswer,
+        lambda asked: service.rerank(asked),
+        NO_RERANKER if reranker is None else "",
+    )
+    table.post(
+        "/access",
+        AccessRequest,
+        AccessAnswer,
+        lambda asked: service.access(asked),
+        NO_PAGES if pages is None else "",
+    )
     table.get("/health", health, {200: {"model": Health}}, secured=False)
     table.get("/metrics", show_metrics, {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     return app
@@ -122,6 +142,7 @@ class _Routes:
         self._limits = limits
         self._contract = Contract(limits)
         self._secured = secured
+        self._room = _Room(2 * limits.max_body_bytes)
 
     def post(
         self,
@@ -129,13 +150,19 @@ class _Routes:
         asks: type[Body],
         gives: type[BaseModel],
         answer: Callable[[Body], Coroutine[Any, Any, Any]],
-        *refusals: int,
+        lacks: str | None = None,
     ) -> None:
-        """A body `asks` is answered by `{"result": await answer(body)}`; `refusals` beside the usual ones."""
+        """A body `asks` is answered by `{"result": await answer(body)}`, or by 404 where the server `lacks` something.
+
+        None cannot be lacking; otherwise it is the sentence that says what is, empty where nothing is.
+        """
 
         async def endpoint(request: Request) -> Response:
+            if lacks:
+                return failure(404, lacks)
+            held = _Held(self._room)
             try:
-                asked = self._contract.parse(asks, await _read_body(request, self._limits))
+                asked = self._contract.parse(asks, await _read_body(request, self._limits, held))
                 return _written({"result": await _unless_gone(request, answer(asked))})
             except Refused as error:
                 return failure(
@@ -145,9 +172,13 @@ class _Routes:
                 return failure(429, str(error))
             except Unavailable as error:
                 return failure(503, str(error))
+            finally:
+                held.release()
 
         endpoint.__doc__ = asks.__doc__
-        responses = {200: {"model": gives}} | _failures((400, 408, 413, 415, 422, 429, 503, *refusals))
+        responses = {200: {"model": gives}} | _failures(
+            (400, 408, 413, 415, 422, 429, 503, *([] if lacks is None else [404]))
+        )
         content = {"application/json": {"schema": self._contract.schema(asks)}}
         self._add("POST", path, endpoint, responses, body={"required": True, "content": content})
 
@@ -172,6 +203,7 @@ class _Routes:
         body: dict[str, Any] | None = None,
         secured: bool = True,
     ) -> None:
+        refusal = 403 if not self._secured else 401 if secured else None
         secured = secured and self._secured
         self._app.router.add_api_route(
             path,
@@ -179,7 +211,7 @@ class _Routes:
             methods=[method],
             name=path.strip("/"),
             response_model=None,
-            responses=responses | (_failures((401,)) if secured else {}),
+            responses=responses | (_failures((refusal,)) if refusal else {}),
             # The gate checks the token; this only describes that.
             dependencies=[Security(HTTPBearer(scheme_name="token", auto_error=False))] if secured else None,
             openapi_extra=None if body is None else {"requestBody": body},
@@ -198,8 +230,39 @@ def _failures(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
     return described
 
 
-async def _read_body(request: Request, limits: ServerLimits) -> bytes:
-    """The body of a request. Raises Refused.
+class _Room:
+    """Bytes of bodies that may be in work together."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+class _Held:
+    """Bytes that one body takes of the room; a small one takes none."""
+
+    def __init__(self, room: _Room) -> None:
+        self._room = room
+        self._bytes = 0
+
+    def grow(self, size: int) -> None:
+        """Take what a body of `size` bytes needs. Raises Busy where there is no room for it."""
+        if size <= SMALL_BODY_BYTES:
+            return
+        if size - self._bytes > self._room.free:
+            raise Busy(
+                f"large bodies take all room already: try again later, or send {SMALL_BODY_BYTES} bytes at most"
+            )
+        self._room.free -= size - self._bytes
+        self._bytes = size
+
+    def release(self) -> None:
+        """Give back what was taken."""
+        self._room.free += self._bytes
+        self._bytes = 0
+
+
+async def _read_body(request: Request, limits: ServerLimits, held: _Held) -> bytearray:
+    """The body of a request. Raises Refused, and Busy where others take too much memory.
 
     What is too large is read to its end, and forgotten, as far as twice the limit: a client that is still sending
     when the connection is closed does not see the answer.
@@ -215,8 +278,12 @@ async def _read_body(request: Request, limits: ServerLimits) -> bytes:
             async for block in request.stream():
                 size += len(block)
                 if size <= limits.max_body_bytes:
+                    held.grow(size)
                     body += block
-                elif size > 2 * limits.max_body_bytes:
+                    continue
+                body.clear()
+                held.release()
+                if size > 2 * limits.max_body_bytes:
                     break
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
@@ -227,7 +294,7 @@ async def _read_body(request: Request, limits: ServerLimits) -> bytes:
         raise Unavailable("the server is shutting down") from None
     if size > limits.max_body_bytes:
         raise Refused(413, f"the body is too large; send at most {limits.max_body_bytes} bytes")
-    return bytes(body)
+    return body
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

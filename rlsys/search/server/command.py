@@ -111,6 +111,7 @@ def _run(
             topk=given.topk,
             limits=_limits(given),
             token=read_token(given.token_file),
+            allowed_hosts=given.allowed_host,
             listener=None if given.listener_fd is None else socket.socket(fileno=given.listener_fd),
         )
     except (UserError, RunError) as error:
@@ -187,6 +188,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=DEFAULT_PORT, help="(%(default)s)")
     add("--topk", type=int, default=DEFAULT_TOPK, help="passages where none are asked for (%(default)s)")
     add("--token-file", type=Path, help=f"file of the bearer token, else {TOKEN_VARIABLE}")
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name that clients know this machine by, where there is no token; may be given again",
+    )
     add("--threads", type=int, help="of the models and the index")
     add("--listener-fd", type=int, help=argparse.SUPPRESS)
     add("--parent-pid", type=int, help=argparse.SUPPRESS)

@@ -16,21 +16,31 @@ the description stays true.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from rlsys.search.server.limits import ServerLimits
 
 Document = str | dict[str, Any]
 """Text, `{"contents": text, ...}`, or a hit, `{"document": {"contents": text, ...}, ...}`."""
 
+_QUOTED_CHARS = 200
+"""Of a field that is not known."""
+
 
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
+
+# pydantic would make an error for each unknown field of a request: `Contract.parse` refuses the first.
+_CLOSED = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
+_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[^\s"\[\]{}:,]++|[\[{]', re.DOTALL)
+"""A value of JSON, or a key, in linear time also where a text does not end."""
 
 Count = Annotated[int, BeforeValidator(_whole)]
 """A JSON integer, which may be written with a fraction of zero."""
@@ -39,10 +49,10 @@ Count = Annotated[int, BeforeValidator(_whole)]
 class RetrieveRequest(BaseModel):
     """Queries, and how their passages are wanted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = _CLOSED
     shape: ClassVar[str] = '{"queries": [str], "topk": int or null, "return_scores": bool, "rerank": bool}'
 
-    queries: list[str]
+    queries: Annotated[list[str], FailFast()]
     topk: Count | None = Field(None, description="Passages of each query; null takes the server's default.")
     return_scores: bool = False
     rerank: bool = Field(False, description="Put the passages in the reranker's order; scores are its own.")
@@ -51,14 +61,16 @@ class RetrieveRequest(BaseModel):
 class RerankRequest(BaseModel):
     """Queries, each with documents of its own to be put in order."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = _CLOSED
     shape: ClassVar[str] = (
         '{"queries": [str], "documents": [[str or {"contents": str}]], "rerank_topk": int or null, '
         '"return_scores": bool}'
     )
 
-    queries: list[str]
-    documents: list[list[Document]] = Field(description="As many lists as queries.")
+    queries: Annotated[list[str], FailFast()]
+    documents: Annotated[list[Annotated[list[Document], FailFast()]], FailFast()] = Field(
+        description="As many lists as queries."
+    )
     rerank_topk: Count | None = Field(
         None, description="Best documents of each query; null takes the server's default."
     )
@@ -68,10 +80,10 @@ class RerankRequest(BaseModel):
 class AccessRequest(BaseModel):
     """URLs whose pages are wanted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = _CLOSED
     shape: ClassVar[str] = '{"urls": [str]}'
 
-    urls: list[str]
+    urls: Annotated[list[str], FailFast()]
 
 
 class Scored(BaseModel):
@@ -124,6 +136,7 @@ class Contract:
         # One that can never fit into the queue must not be told to try again.
         texts = _Texts(min(limits.max_queries, limits.max_pending), limits.max_query_chars)
         count = _Count(limits.max_topk)
+        self._max_values = limits.max_values
         self._bounds: dict[str, _Texts | _Documents | _Count] = {
             "queries": texts,
             "urls": _Texts(limits.max_urls, limits.max_query_chars),
@@ -132,16 +145,22 @@ class Contract:
             "rerank_topk": count,
         }
 
-    def parse(self, model: type[Body], body: bytes) -> Body:
+    def parse(self, model: type[Body], body: bytes | bytearray) -> Body:
         """The request in a body. Raises Refused: 400 for what is not JSON, 422 for what is not such a request."""
+        # All of a body is in memory before any of it is checked. A short one cannot hold so many.
+        if len(body) > self._max_values and next(islice(_VALUE.finditer(body), self._max_values, None), None):
+            raise Refused(422, f"the body: more than {self._max_values} values are too many; send fewer")
         try:
             asked = model.model_validate_json(body)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             if first["type"] == "json_invalid":
                 raise Refused(400, f"the body is not JSON: {first['msg']}") from None
             where = ".".join(map(str, first["loc"])) or "the body"
             raise Refused(422, f"{where}: {first['msg']}; send {model.shape}") from None
+        if asked.model_extra:
+            unknown = next(iter(asked.model_extra))[:_QUOTED_CHARS]
+            raise Refused(422, f"{unknown}: Extra inputs are not permitted; send {model.shape}")
         for field, bound in self._bounds.items():
             value = getattr(asked, field, None)
             if value is not None and (problem := bound.problem(value)):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 
 from rlsys.errors import UserError
 
+SMALL_BODY_BYTES = 16_384
+"""Requests of so much are turned away for their number alone, never for what others hold."""
 _MAY_BE_ZERO = ("max_wait_ms", "cache_entries")
 
 
@@ -28,7 +30,10 @@ class ServerLimits:
     """Of a document to rerank."""
     max_passages: int = 131_072
     """Passages of one answer, queries times `topk`: what is held in memory and written at once."""
-    max_body_bytes: int = 64 * 1024 * 1024
+    max_body_bytes: int = 12 * 1024 * 1024
+    """Of a request; all that are in work may have twice as much together, those up to `SMALL_BODY_BYTES` left out."""
+    max_values: int = 262_144
+    """JSON values of a body, keys too: each takes up to 200 bytes of memory, however short it is written."""
     max_requests: int = 2048
     """Requests in work at once."""
     max_pending: int = 16_384

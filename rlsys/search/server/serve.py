@@ -14,15 +14,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import uvicorn
 
 from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK, TOKEN_VARIABLE, bind
+from rlsys.search.connections import LimitedConfig, LimitedServer
+from rlsys.search.hosts import is_inner, is_trusted, own_names
 from rlsys.search.pages import PageSource
 from rlsys.search.retriever import Retriever
 from rlsys.search.server.app import create_app
@@ -32,6 +33,10 @@ from rlsys.search.server.reranking import Scorer
 _SHUTDOWN_S = 4
 _FORCE_S = 8.0
 _PARENT_POLL_S = 0.5
+_OPEN = (
+    "%s can be reached from other machines, and no token is asked for: whoever reaches it can search. Set %s, or "
+    "serve at %s"
+)
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -59,12 +64,13 @@ def serve_parts(
     topk: int = DEFAULT_TOPK,
     limits: ServerLimits | None = None,
     token: str | None = None,
+    allowed_hosts: Sequence[str] = (),
     listener: socket.socket | None = None,
 ) -> None:
     """Take the port, `load`, and serve until SIGINT or SIGTERM.
 
-    `listener` is a bound socket to use in place of `host` and `port`; `name` stands in the log. Raises UserError
-    for a taken port or a `topk` beyond the limits.
+    `listener` is a bound socket to use in place of `host` and `port`; `name` stands in the log; `allowed_hosts` are
+    further names that clients know this machine by. Raises UserError for a taken port or a `topk` beyond the limits.
     """
     limits = limits or ServerLimits()
     if not 1 <= topk <= limits.max_topk:
@@ -75,10 +81,17 @@ def serve_parts(
     with listener or bind(host, port) as sock, suppress(KeyboardInterrupt):
         parts = load()
         app = create_app(
-            parts.retriever, topk, limits, reranker=parts.reranker, pages=parts.pages, token=token
+            parts.retriever,
+            topk,
+            limits,
+            reranker=parts.reranker,
+            pages=parts.pages,
+            token=token,
+            trusts=_trusting(host, sock, allowed_hosts),
         )
-        config = uvicorn.Config(
-            app, access_log=False, proxy_headers=False, timeout_graceful_shutdown=_SHUTDOWN_S
+        # Requests that are turned away, and clients that ask now and then, have connections too.
+        config = LimitedConfig(
+            app, 2 * limits.max_requests, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S
         )
         address, number = sock.getsockname()[:2]
         try:
@@ -87,14 +100,8 @@ def serve_parts(
             raise UserError(
                 f"{address}:{number} was taken while the index was loaded ({error}): choose another port"
             ) from None
-        if token is None and not ipaddress.ip_address(address).is_loopback:
-            _log.warning(
-                "%s can be reached from other machines, and no token is asked for: whoever reaches it can search. "
-                "Set %s, or serve at %s",
-                address,
-                TOKEN_VARIABLE,
-                DEFAULT_HOST,
-            )
+        if token is None and not _is_local(sock):
+            _log.warning(_OPEN, address, TOKEN_VARIABLE, DEFAULT_HOST)
         _log.info("serving %s at http://%s:%d", name, address, number)
         by_force = threading.Timer(_FORCE_S, _end_by_force, [parts])
         by_force.daemon = True
@@ -105,10 +112,23 @@ def serve_parts(
             by_force.cancel()
 
 
-class _Server(uvicorn.Server):
+def _trusting(host: str, sock: socket.socket, more: Sequence[str]) -> Callable[[str], bool]:
+    """Tells which Host headers are answered by a server at `host`, bound to `sock`, that has `more` names."""
+    if _is_local(sock):
+        return partial(is_trusted, names=own_names(host, *more))
+    # Other machines know this one by names of their network, which no page of the internet can take.
+    names = own_names(host, socket.getfqdn(), *more)
+    return lambda header: is_trusted(header, names) or is_inner(header)
+
+
+def _is_local(sock: socket.socket) -> bool:
+    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+
+
+class _Server(LimitedServer):
     """A server that starts a clock when it begins to shut down."""
 
-    def __init__(self, config: uvicorn.Config, clock: threading.Timer) -> None:
+    def __init__(self, config: LimitedConfig, clock: threading.Timer) -> None:
         super().__init__(config)
         self._clock = clock
 

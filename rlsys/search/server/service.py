@@ -30,6 +30,8 @@ from rlsys.search.server.metrics import Metrics
 from rlsys.search.server.reranking import Reranking, Scorer
 from rlsys.search.server.retrieval import Retrieval
 
+NO_RERANKER = "this server has no reranker: start it with one (--reranker MODEL)"
+NO_PAGES = "this server has no pages: start it with a file of them (--pages FILE)"
 _log = logging.getLogger("uvicorn.error")
 Answer = TypeVar("Answer")
 
@@ -89,7 +91,7 @@ class SearchService:
     async def rerank(self, asked: RerankRequest) -> list[list[Any]]:
         """The best documents of each query: alone, or with scores."""
         if self._reranking is None:
-            raise Refused(404, "this server has no reranker: start it with one (--reranker MODEL)")
+            raise Refused(404, NO_RERANKER)
         if len(asked.documents) != len(asked.queries):
             raise Refused(
                 422,
@@ -110,7 +112,7 @@ class SearchService:
     async def access(self, asked: AccessRequest) -> list[Mapping[str, Any] | None]:
         """The page of each URL, or None."""
         if self._pages is None:
-            raise Refused(404, "this server has no pages: start it with a file of them (--pages FILE)")
+            raise Refused(404, NO_PAGES)
         return await self._answer(self._fetch(self._pages, asked.urls))
 
     def health(self) -> dict[str, Any]:

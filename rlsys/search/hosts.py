@@ -13,20 +13,38 @@ import socket
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+_INNER = (".local", ".localdomain", ".internal", ".lan", ".svc")
 
-def own_names(host: str) -> frozenset[str]:
-    """This machine's names, and `host`, which it serves at."""
-    return frozenset(name.lower() for name in ("localhost", host, socket.gethostname()))
+
+def own_names(*more: str) -> frozenset[str]:
+    """This machine's names, and `more` of what it serves at."""
+    return frozenset(name.lower() for name in ("localhost", socket.gethostname(), *more))
 
 
 def is_trusted(header: str, names: frozenset[str]) -> bool:
     """Whether a Host header (RFC 9110, 7.2: name or address, and perhaps a port) is an address or one of `names`."""
-    name = header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+    name = _name(header)
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return name.lower().removesuffix(".") in names
+        return name in names
     return True
+
+
+def is_inner(header: str) -> bool:
+    """Whether a Host header is a name that the DNS of the internet cannot hold: `gpu7`, `search.default.svc`."""
+    name = _name(header)
+    return bool(name) and ("." not in name or name.endswith(_INNER))
+
+
+def is_foreign(origin: bytes | None, host: bytes | None) -> bool:
+    """Whether an Origin header, which only browsers send, is that of another page than one of `host`."""
+    return origin is not None and origin.partition(b"://")[2] != host
+
+
+def _name(header: str) -> str:
+    name = header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+    return name.lower().removesuffix(".")
 
 
 class HostGate:
