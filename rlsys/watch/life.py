@@ -62,8 +62,9 @@ def life_of(
     if isinstance(ended, str):
         return Life(Phase.failed, f"The run has {ended} (after {step}).")
     pid, quiet_s = status.get("pid"), now - _number(status.get("at"))
-    # One that writes lives, whatever its number says: in a container of the same name numbers are others.
-    if quiet_s > QUIET_S and status.get("host") == host and isinstance(pid, int) and not alive(pid):
+    # One that writes lives, whatever its number says: in a container of the same name numbers are others. A time to come
+    # says nothing: the clock has been set back.
+    if abs(quiet_s) > QUIET_S and status.get("host") == host and isinstance(pid, int) and not alive(pid):
         return Life(
             Phase.gone,
             f"The run's process has ended without a word, as one that was killed does, after {step}.",

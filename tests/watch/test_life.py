@@ -17,6 +17,9 @@ STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": 
         (STATUS, 1001.0, {7}, Phase.running, "is after step 3 of 9"),
         (STATUS, 1000.0 + QUIET_S + 1, set(), Phase.gone, "killed"),
         (STATUS, 1000.0 + SILENT_S + 1, set(), Phase.gone, "killed"),
+        # The clock was set back since.
+        (STATUS, 1000.0 - QUIET_S - 1, set(), Phase.gone, "killed"),
+        (STATUS, 1000.0 - QUIET_S - 1, {7}, Phase.running, "goes on"),
         # In another container of the same name, where its number is nobody's: it has just written.
         (STATUS, 1000.0 + QUIET_S - 1, set(), Phase.running, "goes on"),
         (STATUS, 1000.0 + SILENT_S + 1, {7}, Phase.silent, "for 31 s"),
