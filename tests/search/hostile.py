@@ -83,8 +83,10 @@ class Victim:
         over = threading.Event()
 
         def strike() -> None:
-            answers.extend(_send(self.port, attack, connections))
-            over.set()
+            try:
+                answers.extend(_send(self.port, attack, connections))
+            finally:
+                over.set()
 
         thread = threading.Thread(target=strike)
         thread.start()
@@ -110,7 +112,7 @@ def _send(port: int, attack: Callable[[], Iterator[bytes]], connections: int) ->
     try:
         for sock in opened:
             sent = 0
-            with suppress(ConnectionError):
+            with suppress(OSError):
                 for piece in attack():
                     sock.sendall(piece)
                     sent += len(piece)
