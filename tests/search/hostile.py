@@ -54,7 +54,9 @@ class Victim:
         self._process = psutil.Process(process.pid)
         self.port = int(url.rpartition(":")[2])
         self._health = url + health
-        self._client = httpx.Client(trust_env=False, timeout=_END_S)
+        # Each time a new connection, as somebody has who comes during the attack.
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(trust_env=False, timeout=_END_S, limits=fresh)
         while True:
             assert process.poll() is None
             with suppress(httpx.TransportError):
