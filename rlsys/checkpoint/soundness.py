@@ -33,7 +33,7 @@ def require_sound(folder: Path) -> None:
             raise _unsound(folder / name, "is missing")
     try:
         json.loads((folder / BACKEND).read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _unsound(folder / BACKEND, "is damaged") from None
     found = read_metadata(folder / METADATA)
     _require_whole(folder, found)

@@ -141,7 +141,7 @@ def check(folder: Path) -> None:
         manifest = json.loads(file.read_text())
         sizes = {folder / str(name): int(size) for name, size in manifest["files"].items()}
         sums = {folder / str(name): str(found) for name, found in manifest["sha256"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as problem:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
         raise UserError(f"{file} is damaged: take an earlier checkpoint.") from problem
     for path, size in sizes.items():
         if not path.is_file():

@@ -92,7 +92,7 @@ def check_shape(path: str) -> None:
         )
     try:
         shape = json.loads(file.read_text())
-    except json.JSONDecodeError as problem:
+    except (ValueError, RecursionError) as problem:
         raise UserError(f"model.path={path}: {file} is not valid JSON ({problem}).") from problem
     missing = [key for key in _SHAPE if not (isinstance(shape, dict) and isinstance(shape.get(key), int))]
     if missing:

@@ -91,7 +91,7 @@ class Draft:
         try:
             journal = json.loads(path.read_text())
             return {"recipe": journal["recipe"], "files": dict(journal["files"])}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{path} is damaged; remove {self._home} to begin anew.") from None
 
     def _write(self) -> None:

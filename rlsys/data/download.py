@@ -147,7 +147,7 @@ class Downloader:
     def _receipt(self, target: Target) -> object:
         try:
             return json.loads(self._receipt_path(target).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
 
     def _write_receipt(self, target: Target, *, whole: bool) -> None:

@@ -123,7 +123,7 @@ def _tokenizer(folder: Path) -> Finding:
     settings = folder / _TOKENIZER_CONFIG
     try:
         ends = [json.loads(one.read_text(encoding="utf-8")).get("eos_token") for one in _settings(folder)]
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return wrong(what, f"{settings} is missing or damaged", _AGAIN)
     if not any(ends):
         return wrong(what, f"{settings} has no eos_token", "set it to the token that ends an answer")

@@ -113,9 +113,10 @@ def test_what_was_lost_or_cut_is_named(tmp_path: Path) -> None:
     part.unlink()
     with pytest.raises(UserError, match=r"actor/part is missing"):
         check(folder)
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"manifest.json is damaged"):
-        check(folder)
+    for damage in ("{", "[" * 100_000):
+        (folder / "manifest.json").write_text(damage)
+        with pytest.raises(UserError, match=r"manifest.json is damaged"):
+            check(folder)
     with pytest.raises(UserError, match="not a checkpoint"):
         check(tmp_path)
 

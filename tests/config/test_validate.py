@@ -309,7 +309,9 @@ def test_the_edges_of_a_bound(tiny_run: TinyRun, setting: str, allowed: bool) ->
         assert any(line.startswith(setting) for line in complaints(tiny_run(setting)))
 
 
-@pytest.mark.parametrize("content", ["{not json", "[]", json.dumps({**SHAPE, "vocab_size": None}), "{}"])
+@pytest.mark.parametrize(
+    "content", ["{not json", "[]", json.dumps({**SHAPE, "vocab_size": None}), "{}", "[" * 100_000]
+)
 def test_a_model_folder_with_another_config_is_refused(
     tiny_run: TinyRun, tmp_path: Path, content: str
 ) -> None:

@@ -39,5 +39,5 @@ def read_json(path: Path) -> Any:
     """What the file beside the weights says. Raises UserError when it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): download the model again") from None
