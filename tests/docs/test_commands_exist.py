@@ -87,14 +87,14 @@ def check(words: Sequence[str]) -> None:
             assert (PROJECT / file).is_file(), file
             if rest and rest[0].startswith("searchr1_"):
                 load_config(rest[0], [one for one in rest[1:] if "=" in one and not one.endswith("...")])
-        case ["sbatch" | "kubectl", *rest]:
+        case ["sbatch", *rest] | ["kubectl", "apply", *rest]:
             files = [word for word in rest if "/" in word]
             assert files, rest
             assert all((PROJECT / file).is_file() for file in files), files
         case [file, *_] if file.startswith("./"):
             assert (PROJECT / file).is_file(), file
         case _:
-            assert words[0] in ("echo", "hf", "docker", "curl", "pip", "mkdocs", ".", "cd"), words
+            assert words[0] in ("echo", "kubectl", "nft", "hf", "docker", "curl", "pip", "mkdocs", ".", "cd"), words
 
 
 @pytest.mark.parametrize("command", ALL, ids=str)
