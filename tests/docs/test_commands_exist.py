@@ -94,7 +94,18 @@ def check(words: Sequence[str]) -> None:
         case [file, *_] if file.startswith("./"):
             assert (PROJECT / file).is_file(), file
         case _:
-            assert words[0] in ("echo", "kubectl", "nft", "hf", "docker", "curl", "pip", "mkdocs", ".", "cd"), words
+            assert words[0] in (
+                "echo",
+                "kubectl",
+                "nft",
+                "hf",
+                "docker",
+                "curl",
+                "pip",
+                "mkdocs",
+                ".",
+                "cd",
+            ), words
 
 
 @pytest.mark.parametrize("command", ALL, ids=str)
