@@ -72,7 +72,7 @@ class Grid:
 
     @property
     def count(self) -> int:
-        """How many files a stage has."""
+        """Return the number of files of a stage."""
         return lcm(self.tp, self.etp * self.ep)
 
     def pairs(self) -> set[tuple[int, int]]:

@@ -39,7 +39,7 @@ METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 _MOST_PIECES = 1 << 20
 """Pieces of weights, one for each expert of each layer and each cut: more than any model has, and few to count."""
 _METADATA_BYTES = 1 << 30
-"""Of `.metadata`: more than any model needs."""
+"""Largest `.metadata` that is read; no model needs as much."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def unpack(archive: Path, out: Path, advance: Advance) -> None:
 
 
 class _Content:
-    """What `archive` holds, unpacked as it is read, and no more of it than is allowed."""
+    """The content of `archive`, unpacked as it is read, and no more of it than is allowed."""
 
     def __init__(self, archive: Path, plain: gzip.GzipFile, packed: IO[bytes], advance: Advance) -> None:
         self.archive = archive
@@ -64,7 +64,7 @@ class _Content:
         self._until = self._most
 
     def begins_as_tar(self) -> bool:
-        """Whether it is a tar archive; it is read from its start again."""
+        """True for a tar archive; the stream is read from its start again."""
         head = self._plain.read(_TAR_MARK_AT + len(_TAR_MARK))
         self._plain.seek(0)
         return head.endswith(_TAR_MARK)

@@ -93,7 +93,7 @@ def open_regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path, most: int = OBJECT_BYTES) -> bytes:
-    """What the regular file at `path` holds. Raises OSError, also for one of more than `most` bytes."""
+    """The content of the regular file at `path`. Raises OSError, also for one of more than `most` bytes."""
     with open_regular(path, most) as file:
         return file.read(most)
 

@@ -36,7 +36,7 @@ _MOST_ASKED_S = 60.0
 _KEPT_ALIVE_S = 2.0
 """Of an idle connection: less than the 5 s after which uvicorn ends it, maybe under a request."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
-"""Of an answer: some hundred thousand tokens. httpx limits its headers to 100 KB."""
+"""Largest answer: some hundred thousand tokens. httpx limits its headers to 100 KB."""
 _QUOTED_CHARS = 200
 _PAUSE = wait_exponential_jitter(max=30.0, jitter=0.5)
 

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 HEAD_BYTES = 16_384
-"""Of a request without its body: request line, headers, sizes of chunks and what follows the last one."""
+"""Largest request without its body: request line, headers, sizes of chunks and what follows the last one."""
 BODY_SHARE = 64
 """A body of so many bytes allows one byte more: a body in chunks of 400 bytes and more fits at any length."""
 MOST_HEADERS = 128
@@ -26,7 +26,7 @@ HEAD_S = 10.0
 FLUSH_S = 120.0
 """Until a client has taken its answer, from when it was written."""
 PAGE_CONNECTIONS = 128
-"""Of a server that shows a page to people."""
+"""Most connections of a server that shows a page to people."""
 _OTHER_FILES = 128
 """Descriptors that are left to everything but connections."""
 
