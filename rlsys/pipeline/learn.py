@@ -18,7 +18,7 @@ from rlsys.pipeline.workers import Devices, Learner, Say, groups_of
 
 @dataclass(frozen=True, slots=True)
 class MiniBatches:
-    """How a step is cut into optimiser steps."""
+    """The cut of a step into optimiser steps."""
 
     sizes: Sequence[int]
     """Groups of each, in order; their sum is the ledger's `groups_per_step`."""

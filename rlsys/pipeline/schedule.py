@@ -26,7 +26,7 @@ def make_ledger(config: RunConfig) -> Ledger:
 
 
 def bites(config: RunConfig) -> Bites:
-    """How the log-prob stage is fed: with what is there, up to the largest mini-batch.
+    """Portions of the log-prob stage: what is there, up to the largest mini-batch.
 
     In sequence it gets the whole step, once all rollouts have ended, aborted ones included.
     """

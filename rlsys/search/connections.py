@@ -93,7 +93,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Received of this request, less those of its body and of what that allows."""
         self._refusal = (400, "this is no HTTP request")
         self.reads_body = False
-        """Whether a head is whole and its body is not: how long that may take is the application's to say."""
+        """True while a head is whole and its body is not: how long that may take is the application's to say."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""

@@ -32,13 +32,13 @@ def is_trusted(header: str, names: frozenset[str]) -> bool:
 
 
 def is_inner(header: str) -> bool:
-    """Whether a Host header is a name that the DNS of the internet cannot hold: `gpu7`, `search.default.svc`."""
+    """True for a Host header with a name that the DNS of the internet cannot hold: `gpu7`, `search.default.svc`."""
     name = _name(header)
     return bool(name) and ("." not in name or name.endswith(_INNER))
 
 
 def is_foreign(origin: bytes | None, host: bytes | None) -> bool:
-    """Whether an Origin header, which only browsers send, is that of another page than one of `host`."""
+    """True for an Origin header, which only browsers send, of another page than one of `host`."""
     return origin is not None and origin.partition(b"://")[2] != host
 
 

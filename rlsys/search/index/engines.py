@@ -31,7 +31,7 @@ _REQUEST_BYTES = 10 << 20
 _MAX_ANSWER_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 16
 _QUOTED_CHARS = 400
-"""Of a server's reason."""
+"""Characters of a server's reason that a message quotes."""
 
 
 class EngineKind(StrEnum):

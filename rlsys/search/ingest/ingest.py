@@ -25,7 +25,7 @@ from rlsys.search.ingest.chunker import Word, chunk_text, find_words
 from rlsys.search.ingest.sources import Document, Fields, File, Skipped, find_files, read
 
 _REPEATED_BYTES = 1 << 26
-"""Of one document, in all its passages, beside its text."""
+"""Most that one document repeats in all its passages, beside its text."""
 Costs = Callable[[str, Sequence[Word]], Sequence[int]]
 
 

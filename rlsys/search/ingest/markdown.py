@@ -25,10 +25,10 @@ _TITLE_CHARS = 200
 """A longer title of front matter is cut, and a longer heading is text: every passage repeats those above it."""
 _NO_TITLE = ("", "~", "null", "Null", "NULL")
 _HIDDEN = (("<!--", "-->"), ("<![CDATA[", "]]>"), ("<!", ">"), ("<?", ">"))
-"""What HTML does not show: how it begins and ends."""
+"""Beginnings and ends of what HTML does not show."""
 _TAG_START = re.compile(r"</?[A-Za-z]")
 _TAG_MARK = re.compile(r"[<>]|=\s*([\"'])")
-"""What ends a tag, or begins a value that may hold such characters."""
+"""The end of a tag, or the beginning of a value that may hold such characters."""
 
 
 @dataclass(frozen=True, slots=True)
