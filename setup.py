@@ -18,7 +18,7 @@ setup(
     extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev")},
     package_data={
         "rlsys": ["py.typed"],
-        "rlsys.chat": ["defaults.yaml", "static/*"],
+        "rlsys.apps.chat": ["defaults.yaml", "static/*"],
         "rlsys.report": ["static/*"],
         "rlsys.rollout": ["sglang_logging.json"],
         "rlsys.weights": ["family/*.yaml"],

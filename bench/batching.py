@@ -32,15 +32,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.groups.dealer import Dealer, flops_of
-from rlsys.megatron.actor import Actor, Objective
-from rlsys.megatron.parallel import Rendezvous, stop
-from rlsys.pipeline.group import Sample
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.data.group import Sample
+from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.trainer.actor import Actor, Objective
+from rlsys.trainer.batches.dealer import Dealer, flops_of
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.parallel import Rendezvous, stop
 from rlsys.weights.families import read_architecture
 
 POLICY = "examples/searchr1/tiny/policy"

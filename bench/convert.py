@@ -34,11 +34,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rlsys.convert.engine import bytes_in
-from rlsys.convert.to_hf import SHARD_BYTES, megatron_to_hf
-from rlsys.convert.to_megatron import hf_to_megatron
-from rlsys.convert.verify import verify
+from rlsys.apps.convert.verify import verify
 from rlsys.weights.bijection import WeightMap
+from rlsys.weights.convert.engine import bytes_in
+from rlsys.weights.convert.to_hf import SHARD_BYTES, megatron_to_hf
+from rlsys.weights.convert.to_megatron import hf_to_megatron
 from rlsys.weights.families import architecture_of, read_architecture
 from rlsys.weights.hf_io import TensorSpec, write_safetensors
 

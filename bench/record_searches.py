@@ -21,18 +21,18 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from examples.searchr1.tiny.oracle import answer
-from rlsys.cli.main import run_command
-from rlsys.cli.search import cassette as show
+from rlsys.apps.cli.main import run_command
+from rlsys.apps.cli.search import cassette as show
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.errors import RunError, UserError
+from rlsys.rollout.search_tool import open_tool
 from rlsys.search.cassette import CassetteTool
 from rlsys.search.index.manifest import Manifest
 from rlsys.search.launch import SearchServer
 from rlsys.search.recording import Cassette
 from rlsys.search.replicas import differences
-from rlsys.search.tool import open_tool
 
 WORLD = Path("data/tiny_world")
 INDEX = WORLD / "index"

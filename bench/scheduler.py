@@ -27,15 +27,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rlsys.agent.begun import Begun
-from rlsys.agent.trajectory import Finish, Trajectory
+from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
-from rlsys.pipeline.flow import Bites, Flow, Handlers
-from rlsys.pipeline.group import Group, Sample, Scores
-from rlsys.pipeline.learn import MiniBatches, learn
-from rlsys.pipeline.ledger import Ledger
-from rlsys.pipeline.workers import Say
+from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.orchestrator.pipeline.flow import Bites, Flow, Handlers
+from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
+from rlsys.orchestrator.pipeline.ledger import Ledger
+from rlsys.orchestrator.pipeline.workers import Say
+from rlsys.rollout.agent.begun import Begun
 
 RESULT = Path("outputs/bench/scheduler.json")
 IN_FLIGHT, GROUP_SIZES = (1_000, 10_000, 100_000), (8, 1)

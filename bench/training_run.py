@@ -22,7 +22,7 @@ def training_run(outputs: Path, settings: Iterable[str], cassette: Path) -> Path
     outputs.mkdir(parents=True)
     own = shutil.copy(cassette, outputs / "searches.jsonl")
     played = ("search.cassette.mode=extend", f"search.cassette.path={own}")
-    command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-name", CONFIG]
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", "--config-name", CONFIG]
     done = subprocess.run(
         [*command, f"output_dir={outputs}", *_SETTINGS, *played, *settings],
         capture_output=True,

@@ -40,8 +40,8 @@ from rlsys.cluster.bundles import Seat
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig, SyncMode
-from rlsys.groups.weight_sync import WeightSync
 from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.groups.weight_sync import WeightSync
 from rlsys.weights.buckets import Bucket, digest, unpack
 from rlsys.weights.families import Architecture
 from rlsys.weights.transport import Parcel, Sender, TransportSpec, open_receiver, open_sender
@@ -119,14 +119,14 @@ class TimedSender:
 
 
 class Sending:
-    """The sender's process: what `groups.processes.ActorProcess` does, without training."""
+    """The sender's process: what `trainer.processes.ActorProcess` does, without training."""
 
     def __init__(self, dtype: Dtype) -> None:
         # Megatron is loaded in this process alone.
         import torch.distributed as dist
 
-        from rlsys.megatron import parallel
-        from rlsys.megatron.model import PolicyModel
+        from rlsys.trainer import parallel
+        from rlsys.trainer.model import PolicyModel
 
         logging.getLogger("megatron").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
@@ -146,7 +146,7 @@ class Sending:
         self._export: Any = None
 
     def open_export(self, spec: TransportSpec) -> float:
-        """See `groups.sending.Sending`."""
+        """See `trainer.sending.Sending`."""
         if self._sender is not None:
             self._sender.close()
         self._sender = TimedSender(open_sender(spec), self._watch)
@@ -154,7 +154,7 @@ class Sending:
 
     def begin_export(self) -> None:
         """See `ActorProcess`."""
-        from rlsys.megatron.export import Export
+        from rlsys.trainer.export import Export
 
         self._export = Export(self._model, lambda: None, self._owners, self._bucket_bytes, self._sender)
 

@@ -1,6 +1,6 @@
 """Pipelined reinforcement learning for language models that search.
 
-From Python: `from rlsys import SearchR1Trainer, DenseRetriever` (see `rlsys.api`), which is loaded when it is first asked for.
+From Python: `from rlsys import SearchR1Trainer, DenseRetriever` (see `rlsys.apps.api`), which is loaded when it is first asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlsys.api import (
+    from rlsys.apps.api import (
         BM25Retriever,
         DenseRetriever,
         EvaluationResult,
@@ -33,9 +33,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A name of `rlsys.api`."""
+    """A name of `rlsys.apps.api`."""
     if name in __all__:
-        return getattr(import_module("rlsys.api"), name)
+        return getattr(import_module("rlsys.apps.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,16 +12,16 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from rlsys.assembly import open_session
 from rlsys.config.guards import GuardAction
 from rlsys.config.schema import RunConfig
+from rlsys.data.group import Group
 from rlsys.errors import RunError
 from rlsys.observe.guards import Alarm
 from rlsys.observe.summary import write_summary
-from rlsys.pipeline.group import Group
-from rlsys.pipeline.learn import learn
-from rlsys.resume import Origin
-from rlsys.session import Session
+from rlsys.orchestrator.assembly import open_session
+from rlsys.orchestrator.pipeline.learn import learn
+from rlsys.orchestrator.resume import Origin
+from rlsys.orchestrator.session import Session
 
 Opener = Callable[[RunConfig, Path, Origin | None], AbstractAsyncContextManager[Session]]
 

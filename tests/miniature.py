@@ -19,9 +19,9 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain, product
 
+from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.derived import has_critic, megatron_groups
-from rlsys.config.placement import parse_placement
 from rlsys.config.schema import (
     ClusterConfig,
     Mode,

@@ -23,9 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rlsys.agent.trajectory import Trajectory
 from rlsys.algorithms.kl_control import kl_control
-from rlsys.checkpoint.store import CheckpointStore, Keep
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlPlace
 from rlsys.config.checkpoint import CheckpointConfig
 from rlsys.config.schema import (
@@ -46,23 +44,25 @@ from rlsys.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from rlsys.data.group import Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
-from rlsys.groups.megatron import Checkpoints, InferenceGroup, TrainedGroup, launch_megatron
-from rlsys.groups.residence import Residence
-from rlsys.groups.weight_sync import WeightSync
-from rlsys.observe.files import sha256_of
+from rlsys.data.trajectory import Trajectory
+from rlsys.files import sha256_of
 from rlsys.observe.progress import Progress
-from rlsys.pipeline.flow import Flow, Handlers
-from rlsys.pipeline.group import Sample, Scores
-from rlsys.pipeline.grouping import finish, reward_group
-from rlsys.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
-from rlsys.record import RunRecord
-from rlsys.resume import CHECKPOINTS, Origin, find_origin, folder_of
-from rlsys.reward.reward import Rewards
-from rlsys.saving import Saver
-from rlsys.session import Session
+from rlsys.orchestrator.groups.megatron import Checkpoints, InferenceGroup, TrainedGroup, launch_megatron
+from rlsys.orchestrator.groups.residence import Residence
+from rlsys.orchestrator.groups.weight_sync import WeightSync
+from rlsys.orchestrator.pipeline.flow import Flow, Handlers
+from rlsys.orchestrator.pipeline.grouping import finish, reward_group
+from rlsys.orchestrator.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
+from rlsys.orchestrator.record import RunRecord
+from rlsys.orchestrator.resume import CHECKPOINTS, Origin, find_origin, folder_of
+from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.saving import Saver
+from rlsys.orchestrator.session import Session
 from rlsys.train import train
+from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from tests.megatron import reference
 from tests.megatron.hosts import ANSWER_S, HostedGroup, hosts
 from tests.pipeline.recorded import RIGHT, Recording, Shape, record

@@ -20,7 +20,7 @@ SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorb
 def train(outputs: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     """Run a small training run to its end."""
     prepare_world(Console(quiet=True))
-    command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
     return subprocess.run(
         [*command, f"output_dir={outputs}", *SETTINGS, *settings],
         cwd=PROJECT,

@@ -20,28 +20,28 @@ from typing import Any
 
 from torch import Tensor
 
-from rlsys.agent.begun import Begun
-from rlsys.agent.trajectory import Trajectory
 from rlsys.algorithms.kl_control import kl_control
 from rlsys.config.schema import Packing, RunConfig
+from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
-from rlsys.groups.dealer import Dealer
-from rlsys.groups.megatron import ActorGroup, InferenceGroup, launch_megatron, scores_of
-from rlsys.groups.residence import Residence
-from rlsys.groups.weight_sync import WeightSync
+from rlsys.data.trajectory import Trajectory
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.flow import Flow, Handlers
-from rlsys.pipeline.group import Group, Sample, Scores
-from rlsys.pipeline.grouping import finish, reward_group
-from rlsys.pipeline.ledger import Ended
-from rlsys.pipeline.micro_batch import MicroBatch
-from rlsys.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
-from rlsys.pipeline.workers import Say
-from rlsys.reward.reward import Rewards
-from rlsys.session import Session
+from rlsys.orchestrator.groups.megatron import ActorGroup, InferenceGroup, launch_megatron, scores_of
+from rlsys.orchestrator.groups.residence import Residence
+from rlsys.orchestrator.groups.weight_sync import WeightSync
+from rlsys.orchestrator.pipeline.flow import Flow, Handlers
+from rlsys.orchestrator.pipeline.grouping import finish, reward_group
+from rlsys.orchestrator.pipeline.ledger import Ended
+from rlsys.orchestrator.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
+from rlsys.orchestrator.pipeline.workers import Say
+from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.session import Session
+from rlsys.rollout.agent.begun import Begun
 from rlsys.train import one_step
+from rlsys.trainer.batches.dealer import Dealer
+from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.weights.buckets import unpack
 from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
 from tests.megatron.hosts import HostedGroup

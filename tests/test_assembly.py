@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.assembly import _progress
 from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.observe.guards import GuardsState
-from rlsys.record import History
+from rlsys.orchestrator.assembly import _progress
+from rlsys.orchestrator.record import History
 
 
 @pytest.mark.parametrize(

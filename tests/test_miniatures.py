@@ -22,13 +22,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
-from rlsys.cli.main import app
+from rlsys.apps.cli.main import app
+from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.algorithm import Baseline
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config
 from rlsys.config.derived import has_critic, megatron_groups
-from rlsys.config.placement import parse_placement
 from rlsys.config.schema import Mode, ParallelConfig, RunConfig
-from rlsys.config.validate import find_problems
+from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.families import read_architecture
 from tests.miniature import MOST_PROCESSES, miniature
 from tests.tiny_models import LAYERS, even_tokens, tiny_model
@@ -277,7 +277,16 @@ def train(config: RunConfig, folder: Path) -> Ran:
     file = folder / f"{config.name}.yaml"
     settings = {"defaults": ["rlsys_schema", "_self_"], **as_dict(config), "output_dir": str(folder / "out")}
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
-    command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-dir", folder, "-c", config.name]
+    command = [
+        sys.executable,
+        "-m",
+        "rlsys.apps.cli.main",
+        "train",
+        "--config-dir",
+        folder,
+        "-c",
+        config.name,
+    ]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (run,) = (folder / "out").iterdir()

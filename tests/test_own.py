@@ -9,16 +9,16 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from rlsys.capabilities import detect
-from rlsys.cli.data import app as data
-from rlsys.cli.data import split
-from rlsys.cli.own import command
-from rlsys.cli.search import app as search
+from rlsys.apps.cli.data import app as data
+from rlsys.apps.cli.data import split
+from rlsys.apps.cli.own import command
+from rlsys.apps.cli.search import app as search
+from rlsys.apps.own.steps import Wish, Words, commands
 from rlsys.config.compose import load_config
 from rlsys.errors import RunError, UserError
+from rlsys.observe.capabilities import detect
 from rlsys.observe.progress import Progress
-from rlsys.own import Wish, Words, commands
-from rlsys.record import RunRecord
+from rlsys.orchestrator.record import RunRecord
 
 POLICY = Path(__file__).resolve().parents[1] / "examples/searchr1/tiny/policy"
 
@@ -192,7 +192,7 @@ def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_
     assert held[0]["prompt"][0]["content"].startswith("Find out: What is 0?")
     assert held[0]["extra_info"]["split"] == "test"
     assert [row["question"] for row in trained] == [f"what is {n}?" for n in range(1, 20)], "0 is held out"
-    tools = ("rlsys.tools.calculator.Calculator",)
+    tools = ("rlsys.rollout.tools.calculator.Calculator",)
     words = next(one for one in commands(world.wish(tools=tools)) if one[:2] == ("data", "prepare"))
     assert words[3:5] == ("--tool", tools[0])
 
@@ -212,7 +212,7 @@ def test_a_training_that_leaves_no_run_is_noticed(world: World, monkeypatch: pyt
 
 def test_devices_are_those_of_the_given_config(monkeypatch: pytest.MonkeyPatch) -> None:
     wishes: list[Wish] = []
-    monkeypatch.setattr("rlsys.own.commands", lambda wish: wishes.append(wish) or ())
+    monkeypatch.setattr("rlsys.apps.own.steps.commands", lambda wish: wishes.append(wish) or ())
     app = Typer()
     app.command()(command)
     for more in ([], ["-c", "searchr1_tiny_cpu"], ["-c", "searchr1_tiny_cpu", "--devices", "2"]):
@@ -240,7 +240,7 @@ def test_the_command_line_says_what_it_takes() -> None:
 
 
 def test_a_command_that_fails_ends_it_as_it_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    from rlsys.cli.own import _run
+    from rlsys.apps.cli.own import _run
 
     _run(("data", "--help"))
     assert "$ rlsys data --help" in capfd.readouterr().out

@@ -144,7 +144,7 @@ def started(words: list[str], home: Path, log: Path) -> Iterator[psutil.Popen]:
         for name, value in environment.items():
             patch.setenv(name, value)
         process = psutil.Popen(
-            [sys.executable, "-m", "rlsys.cli.main", *words],
+            [sys.executable, "-m", "rlsys.apps.cli.main", *words],
             cwd=PROJECT,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -225,7 +225,7 @@ def test_a_server_is_reached_from_its_machine_alone(command: str, words: list[st
 
         def answering() -> list[Port]:
             name = command.partition(" ")[0]
-            return [port for port in listening(process) if f"rlsys.cli.main {name}" in port.process]
+            return [port for port in listening(process) if f"rlsys.apps.cli.main {name}" in port.process]
 
         seen = ports_until(process, log, answering)
         check(command, seen)

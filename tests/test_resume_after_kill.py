@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.checkpoint.store import check
 from rlsys.observe.kept import kept_file, kept_steps
+from rlsys.weights.checkpoint.store import check
 from tests.megatron import reference
 from tests.recorded_run import GROUPS, MOMENTS, NAME, STEPS
 

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def start(outputs: Path, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "rlsys.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
     with log.open("wb") as file:
         return subprocess.Popen(
             [*command, f"output_dir={outputs}", *RUN], cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT

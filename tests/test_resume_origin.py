@@ -15,21 +15,20 @@ from typing import Any
 import pytest
 import yaml
 
-from rlsys.checkpoint.codec import save_values
-from rlsys.checkpoint.store import CheckpointStore
-from rlsys.claim import claim
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.checkpoint import CheckpointConfig
 from rlsys.config.schema import RunConfig, TaskConfig, TrainerConfig
 from rlsys.data.source import SourceState
 from rlsys.errors import UserError
+from rlsys.files import claim, sha256_of
 from rlsys.observe.environment import environment
-from rlsys.observe.files import sha256_of
 from rlsys.observe.guards import GuardsState
 from rlsys.observe.kept import kept_steps, write_kept
-from rlsys.pipeline.ledger import Ledger
-from rlsys.record import LOGS, History
-from rlsys.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
+from rlsys.orchestrator.pipeline.ledger import Ledger
+from rlsys.orchestrator.record import LOGS, History
+from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
+from rlsys.weights.checkpoint.codec import save_values
+from rlsys.weights.checkpoint.store import CheckpointStore
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, same
 
@@ -406,7 +405,7 @@ def test_a_run_that_still_goes_on_is_left_alone(outputs: Outputs) -> None:
 
 def test_a_claim_ends_with_its_process(outputs: Outputs) -> None:
     run_dir = outputs.run(FIRST, 1)
-    text = "import sys; from pathlib import Path; from rlsys.claim import claim\nwith claim(Path(sys.argv[1])): print(flush=True); input()"
+    text = "import sys; from pathlib import Path; from rlsys.files import claim\nwith claim(Path(sys.argv[1])): print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", text, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as owner:

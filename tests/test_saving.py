@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-import rlsys.saving
-from rlsys.checkpoint.codec import save_values
-from rlsys.checkpoint.store import CheckpointStore, Keep, check
+import rlsys.orchestrator.saving
 from rlsys.data.source import SourceState
 from rlsys.errors import RunError
-from rlsys.saving import Saver
+from rlsys.orchestrator.saving import Saver
+from rlsys.weights.checkpoint.codec import save_values
+from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check
 from tests.pipeline.build import question
 from tests.small_disk import run_on_small_disk
 
@@ -29,7 +29,7 @@ ALL = Keep(last=None, every=None, best=False)
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlsys.saving, "LOOK_S", 0.0)
+    monkeypatch.setattr(rlsys.orchestrator.saving, "LOOK_S", 0.0)
 
 
 class Part:
@@ -229,7 +229,7 @@ def test_settling_asks_and_does_not_wait_inside_a_group(tmp_path: Path) -> None:
 
 
 def test_settling_one_save_leaves_the_next_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlsys.saving, "LOOK_S", 0.1)  # The next is begun between two looks.
+    monkeypatch.setattr(rlsys.orchestrator.saving, "LOOK_S", 0.1)  # The next is begun between two looks.
 
     async def scenario() -> None:
         run = Run(tmp_path)
@@ -383,7 +383,7 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
 
     with caplog.at_level(logging.WARNING, logger="rlsys"):
         play(scenario)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "rlsys.saving"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "rlsys.orchestrator.saving"]
     assert line.startswith("Older checkpoints could not be deleted")
 
 
@@ -492,11 +492,11 @@ FULL = """
 import asyncio, sys
 from pathlib import Path
 from rich.console import Console
-from rlsys.checkpoint.store import CheckpointStore, Keep
+from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from rlsys.errors import RunError
 from rlsys.observe.progress import Progress
 from rlsys.observe.status import StatusFile, read_status
-from rlsys.saving import Saver
+from rlsys.orchestrator.saving import Saver
 
 run = Path(sys.argv[1])
 store = CheckpointStore(run / "checkpoints")

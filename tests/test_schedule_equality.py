@@ -25,7 +25,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.agent.trajectory import Trajectory
 from rlsys.config.algorithm import AdvantageScale, Aggregation, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
@@ -44,10 +43,11 @@ from rlsys.config.schema import (
     ScheduleConfig,
     TrainerConfig,
 )
+from rlsys.data.group import Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
-from rlsys.pipeline.group import Sample, Scores
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.data.trajectory import Trajectory
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.hosts import ANSWER_S, hosts
 from tests.pipeline.build import rewarded

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.session import Session
+from rlsys.orchestrator.session import Session
 from tests.pipeline.virtual_time import now, run_virtually
 
 

@@ -63,7 +63,7 @@ def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
             f"model.path={policy}",
             f"task.train_path={tmp_path / 'rows.jsonl'}",
             f"task.eval_path={tmp_path / 'rows.jsonl'}",
-            "task.tools=[rlsys.tools.calculator.Calculator,my_tools.Dictionary]",
+            "task.tools=[rlsys.rollout.tools.calculator.Calculator,my_tools.Dictionary]",
             f"search.url={search.url}",
             "trainer.steps=1",
             "trainer.prompts_per_step=4",

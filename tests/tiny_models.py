@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Trajectory
 
 POLICY = Path(__file__).resolve().parents[1] / "examples/searchr1/tiny/policy"
 LAYERS = 4

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from bench.gpu.figures import Figure, NotHereError, Scale
-from rlsys.agent.episode import TurnSampling
 from rlsys.config.schema import Device, Dtype, EngineConfig
+from rlsys.rollout.agent.episode import TurnSampling
 from rlsys.rollout.engine import Engine
 
 PROMPT_TOKENS = 32

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bench.gpu.figures import Figure, Scale
 from rlsys.config.schema import Device
-from rlsys.megatron.logprobs import token_logprobs
-from rlsys.megatron.vocabulary import VocabShard
+from rlsys.trainer.logprobs import token_logprobs
+from rlsys.trainer.vocabulary import VocabShard
 from rlsys.weights.families import read_architecture
 
 REPEATS = 5

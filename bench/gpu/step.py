@@ -9,12 +9,12 @@ import torch
 
 from bench.gpu.figures import Figure, Scale
 from bench.gpu.trainer import make_actor, random_micro_batch
-from rlsys.capabilities import detect
-from rlsys.config.memory import group_memory
-from rlsys.config.rank import Load
+from rlsys.cluster.planning.memory import group_memory
+from rlsys.cluster.planning.rank import Load
 from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
-from rlsys.groups.dealer import flops_of
+from rlsys.observe.capabilities import detect
 from rlsys.observe.utilisation import peak_flops
+from rlsys.trainer.batches.dealer import flops_of
 from rlsys.weights.families import read_architecture
 
 PUBLISHED_MFU = 0.206

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from bench.gpu.figures import Figure, Scale
 from bench.gpu.trainer import make_actor
 from rlsys.config.schema import Device, Dtype, SyncMode
-from rlsys.megatron.actor import Actor
+from rlsys.trainer.actor import Actor
 from rlsys.weights.buckets import digest, unpack
 from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
 

@@ -12,9 +12,9 @@ from bench.gpu.figures import Scale
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import Device, Dtype, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.megatron.actor import Actor, Objective
-from rlsys.megatron.parallel import Rendezvous
-from rlsys.pipeline.micro_batch import MicroBatch
+from rlsys.trainer.actor import Actor, Objective
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.parallel import Rendezvous
 
 
 def make_actor(folder: str, device: Device, dtype: Dtype, recompute: bool) -> Actor:

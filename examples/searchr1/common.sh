@@ -99,7 +99,7 @@ require_rlsys() {
 
 # `rlsys` with the words that are given.
 rlsys() {
-    "$PYTHON" -m rlsys.cli.main "$@"
+    "$PYTHON" -m rlsys.apps.cli.main "$@"
 }
 
 # Of RLinf's config examples/searchr1/config/$2.yaml and the project's config $1 the first, once its paths are filled in.
@@ -140,6 +140,6 @@ train() {
         if [[ $status == 2 ]]; then fail "Nothing was started: mend what is wrong above, and run this again."; fi
         if [[ $status != 0 ]]; then exit "$status"; fi
     fi
-    exec "$PYTHON" -m rlsys.cli.main train --config-name "$config" ${folder[@]+"${folder[@]}"} \
+    exec "$PYTHON" -m rlsys.apps.cli.main train --config-name "$config" ${folder[@]+"${folder[@]}"} \
         ${flags[@]+"${flags[@]}"} ${settings[@]+"${settings[@]}"}
 }

@@ -27,10 +27,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlsys.cli.main import run_command
-from rlsys.data.download import Downloader, Target, require_space
-from rlsys.data.hub import Hub
-from rlsys.data.unpack import unpack
+from rlsys.apps.cli.main import run_command
+from rlsys.apps.data.download import Downloader, Target, require_space
+from rlsys.apps.data.hub import Hub
+from rlsys.apps.data.unpack import unpack
 
 _PACKED = ".gz"
 _UNPACKED_RATIO = 3

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlsys.cli.main import run_command
+from rlsys.apps.cli.main import run_command
 from rlsys.errors import UserError
 
 BM25 = "bm25"

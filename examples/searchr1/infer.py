@@ -15,14 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlsys.chat.events import Ended, Failed, Observed, Text
-from rlsys.chat.opening import opened
-from rlsys.chat.settings import Wanted, settings_of
-from rlsys.cli.main import run_command
-from rlsys.cli.running import run_to_end
+from rlsys.apps.chat.events import Ended, Failed, Observed, Text
+from rlsys.apps.chat.opening import opened
+from rlsys.apps.chat.settings import Wanted, settings_of
+from rlsys.apps.cli.main import run_command
+from rlsys.apps.evaluation.how import EngineName
+from rlsys.apps.evaluation.model import find_model
+from rlsys.apps.running import run_to_end
 from rlsys.errors import Interrupted, UserError
-from rlsys.evaluation.how import EngineName
-from rlsys.evaluation.model import find_model
 from rlsys.observe.samples import visible
 
 QUESTION = (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlsys.cli.main import run_command
+from rlsys.apps.cli.main import run_command
 from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK
 from rlsys.search.pages import PageStore

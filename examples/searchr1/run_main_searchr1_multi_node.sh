@@ -48,5 +48,5 @@ if [[ $# -gt 0 && $1 != -* && $1 != *=* ]]; then
 fi
 sort_words "$@"
 require_rlsys
-exec "$PYTHON" -m rlsys.cli.main launch ${flags[@]+"${flags[@]}"} --config-name "$config" \
+exec "$PYTHON" -m rlsys.apps.cli.main launch ${flags[@]+"${flags[@]}"} --config-name "$config" \
     ${folder[@]+"${folder[@]}"} ${settings[@]+"${settings[@]}"}

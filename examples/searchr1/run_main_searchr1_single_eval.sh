@@ -78,4 +78,4 @@ done
 
 require_rlsys
 : "${config:=$(default_config searchr1_qwen2.5_3b_1node qwen2.5-3b-tool-1node-eval)}"
-exec "$PYTHON" -m rlsys.cli.main eval --config-name "$config" ${arguments[@]+"${arguments[@]}"}
+exec "$PYTHON" -m rlsys.apps.cli.main eval --config-name "$config" ${arguments[@]+"${arguments[@]}"}

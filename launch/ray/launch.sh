@@ -44,4 +44,4 @@ if ! "$PYTHON" -c 'import hydra, ray, typer, rlsys' 2>/dev/null; then
     printf '%s\n' "PYTHON=$PYTHON lacks what rlsys needs: activate its environment, or set PYTHON to its interpreter" >&2
     exit 2
 fi
-exec "$PYTHON" -m rlsys.cli.main launch "$@"
+exec "$PYTHON" -m rlsys.apps.cli.main launch "$@"

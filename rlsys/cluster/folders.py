@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rlsys.claim import LOCK, working_folder
 from rlsys.errors import UserError
+from rlsys.files import LOCK, working_folder
 
 MOST_BYTES = 107
 """Of a socket's path: sun_path of unix(7) without its end."""

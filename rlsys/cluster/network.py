@@ -9,14 +9,11 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from rlsys.errors import UserError
+from rlsys.weights.sockets import INTERFACE_VARIABLES
 
 _LOOPBACK = "127."
-_BACKLOG = 2048
-"""That torch's store asks for, which all ranks come to at once."""
 _OUTSIDE = "192.0.2.1"
 """An address that nobody has (RFC 5737): the way to it is the way out."""
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""By which gloo and NCCL are told an interface; without it they may take one that leads nowhere."""
 
 
 def own_addresses() -> dict[str, str]:
@@ -106,17 +103,6 @@ def promised_port() -> socket.socket:
     promise.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     promise.bind(("", 0))
     return promise
-
-
-def listener(host: str, port: int) -> tuple[int, int]:
-    """Return a new socket's descriptor and its port, for torch's TCPStore to listen at one address of this machine.
-
-    Left to itself, the store listens on all interfaces, and it asks nobody who they are. Port 0 takes a free one.
-    Raises OSError.
-    """
-    server = socket.create_server((host, port), backlog=_BACKLOG)
-    number = int(server.getsockname()[1])
-    return server.detach(), number
 
 
 def answers(host: str, port: int, timeout_s: float) -> bool:

@@ -1,7 +1,7 @@
 """The edge between YAML and the program: Hydra composes, the schema types, problems become sentences.
 
 Contract: `load_config` returns a fully typed `RunConfig` without a missing key, or raises `UserError`.
-Whether its values fit together is `rlsys.config.validate`'s affair. A file in RLinf's dialect is read by
+Whether its values fit together is `rlsys.orchestrator.validate`'s affair. A file in RLinf's dialect is read by
 `rlsys.config.rlinf`, and may be overridden like any other.
 """
 

@@ -24,6 +24,7 @@ Locals = dict[str, set[str]]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _CONFIG = PACKAGE / "config"
+_CHECKS = {_CONFIG, PACKAGE / "cluster" / "planning", PACKAGE / "orchestrator" / "validate.py"}
 
 
 def schema_classes(root: type) -> dict[str, Types]:
@@ -37,11 +38,11 @@ def schema_classes(root: type) -> dict[str, Types]:
 
 
 def running_code() -> dict[str, str]:
-    """File below rlsys/ -> its source: everything but rlsys/config, as a check or an estimate of a value is no use of it.
+    """File below rlsys/ -> its source, without schema, checks and estimates: they use no value.
 
     What follows from a config is, because the running code asks there.
     """
-    files = [file for file in sorted(PACKAGE.rglob("*.py")) if _CONFIG not in file.parents]
+    files = [file for file in sorted(PACKAGE.rglob("*.py")) if not _CHECKS & {file, *file.parents}]
     return {
         file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8")
         for file in [*files, _CONFIG / "derived.py"]

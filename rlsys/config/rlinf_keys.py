@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.search.address import DEFAULT_PORT
-
 MANY_ANSWERS = 10
 """RLinf's reward of Search-R1 pays less for an episode with more answers; how much less is `reward.many_answers_score`."""
 WHOLE_VOCABULARY = 1_000_000
@@ -73,7 +71,7 @@ def _server(address: Any) -> str:
     """`host:port` as an address that a client can ask; a server on all interfaces is asked on this machine's own."""
     host, _, port = str(address).removeprefix("http://").rstrip("/").removesuffix("/retrieve").rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"write HOST:PORT, such as 127.0.0.1:{DEFAULT_PORT}")
+        raise ValueError("write HOST:PORT, such as 127.0.0.1:8000")
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from rlsys.observe.files import parse_json, read_regular, write_atomically
+from rlsys.files import parse_json, read_regular, write_atomically
 
 RUN = "run.json"
 PACKAGES = (

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from rlsys.data.group import Group
 from rlsys.observe.kept import keep, write_kept
-from rlsys.pipeline.group import Group
 
 _log = logging.getLogger(__name__)
 

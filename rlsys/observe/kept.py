@@ -23,8 +23,10 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from rlsys.agent.trajectory import Trajectory
-from rlsys.observe.files import (
+from rlsys.data.exact_match import exact_match
+from rlsys.data.group import Group, Sample
+from rlsys.data.trajectory import Trajectory
+from rlsys.files import (
     PACKED_BYTES,
     forget_parts,
     json_safe,
@@ -34,8 +36,6 @@ from rlsys.observe.files import (
     require_shallow,
 )
 from rlsys.observe.pieces import Pieces
-from rlsys.pipeline.group import Group, Sample
-from rlsys.reward.exact_match import exact_match
 
 TRAJECTORIES = "trajectories"
 """Folder of a run."""

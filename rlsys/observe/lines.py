@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import RunError
-from rlsys.observe.files import json_safe
+from rlsys.files import json_safe
 
 
 class LineLog:

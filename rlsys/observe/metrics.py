@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlsys.observe.files import limited_lines, open_regular, parse_json
+from rlsys.files import limited_lines, open_regular, parse_json
 
 METRICS = "metrics.jsonl"
 """File of a run."""

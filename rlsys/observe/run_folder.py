@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlsys.errors import UserError
+from rlsys.files import limited_lines, open_regular, parse_json, read_regular, read_yaml
 from rlsys.observe.environment import RUN, Life, read_lives
-from rlsys.observe.files import limited_lines, open_regular, parse_json, read_regular, read_yaml
 from rlsys.observe.kept import TRAJECTORIES, Kept, kept_steps, read_kept
 from rlsys.observe.metrics import METRICS
 from rlsys.observe.timeline import TIMELINE, StepTimeline, read_row, steps_of
@@ -63,7 +63,7 @@ class RunFolder:
         yield from read_kept(self.path, self._say)
 
     def answers(self, step: int) -> list[dict[str, Any]]:
-        """Every answer of the policy's evaluation after `step`, as `rlsys.evaluation.answers` writes it."""
+        """Every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.answers` writes it."""
         name = f"{EVALUATIONS}/step_{step:06d}.jsonl"
         return list(_parsed(self.path / name, name, _object, self._say))
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.agent.trajectory import Trajectory, Turn
 from rlsys.data.question import Question
-from rlsys.observe.files import write_atomically
+from rlsys.data.trajectory import Trajectory, Turn
+from rlsys.files import write_atomically
 
 UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories that have no glyph of their own: controls, bidi marks, surrogates, separators."""

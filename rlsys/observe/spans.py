@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.observe.files import write_atomically
+from rlsys.files import write_atomically
 
 Arg = str | int | float | bool | list[str]
 Interval = tuple[int, int]

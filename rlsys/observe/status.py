@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import Interrupted, root_cause
-from rlsys.observe.files import json_safe, parse_json, read_regular, write_atomically
+from rlsys.files import json_safe, parse_json, read_regular, write_atomically
 
 STATUS = "status.json"
 INTERVAL_S = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsys.observe.files import json_safe, write_atomically
+from rlsys.files import json_safe, write_atomically
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsys.agent.trajectory import Trajectory
-from rlsys.observe.files import parse_json
+from rlsys.data.trajectory import Trajectory
+from rlsys.files import parse_json
 from rlsys.observe.lines import LineLog
 from rlsys.observe.spans import ROLLOUT_GROUP, Arg, Interval, Span, merge_intervals, without_intervals
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from rlsys.observe.kept import Kept, kept_file, kept_steps, read_kept_step
 from rlsys.observe.run_folder import RunFolder
+from rlsys.observe.settings import section
 from rlsys.report.drift import DriftTally, tally_step
-from rlsys.report.settings import section
 from rlsys.report.trajectories import Chunks, Index
 
 Stamp = tuple[int, int, int]

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.observe.files import json_safe
+from rlsys.files import json_safe
 from rlsys.observe.kept import Kept, KeptTurn
+from rlsys.report.audit.spread import QUANTILES, Spread, Tally, joined, tally
 from rlsys.report.matching import matched_pairs
 from rlsys.report.sampler import SamplerDrift, joined_sampler, sampler_drift
-from rlsys.report.spread import QUANTILES, Spread, Tally, joined, tally
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlsys.observe.files import json_safe
+from rlsys.files import json_safe
 
 _IMPORT = re.compile(r'^import \{ ([\w, ]+) \} from "\./([\w]+\.js)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|const|class) (\w+))", re.MULTILINE)

@@ -25,7 +25,7 @@ def measured_rows(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _rows(folder: str, results: Mapping[str, Any], run: Path) -> list[dict[str, Any]]:
-    """Of one folder; as `rlsys.evaluation.results` writes them, or one of many errors."""
+    """Of one folder; as `rlsys.apps.evaluation.results` writes them, or one of many errors."""
     settings, sets = results["settings"], list(results["sets"].values())
     asked = {
         "folder": folder,

@@ -17,20 +17,20 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
-from rlsys.audit import tokens
-from rlsys.audit.run import audit_run
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
-from rlsys.observe.files import json_safe
+from rlsys.files import json_safe
 from rlsys.observe.kept import Kept, kept_file, kept_lines, read_kept_step, read_row
 from rlsys.observe.run_folder import RunFolder
 from rlsys.observe.timeline import TIMELINE
 from rlsys.report import drift, trajectories
 from rlsys.report import time as time_use
+from rlsys.report.audit import tokens
+from rlsys.report.audit.run import audit_run
 from rlsys.report.digests import Digest, Digests, sampling_of
+from rlsys.report.life import life_here
 from rlsys.report.measured import measured_rows
-from rlsys.watch.life import life_here
 
 Sink = Callable[[int, list[Any]], None]
 """Takes a chunk's number and content."""

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlsys.errors import UserError
-from rlsys.observe.files import write_atomically
+from rlsys.files import write_atomically
 from rlsys.observe.run_folder import RunFolder
 from rlsys.observe.samples import visible
 from rlsys.report.embed import bundle, inline_json, packed, policy

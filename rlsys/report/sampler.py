@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.report.settings import number
+from rlsys.observe.settings import number
 
 Floats = NDArray[np.float64]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.agent.trajectory import Action
+from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept
 
 CHUNK = 32

@@ -1,1 +1,6 @@
-"""Rollouts: SGLang engines that drive episodes. Nothing outside this package imports sglang."""
+"""The rollout process: an SGLang engine, the agent's episodes, and the tools that they call.
+
+`agent/` has the episodes, `tools/` the tools. Only this room imports sglang.
+
+Process: one for each engine. May import: search, weights, data, config, errors.
+"""

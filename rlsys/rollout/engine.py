@@ -31,13 +31,12 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.config.schema import Device, EngineConfig, TaskConfig
 from rlsys.errors import RunError, UserError
-from rlsys.pipeline.routing import EngineDied
 from rlsys.rollout import sglang_cpu
+from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.held_weights import CPU_WIDTH_PADDING, Hasher, Layout, sha256_prefix
-from rlsys.rollout.liveness import Liveness
+from rlsys.rollout.liveness import EngineDied, Liveness
 from rlsys.rollout.requests import Heard, as_generation, sampling_params
 from rlsys.rollout.staging import StagedVersion
 from rlsys.weights.buckets import Bucket, ChecksumError

@@ -11,10 +11,14 @@ from typing import Any, TypeVar
 
 import psutil
 
-from rlsys.pipeline.routing import EngineDied
+from rlsys.errors import RunError
 
 T = TypeVar("T")
 POLL_S = 0.5
+
+
+class EngineDied(RunError):
+    """An engine is gone although the process that drives it may live: one sentence that says which."""
 
 
 class Liveness:

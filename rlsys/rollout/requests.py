@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable
 from typing import Any, Protocol
 
-from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.errors import RunError
+from rlsys.rollout.agent.episode import Generation, TurnSampling
 
 Heard = Callable[[list[int]], None]
 """Told what a turn has so far, each time that there is more: all of its tokens, not the new ones alone."""

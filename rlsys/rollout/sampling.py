@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlsys.agent.episode import TurnSampling
 from rlsys.config.schema import SamplingConfig
+from rlsys.rollout.agent.episode import TurnSampling
 
 
 def in_training(rollouts: SamplingConfig) -> TurnSampling:

@@ -30,10 +30,10 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-from rlsys.cluster.network import INTERFACE_VARIABLES, listener
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.requests import Heard, followed
 from rlsys.weights.buckets import Bucket
+from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 
 _LOGGING = Path(__file__).with_name("sglang_logging.json")
 """What SGLang may log, here and in its processes, whatever `log_level` it is given.

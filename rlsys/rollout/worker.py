@@ -21,20 +21,20 @@ from time import perf_counter
 
 from transformers import AutoTokenizer
 
-from rlsys.agent.begun import Begun
-from rlsys.agent.codec import Codec
-from rlsys.agent.doing import Doing
-from rlsys.agent.episode import EpisodeTools, TurnSampling
-from rlsys.agent.group import EpisodeGroup
-from rlsys.agent.trajectory import Finish, Trajectory
-from rlsys.agent.within import within
 from rlsys.config.schema import Device, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError
+from rlsys.rollout.agent.begun import Begun
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.doing import Doing
+from rlsys.rollout.agent.episode import EpisodeTools, TurnSampling
+from rlsys.rollout.agent.group import EpisodeGroup
+from rlsys.rollout.agent.within import within
 from rlsys.rollout.engine import Engine
 from rlsys.rollout.gate import Gate
 from rlsys.rollout.sampling import in_training, of_answers
-from rlsys.search.tool import open_tool, search_metrics
+from rlsys.rollout.search_tool import open_tool, search_metrics
 from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
 
 

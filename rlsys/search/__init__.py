@@ -1,5 +1,7 @@
 """The search tool: a corpus and its index, the server that answers queries, and the client of the episodes.
 
-What asks is light: client and server load no library of models, `encoders` does, in processes of its own where it
-serves. A way to retrieve is anything that fits `retriever.Retriever`. docs/architecture.md has a map.
+Nothing of rlsys is needed but errors and files, so that it could be shipped alone; a server process loads no torch unless its
+encoder does.
+
+Process: the search server, and its clients in rollout processes. May import: errors, files.
 """

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from rlsys.config.schema import CassetteMode
 from rlsys.errors import RunError, UserError
 from rlsys.search.recording import Call, Cassette, CassetteFile, Header
 from rlsys.search.replicas import served
@@ -54,7 +53,7 @@ class CassetteTool:
 
     Args:
         path: of the cassette.
-        mode: see `CassetteMode`. Blank queries are not searches in any of them.
+        mode: record, replay or extend. Blank queries are not searches in any of them.
         latency_scale: a played call takes this times a recorded latency.
         topk: passages a query.
         server: what is asked and recorded; not used to replay.
@@ -62,12 +61,10 @@ class CassetteTool:
     Raises UserError for a cassette that cannot be played, and for a recording that is there already.
     """
 
-    def __init__(
-        self, path: Path, mode: CassetteMode, latency_scale: float, topk: int, server: Server | None
-    ) -> None:
-        if (server is None) != (mode is CassetteMode.replay):
+    def __init__(self, path: Path, mode: str, latency_scale: float, topk: int, server: Server | None) -> None:
+        if (server is None) != (mode == "replay"):
             raise ValueError(f"{mode} with {server}: a server is there to be recorded, and for nothing else")
-        if mode is CassetteMode.record and path.exists():
+        if mode == "record" and path.exists():
             raise UserError(
                 f"search.cassette.mode=record would mix with what {path} holds: delete it or use mode=extend."
             )
@@ -80,7 +77,7 @@ class CassetteTool:
         self._file: CassetteFile | None = None
         self._opening = asyncio.Lock()
         self._closed = False
-        if mode is CassetteMode.replay or path.exists():
+        if mode == "replay" or path.exists():
             self._cassette = Cassette.read(path)
             self._cassette.header.require_topk(topk, path)
         else:
@@ -106,7 +103,7 @@ class CassetteTool:
         if self._server is None:
             quoted = query if len(query) <= _QUOTED_CHARS else query[:_QUOTED_CHARS] + "..."
             return SearchResult(
-                error=f"the cassette holds no answer to {quoted!r} (mode {self._mode.value})",
+                error=f"the cassette holds no answer to {quoted!r} (mode {self._mode})",
                 failure=Failure.not_recorded,
             )
         return await self._ask(self._server, query)
@@ -131,10 +128,10 @@ class CassetteTool:
 
     def _played(self, query: str) -> SearchResult | None:
         """What the cassette answers; where a server can be asked, a recorded failure is no answer."""
-        if self._mode is CassetteMode.record:
+        if self._mode == "record":
             return None
         result = self._cassette.answer(query)
-        if result is not None and result.error and self._mode is CassetteMode.extend:
+        if result is not None and result.error and self._mode == "extend":
             return None
         return result
 
@@ -143,7 +140,7 @@ class CassetteTool:
         started = clock()
         result = await server.search(query)
         call = Call(query, result, clock() - started)
-        if self._mode is CassetteMode.record or not result.error:
+        if self._mode == "record" or not result.error:
             await self._write(server, call)
         return result
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.agent.begun import Begun, PartialEpisode
-from rlsys.agent.codec import Codec
-from rlsys.agent.episode import Episode, EpisodeTools, Generation, TurnSampling, run_episode
-from rlsys.agent.group import EpisodeGroup
-from rlsys.agent.trajectory import Action, Finish, Trajectory
 from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import RunError
+from rlsys.rollout.agent.begun import Begun, PartialEpisode
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.episode import Episode, EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.rollout.agent.group import EpisodeGroup
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result
 

@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from rlsys.agent.codec import Codec
-from rlsys.agent.doing import Doing, common_wait
-from rlsys.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
-from rlsys.agent.trajectory import Finish
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.doing import Doing, common_wait
+from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result
 
@@ -43,7 +43,7 @@ class Looking:
     def __init__(self, hangs: bool = False) -> None:
         self.hangs = hangs
         task = TaskConfig(
-            train_path="", eval_path="", max_turns=4, tools=["rlsys.tools.calculator.Calculator"]
+            train_path="", eval_path="", max_turns=4, tools=["rlsys.rollout.tools.calculator.Calculator"]
         )
         self.tools = EpisodeTools(self, self, CODEC, task)
         self.seen: list[Counter[str]] = []

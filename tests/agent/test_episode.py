@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.agent.codec import Codec
-from rlsys.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
-from rlsys.agent.trajectory import Action, Finish, Trajectory
-from rlsys.agent.within import within
 from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import UserError
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.rollout.agent.within import within
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from rlsys.agent.codec import Codec, Encoded
-from rlsys.agent.observation import Observer
 from rlsys.config.schema import TagsConfig
+from rlsys.rollout.agent.codec import Codec, Encoded
+from rlsys.rollout.agent.observation import Observer
 from tests.agent.bpe import build_tokenizer
 
 CODEC = Codec(build_tokenizer())

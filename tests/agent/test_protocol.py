@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.agent.protocol import End, Protocol, Say, Search, State
-from rlsys.agent.trajectory import Action, Finish
 from rlsys.config.schema import TagsConfig, TaskConfig
+from rlsys.data.trajectory import Action, Finish
+from rlsys.rollout.agent.protocol import End, Protocol, Say, Search, State
 
 TASK = TaskConfig(train_path="", eval_path="", max_turns=2)
 RULES = Protocol(TASK)

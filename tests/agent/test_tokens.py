@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rlsys.agent.codec import Codec
-from rlsys.agent.tokens import Sample, TokenRecord, _count_differing, open_context
 from rlsys.config.schema import TokenMode
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.tokens import Sample, TokenRecord, _count_differing, open_context
 from tests.agent.bpe import EOS, build_tokenizer
 
 TOKENIZER = build_tokenizer()

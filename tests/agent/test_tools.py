@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.agent.begun import PartialEpisode
-from rlsys.agent.calling import MOST_CHARS, Called, call_tool
-from rlsys.agent.codec import Codec
-from rlsys.agent.episode import Episode, EpisodeTools, Generation, TurnSampling, run_episode
-from rlsys.agent.observation import Observer
-from rlsys.agent.protocol import Call, Protocol, State
-from rlsys.agent.trajectory import Action, Finish, Trajectory
 from rlsys.config.schema import TagsConfig, TaskConfig, TokenMode
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import UserError
-from rlsys.tools.interface import Tool
+from rlsys.rollout.agent.begun import PartialEpisode
+from rlsys.rollout.agent.calling import MOST_CHARS, Called, call_tool
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.episode import Episode, EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.rollout.agent.observation import Observer
+from rlsys.rollout.agent.protocol import Call, Protocol, State
+from rlsys.rollout.tools.interface import Tool
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result
 from tests.tools.own_tools import Scripted
@@ -31,7 +31,7 @@ from tests.tools.own_tools import Scripted
 CODEC = Codec(build_tokenizer(words=True))
 QUESTION = Question(uid="q", prompt="Who? 東京\n", answers=("a",))
 GREEDY = TurnSampling(temperature=0.0, stop=("</search>", "</answer>"))
-BOTH = ["rlsys.tools.calculator.Calculator", "tests.tools.own_tools.Scripted"]
+BOTH = ["rlsys.rollout.tools.calculator.Calculator", "tests.tools.own_tools.Scripted"]
 
 
 class Script:

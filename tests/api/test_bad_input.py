@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPTNeoXConfig
 
-from rlsys.api import HttpRetriever, SearchR1Trainer
+from rlsys.apps.api import HttpRetriever, SearchR1Trainer
 from rlsys.errors import RunError, UserError
 from tests.tiny_models import POLICY
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import rlsys
-import rlsys.api
+import rlsys.apps.api
 
-FILES = sorted(Path(rlsys.api.__file__).parent.glob("*.py"))
+FILES = sorted(Path(rlsys.apps.api.__file__).parent.glob("*.py"))
 LIKE_ANOTHER = "See `SearchBackend`"
 """How the text of a method begins that explains no parameters of its own."""
 
@@ -61,7 +61,7 @@ def explained_arguments(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
 
 
 def test_everything_public_is_exported_and_explained() -> None:
-    assert rlsys.__all__ == rlsys.api.__all__
+    assert rlsys.__all__ == rlsys.apps.api.__all__
     for name in rlsys.__all__:
         assert inspect.getdoc(getattr(rlsys, name)), name
         assert name in dir(rlsys)

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlsys.api.questions import Files, read_data, training_files
+from rlsys.apps.api.questions import Files, read_data, training_files
 from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.data.template import search_prompt

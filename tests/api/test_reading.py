@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.api import EvaluationResult, HttpRetriever, TrainingResult
-from rlsys.api.settings import Settings
+from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult
+from rlsys.apps.api.settings import Settings
 from rlsys.errors import UserError
 from rlsys.observe.metrics import read_metrics
 from tests.damage import DAMAGES, OBJECTS

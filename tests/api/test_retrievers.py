@@ -10,8 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from rlsys.api import BM25Retriever, DenseRetriever, HttpRetriever, SearchBackend, WebSearch
-from rlsys.api.web_server import WebServer
+from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever, SearchBackend, WebSearch
+from rlsys.apps.api.web_server import WebServer
 from rlsys.errors import UserError
 from rlsys.search.launch import SearchServer
 

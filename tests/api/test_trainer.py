@@ -14,8 +14,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from rlsys.api import HttpRetriever, SearchR1Trainer, TrainingResult
-from rlsys.api.models import model_folder
+from rlsys.apps.api import HttpRetriever, SearchR1Trainer, TrainingResult
+from rlsys.apps.api.models import model_folder
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         configs.append(config)
         return Path("run"), {"checkpoint": "run/checkpoints/global_step_1/actor"}
 
-    monkeypatch.setattr("rlsys.api.trainer._trained", note)
+    monkeypatch.setattr("rlsys.apps.api.trainer._trained", note)
     return configs
 
 
@@ -148,7 +148,10 @@ def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
 
 
 def test_without_a_search_there_are_tools_alone(asked: list[RunConfig], tmp_path: Path) -> None:
-    overrides = ["task.tools=[rlsys.tools.calculator.Calculator]", "task.invalid_message='Use <answer>.'"]
+    overrides = [
+        "task.tools=[rlsys.rollout.tools.calculator.Calculator]",
+        "task.invalid_message='Use <answer>.'",
+    ]
     trainer = SearchR1Trainer(
         POLICY, None, devices="cpu", config="searchr1_tiny_cpu", output_dir=tmp_path, overrides=overrides
     )

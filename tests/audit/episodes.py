@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlsys.agent.codec import Codec
-from rlsys.agent.tokens import Sample, open_context
 from rlsys.config.schema import TokenMode
 from rlsys.observe.kept import Kept, KeptTurn
 from rlsys.observe.pieces import Pieces
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.tokens import Sample, open_context
 from tests.agent.bpe import build_tokenizer
 
 TOKENIZER = build_tokenizer()

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from rlsys.audit.tokens import as_json, audit
-from rlsys.cli.audit import app
+from rlsys.apps.cli.audit import app
 from rlsys.config.schema import TokenMode
 from rlsys.errors import UserError
 from rlsys.observe.kept import Kept, kept_file, write_kept
+from rlsys.report.audit.tokens import as_json, audit
 from tests.agent.bpe import build_tokenizer
 from tests.audit.episodes import CODEC, TOKENIZER, played
 

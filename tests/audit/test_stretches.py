@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.audit.stretches import Place, Stretch, place_of, spans_of, stretches
+from rlsys.report.audit.stretches import Place, Stretch, place_of, spans_of, stretches
 
 LENGTH = 12
 CUTS = st.sets(st.integers(1, LENGTH - 1))

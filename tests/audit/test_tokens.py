@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.audit.text import OtherTokeniser
-from rlsys.audit.tokens import as_json, audit
 from rlsys.config.schema import TokenMode
 from rlsys.observe.kept import Kept
+from rlsys.report.audit.text import OtherTokeniser
+from rlsys.report.audit.tokens import as_json, audit
 from tests.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
 
 RETOKENIZE, APPEND = TokenMode.retokenize, TokenMode.append

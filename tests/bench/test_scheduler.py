@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import scheduler
-from rlsys.pipeline.ledger import Ledger
+from rlsys.orchestrator.pipeline.ledger import Ledger
 
 
 def test_two_steps_are_in_flight() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rlsys.agent.codec import Codec
-from rlsys.agent.episode import Generation, TurnSampling
-from rlsys.chat.conversation import Conversation
+from rlsys.apps.chat.conversation import Conversation
 from rlsys.config.schema import TaskConfig
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.requests import Heard
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result

@@ -7,12 +7,12 @@ from contextlib import aclosing
 
 import pytest
 
-from rlsys.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
-from rlsys.agent.trajectory import Finish
-from rlsys.chat.conversation import Conversation
-from rlsys.chat.events import Acted, Asked, Ended, Event, Failed, Found, Hit, Kind, Observed, Text
+from rlsys.apps.chat.conversation import Conversation
+from rlsys.apps.chat.events import Acted, Asked, Ended, Event, Failed, Found, Hit, Kind, Observed, Text
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish
 from rlsys.errors import RunError
+from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
 from tests.chat.scripted import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
 from tests.tools.own_tools import Echo
 
@@ -78,7 +78,9 @@ async def test_what_fills_the_last_room_is_told(last: str) -> None:
     question = Question("other", f"Question: {QUESTION}\n", ())
     for limit in range(40, 220, 5):
         tasks = task(
-            max_total_tokens=limit, max_observation_tokens=400, tools=["rlsys.tools.calculator.Calculator"]
+            max_total_tokens=limit,
+            max_observation_tokens=400,
+            tools=["rlsys.rollout.tools.calculator.Calculator"],
         )
         events = await all_of(conversation(Script(words, (last, ANSWERS)), Shelf(passage), tasks))
         tools = EpisodeTools(Silent(Script(words, (last, ANSWERS))), Shelf(passage), words, tasks)
@@ -194,7 +196,7 @@ async def test_questions_have_ids_of_their_own_and_a_temperature() -> None:
 
 async def test_a_tool_of_the_task_is_told_by_name() -> None:
     calls = "<calculator> 6 * 7 </calculator>"
-    tasks = task(tools=["rlsys.tools.calculator.Calculator"])
+    tasks = task(tools=["rlsys.rollout.tools.calculator.Calculator"])
     events = await all_of(conversation(Script(codec(), (calls, "<answer>42</answer>")), None, tasks))
     acted = next(event for event in events if isinstance(event, Acted))
     assert (acted.action, acted.tool, acted.content) == ("tool", "calculator", "6 * 7")

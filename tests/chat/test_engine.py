@@ -13,12 +13,12 @@ import psutil
 import pytest
 import torch
 
-from rlsys.chat.events import Acted, Asked, Ended, Event, Found, Observed, Text
-from rlsys.chat.opening import Opened, opened
-from rlsys.chat.settings import Settings, Wanted, settings_of
+from rlsys.apps.chat.events import Acted, Asked, Ended, Event, Found, Observed, Text
+from rlsys.apps.chat.opening import Opened, opened
+from rlsys.apps.chat.settings import Settings, Wanted, settings_of
+from rlsys.apps.evaluation.how import EngineName
+from rlsys.apps.evaluation.model import Model
 from rlsys.config.compose import as_dict, load_config
-from rlsys.evaluation.how import EngineName
-from rlsys.evaluation.model import Model
 from tests.chat.test_settings import write_rows
 from tests.rollout.tiny import Search, search_server
 from tests.tiny_models import POLICY

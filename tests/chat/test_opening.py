@@ -18,17 +18,17 @@ import typer
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner, Result
 
-from rlsys.chat.events import Ended, Event, Found, Observed, Text
-from rlsys.chat.opening import opened
-from rlsys.chat.settings import Settings
-from rlsys.cli import chat
+from rlsys.apps.chat.events import Ended, Event, Found, Observed, Text
+from rlsys.apps.chat.opening import opened
+from rlsys.apps.chat.settings import Settings
+from rlsys.apps.cli import chat
+from rlsys.apps.evaluation.engines import asking
+from rlsys.apps.evaluation.how import EngineName
+from rlsys.apps.evaluation.model import Model
 from rlsys.config.compose import as_dict, load_config
-from rlsys.convert.to_megatron import hf_to_megatron
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
-from rlsys.evaluation.engines import asking
-from rlsys.evaluation.how import EngineName
-from rlsys.evaluation.model import Model
+from rlsys.weights.convert.to_megatron import hf_to_megatron
 from tests.chat.test_settings import write_rows
 from tests.rollout.tiny import Search, search_server
 from tests.tiny_models import POLICY
@@ -215,7 +215,7 @@ async def test_who_can_reach_the_page_is_said_where_others_can(
     async def served(*_: object) -> None:
         pass
 
-    monkeypatch.setattr("rlsys.chat.web.serve", served)
+    monkeypatch.setattr("rlsys.apps.chat.web.serve", served)
     await chat._serve(Model(POLICY, None), settings, EngineName.transformers, host, 0)
     assert ("no password is asked for" in capsys.readouterr().err) == shared
 
@@ -230,7 +230,7 @@ async def test_a_cancelled_load_is_not_waited_for(
         begun.set()
         release.wait()
 
-    monkeypatch.setattr("rlsys.evaluation.engines._transformers", slow)
+    monkeypatch.setattr("rlsys.apps.evaluation.engines._transformers", slow)
     opening = opened(Model(POLICY, None), settings, EngineName.transformers)
     loading = asyncio.ensure_future(opening.__aenter__())
     while not begun.is_set():
@@ -258,7 +258,7 @@ def test_a_program_pipes_questions_and_reads_events(tmp_path: Path, search: Sear
     config = load_config("searchr1_tiny_cpu", [f"task.train_path={tmp_path / 'train.jsonl'}"])
     (run / "config.yaml").write_text(json.dumps(as_dict(config)))
     (run / "run.json").write_text("{}")
-    program = "from rlsys.cli import chat; import typer; from rlsys.cli.main import run_command; "
+    program = "from rlsys.apps.cli import chat; import typer; from rlsys.apps.cli.main import run_command; "
     program += "app = typer.Typer(); app.command()(chat.command); run_command(app)"
     done = subprocess.run(
         [sys.executable, "-c", program, "--model", str(run / "hf"), "--search-url", search.url, "--json"],

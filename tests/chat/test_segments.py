@@ -7,8 +7,8 @@ from itertools import groupby, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.chat.events import Kind
-from rlsys.chat.segments import Segments
+from rlsys.apps.chat.events import Kind
+from rlsys.apps.chat.segments import Segments
 
 TAGS = {"think": Kind.thought, "search": Kind.search, "answer": Kind.answer}
 BITS = st.sampled_from(

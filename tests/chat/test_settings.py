@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from rlsys.chat.prompts import template_of
-from rlsys.chat.settings import Settings, Wanted, settings_of
+from rlsys.apps.chat.prompts import template_of
+from rlsys.apps.chat.settings import Settings, Wanted, settings_of
+from rlsys.apps.evaluation.model import Model
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.template import own_template, search_prompt
 from rlsys.errors import UserError
-from rlsys.evaluation.model import Model
-from rlsys.tools.load import described
+from rlsys.rollout.tools.load import described
 
 ROWS = [("Who am I?", "Who am I?"), ("where is it", "where is it?"), ("Why?", "Why?")]
 
@@ -95,7 +95,7 @@ def test_flags_go_before_the_run(run: Path) -> None:
 
 def test_a_prompt_of_ones_own_is_that_of_prepared_rows(run: Path) -> None:
     """`rlsys data prepare own --prompt FILE --tool ...` makes the rows that a model was trained on."""
-    calculator = "rlsys.tools.calculator.Calculator"
+    calculator = "rlsys.rollout.tools.calculator.Calculator"
     saved_with(run, run, task={"tools": [calculator]})
     for text in ("{tools} Ask: {question}!", "You can calculate. Ask: {question}"):
         (run / "own.txt").write_text(text)
@@ -122,7 +122,7 @@ def test_what_a_found_config_would_have_sent_or_run_is_said(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "s")
-    tools = ["rlsys.tools.calculator.Calculator"]
+    tools = ["rlsys.rollout.tools.calculator.Calculator"]
     changes: dict[str, Any] = {
         "search": {"url": "http://search.example", "index": None, "token_env": "SECRET_KEY"},
         "task": {"tools": tools},

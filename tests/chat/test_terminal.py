@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 import pytest
 from rich.console import Console
 
-from rlsys.agent.episode import Generation
-from rlsys.chat.events import Asked, Ended, Failed, Kind, Observed, Text
-from rlsys.chat.lines import lines_of
-from rlsys.chat.session import session
-from rlsys.chat.terminal import JsonScreen, TextScreen
+from rlsys.apps.chat.events import Asked, Ended, Failed, Kind, Observed, Text
+from rlsys.apps.chat.lines import lines_of
+from rlsys.apps.chat.session import session
+from rlsys.apps.chat.terminal import JsonScreen, TextScreen
 from rlsys.errors import RunError
+from rlsys.rollout.agent.episode import Generation
 from tests.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec, conversation
 
 HOSTILE = "\x1b]0;owned\x07[bold]x[/bold] \u202e\x9b31m\udc80"

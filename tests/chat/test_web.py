@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from rlsys.agent.episode import Generation
-from rlsys.chat import web
+from rlsys.apps.chat import web
 from rlsys.errors import RunError, UserError
+from rlsys.rollout.agent.episode import Generation
 from tests.chat.pages import page_of
 from tests.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
 

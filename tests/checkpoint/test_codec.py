@@ -19,16 +19,16 @@ from hypothesis.extra import numpy as hnp
 from hypothesis.strategies import SearchStrategy
 from numpy.typing import NDArray
 
-from rlsys.agent.begun import PartialEpisode
-from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.algorithms.advantages import Units
-from rlsys.checkpoint.codec import load_values, save_values
+from rlsys.data.group import Group, Picks, Sample
 from rlsys.data.question import Question
 from rlsys.data.source import SourceState
+from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.errors import RunError, UserError
-from rlsys.pipeline.flow import FlowState
-from rlsys.pipeline.group import Group, Picks, Sample
-from rlsys.pipeline.ledger import LedgerState, Reason, TicketState
+from rlsys.orchestrator.pipeline.flow import FlowState
+from rlsys.orchestrator.pipeline.ledger import LedgerState, Reason, TicketState
+from rlsys.rollout.agent.begun import PartialEpisode
+from rlsys.weights.checkpoint.codec import load_values, save_values
 from tests.pipeline.build import same
 
 

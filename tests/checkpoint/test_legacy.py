@@ -21,9 +21,9 @@ from megatron.core.enums import ModelType
 from torch import Tensor
 from transformers import AutoConfig
 
-from rlsys.checkpoint.formats import MegatronCheckpoint, open_checkpoint
 from rlsys.errors import UserError
 from rlsys.weights.bijection import WeightMap
+from rlsys.weights.checkpoint.formats import MegatronCheckpoint, open_checkpoint
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
@@ -327,7 +327,7 @@ def test_a_checkpoint_that_is_not_whole_is_one_sentence(
 OPEN_ALL = """
 import resource, sys
 from pathlib import Path
-from rlsys.checkpoint.formats import open_checkpoint
+from rlsys.weights.checkpoint.formats import open_checkpoint
 from rlsys.errors import UserError
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 for folder in sorted(Path(sys.argv[1]).iterdir()):

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.checkpoint.store import CheckpointStore, Keep, check, step_of
 from rlsys.errors import UserError
+from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check, step_of
 
 ALL = Keep(last=None, every=None, best=False)
 
@@ -83,7 +83,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(call: str, which: int, t
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from rlsys.checkpoint.store import CheckpointStore, Keep
+from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from tests.checkpoint.test_store import save
 folder, name, which = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 home = {"mkdir": Path, "rename": Path, "rmtree": shutil, "fsync": os}[name]

@@ -20,20 +20,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from rlsys.checkpoint import sharded
-from rlsys.checkpoint.about import About
-from rlsys.checkpoint.formats import MegatronCheckpoint, open_checkpoint
-from rlsys.checkpoint.keys import name_of
-from rlsys.checkpoint.on_disk import OnDisk
-from rlsys.checkpoint.soundness import require_sound
-from rlsys.checkpoint.torch_dist_writer import TorchDistWriter
-from rlsys.checkpoint.writing import CheckpointWriter, Content
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import RunError, UserError
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.model import PolicyModel, StageModel
-from rlsys.megatron.value_model import ValueModel
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.model import PolicyModel, StageModel
+from rlsys.trainer.value_model import ValueModel
 from rlsys.weights.bijection import Entry, WeightMap
+from rlsys.weights.checkpoint import sharded
+from rlsys.weights.checkpoint.about import About
+from rlsys.weights.checkpoint.formats import MegatronCheckpoint, open_checkpoint
+from rlsys.weights.checkpoint.keys import name_of
+from rlsys.weights.checkpoint.on_disk import OnDisk
+from rlsys.weights.checkpoint.soundness import require_sound
+from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
+from rlsys.weights.checkpoint.writing import CheckpointWriter, Content
 from rlsys.weights.families import Cut, read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference

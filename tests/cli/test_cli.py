@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlsys.cli.main import main, run_command
-from rlsys.cli.running import run_to_end
+from rlsys.apps.cli.main import main, run_command
+from rlsys.apps.running import run_to_end
 from rlsys.errors import RunError, UserError
 from tests.config.conftest import SHAPE
 
@@ -40,7 +40,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def subprocess_of(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlsys.cli.main", *arguments]
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

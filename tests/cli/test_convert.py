@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.cli.convert import app, parse_size
-from rlsys.cli.main import run_command
+from rlsys.apps.cli.convert import app, parse_size
+from rlsys.apps.cli.main import run_command
 from rlsys.errors import UserError
 from tests.convert.models import assert_same_tensors, make_model
 
@@ -158,7 +158,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_a_terminal_shows_bytes(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
-    code = "from rlsys.cli.convert import app; app()"
+    code = "from rlsys.apps.cli.convert import app; app()"
     command = [sys.executable, "-c", code, "hf2mg", str(model), str(tmp_path / "mg"), "--processes", "1"]
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rlsys.cli import evaluate
+from rlsys.apps.cli import evaluate
 from rlsys.errors import UserError
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "tiny" / "policy"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.cluster.planning.plan import make_plan
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.algorithm_checks import algorithm_problems
 from rlsys.config.compose import PROJECT_CONFIGS, load_config, schema_keys
-from rlsys.config.plan import make_plan
 from rlsys.config.schema import RunConfig
-from rlsys.config.validate import validate
 from rlsys.errors import UserError
+from rlsys.orchestrator.validate import validate
 
 TinyRun = Callable[..., RunConfig]
 FILES = sorted((PROJECT_CONFIGS / "algorithm").glob("*.yaml"))

@@ -26,7 +26,7 @@ from rlsys.config.schema import RunConfig
         ("rollout.sampling.temperature=0.7", ["rollout.sampling.temperature"]),
         ("search.topk=5", ["search.topk"]),
         ("search.enabled=false", ["search.enabled"]),
-        ("task.tools=[rlsys.tools.calculator.Calculator]", ["task.tools"]),
+        ("task.tools=[rlsys.rollout.tools.calculator.Calculator]", ["task.tools"]),
         ("trainer.steps=99", []),
         ("actor.parallel.tp=2", []),
         ("actor.micro_batch_tokens=4096", []),

@@ -10,12 +10,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rlsys.cli.main import app
+from rlsys.apps.cli.main import app
+from rlsys.cluster.planning.hardware import fullest_device, launch_problems, machine_problems, memory_problems
 from rlsys.config.compose import load_config
-from rlsys.config.hardware import fullest_device, launch_problems, machine_problems, memory_problems
 from rlsys.config.schema import RunConfig, SyncMode
-from rlsys.config.validate import find_problems
 from rlsys.errors import UserError
+from rlsys.orchestrator.validate import find_problems
 
 TinyRun = Callable[..., RunConfig]
 TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]

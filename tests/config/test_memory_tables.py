@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from rlsys.cluster.planning.memory import GIB, group_memory
+from rlsys.cluster.planning.memory_tables import PAGE, shape_of, with_tables
+from rlsys.cluster.planning.rank import Load
 from rlsys.config.compose import load_config
-from rlsys.config.memory import GIB, group_memory
-from rlsys.config.memory_tables import PAGE, shape_of, with_tables
-from rlsys.config.rank import Load
 from rlsys.config.schema import Layers, SyncMode
 from rlsys.errors import UserError
 from rlsys.weights.families import read_architecture
@@ -17,7 +17,7 @@ from rlsys.weights.families import read_architecture
 
 def test_the_page_is_what_the_experiments_say() -> None:
     page = PAGE.read_text()
-    assert with_tables(page) == page, "run python -m rlsys.config.memory_tables"
+    assert with_tables(page) == page, "run python -m rlsys.cluster.planning.memory_tables"
 
 
 def test_a_model_without_a_shape_is_named() -> None:

@@ -19,9 +19,9 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from rlsys.cli.main import app
-from rlsys.config.parameters import count_parameters
-from rlsys.config.plan import make_plan, render_plan
+from rlsys.apps.cli.main import app
+from rlsys.cluster.planning.parameters import count_parameters
+from rlsys.cluster.planning.plan import make_plan, render_plan
 from rlsys.config.schema import RunConfig
 from rlsys.weights.families import architecture_of
 
@@ -153,7 +153,7 @@ def test_a_dry_run_prints_the_plan_as_json(tiny_run: TinyRun, files: list[str]) 
 def test_the_installed_command_prints_the_same_plan(tiny_run: TinyRun, files: list[str]) -> None:
     arguments = ["train", "--config-name", "searchr1_tiny_cpu", "--dry-run", "--json", *files]
     done = subprocess.run(
-        [sys.executable, "-m", "rlsys.cli.main", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "rlsys.apps.cli.main", *arguments], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == make_plan(tiny_run())

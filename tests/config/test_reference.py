@@ -52,7 +52,7 @@ def test_an_explanation_belongs_to_the_field_above_it() -> None:
 def test_who_reads_a_key_is_a_file_that_does() -> None:
     """By hand: the optimiser of the trained groups reads its betas, and nothing else does."""
     (row,) = [line for line in render().splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
-    assert row.endswith("| `megatron/optimizer.py` |")
+    assert row.endswith("| `trainer/optimizer.py` |")
     assert "config.beta1" in (PACKAGE / "megatron" / "optimizer.py").read_text()
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rlsys.cluster.planning.placement import parse_ranks
 from rlsys.config.compose import as_dict, free_maps, load_config, schema_keys
-from rlsys.config.placement import parse_ranks
 from rlsys.config.rlinf_keys import RULES, Moved
 from rlsys.config.schema import Device, Dtype, Mode, RunConfig, Schedule, SyncMode
 from rlsys.errors import UserError

@@ -12,14 +12,14 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
+from rlsys.cluster.planning.placement import parse_ranks
+from rlsys.cluster.planning.plan import make_plan
 from rlsys.config.compose import schema_keys
 from rlsys.config.derived import needs_server
-from rlsys.config.placement import parse_ranks
-from rlsys.config.plan import make_plan
 from rlsys.config.ranges import BOUNDS
 from rlsys.config.schema import RunConfig
-from rlsys.config.validate import find_problems, validate
 from rlsys.errors import UserError
+from rlsys.orchestrator.validate import find_problems, validate
 from tests.config.conftest import SHAPE
 
 TinyRun = Callable[..., RunConfig]
@@ -187,7 +187,7 @@ def test_mini_batches_may_be_uneven(count: int, tiny_run: TinyRun) -> None:
         (["search.url=http://a:8000", "search.replicas=[ftp://b]"], ["search.replicas=ftp://b", "http://"]),
         (["task.tools=[no_such.Tool]"], ["task.tools: no_such cannot be imported"]),
         (
-            ["task.tools=[rlsys.tools.calculator.Calculator]", "task.tags.search=calculator"],
+            ["task.tools=[rlsys.rollout.tools.calculator.Calculator]", "task.tags.search=calculator"],
             ["has the tag calculator, which is that of task.tags.search"],
         ),
         (["search.enabled=false"], ["task.invalid_message speaks of <search>", "search.enabled=false"]),
@@ -364,7 +364,7 @@ def test_what_cannot_run_of_a_mixture(
 
 
 def test_without_a_search_neither_server_nor_index_is_needed(tiny_run: TinyRun) -> None:
-    tools = "task.tools=[rlsys.tools.calculator.Calculator]"
+    tools = "task.tools=[rlsys.rollout.tools.calculator.Calculator]"
     config = tiny_run(tools, "search.enabled=false", "search.index=null", "task.invalid_message=Answer.")
     validate(config)
     assert not needs_server(config.search)

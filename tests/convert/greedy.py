@@ -9,8 +9,8 @@ import asyncio
 import json
 import sys
 
-from rlsys.agent.episode import TurnSampling
 from rlsys.config.schema import Device, Dtype, EngineConfig
+from rlsys.rollout.agent.episode import TurnSampling
 from rlsys.rollout.engine import Engine
 
 

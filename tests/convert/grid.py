@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rlsys.algorithms.values import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.critic import Critic
-from rlsys.megatron.forward import forward
-from rlsys.pipeline.micro_batch import MicroBatch
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.critic import Critic
+from rlsys.trainer.forward import forward
 from tests.convert.models import logits_by_transformers, make_model
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous

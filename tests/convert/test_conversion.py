@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rlsys.apps.convert.verify import verify
 from rlsys.config.schema import ParallelConfig
-from rlsys.convert.to_hf import megatron_to_hf
-from rlsys.convert.to_megatron import hf_to_megatron
-from rlsys.convert.verify import verify
 from rlsys.errors import UserError
+from rlsys.weights.convert.to_hf import megatron_to_hf
+from rlsys.weights.convert.to_megatron import hf_to_megatron
 from rlsys.weights.hf_io import INDEX, SINGLE
 from tests.convert.models import (
     assert_same_tensors,
@@ -386,7 +386,7 @@ def test_a_killed_conversion_goes_on_with_the_same_source_alone(tmp_path: Path) 
     hf_to_megatron(model, tmp_path / "mg")
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     arguments = ["mg2hf", str(tmp_path / "mg"), str(out), "--hf", str(model), "--shard-size", "5KB"]
-    code = "from rlsys.cli.convert import app; app()"
+    code = "from rlsys.apps.cli.convert import app; app()"
     process = subprocess.Popen([sys.executable, "-c", code, *arguments, "--processes", "1"])
     while len(list(partial.glob("folder/*.safetensors"))) < 2:
         assert process.poll() is None, "it was too fast to be killed"

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.convert.engine import Job, run
 from rlsys.errors import Interrupted, RunError, UserError
+from rlsys.weights.convert.engine import Job, run
 
 COUNT = 6
 

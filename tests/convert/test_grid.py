@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from rlsys.cli.convert import app
+from rlsys.apps.cli.convert import app
 from rlsys.config.schema import Dtype
-from rlsys.convert.to_hf import megatron_to_hf
-from rlsys.convert.to_megatron import hf_to_megatron
+from rlsys.weights.convert.to_hf import megatron_to_hf
+from rlsys.weights.convert.to_megatron import hf_to_megatron
 from tests.convert.grid import Cut, Model, group_of, logits_of
 from tests.convert.models import assert_same_tensors, tensors_of
 from tests.megatron.hosts import hosts

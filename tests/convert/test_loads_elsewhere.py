@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.convert.to_hf import megatron_to_hf
-from rlsys.convert.to_megatron import hf_to_megatron
+from rlsys.weights.convert.to_hf import megatron_to_hf
+from rlsys.weights.convert.to_megatron import hf_to_megatron
 from rlsys.weights.hf_io import INDEX
 from tests.convert.models import configs, logits_by_transformers, make_model
 from tests.rollout import tiny

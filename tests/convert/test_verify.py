@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from rlsys.apps.convert.logits import logits_of, prompts
+from rlsys.apps.convert.verify import Difference, verify
 from rlsys.config.schema import ParallelConfig
-from rlsys.convert.info import info
-from rlsys.convert.logits import logits_of, prompts
-from rlsys.convert.sides import open_side
-from rlsys.convert.to_hf import megatron_to_hf
-from rlsys.convert.to_megatron import hf_to_megatron
-from rlsys.convert.verify import Difference, verify
 from rlsys.errors import UserError
+from rlsys.weights.convert.info import info
+from rlsys.weights.convert.sides import open_side
+from rlsys.weights.convert.to_hf import megatron_to_hf
+from rlsys.weights.convert.to_megatron import hf_to_megatron
 from tests.convert.models import configs, logits_by_transformers, make_model, tensors_of
 
 

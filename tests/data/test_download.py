@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.data.download import Downloader, Target, require_space
-from rlsys.data.hub import Hub, RemoteFile
+from rlsys.apps.data.download import Downloader, Target, require_space
+from rlsys.apps.data.hub import Hub, RemoteFile
 from rlsys.errors import RunError, UserError
 from tests.data.fake_hub import COMMIT, TOKEN, FakeHub, running
 

@@ -13,14 +13,14 @@ import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from rlsys.cli.data import app
-from rlsys.data.hub import Hub
-from rlsys.data.prepare import merge, prepare_file
+from rlsys.apps.cli.data import app
+from rlsys.apps.data.hub import Hub
+from rlsys.apps.data.prepare import merge, prepare_file
+from rlsys.apps.data.sets import REPOSITORY, SETS
 from rlsys.data.rows import read_questions
-from rlsys.data.sets import REPOSITORY, SETS
 from rlsys.data.template import search_prompt
 from rlsys.errors import UserError
-from rlsys.tools.load import described
+from rlsys.rollout.tools.load import described
 from tests.data.fake_hub import FakeHub, running
 
 HAMLET = {"id": "test_0", "question": " who wrote Hamlet", "golden_answers": ["Shakespeare", "the Bard"]}
@@ -157,14 +157,14 @@ def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytes
     with running(
         FakeHub({f"{REPOSITORY}/{name}/{one.evaluated}.jsonl": content for name, one in SETS.items()})
     ) as hub:
-        monkeypatch.setattr("rlsys.data.hub.Hub", functools.partial(Hub, endpoint=hub.url))
+        monkeypatch.setattr("rlsys.apps.data.hub.Hub", functools.partial(Hub, endpoint=hub.url))
         done = prepare("all", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     for name, one in SETS.items():
         assert [q.data_source for q in read_questions(tmp_path / name / f"{one.evaluated}.jsonl")] == [name]
 
 
-CALCULATOR = "rlsys.tools.calculator.Calculator"
+CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
 def prompts(file: Path) -> list[str]:

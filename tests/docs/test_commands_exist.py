@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from rlsys.cli.main import app
+from rlsys.apps.cli.main import app
 from rlsys.config.compose import load_config
 from rlsys.errors import UserError
 from tests.docs.pages import PAGES, PROJECT, Command, commands

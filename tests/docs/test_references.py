@@ -9,8 +9,8 @@ import types
 import pytest
 
 import rlsys
-from rlsys.api import reference as of_python
-from rlsys.cli import reference as of_commands
+from rlsys.apps.api import reference as of_python
+from rlsys.apps.cli import reference as of_commands
 
 MADE = {"commands": of_commands, "api": of_python}
 

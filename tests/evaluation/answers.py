@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlsys.agent.trajectory import Action, Finish, Turn
 from rlsys.data.question import Question
-from rlsys.evaluation.evaluate import Answered, plain_score
+from rlsys.data.trajectory import Action, Finish, Turn
+from rlsys.orchestrator.evaluation.evaluate import Answered, plain_score
 from tests.pipeline.build import trajectory
 
 

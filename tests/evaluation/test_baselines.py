@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.agent.codec import Codec
+from rlsys.apps.evaluation.baselines import Baseline, limits_of, prompted, require_texts, with_passages
 from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.template import search_prompt
 from rlsys.errors import RunError, UserError, root_cause
-from rlsys.evaluation.baselines import Baseline, limits_of, prompted, require_texts, with_passages
+from rlsys.rollout.agent.codec import Codec
 from rlsys.search.result import Failure, SearchResult
 from tests.agent.bpe import build_tokenizer
 from tests.search.scripted import Script, found
@@ -34,7 +34,7 @@ def test_search_asks_with_search_r1s_prompt_in_the_whole_loop() -> None:
 
 @pytest.mark.parametrize("baseline", Baseline)
 def test_tools_are_asked_for_by_the_rows_own_prompts_alone(baseline: Baseline) -> None:
-    config = RunConfig(task=TaskConfig(tools=["rlsys.tools.calculator.Calculator"]))
+    config = RunConfig(task=TaskConfig(tools=["rlsys.rollout.tools.calculator.Calculator"]))
     assert bool(limits_of(baseline, config).task.tools) == (baseline is Baseline.none)
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.apps.evaluation.baselines import Baseline
+from rlsys.apps.evaluation.engines import require_its_weights
+from rlsys.apps.evaluation.how import EngineName, How
+from rlsys.apps.evaluation.run import run_evaluation
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
-from rlsys.evaluation.baselines import Baseline
-from rlsys.evaluation.engines import require_its_weights
-from rlsys.evaluation.how import EngineName, How
-from rlsys.evaluation.run import run_evaluation
 from tests.rollout import tiny
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "tiny" / "policy"
@@ -96,7 +96,7 @@ async def test_without_searches_no_server_is_needed(config: RunConfig) -> None:
 async def test_a_policy_calls_a_tool_where_there_is_no_search(
     config: RunConfig, server: tiny.Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.evaluation.engines.open_tool", None)  # Not even a client is made.
+    monkeypatch.setattr("rlsys.apps.evaluation.engines.open_tool", None)  # Not even a client is made.
     task = replace(
         config.task, tools=["tests.tools.own_tools.Book"], tags=replace(config.task.tags, search="find")
     )

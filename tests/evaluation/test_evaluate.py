@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlsys.agent.trajectory import Action, Finish, Trajectory
 from rlsys.data.question import Question
-from rlsys.evaluation.evaluate import Answered, evaluate
+from rlsys.data.trajectory import Action, Finish, Trajectory
+from rlsys.orchestrator.evaluation.evaluate import Answered, evaluate
 from tests.evaluation.answers import SEARCH, turn
 from tests.pipeline.build import trajectory
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.config.schema import CompatConfig, RunConfig, TaskConfig
 from rlsys.errors import UserError
-from rlsys.evaluation.heldout import heldout_questions, heldout_score
+from rlsys.orchestrator.evaluation.heldout import heldout_questions, heldout_score
 from tests.reward.episodes import episode, question, task_of
 
 
@@ -65,7 +65,7 @@ def test_the_prompts_example_counts_only_under_the_quirk(
 
 def test_an_answer_after_a_call_of_a_tool_counts(seven: Path) -> None:
     asked = config(seven)
-    asked.task.tools = ["rlsys.tools.calculator.Calculator"]
+    asked.task.tools = ["rlsys.rollout.tools.calculator.Calculator"]
     given = episode(
         ("<calculator>3 + 4</calculator>", "7"), "<answer>7</answer>", tools={"calculator": "calculator"}
     )

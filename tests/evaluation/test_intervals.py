@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rlsys.evaluation.intervals import bootstrap, estimate, mean_of, pass_at, wilson
+from rlsys.orchestrator.evaluation.intervals import bootstrap, estimate, mean_of, pass_at, wilson
 
 
 @pytest.mark.parametrize(

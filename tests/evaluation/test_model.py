@@ -10,11 +10,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlsys.checkpoint.store import CheckpointStore
-from rlsys.convert.to_hf import megatron_to_hf
-from rlsys.convert.to_megatron import hf_to_megatron
+from rlsys.apps.evaluation.model import Model, as_hf, find_model
 from rlsys.errors import UserError
-from rlsys.evaluation.model import Model, as_hf, find_model
+from rlsys.weights.checkpoint.store import CheckpointStore
+from rlsys.weights.convert.to_hf import megatron_to_hf
+from rlsys.weights.convert.to_megatron import hf_to_megatron
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "tiny" / "policy"
 

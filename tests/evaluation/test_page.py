@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from rlsys.agent.trajectory import Action
+from rlsys.apps.evaluation.page import POLICY, render_page
+from rlsys.apps.evaluation.summary import summarise
 from rlsys.data.question import Question
-from rlsys.evaluation.evaluate import Answered, Evaluation
-from rlsys.evaluation.page import POLICY, render_page
-from rlsys.evaluation.summary import summarise
+from rlsys.data.trajectory import Action
+from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
 from tests.evaluation.answers import answered, asked, turn
 
 EVIL = [

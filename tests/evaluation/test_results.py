@@ -9,18 +9,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlsys.agent.trajectory import Action
+from rlsys.apps.evaluation.baselines import Baseline
+from rlsys.apps.evaluation.how import EngineName, How
+from rlsys.apps.evaluation.model import Model
+from rlsys.apps.evaluation.results import ANSWERS, PAGE, PARTIAL, RESULTS, noting, settings_of, write_results
+from rlsys.apps.evaluation.sets import Source
+from rlsys.apps.evaluation.summary import summarise
+from rlsys.apps.evaluation.table import render_table
+from rlsys.apps.evaluation.wanted import Wanted
 from rlsys.config.schema import EvalConfig, RunConfig, TaskConfig
-from rlsys.evaluation.baselines import Baseline
-from rlsys.evaluation.evaluate import Evaluation
-from rlsys.evaluation.how import EngineName, How
-from rlsys.evaluation.intervals import wilson
-from rlsys.evaluation.model import Model
-from rlsys.evaluation.results import ANSWERS, PAGE, PARTIAL, RESULTS, noting, settings_of, write_results
-from rlsys.evaluation.sets import Source
-from rlsys.evaluation.summary import summarise
-from rlsys.evaluation.table import render_table
-from rlsys.evaluation.wanted import Wanted
+from rlsys.data.trajectory import Action
+from rlsys.orchestrator.evaluation.evaluate import Evaluation
+from rlsys.orchestrator.evaluation.intervals import wilson
 from tests.evaluation.answers import SEARCH, answered, asked, turn
 
 EVALUATION = Evaluation(

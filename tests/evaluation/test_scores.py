@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.evaluation.scores import Scores, scores_of
+from rlsys.orchestrator.evaluation.scores import Scores, scores_of
 
 
 def words_of(text: str) -> list[str]:

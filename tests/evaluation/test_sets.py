@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.apps.data.sets import SETS
+from rlsys.apps.evaluation.sets import TITLES, find_sources, questions_of
 from rlsys.config.schema import EvalConfig, RunConfig
-from rlsys.data.sets import SETS
 from rlsys.errors import UserError
-from rlsys.evaluation.heldout import questions_of
-from rlsys.evaluation.sets import TITLES, find_sources
 
 
 def write(file: Path, *sources: str) -> Path:

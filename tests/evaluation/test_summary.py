@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.agent.trajectory import Action
-from rlsys.evaluation.evaluate import Answered, Evaluation
-from rlsys.evaluation.intervals import bootstrap, wilson
-from rlsys.evaluation.summary import average, summarise, tries
+from rlsys.apps.evaluation.summary import average, summarise, tries
+from rlsys.data.trajectory import Action
+from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
+from rlsys.orchestrator.evaluation.intervals import bootstrap, wilson
 from tests.evaluation.answers import SEARCH, answered, asked, turn
 
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rlsys.agent.episode import Generation, TurnSampling
+from rlsys.apps.evaluation.transformers_generator import TransformersGenerator
 from rlsys.config.schema import Device, Dtype
 from rlsys.errors import UserError
-from rlsys.evaluation.transformers_generator import TransformersGenerator
+from rlsys.rollout.agent.episode import Generation, TurnSampling
 from tests.agent.bpe import build_tokenizer
 from tests.tiny_models import POLICY
 

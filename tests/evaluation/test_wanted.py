@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.apps.evaluation.baselines import Baseline
+from rlsys.apps.evaluation.wanted import Wanted, find_wanted
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
-from rlsys.evaluation.baselines import Baseline
-from rlsys.evaluation.wanted import Wanted, find_wanted
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "tiny" / "policy"
 DEAD = "http://127.0.0.1:9"

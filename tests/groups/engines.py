@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from rlsys.agent.begun import Begun
-from rlsys.agent.doing import Doing
-from rlsys.agent.trajectory import Trajectory
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Trajectory
+from rlsys.rollout.agent.begun import Begun
+from rlsys.rollout.agent.doing import Doing
 from tests.pipeline.build import trajectory
 from tests.pipeline.virtual_time import now
 

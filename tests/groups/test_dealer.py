@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.groups.dealer import Dealer, Load
-from rlsys.pipeline.group import Sample
-from rlsys.pipeline.masks import response_tokens
+from rlsys.data.group import Sample
+from rlsys.data.masks import response_tokens
+from rlsys.trainer.batches.dealer import Dealer, Load
 from tests.pipeline.build import sample
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 from math import ceil
 from typing import Any
 
-from rlsys.groups.engines import PING_TIMEOUT_S
-from rlsys.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, Reserved
-from rlsys.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside
+from rlsys.orchestrator.groups.engines import PING_TIMEOUT_S
+from rlsys.orchestrator.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, Reserved
+from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside
 from tests.groups.engines import NEVER, Engines
 from tests.groups.test_rollout import SAMPLES, TIMEOUT_S, make
 from tests.pipeline.build import question

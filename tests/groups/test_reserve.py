@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlsys.agent.trajectory import Trajectory
+from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
-from rlsys.groups.rollout import Reserved, RolloutGroup
-from rlsys.pipeline.routing import NoEngineLeft, NoneSetAside
+from rlsys.orchestrator.groups.rollout import Reserved, RolloutGroup
+from rlsys.orchestrator.pipeline.routing import NoEngineLeft, NoneSetAside
 from tests.groups.engines import Engines
 from tests.groups.test_rollout import ask, at, make, settle, taking
 from tests.pipeline.build import question

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlsys.groups.dealer import Dealer
-from rlsys.groups.megatron import ActorGroup, InferenceGroup
-from rlsys.groups.residence import Residence, Tenant
-from rlsys.megatron.results import Offloaded
 from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.groups.megatron import ActorGroup, InferenceGroup
+from rlsys.orchestrator.groups.residence import Residence, Tenant
+from rlsys.trainer.batches.dealer import Dealer
+from rlsys.trainer.results import Offloaded
 from tests.pipeline.virtual_time import now, run_virtually
 
 NAMES = ("actor", "inference", "rollout")

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from rlsys.agent.doing import Doing
-from rlsys.agent.trajectory import Action, Turn
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RolloutConfig, RunConfig
+from rlsys.data.trajectory import Action, Turn
 from rlsys.errors import RunError
-from rlsys.groups.engines import PING_TIMEOUT_S
-from rlsys.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, RolloutGroup
 from rlsys.observe.spans import Tracer
 from rlsys.observe.timeline import EpisodeSpans
-from rlsys.pipeline.routing import EngineDied, GroupLost, NoEngineLeft
+from rlsys.orchestrator.groups.engines import PING_TIMEOUT_S
+from rlsys.orchestrator.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, RolloutGroup
+from rlsys.orchestrator.pipeline.routing import GroupLost, NoEngineLeft
+from rlsys.rollout.agent.doing import Doing
+from rlsys.rollout.liveness import EngineDied
 from tests.groups.engines import NEVER, Engines
 from tests.pipeline.build import question
 from tests.pipeline.virtual_time import now, run_virtually

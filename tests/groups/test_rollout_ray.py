@@ -14,10 +14,10 @@ from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, Device, RolloutConfig, RunConfig
-from rlsys.groups.rollout import RolloutGroup
 from rlsys.observe.spans import Tracer
 from rlsys.observe.timeline import EpisodeSpans
-from rlsys.pipeline.routing import NoEngineLeft
+from rlsys.orchestrator.groups.rollout import RolloutGroup
+from rlsys.orchestrator.pipeline.routing import NoEngineLeft
 from tests.groups.toy_engine import ToyEngine
 from tests.pipeline.build import question, trajectory
 

@@ -10,12 +10,18 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.groups.dealer import Dealer
-from rlsys.groups.megatron import CriticGroup, EngineLogprobs, InferenceGroup, WithValues, scores_of
-from rlsys.megatron.results import LogProbs
+from rlsys.data.group import Floats, Sample, Scores
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.group import Floats, Sample, Scores
-from rlsys.pipeline.micro_batch import MicroBatch
+from rlsys.orchestrator.groups.megatron import (
+    CriticGroup,
+    EngineLogprobs,
+    InferenceGroup,
+    WithValues,
+    scores_of,
+)
+from rlsys.trainer.batches.dealer import Dealer
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.results import LogProbs
 from tests.pipeline.build import sample
 
 LENGTHS = (9, 7, 5, 5, 3, 2, 2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlsys.agent.begun import Begun
-from rlsys.groups.rollout import UNDER_WAY_TIMEOUT_S
+from rlsys.orchestrator.groups.rollout import UNDER_WAY_TIMEOUT_S
+from rlsys.rollout.agent.begun import Begun
 from tests.groups.engines import NEVER, Engines
 from tests.groups.test_rollout import SAMPLES, make, settle, taking
 from tests.pipeline.build import question, trajectory

@@ -13,10 +13,10 @@ import pytest
 
 from rlsys.config.schema import ClusterConfig, Device, ParallelConfig, SyncMode
 from rlsys.errors import RunError
-from rlsys.groups.dealer import Dealer
-from rlsys.groups.megatron import InferenceGroup
-from rlsys.groups.weight_sync import SyncReport, WeightSync
 from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.groups.megatron import InferenceGroup
+from rlsys.orchestrator.groups.weight_sync import SyncReport, WeightSync
+from rlsys.trainer.batches.dealer import Dealer
 from rlsys.weights.buckets import ChecksumError
 from rlsys.weights.transport import Parcel, TransportSpec
 from tests.weights.ends import End, Group, ends, raw, some_tensors
@@ -264,7 +264,7 @@ class Workers:
 
 @pytest.fixture
 def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGroup:
-    monkeypatch.setattr("rlsys.groups.megatron.share", lambda value: value)
+    monkeypatch.setattr("rlsys.orchestrator.groups.megatron.share", lambda value: value)
     dealer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True)
     workers: Any = Workers(events)
     return InferenceGroup(workers, dealer, Tracer("inference"))

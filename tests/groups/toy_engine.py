@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rlsys.agent.begun import Begun
-from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Trajectory
+from rlsys.rollout.agent.begun import Begun
 from tests.pipeline.build import trajectory
 
 

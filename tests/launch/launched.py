@@ -44,7 +44,7 @@ class Launched:
         command = [
             sys.executable,
             "-m",
-            "rlsys.cli.main",
+            "rlsys.apps.cli.main",
             "launch",
             "--config-name",
             "searchr1_tiny_cpu",

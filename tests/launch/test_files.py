@@ -12,11 +12,11 @@ import pytest
 import typer
 import yaml
 
-from rlsys.cli.launch import command
+from rlsys.apps.cli.launch import command
+from rlsys.cluster.launch.searching import check_searching, serving_positions
+from rlsys.cluster.role import find_role
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.launch.role import find_role
-from rlsys.launch.searching import check_searching, serving_positions
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
@@ -64,7 +64,7 @@ def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(t
     assert "--ntasks-per-node=1" in given
     assert "--cpu-bind=none" in given
     launcher = given.index(str(python))
-    assert given[launcher : launcher + 4] == [str(python), "-m", "rlsys.cli.main", "launch"]
+    assert given[launcher : launcher + 4] == [str(python), "-m", "rlsys.apps.cli.main", "launch"]
     params = parsed(given[launcher + 4 :])
     config = composed(params)
     assert config.search.index == "/a b"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rlsys.cluster.folders import rays_own
+from rlsys.cluster.launch import agent as agents
+from rlsys.cluster.launch.agent import NodeAgent
+from rlsys.cluster.launch.gathering import Gathering
+from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.worker_group import RankSilent
 from rlsys.errors import RunError
-from rlsys.launch import agent as agents
-from rlsys.launch.agent import NodeAgent
-from rlsys.launch.gathering import Gathering
-from rlsys.launch.ray_node import FOLDER_VARIABLE
 
 
 class Called:
@@ -90,7 +90,7 @@ async def test_long_logs_come_a_little_at_a_time(
         return pieces
 
     monkeypatch.setattr(NodeAgent, "read", counted)
-    monkeypatch.setattr("rlsys.launch.gathering.MOST_BYTES", 1000)
+    monkeypatch.setattr("rlsys.cluster.launch.gathering.MOST_BYTES", 1000)
     gathering = Gathering(Called(NodeAgent()), [0], tmp_path / "logs")  # type: ignore[arg-type]
     await gathering.gather(1)
     for name, content in contents.items():

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
-from rlsys.cli.launch import command
+from rlsys.apps.cli.launch import command
+from rlsys.cluster.role import Role, expand_hosts, find_role
 from rlsys.errors import UserError
-from rlsys.launch.role import Role, expand_hosts, find_role
 
 SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09-11],big"}
 

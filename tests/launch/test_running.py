@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlsys.cli.running import run_to_end
+from rlsys.apps.running import run_to_end
 from rlsys.errors import Interrupted
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rlsys.cluster.launch.searching import check_searching, search_settings, serving_positions
 from rlsys.config.compose import load_config
 from rlsys.config.schema import CassetteConfig, ClusterConfig, RunConfig, SearchConfig, SearchNodesConfig
 from rlsys.errors import UserError
-from rlsys.launch.searching import check_searching, search_settings, serving_positions
 
 HOSTS = [(0, "gpu-a"), (1, "gpu-b.example.org"), (12, "1")]
 

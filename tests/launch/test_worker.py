@@ -10,9 +10,9 @@ from contextlib import closing
 
 import pytest
 
-from rlsys.launch import worker
-from rlsys.launch.ray_node import Ending
-from rlsys.launch.role import Role
+from rlsys.cluster.launch import worker
+from rlsys.cluster.launch.ray_node import Ending
+from rlsys.cluster.role import Role
 
 
 class Node:

@@ -12,9 +12,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlsys.config.schema import Device, ParallelConfig, SyncMode
-from rlsys.megatron.actor import Actor, Objective
-from rlsys.megatron.parallel import Rendezvous
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.trainer.actor import Actor, Objective
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.parallel import Rendezvous
 from rlsys.weights.buckets import Bucket, digest, unpack
 from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
 from tests.megatron import reference

@@ -88,7 +88,7 @@ _BUILD, _PORT = "build", "port"
 
 def _fork_all(pipes: list[Connection]) -> None:
     """Fork a process for each pipe. This one only waits: it must not have begun to compute when it forks."""
-    for module in ("rlsys.groups.megatron", "rlsys.groups.processes", "tests.megatron.harness"):
+    for module in ("rlsys.orchestrator.groups.megatron", "rlsys.trainer.processes", "tests.megatron.harness"):
         importlib.import_module(module)
 
     context = mp.get_context("fork")
@@ -125,7 +125,7 @@ class _Shell:
     _worker: Any = None
 
     def do(self, method: str, *args: Any) -> Any:
-        from rlsys.megatron import parallel as groups
+        from rlsys.trainer import parallel as groups
         from tests.ports import free_port
 
         if method == _PORT:

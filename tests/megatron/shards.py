@@ -12,10 +12,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
-from rlsys.megatron import vocabulary
-from rlsys.megatron.divergence import divergence_of, top_tokens, whole_vocabulary_kl
-from rlsys.megatron.logprobs import logprobs_at, token_logprobs
-from rlsys.megatron.vocabulary import VocabShard
+from rlsys.trainer import vocabulary
+from rlsys.trainer.divergence import divergence_of, top_tokens, whole_vocabulary_kl
+from rlsys.trainer.logprobs import logprobs_at, token_logprobs
+from rlsys.trainer.vocabulary import VocabShard
 from tests.ports import free_port
 
 DIRECTIONS = (KlEstimator.full_reverse, KlEstimator.full_forward)

@@ -11,9 +11,9 @@ import torch
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of
 from tests.ports import free_port

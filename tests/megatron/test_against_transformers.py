@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.anchor import ReferencePlan
-from rlsys.megatron.learning_rate import learning_rate
-from rlsys.megatron.log_prob_worker import LogProbWorker
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.anchor import ReferencePlan
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.learning_rate import learning_rate
+from rlsys.trainer.log_prob_worker import LogProbWorker
 from rlsys.weights.buckets import Bucket, ChecksumError, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference

@@ -25,18 +25,18 @@ from rlsys.config.schema import (
     ParallelConfig,
     RunConfig,
 )
-from rlsys.convert.to_hf import megatron_to_hf
 from rlsys.errors import RunError
-from rlsys.groups.megatron import InferenceGroup, launch_megatron
-from rlsys.groups.weight_sync import WeightSync
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.anchor import Anchor, ReferencePlan
-from rlsys.megatron.log_prob_worker import LogProbWorker, PickPlan
-from rlsys.megatron.model import PolicyModel
-from rlsys.megatron.results import LogProbs
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.orchestrator.groups.megatron import InferenceGroup, launch_megatron
+from rlsys.orchestrator.groups.weight_sync import WeightSync
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.anchor import Anchor, ReferencePlan
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.log_prob_worker import LogProbWorker, PickPlan
+from rlsys.trainer.model import PolicyModel
+from rlsys.trainer.results import LogProbs
 from rlsys.weights.buckets import digest, pack, unpack
+from rlsys.weights.convert.to_hf import megatron_to_hf
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import Parcel, TransportSpec, open_receiver

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlsys.checkpoint.about import About, is_complete, read_about
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.convert.to_hf import megatron_to_hf
-from rlsys.convert.to_megatron import hf_to_megatron
 from rlsys.errors import UserError
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
+from rlsys.weights.checkpoint.about import About, is_complete, read_about
+from rlsys.weights.convert.to_hf import megatron_to_hf
+from rlsys.weights.convert.to_megatron import hf_to_megatron
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from rlsys.megatron import cpu_support
+from rlsys.trainer import cpu_support
 from tests.megatron.harness import run_group
 
 SOURCE = """

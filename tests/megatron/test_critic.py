@@ -15,9 +15,9 @@ from transformers import AutoModelForTokenClassification
 from rlsys.algorithms.values import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError, UserError
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.critic import Critic
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.critic import Critic
 from tests.megatron import reference
 from tests.megatron.harness import Layout, rendezvous, run_group
 from tests.ports import free_port

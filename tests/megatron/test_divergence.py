@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.algorithms.topk_kl import Sampled, top_k_kl
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
-from rlsys.megatron import vocabulary
-from rlsys.megatron.divergence import divergence_of, top_tokens, whole_vocabulary_kl
-from rlsys.megatron.logprobs import logprobs_at, token_logprobs
-from rlsys.megatron.vocabulary import VocabShard
+from rlsys.trainer import vocabulary
+from rlsys.trainer.divergence import divergence_of, top_tokens, whole_vocabulary_kl
+from rlsys.trainer.logprobs import logprobs_at, token_logprobs
+from rlsys.trainer.vocabulary import VocabShard
 from tests.megatron.shards import DIRECTIONS, Case, Results, everything, on_ranks
 
 CASES = {

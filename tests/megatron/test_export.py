@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rlsys.groups.sending
+import rlsys.trainer.sending
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig, SyncMode
 from rlsys.errors import RunError
-from rlsys.groups.sending import Sending
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.log_prob_worker import LogProbWorker
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.log_prob_worker import LogProbWorker
+from rlsys.trainer.sending import Sending
 from rlsys.weights.buckets import Bucket, digest, pack, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
@@ -72,7 +72,7 @@ def test_buckets_are_as_small_as_the_model_allows_and_may_lie_in_one_memory(tmp_
 def _every_stage_sends(
     rank: int, world_size: int, layout: Layout, models: list[str], folder: str, port: int
 ) -> None:
-    rlsys.groups.sending.open_sender = ends.sender_of
+    rlsys.trainer.sending.open_sender = ends.sender_of
     config = ModelConfig(models[0], Layers.local, Dtype.float32)
     place = rendezvous(rank, world_size, port)
     actor = Actor(place, config, layout.parallel, OptimizerConfig(), OBJECTIVE, 3, seed=1)

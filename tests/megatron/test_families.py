@@ -13,10 +13,10 @@ from transformers import PretrainedConfig
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.forward import forward
-from rlsys.megatron.model import PolicyModel
-from rlsys.pipeline.micro_batch import MicroBatch
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.forward import forward
+from rlsys.trainer.model import PolicyModel
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference

@@ -10,14 +10,14 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from rlsys.capabilities import Capabilities
 from rlsys.config.schema import Attention, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.megatron import model as models
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.kernels import choose_layers, kernel_settings
-from rlsys.megatron.model import transformer_config
+from rlsys.observe.capabilities import Capabilities
+from rlsys.trainer import model as models
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.kernels import choose_layers, kernel_settings
+from rlsys.trainer.model import transformer_config
 from rlsys.weights.families import read_architecture
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of

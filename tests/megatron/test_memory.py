@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rlsys.algorithms.values import ValueLoss
-from rlsys.capabilities import Capabilities
+from rlsys.cluster.planning.memory import GroupMemory, holds_reference, stage_memory
+from rlsys.cluster.planning.rank import Load, Rank
 from rlsys.config.algorithm import FULL_KL, AlgorithmConfig, Baseline
-from rlsys.config.memory import GroupMemory, holds_reference, stage_memory
-from rlsys.config.rank import Load, Rank
 from rlsys.config.schema import (
     ActorConfig,
     ClusterConfig,
@@ -34,17 +33,18 @@ from rlsys.config.schema import (
     Packing,
     RunConfig,
 )
-from rlsys.megatron import layers
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.anchor import ReferencePlan
-from rlsys.megatron.critic import Critic
-from rlsys.megatron.divergence import divergence_of
-from rlsys.megatron.kernels import kernel_settings
-from rlsys.megatron.learner import Learner
-from rlsys.megatron.log_prob_worker import LogProbWorker, PickPlan
-from rlsys.megatron.offload import gradient_buffers, training_state
-from rlsys.pipeline.micro_batch import MicroBatch
+from rlsys.observe.capabilities import Capabilities
+from rlsys.trainer import layers
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.anchor import ReferencePlan
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.critic import Critic
+from rlsys.trainer.divergence import divergence_of
+from rlsys.trainer.kernels import kernel_settings
+from rlsys.trainer.learner import Learner
+from rlsys.trainer.log_prob_worker import LogProbWorker, PickPlan
+from rlsys.trainer.offload import gradient_buffers, training_state
 from rlsys.weights.families import read_architecture
 from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group
 from tests.megatron.memory_meter import MemoryMeter

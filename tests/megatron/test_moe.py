@@ -12,12 +12,12 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.convert.to_hf import megatron_to_hf
 from rlsys.errors import UserError
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.layers import ExpertRouter
-from rlsys.megatron.model import PolicyModel
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.layers import ExpertRouter
+from rlsys.trainer.model import PolicyModel
+from rlsys.weights.convert.to_hf import megatron_to_hf
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference

@@ -15,11 +15,11 @@ from torch import Tensor
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor, Objective
-from rlsys.megatron.anchor import ReferencePlan
-from rlsys.megatron.divergence import divergence_of
-from rlsys.pipeline.micro_batch import MicroBatch, collate
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor, Objective
+from rlsys.trainer.anchor import ReferencePlan
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.divergence import divergence_of
 from tests.megatron import reference
 from tests.megatron.harness import rendezvous, run_group, weights_of
 from tests.ports import free_port

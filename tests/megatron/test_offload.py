@@ -19,12 +19,12 @@ from torch import Tensor
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.anchor import ReferencePlan
-from rlsys.megatron.log_prob_worker import LogProbWorker
-from rlsys.megatron.offload import HostBlocks, InHostMemory, Offload
-from rlsys.megatron.results import Offloaded, switch_figures
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.anchor import ReferencePlan
+from rlsys.trainer.log_prob_worker import LogProbWorker
+from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload
+from rlsys.trainer.results import Offloaded, switch_figures
 from rlsys.weights.transport import open_sender
 from tests.megatron import reference
 from tests.megatron.harness import (

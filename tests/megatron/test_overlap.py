@@ -12,9 +12,9 @@ import torch
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.megatron import optimizer as adam
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor
+from rlsys.trainer import optimizer as adam
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group, weights_of
 from tests.ports import free_port

@@ -30,15 +30,15 @@ from rlsys.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from rlsys.groups.dealer import Dealer
-from rlsys.groups.megatron import scores_of
-from rlsys.groups.processes import objective, pick_plan
-from rlsys.megatron import parallel as groups
-from rlsys.megatron.actor import Actor, Objective
-from rlsys.megatron.anchor import ReferencePlan
-from rlsys.megatron.log_prob_worker import LogProbWorker
-from rlsys.megatron.results import Applied
-from rlsys.pipeline.group import Sample
+from rlsys.data.group import Sample
+from rlsys.orchestrator.groups.megatron import scores_of
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.actor import Actor, Objective
+from rlsys.trainer.anchor import ReferencePlan
+from rlsys.trainer.batches.dealer import Dealer
+from rlsys.trainer.log_prob_worker import LogProbWorker
+from rlsys.trainer.processes import objective, pick_plan
+from rlsys.trainer.results import Applied
 from rlsys.weights.buckets import Bucket
 from tests.megatron import reference
 from tests.megatron.harness import digest_of, export, rendezvous, run_group, weights_of

@@ -20,8 +20,6 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from rlsys.checkpoint.about import is_complete
-from rlsys.checkpoint.staging import host_copies
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.schema import (
     Device,
@@ -33,13 +31,15 @@ from rlsys.config.schema import (
     RunConfig,
 )
 from rlsys.errors import RunError, UserError
-from rlsys.groups.dealer import Dealer
-from rlsys.groups.megatron import ActorGroup, launch_megatron
-from rlsys.megatron.actor import Actor
-from rlsys.megatron.anchor import ReferencePlan
-from rlsys.megatron.divergence import divergence_of
-from rlsys.megatron.results import Written
 from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.groups.megatron import ActorGroup, launch_megatron
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.anchor import ReferencePlan
+from rlsys.trainer.batches.dealer import Dealer
+from rlsys.trainer.divergence import divergence_of
+from rlsys.weights.checkpoint.about import is_complete
+from rlsys.weights.checkpoint.staging import host_copies
+from rlsys.weights.checkpoint.writing import Written
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, weights_of
 from tests.megatron.hosts import HostedGroup, hosts

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.observe.files import (
+from rlsys.files import (
     CONFIG_BYTES,
     DEPTH,
     LINE_BYTES,

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rlsys.agent.trajectory import Action, Turn
+from rlsys.data.group import Group, Sample
+from rlsys.data.trajectory import Action, Turn
 from rlsys.observe.kept import (
     Kept,
     forget_kept,
@@ -28,7 +29,6 @@ from rlsys.observe.kept import (
     write_kept,
     write_row,
 )
-from rlsys.pipeline.group import Group, Sample
 from tests.pipeline.build import question, rewarded, same, trajectory
 
 NAN = float("nan")

@@ -17,20 +17,20 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rlsys
-from rlsys.agent.trajectory import Action, Turn
 from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss
 from rlsys.algorithms.values import ValueLoss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RunConfig
 from rlsys.config.tracking import TrackingConfig
-from rlsys.evaluation.evaluate import Answered, Evaluation
-from rlsys.evaluation.scores import scores_of
-from rlsys.groups.megatron import ActorGroup, CriticGroup
+from rlsys.data.group import Group
+from rlsys.data.trajectory import Action, Turn
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
-from rlsys.pipeline.flops import Flops
-from rlsys.pipeline.group import Group
-from rlsys.record import RunRecord
+from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
+from rlsys.orchestrator.evaluation.scores import scores_of
+from rlsys.orchestrator.groups.megatron import ActorGroup, CriticGroup
+from rlsys.orchestrator.record import RunRecord
+from rlsys.trainer.batches.flops import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 
 SOURCE = Path(rlsys.__file__).parent

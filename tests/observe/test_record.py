@@ -22,8 +22,7 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.guards import GuardsConfig
 from rlsys.config.schema import RunConfig
 from rlsys.config.tracking import TrackingConfig
-from rlsys.evaluation.evaluate import Answered, Evaluation
-from rlsys.evaluation.scores import scores_of
+from rlsys.data.group import Group
 from rlsys.observe.environment import read_lives
 from rlsys.observe.guards import Alarm
 from rlsys.observe.kept import kept_steps, write_row
@@ -31,10 +30,11 @@ from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.flops import Flops
-from rlsys.pipeline.group import Group
-from rlsys.pipeline.ledger import Ended, Reason, Stage
-from rlsys.record import History, RunRecord, update_figures
+from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
+from rlsys.orchestrator.evaluation.scores import scores_of
+from rlsys.orchestrator.pipeline.ledger import Ended, Reason, Stage
+from rlsys.orchestrator.record import History, RunRecord, update_figures
+from rlsys.trainer.batches.flops import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 
 S = 1_000_000_000

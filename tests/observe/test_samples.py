@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.observe.samples import Sample, render_sample, visible, write_samples
 
 

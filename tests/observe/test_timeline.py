@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.agent.trajectory import Action, Trajectory, Turn
+from rlsys.data.trajectory import Action, Trajectory, Turn
 from rlsys.observe.spans import Span
 from rlsys.observe.timeline import TIMELINE, Row, TimelineLog, episode_spans, read_row, steps_of
 from tests.pipeline.build import trajectory

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.agent.trajectory import Finish, Trajectory, Turn
+from rlsys.data.group import Sample
 from rlsys.data.question import Question
-from rlsys.pipeline.group import Sample
+from rlsys.data.trajectory import Finish, Trajectory, Turn
 
 
 def trajectory(

@@ -7,13 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from rlsys.agent.begun import Begun
+from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource, SourceState
-from rlsys.pipeline.flow import Bites, Flow, FlowState
-from rlsys.pipeline.group import Group, Sample, Scores
-from rlsys.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
-from rlsys.pipeline.workers import Say, silent
+from rlsys.orchestrator.pipeline.flow import Bites, Flow, FlowState
+from rlsys.orchestrator.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
+from rlsys.orchestrator.pipeline.workers import Say, silent
+from rlsys.rollout.agent.begun import Begun
 from tests.pipeline.simulation import Parts
 from tests.pipeline.watched import Property
 

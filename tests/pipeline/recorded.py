@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 
 Recording = dict[tuple[str, int], list[Trajectory]]
 """(question's uid, version that sampled) -> its episodes"""

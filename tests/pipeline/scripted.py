@@ -14,13 +14,14 @@ from functools import cache, partial
 
 import numpy as np
 
-from rlsys.agent.begun import Begun, PartialEpisode
-from rlsys.agent.trajectory import Finish, Trajectory
+from rlsys.data.group import Floats, Group, Sample, Scores
 from rlsys.data.question import Question
-from rlsys.groups.residence import Residence, Tenant
+from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.observe.spans import Tracer
-from rlsys.pipeline.group import Floats, Group, Sample, Scores
-from rlsys.pipeline.routing import EngineDied, GroupLost, Loss, Router
+from rlsys.orchestrator.groups.residence import Residence, Tenant
+from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, Router
+from rlsys.rollout.agent.begun import Begun, PartialEpisode
+from rlsys.rollout.liveness import EngineDied
 from tests.pipeline.build import rewarded
 from tests.pipeline.script import Script
 from tests.pipeline.watched import GROUPS, Property, Record

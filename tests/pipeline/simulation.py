@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from rlsys.data.source import PromptSource, SourceState
 from rlsys.errors import root_cause
-from rlsys.pipeline.flow import MOST_LOSSES, Bites, Flow, FlowState, Handlers
-from rlsys.pipeline.learn import MiniBatches, learn
-from rlsys.pipeline.ledger import Ended, Ledger, Reason
+from rlsys.orchestrator.pipeline.flow import MOST_LOSSES, Bites, Flow, FlowState, Handlers
+from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
+from rlsys.orchestrator.pipeline.ledger import Ended, Ledger, Reason
 from tests.pipeline.build import question
 from tests.pipeline.script import Ending, Script
 from tests.pipeline.scripted import Devices, Engines, Handling, Learner, Scorer, SharedDevices

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.pipeline.batcher import Frame, Plan, Size, fills, plan_micro_batches, share_out
-from rlsys.pipeline.flops import Flops
+from rlsys.trainer.batches.batcher import Frame, Plan, Size, fills, plan_micro_batches, share_out
+from rlsys.trainer.batches.flops import Flops
 
 UNTIMED = settings(deadline=None)
 FLOPS = Flops(per_token=50.0, per_target=20.0, per_square=1.0)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.config.algorithm import CorrectionLevel
-from rlsys.pipeline.figures import (
+from rlsys.data.group import Group, Sample
+from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.orchestrator.pipeline.figures import (
     answer_figures,
     correction_figures,
     group_figures,
@@ -20,8 +21,7 @@ from rlsys.pipeline.figures import (
     step_figures,
     training_flops,
 )
-from rlsys.pipeline.flops import Flops
-from rlsys.pipeline.group import Group, Sample
+from rlsys.trainer.batches.flops import Flops
 from tests.pipeline.build import question, trajectory
 
 SEARCH = Turn("a", Action.SEARCH, "q", "found", 6, 10, 4, 0.1, 0.5)

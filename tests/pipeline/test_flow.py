@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from rlsys.agent.trajectory import Trajectory
+from rlsys.data.group import Group
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
+from rlsys.data.trajectory import Trajectory
 from rlsys.errors import root_cause
-from rlsys.pipeline.group import Group
-from rlsys.pipeline.learn import MiniBatches, learn
-from rlsys.pipeline.ledger import Ledger, Reason
-from rlsys.pipeline.routing import NoEngineLeft
+from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
+from rlsys.orchestrator.pipeline.ledger import Ledger, Reason
+from rlsys.orchestrator.pipeline.routing import NoEngineLeft
 from tests.pipeline.bare import Bare
 from tests.pipeline.planted import PLANTED, PLANTED_IN_RESUMING
 from tests.pipeline.script import Ending, Script

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from rlsys.agent.trajectory import Trajectory
 from rlsys.config.algorithm import (
     AdvantageScale,
     AlgorithmConfig,
@@ -27,11 +26,12 @@ from rlsys.config.algorithm import (
     KlPlace,
 )
 from rlsys.config.schema import CompatConfig
+from rlsys.data.group import Group, Picks, Sample, Scores
+from rlsys.data.masks import response_tokens, trained_tokens, value_mask
 from rlsys.data.question import Question
-from rlsys.pipeline.group import Group, Picks, Sample, Scores
-from rlsys.pipeline.grouping import finish, mean_kl, over_mini_batch, reward_group, turns_of
-from rlsys.pipeline.masks import response_tokens, trained_tokens, value_mask
-from rlsys.reward.scored import Scored
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, reward_group, turns_of
+from rlsys.orchestrator.rewards.scored import Scored
 from tests.pipeline.build import question, rewarded, trajectory
 from tests.pipeline.virtual_time import now, run_virtually
 

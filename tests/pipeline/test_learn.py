@@ -11,11 +11,11 @@ import pytest
 
 from rlsys.config.algorithm import AlgorithmConfig, Baseline
 from rlsys.config.schema import RunConfig, TrainerConfig
-from rlsys.pipeline.flow import Flow
-from rlsys.pipeline.group import Group, Sample
-from rlsys.pipeline.learn import MiniBatches, learn
-from rlsys.pipeline.schedule import mini_batches
-from rlsys.pipeline.workers import Say
+from rlsys.data.group import Group, Sample
+from rlsys.orchestrator.pipeline.flow import Flow
+from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
+from rlsys.orchestrator.pipeline.schedule import mini_batches
+from rlsys.orchestrator.pipeline.workers import Say
 from tests.pipeline.build import question, rewarded, trajectory
 
 Event = tuple[str, int]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.pipeline.group import Group, Sample
-from rlsys.pipeline.learning_figures import (
+from rlsys.data.group import Group, Sample
+from rlsys.orchestrator.pipeline.learning_figures import (
     advantage_figures,
     critic_figures,
     divergence_figures,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlsys.errors import RunError
-from rlsys.pipeline.ledger import Ended, Ledger, Reason, Stage, Ticket
+from rlsys.orchestrator.pipeline.ledger import Ended, Ledger, Reason, Stage, Ticket
 from tests.pipeline.build import question
 
 

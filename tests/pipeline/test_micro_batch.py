@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from rlsys.pipeline.group import Picks, Sample
-from rlsys.pipeline.masks import response_tokens
-from rlsys.pipeline.micro_batch import collate, round_up
+from rlsys.data.group import Picks, Sample
+from rlsys.data.masks import response_tokens
+from rlsys.trainer.batches.micro_batch import collate, round_up
 from tests.pipeline.build import sample
 
 LONG = sample(

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from rlsys.agent.begun import Begun
-from rlsys.agent.trajectory import Trajectory
-from rlsys.checkpoint.codec import load_values, save_values
+from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import SourceState
-from rlsys.pipeline.flow import Flow, FlowState
-from rlsys.pipeline.group import Group, Sample, Scores
-from rlsys.pipeline.learn import MiniBatches, learn
-from rlsys.pipeline.ledger import Ledger, LedgerState, Reason, TicketState
-from rlsys.pipeline.routing import GroupLost, Loss
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.pipeline.flow import Flow, FlowState
+from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
+from rlsys.orchestrator.pipeline.ledger import Ledger, LedgerState, Reason, TicketState
+from rlsys.orchestrator.pipeline.routing import GroupLost, Loss
+from rlsys.rollout.agent.begun import Begun
+from rlsys.weights.checkpoint.codec import load_values, save_values
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, rewarded, same, trajectory
 from tests.pipeline.planted import PLANTED_IN_RESUMING

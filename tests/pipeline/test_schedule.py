@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline
 from rlsys.config.schema import CompatConfig, CriticConfig, RunConfig, TrainerConfig
-from rlsys.pipeline.group import Group, Scores
-from rlsys.pipeline.grouping import finish
-from rlsys.pipeline.masks import value_mask
-from rlsys.pipeline.schedule import bites, learning, mini_batches
+from rlsys.data.group import Group, Scores
+from rlsys.data.masks import value_mask
+from rlsys.orchestrator.pipeline.grouping import finish
+from rlsys.orchestrator.pipeline.schedule import bites, learning, mini_batches
 from tests.pipeline.build import question, rewarded, trajectory
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from rlsys.agent.begun import Begun
-from rlsys.agent.trajectory import Trajectory
+from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
-from rlsys.pipeline.flow import Bites, Flow, Handlers
-from rlsys.pipeline.group import Group, Sample, Scores
-from rlsys.pipeline.learn import MiniBatches, learn
-from rlsys.pipeline.ledger import Ledger
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.pipeline.flow import Bites, Flow, Handlers
+from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
+from rlsys.orchestrator.pipeline.ledger import Ledger
+from rlsys.rollout.agent.begun import Begun
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, trajectory
 from tests.pipeline.virtual_time import run_virtually

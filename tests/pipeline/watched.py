@@ -12,10 +12,10 @@ from copy import deepcopy
 from enum import StrEnum
 from functools import cache
 
-from rlsys.agent.begun import Begun
+from rlsys.data.group import Group
 from rlsys.data.question import Question
-from rlsys.pipeline.group import Group
-from rlsys.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
+from rlsys.orchestrator.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
+from rlsys.rollout.agent.begun import Begun
 from tests.pipeline.script import Script
 
 LEARNERS = ("actor", "critic")

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import zeros
 
-from rlsys.capabilities import Capabilities
+from rlsys.cluster.preflight.probes import Answer, Disk, Gpu, Gpus, RayCluster, Unseen
 from rlsys.config.schema import SearchConfig
-from rlsys.preflight.probes import Answer, Disk, Gpu, Gpus, RayCluster, Unseen
+from rlsys.observe.capabilities import Capabilities
 from rlsys.weights.bijection import WeightMap
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import INDEX

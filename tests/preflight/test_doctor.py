@@ -13,9 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
-from rlsys.cli.main import app
-from rlsys.preflight.finding import Finding, ok, unknown, wrong
-from rlsys.preflight.show import as_data, show, verdict
+from rlsys.apps.cli.main import app
+from rlsys.cluster.preflight.finding import Finding, ok, unknown, wrong
+from rlsys.cluster.preflight.show import as_data, show, verdict
 
 FINDINGS = [
     ok("config", "its settings go together"),
@@ -56,7 +56,7 @@ def test_programs_read_the_same() -> None:
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlsys.cli.main", "doctor", *arguments]
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", "doctor", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

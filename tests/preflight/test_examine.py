@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.capabilities import Capabilities
+from rlsys.cluster.preflight.examine import examine
+from rlsys.cluster.preflight.finding import Finding, State, is_right
+from rlsys.cluster.preflight.probes import Answer, Gpus, RayCluster, RayNode, Tenant, Unseen
+from rlsys.cluster.preflight.versions import FOLDER, read_requirements
 from rlsys.config.schema import RunConfig
-from rlsys.preflight.examine import examine
-from rlsys.preflight.finding import Finding, State, is_right
-from rlsys.preflight.probes import Answer, Gpus, RayCluster, RayNode, Tenant, Unseen
-from rlsys.preflight.versions import FOLDER, read_requirements
+from rlsys.observe.capabilities import Capabilities
+from rlsys.orchestrator.validate import find_problems
 from tests.preflight.conftest import Compose
 from tests.preflight.machine import Machine, cards
 
@@ -38,17 +39,21 @@ def complete(**changed: object) -> Machine:
 
 
 def wrong_things(config: RunConfig, machine: Machine) -> dict[str, Finding]:
-    return {one.what: one for one in examine(config, machine) if one.state is State.wrong}
+    return {
+        one.what: one
+        for one in examine(config, list(find_problems(config)), machine)
+        if one.state is State.wrong
+    }
 
 
 def found(config: RunConfig, machine: Machine, what: str) -> Finding:
-    (one,) = [one for one in examine(config, machine) if one.what == what]
+    (one,) = [one for one in examine(config, list(find_problems(config)), machine) if one.what == what]
     return one
 
 
 def test_where_all_is_there_nothing_is_wrong(node_run: Compose) -> None:
     machine = complete()
-    findings = list(examine(node_run(), machine))
+    findings = list(examine(node_run(), list(find_problems(node_run())), machine))
     assert [one for one in findings if one.state is State.wrong] == []
     assert is_right(findings)
     assert machine.asked == ["Who wrote it?"], "a server is asked a question of the run's own"
@@ -176,7 +181,9 @@ TWO_NODES = [
 
 
 def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(node_run: Compose) -> None:
-    findings = list(examine(node_run(*TWO_NODES), complete(cluster=CLUSTER)))
+    findings = list(
+        examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), complete(cluster=CLUSTER))
+    )
     assert [one for one in findings if one.state is State.wrong] == []
     assert "1 other machine" in [one.what for one in findings if one.state is State.unknown]
 
@@ -211,7 +218,7 @@ def test_a_cluster_that_does_not_fit_says_in_what(
 def test_a_machine_without_a_share_in_the_run_needs_no_gpu(node_run: Compose) -> None:
     machine = complete(cluster=CLUSTER, cards=Unseen("no driver"), here=Capabilities())
     machine.networks = {"eth0": ["10.0.0.3"]}
-    findings = list(examine(node_run(*TWO_NODES), machine))
+    findings = list(examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), machine))
     assert is_right(findings)
     assert "GPUs" in [one.what for one in findings if one.state is State.unknown]
 
@@ -220,7 +227,11 @@ def test_machines_that_a_launcher_will_gather_are_not_said_to_be_there(node_run:
     config = node_run(*TWO_NODES[1:])
 
     def ray(machine: Machine) -> State:
-        (one,) = [one for one in examine(config, machine, launched=True) if one.what == "Ray"]
+        (one,) = [
+            one
+            for one in examine(config, list(find_problems(config)), machine, launched=True)
+            if one.what == "Ray"
+        ]
         return one.state
 
     assert ray(complete()) is State.unknown
@@ -232,7 +243,7 @@ def test_what_the_launcher_alone_starts_is_wrong_without_it(node_run: Compose) -
     wrong = wrong_things(config, complete())
     assert set(wrong) == {"cluster.address", "cluster.search.nodes"}
     assert all("`rlsys launch`" in one.found for one in wrong.values())
-    assert is_right(examine(config, complete(), launched=True))
+    assert is_right(examine(config, list(find_problems(config)), complete(), launched=True))
     # What the launcher adds.
     added = ("cluster.address=10.0.0.1:6379", "search.url=http://10.0.0.2:8000")
     launched = node_run(*TWO_NODES[1:-1], "search.index=none", "cluster.search.nodes=['1']", *added)

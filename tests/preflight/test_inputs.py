@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.preflight.finding import State
-from rlsys.preflight.inputs import data_findings, model_findings
+from rlsys.cluster.preflight.finding import State
+from rlsys.cluster.preflight.inputs import data_findings, model_findings
 from rlsys.weights.hf_io import INDEX
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import orjson
 import pytest
 
+from rlsys.cluster.preflight.machine import ThisMachine, read_gpus
+from rlsys.cluster.preflight.probes import Unseen
 from rlsys.config.schema import SearchConfig
-from rlsys.preflight.machine import ThisMachine, read_gpus
-from rlsys.preflight.probes import Unseen
 
 CARDS = """\
 0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 4, 580.82.07
@@ -144,6 +144,6 @@ def test_a_silent_driver_ends_the_wait(monkeypatch: pytest.MonkeyPatch, tmp_path
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("rlsys.preflight.machine._DRIVER_S", 0.2)
+    monkeypatch.setattr("rlsys.cluster.preflight.machine._DRIVER_S", 0.2)
     with pytest.raises(Unseen, match="no answer within"):
         ThisMachine().gpus()

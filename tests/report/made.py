@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rlsys.evaluation.evaluate import Answered, Evaluation
-from rlsys.evaluation.results import RESULTS, write_results
+from rlsys.apps.evaluation.results import RESULTS, write_results
 from rlsys.observe.environment import Life
 from rlsys.observe.kept import Kept, KeptTurn, write_kept
 from rlsys.observe.spans import Span
 from rlsys.observe.timeline import TimelineLog
+from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
 
 WORDS = (
     *(

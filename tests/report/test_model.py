@@ -15,9 +15,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.agent.trajectory import Action
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
+from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept, read_kept_step, read_row
 from rlsys.observe.run_folder import open_run
 from rlsys.report.embed import compressed, inline_json

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from rlsys.agent.trajectory import Action
+from rlsys.data.trajectory import Action
 from rlsys.observe.run_folder import open_run
 from rlsys.report.page import write_report
 from tests.browser import DESKTOP, PHONE, Look, browser, look

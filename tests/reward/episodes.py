@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.agent.protocol import End, Say, State
-from rlsys.agent.protocol import Protocol as Rules
-from rlsys.agent.trajectory import Finish, Trajectory, Turn
 from rlsys.config.reward import RewardConfig
 from rlsys.config.schema import CompatConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
-from rlsys.reward.reading import Reader, Reading
+from rlsys.data.trajectory import Finish, Trajectory, Turn
+from rlsys.orchestrator.rewards.reading import Reader, Reading
+from rlsys.rollout.agent.protocol import End, Say, State
+from rlsys.rollout.agent.protocol import Protocol as Rules
 
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.agent.trajectory import Trajectory
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Trajectory
 
 NUMBER = 3.0
 BARRIER = threading.Barrier(2, timeout=20)

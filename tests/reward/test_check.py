@@ -10,9 +10,9 @@ import pytest
 from rlsys.config.reward import JudgeConfig, RewardConfig
 from rlsys.config.schema import CompatConfig
 from rlsys.errors import UserError
-from rlsys.reward.check import check_terms
-from rlsys.reward.reward import Rewards
-from rlsys.reward.terms import pure_terms
+from rlsys.orchestrator.rewards.check import check_terms
+from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.rewards.terms import pure_terms
 from tests.reward.episodes import TASK, task_of, terms
 
 OWN = "tests.reward.own_terms"

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from rlsys.config.reward import RewardConfig
 from rlsys.config.schema import CompatConfig
-from rlsys.reward.check import check_terms
-from rlsys.reward.reward import Rewards
-from rlsys.reward.terms import JUDGE, pure_terms
+from rlsys.orchestrator.rewards.check import check_terms
+from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.rewards.terms import JUDGE, pure_terms
 from tests.reward.episodes import TASK, episode, question, think
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlsys.agent.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.data.exact_match import exact_match, normalize, score
 from rlsys.data.question import Question
-from rlsys.reward.exact_match import exact_match, normalize, score
+from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rlsys.config.reward import JudgeConfig, RewardConfig
 from rlsys.config.schema import CompatConfig
 from rlsys.errors import RunError
-from rlsys.reward.judge import Judge
-from rlsys.reward.prompt import fill, verdict_of
-from rlsys.reward.reward import Rewards
+from rlsys.orchestrator.rewards.judge import Judge
+from rlsys.orchestrator.rewards.prompt import fill, verdict_of
+from rlsys.orchestrator.rewards.reward import Rewards
 from tests.pipeline.virtual_time import run_virtually
 from tests.reward.chat import Chat, completion, settings, status
 from tests.reward.episodes import TASK, episode, question, think

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.reward.exact_match import exact_match, normalize
-from rlsys.reward.matching import contains, f1, sub_exact_match
+from rlsys.data.exact_match import exact_match, normalize
+from rlsys.data.matching import contains, f1, sub_exact_match
 
 WORDS = st.lists(
     st.sampled_from(["the", "Paris", "a", "bamako,", "city", "of", "Mali!", "1,000"]), max_size=7

@@ -13,8 +13,8 @@ import pytest
 from rlsys.config.reward import RewardConfig
 from rlsys.config.schema import CompatConfig, TaskConfig
 from rlsys.errors import RunError, UserError
-from rlsys.reward.own import Calls, OwnTerm, load
-from rlsys.reward.reward import Rewards
+from rlsys.orchestrator.rewards.own import Calls, OwnTerm, load
+from rlsys.orchestrator.rewards.reward import Rewards
 from tests.reward.episodes import episode, read, think
 
 HERE = "tests.reward.own_terms"
@@ -135,7 +135,7 @@ def test_a_module_that_fails_says_what_it_said(tmp_path: Path, monkeypatch: pyte
 def test_a_function_that_never_returns_does_not_keep_the_process() -> None:
     program = """
 import asyncio, threading
-from rlsys.reward.own import in_daemon_thread
+from rlsys.orchestrator.rewards.own import in_daemon_thread
 
 async def main():
     try:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.agent.trajectory import Trajectory
 from rlsys.config.schema import CompatConfig, TagsConfig
-from rlsys.reward.reading import Reader
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.rewards.reading import Reader
 from tests.reward.episodes import episode, question, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")

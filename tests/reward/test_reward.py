@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.agent.trajectory import Trajectory
 from rlsys.config.reward import RewardConfig
 from rlsys.config.schema import CompatConfig
-from rlsys.reward.reward import Rewards
-from rlsys.reward.scored import Scored
-from rlsys.reward.terms import PENALTIES, pure_terms
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.rewards.scored import Scored
+from rlsys.orchestrator.rewards.terms import PENALTIES, pure_terms
 from tests.reward.episodes import TASK, Said, episode, question, task_of, terms, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")

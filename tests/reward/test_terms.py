@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.agent.trajectory import Trajectory
 from rlsys.config.reward import RewardConfig
 from rlsys.config.schema import CompatConfig
-from rlsys.reward.reading import Reader
-from rlsys.reward.terms import overlong_penalty, pure_terms
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.rewards.reading import Reader
+from rlsys.orchestrator.rewards.terms import overlong_penalty, pure_terms
 from tests.reward.episodes import TASK, Said, episode, question, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from rlsys.agent.episode import Generation, TurnSampling
 from rlsys.config.schema import RolloutConfig
 from rlsys.data.question import Question
+from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.engine import Engine
 from rlsys.rollout.worker import RolloutWorker
 from rlsys.weights.buckets import Bucket, digest, pack

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.agent.begun import PartialEpisode
-from rlsys.agent.episode import Generation, TurnSampling
-from rlsys.agent.trajectory import Action, Finish
 from rlsys.config.schema import TokenMode
+from rlsys.data.trajectory import Action, Finish
 from rlsys.errors import RunError
+from rlsys.rollout.agent.begun import PartialEpisode
+from rlsys.rollout.agent.episode import Generation, TurnSampling
 from tests.rollout import tiny
 from tests.rollout.bench import (
     QUESTION,

@@ -11,13 +11,12 @@ import psutil
 import pytest
 import torch
 
-from rlsys.agent.episode import TurnSampling
 from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
-from rlsys.pipeline.routing import EngineDied
+from rlsys.rollout.agent.episode import TurnSampling
 from rlsys.rollout.engine import Engine
 from rlsys.rollout.held_weights import sha256_prefix
-from rlsys.rollout.liveness import Liveness
+from rlsys.rollout.liveness import EngineDied, Liveness
 from rlsys.rollout.staging import StagedVersion
 from rlsys.weights.buckets import Bucket, digest, pack, pack_into, unpack
 from tests.rollout import tiny

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlsys.agent.episode import TurnSampling
 from rlsys.report.sampler import log_kept_mass
+from rlsys.rollout.agent.episode import TurnSampling
 from tests.rollout.bench import Bench, logprobs_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]

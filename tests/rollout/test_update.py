@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.agent.episode import TurnSampling
-from rlsys.agent.trajectory import Finish, Trajectory
 from rlsys.config.schema import Device, OnUpdate, SyncMode, TokenMode
+from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError
+from rlsys.rollout.agent.episode import TurnSampling
 from rlsys.weights.buckets import Bucket, pack, pack_into
 from rlsys.weights.transport import Parcel, TransportSpec
 from tests.rollout import tiny

@@ -161,7 +161,7 @@ def run_search(port: int) -> None:
 
 def run_chat(port: int) -> None:
     """The page to ask from, over a scripted conversation."""
-    from rlsys.chat.web import serve
+    from rlsys.apps.chat.web import serve
     from tests.chat.pages import opened
     from tests.chat.scripted import ANSWERS, Script, Shelf, codec
 
@@ -173,7 +173,7 @@ def run_watch(port: int) -> None:
     """The live page of a run that has just begun."""
     import tempfile
 
-    from rlsys.watch.serve import serve_run
+    from rlsys.report.watch.serve import serve_run
     from tests.watch.folder import write_run
 
     with tempfile.TemporaryDirectory() as folder:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.errors import UserError
+from rlsys.rollout.search_tool import open_tool, search_metrics
 from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import DenseRetriever
 from rlsys.search.launch import SearchServer
@@ -22,7 +23,6 @@ from rlsys.search.recording import Call, Cassette, Header, drawn_rank
 from rlsys.search.replicas import served
 from rlsys.search.result import Failure, Passage, SearchResult
 from rlsys.search.server.app import create_app
-from rlsys.search.tool import open_tool, search_metrics
 from tests.pipeline.virtual_time import now, run_virtually
 from tests.ports import free_port
 

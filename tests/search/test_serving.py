@@ -15,8 +15,8 @@ import pytest
 
 from rlsys.config.schema import CassetteConfig, SearchConfig
 from rlsys.errors import RunError
+from rlsys.orchestrator.serving import Serving, require_named, serving
 from rlsys.search.launch import SearchServer
-from rlsys.search.serving import Serving, require_named, serving
 
 DEAD = "http://127.0.0.1:9"
 

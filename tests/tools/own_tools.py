@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlsys.tools.interface import ToolError
+from rlsys.rollout.tools.interface import ToolError
 
 
 class Mute(Exception):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.tools.calculator import DIGITS, MOST_CHARS, Calculator, spelled, value_of
-from rlsys.tools.interface import ToolError
+from rlsys.rollout.tools.calculator import DIGITS, MOST_CHARS, Calculator, spelled, value_of
+from rlsys.rollout.tools.interface import ToolError
 
 SMALL = st.recursive(
     st.integers(0, 99).map(lambda number: (str(number), Fraction(number)))

@@ -10,12 +10,12 @@ from types import ModuleType
 import pytest
 import yaml
 
-from rlsys.agent.calling import call_tool
-from rlsys.agent.observation import render_call
 from rlsys.config.compose import schema_keys
 from rlsys.config.schema import TaskConfig
-from rlsys.tools.calculator import Calculator
-from rlsys.tools.load import check_tools, open_tools
+from rlsys.rollout.agent.calling import call_tool
+from rlsys.rollout.agent.observation import render_call
+from rlsys.rollout.tools.calculator import Calculator
+from rlsys.rollout.tools.load import check_tools, open_tools
 from tests.reward.episodes import episode, question
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/tools.md").read_text(encoding="utf-8")

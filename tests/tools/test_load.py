@@ -8,13 +8,13 @@ import pytest
 
 from rlsys.config.schema import TagsConfig, TaskConfig
 from rlsys.errors import UserError
-from rlsys.tools.calculator import Calculator
-from rlsys.tools.interface import Tool
-from rlsys.tools.load import check_tools, described, find_tool, open_tools, tool_tags
+from rlsys.rollout.tools.calculator import Calculator
+from rlsys.rollout.tools.interface import Tool
+from rlsys.rollout.tools.load import check_tools, described, find_tool, open_tools, tool_tags
 from tests.tools.own_tools import Echo
 
 HERE = "tests.tools.own_tools"
-CALCULATOR = "rlsys.tools.calculator.Calculator"
+CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
 def task(*tools: str, tags: TagsConfig | None = None) -> TaskConfig:

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlsys.observe.progress import WAIT_PREFIX
 from rlsys.observe.run_folder import open_run
-from rlsys.watch.life import Life, Phase
-from rlsys.watch.metrics import exposition
+from rlsys.report.life import Life, Phase
+from rlsys.report.watch.metrics import exposition
 from tests.watch.folder import add_evaluation, add_step, write_run, write_status
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

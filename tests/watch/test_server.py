@@ -18,7 +18,7 @@ import requests
 
 from tests.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
 
-COMMAND = [sys.executable, "-m", "rlsys.cli.main", "watch"]
+COMMAND = [sys.executable, "-m", "rlsys.apps.cli.main", "watch"]
 TIMEOUT_S = 60
 
 

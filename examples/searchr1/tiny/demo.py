@@ -24,22 +24,22 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.searchr1.tiny.oracle import Ceiling, measure_ceiling
 from examples.searchr1.tiny.world import WorldSpec, build_world, write_world
-from rlsys.checkpoint.store import CheckpointStore
-from rlsys.cli.main import app, run_command
-from rlsys.cli.running import run_to_end
+from rlsys.apps.cli.main import app, run_command
+from rlsys.apps.running import run_to_end
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.config.validate import validate
 from rlsys.data.rows import read_questions
 from rlsys.errors import RunError
 from rlsys.observe.summary import write_summary
 from rlsys.observe.table import render_summary
-from rlsys.record import new_run_dir
-from rlsys.resume import CHECKPOINTS
+from rlsys.orchestrator.record import new_run_dir
+from rlsys.orchestrator.resume import CHECKPOINTS
+from rlsys.orchestrator.serving import serving
+from rlsys.orchestrator.validate import validate
 from rlsys.search.client import SearchClient
 from rlsys.search.index.make import make_index
-from rlsys.search.serving import serving
 from rlsys.train import train
+from rlsys.weights.checkpoint.store import CheckpointStore
 
 CONFIG = "searchr1_tiny_cpu"
 WORLD = Path("data/tiny_world")

@@ -11,8 +11,8 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from rlsys.data.exact_match import exact_match
 from rlsys.data.question import Question
-from rlsys.reward.exact_match import exact_match
 
 Retrieve = Callable[[str], Awaitable[list[str]]]
 """From a query to the `contents` of the passages found, best first."""

@@ -28,7 +28,7 @@ from examples.searchr1.tiny.questions import (
     one_hop,
     two_hop,
 )
-from rlsys.observe.files import write_atomically
+from rlsys.files import write_atomically
 
 ATTRIBUTION = """# Attribution
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rlsys.claim import LOCK, working_folder
 from rlsys.errors import RunError, UserError
+from rlsys.files import LOCK, working_folder
 from rlsys.search.index.manifest import MANIFEST_FILE
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}

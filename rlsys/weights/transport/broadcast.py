@@ -26,10 +26,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.cluster.network import listener
 from rlsys.config.schema import Device
 from rlsys.errors import RunError
 from rlsys.weights.buckets import Bucket
+from rlsys.weights.sockets import listener
 from rlsys.weights.transport.parcel import SLOTS, Parcel, Slots, TransportSpec
 
 LOOK_S = 0.02

@@ -12,8 +12,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from rlsys.cli import convert
-from rlsys.cli.main import run_command
+from rlsys.apps.cli import convert
+from rlsys.apps.cli.main import run_command
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -13,8 +13,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from rlsys.cli import convert
-from rlsys.cli.main import run_command
+from rlsys.apps.cli import convert
+from rlsys.apps.cli.main import run_command
 
 
 def main(

@@ -1,0 +1,191 @@
+"""`SearchR1Trainer`: reinforcement learning of a policy that searches, from Python.
+
+What the arguments do not say, the experiment says: by default the published one for 3B on one node
+(`configs/searchr1_qwen2.5_3b_1node.yaml`). So a run is what `rlsys train` makes of the same keys, and
+`TrainingResult.command` is that command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlsys.apps.api.models import model_folder
+from rlsys.apps.api.notes import note
+from rlsys.apps.api.questions import Data, training_files
+from rlsys.apps.api.result import TrainingResult
+from rlsys.apps.api.retrievers import NoSearch, SearchBackend
+from rlsys.apps.api.settings import (
+    Devices,
+    Given,
+    Settings,
+    compose_settings,
+    fitting_batch,
+    of_batch,
+    of_devices,
+    of_reward,
+)
+from rlsys.apps.notebook_running import finish
+from rlsys.config.compose import PROJECT_CONFIGS, load_config
+from rlsys.config.schema import RunConfig
+from rlsys.errors import UserError
+from rlsys.orchestrator.validate import find_problems, validate
+
+EXPERIMENT = "searchr1_qwen2.5_3b_1node"
+"""Search-R1's published run of 3B on one node."""
+
+
+class SearchR1Trainer:
+    """Trains a model to answer questions with the help of searches.
+
+    Args:
+        model_name: Hugging Face folder, or a name on the Hub, which is downloaded as transformers does.
+        search_backend: what the policy searches: `DenseRetriever`, `BM25Retriever`, `WebSearch`, `HttpRetriever`, or your
+            own `SearchBackend`. None for nothing: it has its tools alone (`task.tools`, see docs/tools.md).
+        rl_algorithm: a file of `configs/algorithm`: grpo, ppo, dapo, rloo, reinforce, gspo, ... None is the experiment's.
+        reward_config: terms of the reward with their weights, and keys of the reward, such as
+            `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}`; see docs/rewards.md. None is the experiment's,
+            which is exact match unless it says otherwise.
+        max_search_turns: turns of an episode in which a search is carried out; one more may only answer. None is the
+            experiment's.
+        devices: GPUs of this machine: how many, or their ranks; "cpu" for none. None leaves the experiment's groups where it
+            places them.
+        config: the experiment that says all else: a config of the project, or the path of one.
+        overrides: further settings as the command line takes them, such as `["actor.optimizer.lr=2e-6"]`.
+        name: of the run, whose folder is `<output_dir>/<name>-<time>`; None is the experiment's.
+        output_dir: folder of runs.
+
+    Raises UserError for what can be seen to be wrong already.
+    """
+
+    def __init__(
+        self,
+        model_name: str | Path,
+        search_backend: SearchBackend | None,
+        rl_algorithm: str | None = "grpo",
+        reward_config: Mapping[str, Any] | None = None,
+        max_search_turns: int | None = None,
+        devices: Devices | None = None,
+        *,
+        config: str | Path = EXPERIMENT,
+        overrides: Sequence[str] = (),
+        name: str | None = None,
+        output_dir: str | Path = "outputs",
+    ) -> None:
+        if isinstance(overrides, str):
+            raise UserError(
+                f'overrides="{overrides}" is one text: give a list of settings such as ["trainer.seed=1"].'
+            )
+        backend = NoSearch() if search_backend is None else search_backend
+        if isinstance(backend, type) or not isinstance(backend, SearchBackend):
+            raise UserError(
+                f"search_backend={search_backend!r} is no retriever: give HttpRetriever(url) for a running server, or "
+                "DenseRetriever(folder) for an index, or None for no search."
+            )
+        self.model_name = model_name
+        self.search_backend = backend
+        self.output_dir = Path(output_dir)
+        self._config = str(config)
+        self._overrides = tuple(overrides)
+        self._given = [
+            Given("name", {} if name is None else {"name": name}),
+            Given("output_dir", {"output_dir": str(output_dir)}),
+            Given("devices", of_devices(devices)),
+            Given("rl_algorithm", _algorithm(rl_algorithm)),
+            Given("reward_config", of_reward(reward_config)),
+        ]
+        if max_search_turns is not None:
+            self._given.append(Given("max_search_turns", {"task.max_turns": max_search_turns}))
+
+    def train(
+        self,
+        train_data: Data,
+        num_iterations: int | None = None,
+        batch_size: int | None = None,
+        *,
+        eval_data: Data | None = None,
+        holdout: int | None = None,
+        resume: str = "none",
+    ) -> TrainingResult:
+        """Train, and return what came of it. Ctrl-C ends the run cleanly and raises KeyboardInterrupt.
+
+        Args:
+            train_data: questions with accepted answers: a file (jsonl, parquet, csv, tsv), a list of mappings such as
+                `{"question": ..., "answers": [...]}`, or a list of `rlsys.data.question.Question`.
+            num_iterations: steps; None is the experiment's number.
+            batch_size: questions of a step; None is the experiment's number, or all that there are to train on if they are
+                fewer. Where it has more mini-batches than these, there is one for each question.
+            eval_data: questions to evaluate on, before, during and after training; those that are in `train_data` too are
+                not trained on. Without them some of `train_data` are held out, and not trained on.
+            holdout: how many different questions are held out; None is a tenth, at most 500.
+            resume: "auto" goes on with the newest run of this name in `output_dir`, "none" begins, a folder of a run or of a
+                checkpoint goes on from there.
+
+        Raises UserError for a mistake in the settings or the data (all that are found at once), RunError for a run that
+        cannot go on.
+        """
+        files = training_files(train_data, eval_data, holdout, 0, self.output_dir / "questions")
+        if files.dropped:
+            note(f"{files.dropped} questions of train_data are in eval_data too: they are not trained on.")
+        given = [
+            *self._given,
+            Given("train_data", {"task.train_path": str(files.train)}),
+            Given("eval_data", {"task.eval_path": str(files.heldout)}),
+            Given("resume", {"resume": resume}),
+        ]
+        if num_iterations is not None:
+            given.append(Given("num_iterations", {"trainer.steps": num_iterations}))
+        # What can be refused is refused before a model is downloaded or a server starts.
+        given.append(self._batch(given, batch_size, files.questions))
+        given.append(Given("model_name", {"model.path": str(model_folder(self.model_name))}))
+        _require_sound_but_for_search(self._config_of(given)[1])
+        with self.search_backend.serving(self.output_dir / "logs") as search:
+            settings, config = self._config_of([*given, Given("search_backend", search, passing=True)])
+            validate(config)
+            run_dir, summary = _trained(config)
+        return TrainingResult(run_dir, summary, settings, self.search_backend)
+
+    def _batch(self, given: Sequence[Given], batch_size: int | None, questions: int) -> Given:
+        """What `batch_size` comes to; no more than there are `questions`, where nobody says how many."""
+        _, known = self._config_of(given)
+        if batch_size is None:
+            batch_size = fitting_batch(known, self._overrides, questions)
+            if batch_size is not None:
+                note(
+                    f"a step takes {batch_size} questions, all that there are to train on, in place of "
+                    f"{known.trainer.prompts_per_step}: give batch_size for less."
+                )
+        return Given("batch_size", of_batch(batch_size, known.trainer.mini_batches))
+
+    def _config_of(self, given: Sequence[Given]) -> tuple[Settings, RunConfig]:
+        settings = compose_settings(self._config, given, self._overrides)
+        return settings, load_config(settings.config, settings.overrides)
+
+
+def _algorithm(name: str | None) -> dict[str, str]:
+    known = sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml"))
+    if name is not None and name not in known:
+        raise UserError(f"rl_algorithm={name} is unknown: give one of {', '.join(known)}.")
+    return {} if name is None else {"algorithm": name}
+
+
+def _require_sound_but_for_search(config: RunConfig) -> None:
+    """Raise UserError with all that is wrong whatever will be searched."""
+    search = ("search", "task.invalid_message")
+    problems = [one.sentence for one in find_problems(config) if not one.key.startswith(search)]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _trained(config: RunConfig) -> tuple[Path, dict[str, Any]]:
+    """Train as `rlsys train` does; the run's folder and its summary."""
+    # Ray, transformers and the trackers take seconds to load, which a mistake need not wait for.
+    from rlsys.files import claim
+    from rlsys.orchestrator.starting import ready_to_start
+    from rlsys.train import train
+
+    run_dir, origin = ready_to_start(config, note)
+    with claim(run_dir):
+        summary = finish(train(config, run_dir, origin))
+    return run_dir, summary

@@ -1,0 +1,281 @@
+"""`rlsys convert`: checkpoints between Hugging Face and Megatron, and what they hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlsys.errors import UserError
+
+if TYPE_CHECKING:
+    from rlsys.apps.convert.verify import Verdict
+    from rlsys.weights.convert.engine import Outcome
+    from rlsys.weights.convert.info import Info
+
+app = typer.Typer(
+    help="Convert checkpoints between Hugging Face and Megatron; compare them; say what they hold.",
+    no_args_is_help=True,
+)
+
+_SHOWN_DIFFERENCES = 20
+_DIFFER = 1
+
+Out = Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")]
+Megatron = Annotated[
+    Path, typer.Argument(help="Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, an iter_*.")
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16 in place of what each tensor has.")
+]
+ShardSize = Annotated[str, typer.Option(help="Most bytes of one file, such as 500MB or 5GB.")]
+Processes = Annotated[
+    int | None,
+    typer.Option(help="That write at a time; by default one for each core, if the model is large."),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="The original Hugging Face folder: its config and tokenizer. Its weights are not read."
+    ),
+]
+
+
+@app.command()
+def mg2hf(
+    src: Megatron,
+    dst: Out,
+    hf: Config = None,
+    dtype: Dtype = None,
+    shard_size: ShardSize = "5GB",
+    processes: Processes = None,
+) -> None:
+    """Turn a Megatron checkpoint into a Hugging Face folder. One that was ended continues."""
+    with _quiet():
+        from rlsys.weights.convert.to_hf import megatron_to_hf
+
+        with _bar("written") as show:
+            outcome = megatron_to_hf(
+                src,
+                dst,
+                hf,
+                dtype=dtype,
+                shard_bytes=parse_size(shard_size),
+                processes=processes,
+                show=show,
+            )
+    _tell(outcome, dst)
+
+
+@app.command()
+def hf2mg(
+    src: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
+    dst: Out,
+    tp: Annotated[
+        int, typer.Option(help="Tensor parallel size that it is laid out for; it loads in any.")
+    ] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size that it is laid out for.")] = 1,
+    pp_layers: Annotated[
+        str | None, typer.Option(help="Layers of each stage where they are uneven, such as 10,9,9.")
+    ] = None,
+    ep: Annotated[int, typer.Option(help="Expert parallel size that it is laid out for.")] = 1,
+    dtype: Dtype = None,
+    values: Annotated[
+        bool, typer.Option("--values", help="Make a critic, with a value head of zeros if there is none.")
+    ] = False,
+    processes: Processes = None,
+) -> None:
+    """Turn a Hugging Face folder into a Megatron checkpoint. One that was ended continues."""
+    with _quiet():
+        from rlsys.config.schema import ParallelConfig
+        from rlsys.weights.convert.to_megatron import hf_to_megatron
+
+        parallel = ParallelConfig(tp=tp, pp=pp, pp_layers=_counts(pp_layers), ep=ep)
+        with _bar("written") as show:
+            outcome = hf_to_megatron(
+                src, dst, parallel=parallel, dtype=dtype, values=values, processes=processes, show=show
+            )
+    _tell(outcome, dst)
+
+
+@app.command()
+def verify(
+    a: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
+    b: Annotated[Path, typer.Argument(help="The other, of either kind.")],
+    hf: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder with the config of a Megatron checkpoint.")
+    ] = None,
+    logits: Annotated[
+        bool,
+        typer.Option("--logits/--no-logits", help="Compare what they compute too, if memory allows."),
+    ] = True,
+) -> None:
+    """Compare two models: names, shapes, dtypes, checksums, logits. Status 1 if they differ."""
+    with _quiet():
+        from transformers.utils.logging import disable_progress_bar
+
+        from rlsys.apps.convert.verify import verify as compare
+
+        disable_progress_bar()
+        with _bar("read") as show:
+            verdict = compare(a, b, hf=hf, logits=logits, show=show)
+    _print_verdict(verdict)
+    raise typer.Exit(0 if verdict.same else _DIFFER)
+
+
+@app.command()
+def info(
+    src: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
+    hf: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder with the config of a Megatron checkpoint.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what a checkpoint holds."""
+    with _quiet():
+        from rlsys.weights.convert.info import info as look
+
+        found = look(src, hf)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        _print_info(found)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB, 500 MB or 1.5GiB. Raises UserError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(I?))?B?", text.strip().upper())
+    size = 0
+    if found:
+        number, prefix, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
+    if not size:
+        raise UserError(f"--shard-size is {text}; give a size such as 500MB or 5GB.")
+    return size
+
+
+def _counts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UserError(f"--pp-layers is {text}; give a number for each stage, such as 10,9,9.")
+    return [int(count) for count in text.split(",")]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of libraries: of what they can do without, and of torch's future."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Bytes as a bar on a terminal; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        # What an earlier command wrote is no work of this one, so the speed leaves it out.
+        task = bar.add_task(verb, total=None, start=False)
+        begun = False
+
+        def show(done: int, total: int) -> None:
+            nonlocal begun
+            if not begun:
+                bar.start_task(task)
+                begun = True
+            bar.update(task, completed=done, total=total)
+
+        yield show
+
+
+def _tell(outcome: Outcome, out: Path) -> None:
+    for note in outcome.notes:
+        typer.echo(note, err=True)
+    kept = f", {outcome.kept} of them kept from before" if outcome.kept else ""
+    files = f"{outcome.files} file{'s' if outcome.files != 1 else ''}"
+    typer.echo(f"{out}: {outcome.nbytes / 1e9:.2f} GB in {files}{kept}")
+
+
+def _print_verdict(verdict: Verdict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if verdict.differences:
+        table = Table()
+        for heading in ("tensor", "differs in", "first", "second"):
+            table.add_column(heading, overflow="fold")  # A name that is cut short names nothing.
+        for one in verdict.differences[:_SHOWN_DIFFERENCES]:
+            table.add_row(Text(one.name), one.what, Text(one.first), Text(one.second))
+        console.print(table)
+        left = len(verdict.differences) - _SHOWN_DIFFERENCES
+        if left > 0:
+            console.print(f"and {left} more", highlight=False)
+    console.print(
+        f"tensors: {verdict.tensors - len(verdict.differences)} of {verdict.tensors} the same in name, shape, "
+        f"dtype and bytes ({verdict.nbytes / 1e9:.2f} GB)",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if verdict.note:
+        console.print(verdict.note, highlight=False, soft_wrap=True)
+    if verdict.logits is not None:
+        logits = verdict.logits
+        console.print(
+            f"logits: {'the same' if logits.same else 'DIFFERENT'}, no more than {logits.difference:.2g} apart where "
+            f"the largest is {logits.largest:.3g}; the same first token at {logits.agreement:.1%} of "
+            f"{logits.positions} positions",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _print_info(found: Info) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    rows = {
+        "folder": found.folder,
+        "format": found.format,
+        "step": "unknown" if found.step is None else str(found.step),
+        "layout": found.layout,
+        "kind": "critic" if found.critic else "policy",
+        "parameters": f"{found.parameters:,}",
+        "weights": f"{found.nbytes / 1e9:.2f} GB of {found.folder_bytes / 1e9:.2f} GB in the folder",
+        "dtypes": ", ".join(f"{name} ({count:,})" for name, count in found.dtypes.items()),
+    }
+    if found.architecture is None:
+        rows["architecture"] = "unknown; give --hf"
+    else:
+        rows |= {key: str(value) for key, value in found.architecture.items()}
+    rows["also"] = ", ".join(found.also)
+    for key, value in rows.items():
+        table.add_row(key, Text(value))
+    Console().print(table)

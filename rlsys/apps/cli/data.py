@@ -1,0 +1,214 @@
+"""`rlsys data`: public sets, own files, and several files as one, ready to train and evaluate on; and a part held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlsys.apps.data.sets import REPOSITORY, SETS, QuestionSet
+from rlsys.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from rlsys.apps.data.prepare import Prepared
+    from rlsys.data.template import Template
+
+app = typer.Typer(help="Questions to train and evaluate on.", no_args_is_help=True)
+prepare = typer.Typer(help="Make files of questions: download, convert, check.", no_args_is_help=True)
+app.add_typer(prepare, name="prepare")
+
+Folder = Annotated[Path, typer.Option(help="Folder to write <set>/<split>.jsonl to.")]
+Split = Annotated[
+    list[str] | None,
+    typer.Option(help="train, dev or test; again for more. The one that papers report by default."),
+]
+Source = Annotated[
+    Path | None,
+    typer.Option(
+        "--from", help="A file, or a folder of <set>/<split>.jsonl, that is here already: no download."
+    ),
+]
+Revision = Annotated[str, typer.Option(help="Branch, tag or commit of the data set on the Hub.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Take the first so many rows.")]
+File = Annotated[Path, typer.Option("--out", help="File to write, .jsonl.")]
+
+
+def _command(name: str) -> Callable[..., None]:
+    def command(
+        out: Folder = Path("data"),
+        split: Split = None,
+        source: Source = None,
+        revision: Revision = "main",
+        limit: Limit = None,
+    ) -> None:
+        _prepare_sets([SETS[name]], out, split, source, revision, limit)
+
+    return command
+
+
+for _name, _set in SETS.items():
+    prepare.command(_name, help=f"{_name}: {', '.join(_set.splits)}; {_set.hops} hop questions.")(
+        _command(_name)
+    )
+
+
+@prepare.command("all", help="The evaluated split of all seven sets.")
+def every(
+    out: Folder = Path("data"), source: Source = None, revision: Revision = "main", limit: Limit = None
+) -> None:
+    """Prepare all sets."""
+    _prepare_sets(list(SETS.values()), out, None, source, revision, limit)
+
+
+@prepare.command("own", help="A file of your own: jsonl, parquet, csv or tsv with questions and answers.")
+def own(
+    file: Annotated[Path, typer.Argument(help="The file.")],
+    out: File,
+    name: Annotated[
+        str | None, typer.Option(help="What the set is called; the file's name by default.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="train, dev or test.")] = "train",
+    question_field: Annotated[str | None, typer.Option(help="Field of the question.")] = None,
+    answers_field: Annotated[str | None, typer.Option(help="Field of the accepted answers.")] = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file with {question} where the question goes, and {tools} where tools are told of; the prompt of "
+            "Search-R1 by default."
+        ),
+    ] = None,
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(help="A tool that the prompt is to tell of, as in task.tools; again for more."),
+    ] = None,
+    search: Annotated[bool, typer.Option(help="Let the prompt of Search-R1 tell of the search.")] = True,
+    limit: Limit = None,
+) -> None:
+    """Prepare an own file."""
+    from rlsys.apps.data.prepare import prepare_file
+
+    _say(
+        prepare_file(
+            file,
+            name or file.stem,
+            split,
+            out,
+            limit,
+            question=question_field,
+            answers=answers_field,
+            prompt=_template(prompt, tool or [], search),
+        )
+    )
+
+
+@prepare.command("merge", help="Several prepared files as one.")
+def merged(
+    files: Annotated[list[Path], typer.Argument(help="Prepared files.")],
+    out: File,
+    shuffle: Annotated[int | None, typer.Option(help="Shuffle the rows by this seed.")] = None,
+) -> None:
+    """Merge prepared files."""
+    from rlsys.apps.data.prepare import merge
+
+    _say(merge(files, out, shuffle))
+
+
+def _prepare_sets(
+    sets: list[QuestionSet],
+    out: Path,
+    splits: list[str] | None,
+    source: Path | None,
+    revision: str,
+    limit: int | None,
+) -> None:
+    from rlsys.apps.data.prepare import prepare_file
+
+    if source is not None and source.is_file() and len(splits or ()) > 1:
+        raise UserError(
+            f"--from {source} is one file, and --split names {len(splits or ())}: give the folder of both."
+        )
+    for one in sets:
+        for split in splits or [one.evaluated]:
+            if split not in one.splits:
+                raise UserError(f"--split {split}: {one.name} has {', '.join(one.splits)}.")
+            if source is None:
+                file = _download(out / ".flashrag", revision, one.name, split)
+            else:
+                file = _local(source, one.name, split)
+            _say(prepare_file(file, one.name, split, out / one.name / f"{split}.jsonl", limit))
+
+
+def _template(prompt: Path | None, tools: list[str], search: bool) -> Template:
+    from rlsys.data.template import own_template, tool_template
+    from rlsys.rollout.tools.load import described
+
+    if prompt is not None and not search:
+        raise UserError(
+            f"--no-search is about the prompt of Search-R1, and --prompt {prompt} is another: leave one out."
+        )
+    about = described(tools)
+    return tool_template(about, searches=search) if prompt is None else own_template(prompt, about)
+
+
+def _local(source: Path, name: str, split: str) -> Path:
+    places = [source, source / name / f"{split}.jsonl", source / f"{split}.jsonl"]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise UserError(
+            f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that has it."
+        )
+    return found
+
+
+def _download(folder: Path, revision: str, name: str, split: str) -> Path:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from rlsys.apps.data.download import Downloader, Target, require_space
+    from rlsys.apps.data.hub import Hub
+
+    hub = Hub()
+    downloader = Downloader(folder, hub)
+    file = f"{name}/{split}.jsonl"
+    try:
+        target = Target(file, hub.find(REPOSITORY, [file], revision))
+    except RunError as problem:
+        raise RunError(f"{problem}; files that are here already are taken by --from") from problem
+    require_space(folder, downloader.missing(target))
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True)
+    ) as bar:
+        task = bar.add_task(file, total=target.size)
+        return downloader.fetch(target, lambda count: bar.advance(task, count))
+
+
+def _say(made: Prepared) -> None:
+    typer.echo(f"{made.path}: {made.rows:,} questions, sha256 {made.sha256}")
+
+
+@app.command("split")
+def split(
+    file: Annotated[Path, typer.Argument(help="Prepared questions: jsonl or parquet.")],
+    train: Annotated[Path, typer.Option(help="File to write of those to train on, .jsonl.")],
+    heldout: Annotated[Path, typer.Option(help="File to write of those held out, .jsonl.")],
+    holdout: Annotated[
+        int | None,
+        typer.Option(min=1, help="Different questions held out; a tenth, at most 500, by default."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Another one holds out others.")] = 0,
+    chosen: Annotated[
+        Path | None,
+        typer.Option(help="Prepared questions to hold out; FILE's are trained on, but for those among them."),
+    ] = None,
+) -> None:
+    """Hold questions out; the same question is never on both sides."""
+    from rlsys.apps.data.split import split_file
+
+    if chosen is not None and holdout is not None:
+        raise UserError(
+            f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them."
+        )
+    trained, held = split_file(file, train, heldout, holdout, seed, chosen)
+    typer.echo(f"{train}: {trained:,} questions; {heldout}: {held:,} questions")

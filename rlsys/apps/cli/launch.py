@@ -1,0 +1,90 @@
+"""`rlsys launch`: the same command on every machine trains on all of them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from rlsys.apps.cli.doctor import look
+from rlsys.apps.cli.train import ConfigDir, ConfigName, Overrides
+from rlsys.cluster.launch.searching import check_searching
+from rlsys.cluster.launch.task import Task
+from rlsys.cluster.role import DEFAULT_PORT, Role, find_role, machine_count
+from rlsys.config.compose import load_config
+from rlsys.errors import UserError
+from rlsys.orchestrator.validate import find_problems, validate
+
+
+def command(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Machines in all; by default from the environment, else cluster.nodes.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Which of them this is, from 0; by default from the environment.")
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Where the machine of rank 0 is, for all to meet."),
+    ] = None,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="For all machines to come.")] = 600.0,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Use the Ray cluster that runs there (auto: the one around) and start none.",
+        ),
+    ] = None,
+    preflight: Annotated[
+        bool, typer.Option(help="Start nothing before `rlsys doctor --for` finds everything right.")
+    ] = True,
+) -> None:
+    """Bring the machines of a cluster together, train, and leave nothing behind.
+
+    Give the same command on every machine. The head also starts search servers (cluster.search), gathers the logs of
+    all machines under the run's folder, and passes the run's exit status on.
+    """
+    config = load_config(config_name, overrides or (), config_dir)
+    if preflight and any(find_problems(config)):
+        # Which says these, and what else is wrong here.
+        look(config_name, overrides or (), config_dir, launched=True)
+    validate(config)
+    check_searching(config)
+    task = Task(config, config_name, tuple(overrides or ()), config_dir, preflight, wait)
+    if cluster is not None:
+        if rank is not None or head is not None:
+            raise UserError("--cluster is for a cluster that runs already: leave --rank and --head out.")
+        role = Role(0, machine_count(nodes, config.cluster.nodes), "", DEFAULT_PORT)
+    else:
+        role = find_role(os.environ, config.cluster.nodes, rank=rank, nodes=nodes, head=head)
+    raise typer.Exit(_launch(task, role, cluster))
+
+
+def _launch(task: Task, role: Role, cluster: str | None) -> int:
+    from rlsys.cluster.auth import require_token
+    from rlsys.cluster.launch.ray_node import patience
+
+    # Ray reads them once, when it is loaded.
+    os.environ.update(patience(os.environ))
+    if cluster is None and role.leads:
+        os.environ.update(require_token(os.environ, make=True))
+
+    # Ray takes seconds to load, which a mistake need not wait for.
+    from rlsys.apps.running import run_to_end
+    from rlsys.cluster.launch.head import lead, lead_cluster
+    from rlsys.cluster.launch.worker import work
+
+    def say(text: str) -> None:
+        with suppress(OSError):  # Of a terminal that has been closed.
+            typer.echo(f"launch: {text}", err=True)
+
+    if cluster is not None:
+        return run_to_end(lead_cluster(task, role, cluster, say))
+    if role.leads:
+        return run_to_end(lead(task, role, say))
+    return run_to_end(work(role, task.config, task.wait_s, say)).status

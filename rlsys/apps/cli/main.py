@@ -1,0 +1,83 @@
+"""The `rlsys` command.
+
+Contract: a user's mistake prints one sentence to standard error and exits with 2; a run that breaks
+off prints what and who and exits with 1; Ctrl-C exits with 130, with nothing left running.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable
+
+import typer
+
+from rlsys.apps.cli import (
+    audit,
+    chat,
+    convert,
+    data,
+    doctor,
+    evaluate,
+    launch,
+    own,
+    report,
+    search,
+    train,
+    watch,
+)
+from rlsys.errors import Interrupted, RunError, UserError, root_cause
+
+STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+"""What a disk may have against anybody."""
+
+app = typer.Typer(
+    help="Reinforcement learning for language models that search.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train", help="Train a policy as a config says.")(train.command)
+app.command("launch", help="Train on several machines: the same command on each.")(launch.command)
+app.command("eval", help="Ask a model sets of questions, and say how well it answers.")(evaluate.command)
+app.command("chat", help="Ask a model, and see how it thinks, searches and answers.")(chat.command)
+app.command("own", help="Train and evaluate on documents and questions of one's own.")(own.command)
+app.command("report", help="Make a page of a run, or of several side by side.")(report.command)
+app.command("watch", help="Serve the page of a run while it goes on, and its figures to Prometheus.")(
+    watch.command
+)
+app.add_typer(audit.app, name="audit")
+app.add_typer(convert.app, name="convert")
+app.add_typer(data.app, name="data")
+app.add_typer(search.app, name="search")
+app.command("doctor", help="Say what is here and what is missing; with --for, whether a config can run.")(
+    doctor.command
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    run_command(app)
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run `command` under the contract above."""
+    try:
+        command()
+    except BaseException as error:
+        cause = root_cause(error)
+        if isinstance(cause, KeyboardInterrupt):
+            cause = Interrupted("Interrupted.")
+        if isinstance(cause, OSError) and cause.errno in _DISK and cause.filename:
+            cause = RunError(f"{cause.filename} cannot be written or read: {cause.strerror}.")
+        for kind, status in STATUS.items():
+            if isinstance(cause, kind):
+                print(cause, file=sys.stderr)
+                raise SystemExit(status) from None
+        raise
+
+
+if __name__ == "__main__":
+    main()

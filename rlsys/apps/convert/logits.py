@@ -1,0 +1,158 @@
+"""What two models compute of the same tokens: a Hugging Face folder by transformers, a checkpoint by Megatron.
+
+Both compute in float32 whatever their weights are, so that what differs is the weights or the model, not the
+rounding. A critic's values count as its logits.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, ParallelConfig
+from rlsys.errors import UserError
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.weights.bijection import ShardLoader
+from rlsys.weights.convert.sides import HfSide, Side
+from rlsys.weights.families import read_architecture
+
+PROMPTS, LENGTH = 3, 32
+TOLERANCE = 1e-3
+"""Largest difference of two logits, as a fraction of the largest logit: that of two orders of summation."""
+_FLOAT_BYTES, _ROOM = 4, 1.3
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsCheck:
+    """How far the logits of two models are from each other."""
+
+    positions: int
+    largest: float
+    """Magnitude of the first's."""
+    difference: float
+    """Of any two, at most."""
+    agreement: float
+    """Share of positions where both put the same token first; 1 for a critic."""
+
+    @property
+    def same(self) -> bool:
+        """They differ by no more than `TOLERANCE`."""
+        return self.difference <= TOLERANCE * self.largest
+
+
+def not_computed(sides: Iterable[Side]) -> str:
+    """A sentence if Megatron's model does not compute what a checkpoint's config says, else nothing."""
+    try:
+        for side in sides:
+            if not isinstance(side, HfSide):
+                read_architecture(side.model)
+    except UserError as error:
+        return f"Logits were not compared: {error}"
+    return ""
+
+
+def too_large(side: Side) -> str:
+    """A sentence if the model does not fit into memory in float32, else nothing."""
+    numbers = sum(spec.nbytes // spec.dtype.itemsize for spec in side.specs().values())
+    needed = int(numbers * _FLOAT_BYTES * _ROOM)
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    if needed <= free:
+        return ""
+    return f"Logits were not compared: that takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free."
+
+
+def check_logits(first: Side, second: Side) -> LogitsCheck:
+    """Compare them; one model is in memory at a time."""
+    tokens = prompts(first)
+    one, other = logits_of(first, tokens), logits_of(second, tokens)
+    apart = float((one - other).abs().max())
+    return LogitsCheck(
+        positions=len(one),
+        largest=float(one.abs().max()),
+        # A number that is none is no agreement.
+        difference=apart if apart == apart else float("inf"),
+        agreement=float((one.argmax(-1) == other.argmax(-1)).float().mean()),
+    )
+
+
+def prompts(side: Side) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Tokens [prompts, length] from the whole vocabulary, its first and last among them."""
+    vocab = side.architecture.vocab
+    length = min(LENGTH, side.architecture.max_positions)
+    tokens = np.random.default_rng(0).integers(0, vocab, size=(PROMPTS, length))
+    tokens[0, :2] = 0, vocab - 1
+    return tokens
+
+
+def logits_of(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+    """What is said of each token but the first of each row of `tokens`: [n, vocabulary] or, of a critic, [n, 1]."""
+    made = _by_transformers(side, tokens) if isinstance(side, HfSide) else _by_megatron(side, tokens)
+    gc.collect()
+    return made
+
+
+@torch.no_grad()
+def _by_transformers(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    kind = AutoModelForTokenClassification if side.values else AutoModelForCausalLM
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = kind.from_pretrained(side.folder, dtype=torch.float32).to(device).eval()
+    rows = [model(torch.tensor(row[None], device=device)).logits[0, :-1].float().cpu() for row in tokens]
+    return torch.cat(rows)
+
+
+def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+    from rlsys.trainer.forward import forward
+
+    with _whole_model(side) as model:
+        parameters = model.parameters()
+        loader = ShardLoader(
+            model.weights, list(parameters), 0, 1, lambda name, shard: parameters[name].data.copy_(shard)
+        )
+        for name, tensor in side.tensors():
+            loader.feed(name, tensor)
+        outputs = forward(
+            model, [_batch(row[None]) for row in tokens], lambda output, _: output.float().cpu()
+        )
+    made = torch.cat(outputs)
+    return made[:, None] if side.values else made[:, : side.architecture.vocab]
+
+
+@contextmanager
+def _whole_model(side: Side) -> Iterator[Any]:
+    """Megatron's model on one device, in a group of this process alone, with undefined weights."""
+    from rlsys.trainer import parallel as groups
+    from rlsys.trainer.model import PolicyModel
+    from rlsys.trainer.value_model import ValueModel
+
+    device = Device.gpu if torch.cuda.is_available() else Device.cpu
+    # Port 0: a group of one listens wherever there is room.
+    alone = groups.Rendezvous(0, 1, "127.0.0.1", 0, device, _TIMEOUT_S)
+    place = groups.start(alone, ParallelConfig(), seed=0)
+    try:
+        config = ModelConfig(str(side.model), Layers.auto, Dtype.float32)
+        kind = ValueModel if side.values else PolicyModel
+        model = kind(side.architecture, config, ParallelConfig(), place)
+        model.module.eval()
+        yield model
+    finally:
+        groups.stop()
+
+
+def _batch(tokens: np.ndarray[Any, Any]) -> MicroBatch:
+    """One row [1, length] of which every token but the first is predicted."""
+    mask = np.ones(tokens.shape, dtype=bool)
+    mask[:, 0] = False
+    nothing = np.zeros(tokens.shape, dtype=np.float32)
+    lengths = np.array([tokens.shape[1]])
+    return MicroBatch(tokens, lengths, mask, nothing, nothing, nothing)

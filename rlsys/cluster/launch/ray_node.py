@@ -1,0 +1,150 @@
+"""Ray on this machine as a child process: started, watched, and certainly ended with all that came of it.
+
+Ray keeps its files in a folder of this machine's own, which goes with it; `end.json` in it is where the head
+says how the run has ended. Nothing of Ray is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlsys.cluster import LOOPBACK_VARIABLE
+from rlsys.cluster.folders import ray_folder, rays_own
+from rlsys.cluster.offspring import adopt_orphans, descendants, end
+from rlsys.cluster.planning.placement import parse_placement
+from rlsys.cluster.tether import tethered
+from rlsys.config.derived import has_critic
+from rlsys.config.schema import Device, RunConfig
+from rlsys.errors import RunError
+from rlsys.files import write_atomically
+from rlsys.search.launch import child_environment
+
+FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"
+"""Where processes that Ray starts learn the folder."""
+OBJECT_STORE_BYTES = 512 * 1024**2
+"""On CPUs; on GPUs Ray's own choice, a share of the memory."""
+STOP_S = 10.0
+"""For Ray to end by itself."""
+_END = "end.json"
+_OUTPUT = "ray-start.log"
+_LOG_LINES = 15
+_PATIENCE = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "4",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+}
+"""A machine is given up after half a minute of silence; Ray's own patience is over a minute. The last: of a process with
+a head that is silent, in seconds, after which Ray ends it on the spot; the launcher is sooner, and ends it in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended."""
+
+    status: int
+    """As a process's exit status."""
+    sentence: str
+
+
+class RayNode:
+    """A handle of `ray start`, which runs until `ray_node` is left."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self._process = process
+        self.folder = folder
+
+    def require_alive(self) -> None:
+        """Raise RunError, with the end of what Ray said, if it has ended."""
+        status = self._process.poll()
+        if status is None:
+            return
+        said = (self.folder / _OUTPUT).read_text(errors="replace")
+        hint = (
+            " The machines have different tokens of Ray: copy the file ~/.ray/auth_token of the head to all, or set the "
+            "same RAY_AUTH_TOKEN everywhere."
+            if "InvalidAuthToken" in said
+            else ""
+        )
+        lines = "\n".join(f"    {line}" for line in said.splitlines()[-_LOG_LINES:])
+        raise RunError(f"Ray ended on this machine with status {status}.{hint} It said last:\n{lines}")
+
+    def ending(self) -> Ending | None:
+        """What the head has said of the end of the run; None before it has."""
+        file = self.folder / _END
+        return Ending(**json.loads(file.read_text())) if file.is_file() else None
+
+
+def tell_ending(folder: Path, ending: Ending) -> None:
+    """Let whoever has started Ray in `folder` know how the run ended."""
+    fields = {"status": ending.status, "sentence": ending.sentence}
+    write_atomically(folder / _END, json.dumps(fields) + "\n")
+
+
+@contextmanager
+def ray_node(arguments: list[str], config: RunConfig, resource: str, *, alone: bool) -> Iterator[RayNode]:
+    """Start Ray on this machine with `arguments` and 1 of `resource`; on the way out nothing of it stays.
+
+    `alone` keeps it to this machine's loopback interface.
+    """
+    adopt_orphans()
+    strangers = {process.pid for process in descendants()}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style", "record"]
+    command += ["--disable-usage-stats"]
+    command += ["--resources", json.dumps({resource: 1}), *arguments, *slots(config)]
+    with ray_folder() as folder:
+        with (folder / _OUTPUT).open("wb") as output:
+            process = subprocess.Popen(
+                tethered([*command, "--temp-dir", str(rays_own(folder))]),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=child_environment() | dict(ray_settings(os.environ, folder, alone=alone)),
+                process_group=0,
+            )
+        try:
+            yield RayNode(process, folder)
+        finally:
+            _stop(process, strangers)
+
+
+def slots(config: RunConfig) -> list[str]:
+    """What `ray start` is told of a machine's devices."""
+    cluster = config.cluster
+    if cluster.device is Device.gpu:
+        return [] if cluster.devices_per_node is None else ["--num-gpus", str(cluster.devices_per_node)]
+    placed = parse_placement(cluster.placement, has_critic(config.algorithm))
+    number = cluster.devices_per_node or 1 + max(max(ranks) for ranks in placed.values())
+    return ["--num-cpus", str(number), "--object-store-memory", str(OBJECT_STORE_BYTES)]
+
+
+def ray_settings(environment: Mapping[str, str], folder: Path, *, alone: bool) -> dict[str, str]:
+    """Variables for Ray's processes: its patience where `environment` has none, its reach, and `folder`."""
+    return patience(environment) | {LOOPBACK_VARIABLE: "0" if alone else "1", FOLDER_VARIABLE: str(folder)}
+
+
+def patience(environment: Mapping[str, str]) -> dict[str, str]:
+    """How long Ray waits for what is silent, where `environment` does not say it."""
+    return {name: value for name, value in _PATIENCE.items() if name not in environment}
+
+
+def _stop(process: subprocess.Popen[bytes], strangers: set[int]) -> None:
+    ours = [one for one in descendants() if one.pid not in strangers]
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    ours += [one for one in descendants() if one.pid not in strangers]
+    end(ours)

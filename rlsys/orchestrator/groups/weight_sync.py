@@ -1,0 +1,241 @@
+"""Takes a new policy version from the actor to everybody who holds a copy, in two phases.
+
+- `transfer`: every receiver gets all buckets. The next one is gathered while the last one is received. The
+  sender's weights must not change meanwhile: the caller's affair. Receivers that use a version as soon as
+  they hold it (`at_once`: the inference group) finish here.
+- `switch`: the others, which hold the version aside and go on with the last one, begin to use it. That may
+  take long, for they may let their work end first; the next transfer waits for it.
+
+Both ends hash every tensor; a receiver that does not hold what was sent refuses the version and the run ends.
+The bytes go by a transport (`cluster.sync_mode`), which is opened anew when a receiver has died; what passes
+through here is small. The sender may also be the inference group, whose processes hand the reference out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlsys.cluster.worker_group import WorkerGroup
+from rlsys.config.schema import ClusterConfig
+from rlsys.errors import RunError
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.pipeline.workers import Say, silent
+from rlsys.weights.transport import Parcel, TransportSpec
+
+
+class Receiver(Protocol):
+    """A group whose processes hold a copy of the weights."""
+
+    workers: WorkerGroup
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Ranks of the processes that take weights."""
+
+    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+        """Let each of the `living`, in order, take part as its spec says."""
+
+    async def begin_update(self, version: int) -> None:
+        """Begin to take `version`."""
+
+    async def load_bucket(self, parcel: Parcel) -> None:
+        """Take a bucket, in every process; its bytes are gone afterwards."""
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        """Use `version` from now on. Raises RunError if it is not what the digest speaks of."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What it took to bring one version everywhere."""
+
+    version: int
+    digest: str
+    sent_bytes: int
+    """Of one copy of the weights."""
+    copy_gb_s: float
+    """10^9 bytes a second at which the sender's host copies memory."""
+    transfer_s: float
+    switch_s: float = 0.0
+
+    @property
+    def gb_s(self) -> float:
+        """10^9 bytes a second of the transfer."""
+        return self.sent_bytes / self.transfer_s / 1e9
+
+    def figures(self) -> dict[str, float]:
+        """For the log of the step."""
+        return {
+            "time/sync_transfer": self.transfer_s,
+            "time/sync_switch": self.switch_s,
+            "sync/bytes": self.sent_bytes,
+            "sync/gb_s": self.gb_s,
+            "sync/copy_gb_s": self.copy_gb_s,
+            "sync/copy_fraction": self.gb_s / self.copy_gb_s,
+        }
+
+
+class WeightSync:
+    """One sender, several receiving groups."""
+
+    def __init__(
+        self,
+        sender: WorkerGroup,
+        receivers: Sequence[Receiver],
+        cluster: ClusterConfig,
+        run_dir: Path,
+        tracer: Tracer,
+        at_once: Sequence[Receiver] = (),
+        say: Say = silent,
+    ) -> None:
+        """`receivers` begin to use a version when told to `switch`, those `at_once` with the end of its transfer.
+
+        The processes of `sender` are `Sending`. `say` is told what is done and waited for.
+        """
+        self._sender = sender
+        self._at_switch, self._at_once = tuple(receivers), tuple(at_once)
+        self._cluster = cluster
+        self._folder = run_dir / "weights"
+        self._tracer, self._say = tracer, say
+        self._members: tuple[str, ...] = ()
+        self._taken = 0
+        self._copy_gb_s = 0.0
+        self._transferred: SyncReport | None = None
+        """Of a version that is held aside and not used yet."""
+        self._switched = asyncio.Event()
+        self._switched.set()
+        self.reports: list[SyncReport] = []
+        """Of versions that are in use everywhere."""
+
+    async def open(self) -> None:
+        """Connect the sender and all living receivers. Raises RunError, naming who does not come."""
+        members = self._living_members()
+        host, port = await self._sender.free_address(self._cluster.call_timeout_s)
+        spec = TransportSpec(
+            mode=self._cluster.sync_mode,
+            rank=0,
+            members=members,
+            bucket_bytes=self._cluster.sync_bucket_bytes,
+            timeout_s=self._cluster.call_timeout_s,
+            device=self._cluster.device,
+            address=(host, port),
+            folder=str(self._folder.resolve()),
+        )
+        specs = [replace(spec, rank=rank) for rank in range(len(members))]
+        opening: list[Coroutine[Any, Any, Any]] = [self._sender.call("open_export", spec)]
+        first = 1
+        for receiver in self._all:
+            last = first + len(receiver.living)
+            opening.append(receiver.open_transport(specs[first:last]))
+            first = last
+        (speed, *_), *_ = await asyncio.gather(*opening)
+        self._copy_gb_s = self._copy_gb_s or speed
+        self._members, self._taken = members, 0
+
+    async def transfer(self, version: int) -> SyncReport:
+        """Bring the sender's weights to every receiver, to be known as `version`.
+
+        Waits for the last switch. Raises RunError if that failed or takes too long.
+        """
+        if not self._switched.is_set():
+            self._say("waits for the last switch")
+        await self._last_switch(version)
+        if self._living_members() != self._members:
+            await self.open()
+        self._say("waits for log-probs")
+        # Outside of what is measured: they may have to wait for work that is under way.
+        await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
+        started = time.perf_counter()
+        self._say(f"sends version {version}")
+        with self._tracer.span("sync.transfer", step=version):
+            sent_bytes, digest = await self._send_buckets()
+            await asyncio.gather(*(receiver.finish_update(version, digest) for receiver in self._at_once))
+        seconds = time.perf_counter() - started
+        report = SyncReport(version, digest, sent_bytes, self._copy_gb_s, seconds)
+        self._transferred = report
+        self._switched.clear()
+        self._say("waits for the switch")
+        return report
+
+    async def switch(self, version: int) -> SyncReport:
+        """Let the receivers that hold `version` aside use it; returns when all do."""
+        held = self._transferred
+        if held is None or held.version != version:
+            raise RunError(f"Version {version} cannot be switched to: it was not transferred last.")
+        started = time.perf_counter()
+        self._say(f"switches the engines to version {version}")
+        try:
+            with self._tracer.span("sync.switch", step=version):
+                await asyncio.gather(
+                    *(receiver.finish_update(version, held.digest) for receiver in self._at_switch)
+                )
+            report = replace(held, switch_s=time.perf_counter() - started)
+            self.reports.append(report)
+            self._transferred = None
+            self._say("waits for training")
+        finally:
+            self._switched.set()
+        return report
+
+    async def send(self, version: int) -> SyncReport:
+        """Transfer and switch."""
+        await self.transfer(version)
+        return await self.switch(version)
+
+    def figures(self) -> dict[str, float]:
+        """Of the version that was transferred last; until it is in use, of the switch before it."""
+        last = self.reports[-1] if self.reports else None
+        if self._transferred is None:
+            return last.figures() if last else {}
+        return replace(self._transferred, switch_s=last.switch_s if last else 0.0).figures()
+
+    def close(self) -> None:
+        """Remove what a sender that was killed may have left in the run's folder. Workers end by themselves."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _all(self) -> tuple[Receiver, ...]:
+        return self._at_once + self._at_switch
+
+    def _living_members(self) -> tuple[str, ...]:
+        ranks = [receiver.workers.ranks[rank] for receiver in self._all for rank in receiver.living]
+        return tuple(rank.name for rank in (self._sender.ranks[0], *ranks))
+
+    async def _last_switch(self, version: int) -> None:
+        limit = self._cluster.call_timeout_s
+        try:
+            await asyncio.wait_for(self._switched.wait(), limit)
+        except TimeoutError:
+            assert self._transferred is not None
+            raise RunError(
+                f"waited {limit:.0f} s to send version {version}: version {self._transferred.version} is not in "
+                "use by all rollout engines yet."
+            ) from None
+        if self._transferred is not None:
+            raise RunError(
+                f"Version {version} cannot be sent: the switch to version {self._transferred.version} failed."
+            )
+
+    async def _send_buckets(self) -> tuple[int, str]:
+        """Bytes sent, and their digest."""
+        sent_bytes = 0
+        await self._sender.call("begin_export")
+        parcel = await self._next_parcel()
+        while parcel is not None:
+            sent_bytes += parcel.nbytes
+            # Of what is under way, only buckets that everybody has taken are overwritten: `_taken` says which.
+            loads = [receiver.load_bucket(parcel) for receiver in self._all]
+            parcel, *_ = await asyncio.gather(self._next_parcel(), *loads)
+            self._taken += 1
+        digest: str = (await self._sender.call("end_export", self._taken))[0]
+        return sent_bytes, digest
+
+    async def _next_parcel(self) -> Parcel | None:
+        parcel: Parcel | None = (await self._sender.call("next_parcel", self._taken))[0]
+        return parcel

@@ -1,0 +1,95 @@
+"""The groups of workers, as the pipeline sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from rlsys.data.group import Sample, Scores
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.rewards.scored import Scored
+from rlsys.rollout.agent.begun import Begun
+
+Say = Callable[[str], None]
+"""Tells people what a stage does, or "waits for" and what; an empty text is the end of what it has to say."""
+
+
+def silent(_: str) -> None:
+    """A `Say` that nobody hears."""
+
+
+def groups_of(count: int) -> str:
+    """`count` groups in words."""
+    return "1 group" if count == 1 else f"{count} groups"
+
+
+class Generator(Protocol):
+    """The rollout group."""
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be generated at a time; fewer when engines die, and with the last `run_group` raises."""
+
+    @property
+    def waits_for(self) -> str:
+        """What all that is under way waits for, as far as is known; empty where some of it is generated."""
+
+    async def run_group(
+        self, question: Question, ticket: int, begun: Sequence[Begun] = ()
+    ) -> list[Trajectory]:
+        """All episodes of one question, those of them that were `begun` earlier from where they were.
+
+        Raises GroupLost if they cannot be had; frees all on cancellation.
+        """
+
+    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+        """By ticket: what is begun of each group that is being generated, for a later `run_group` to go on from."""
+
+
+class Rewards(Protocol):
+    """What episodes are worth."""
+
+    async def score(self, question: Question, trajectory: Trajectory) -> Scored:
+        """The reward of one episode, and what it is made of. May ask others, and take its time."""
+
+
+class Scorer(Protocol):
+    """The inference group, and the critic where there is one."""
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """Names of those that have to be on the devices."""
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """Log-probs and values in the order of `samples`."""
+
+
+class Learner(Protocol):
+    """The actor, or the critic."""
+
+    def enough(self, samples: Sequence[Sample]) -> bool:
+        """Whether `samples` are worth a call: they keep every rank and pipeline stage busy."""
+
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+        """Add the gradient of `samples`; with the `last` of an optimiser step, `apply` comes next."""
+
+    async def apply(self) -> Mapping[str, float]:
+        """Take one optimiser step; the statistics of what was accumulated for it."""
+
+
+class Prompts(Protocol):
+    """The prompt source."""
+
+    def next(self) -> Question:
+        """The next question."""
+
+    def give_back(self, question: Question) -> None:
+        """Ask it again."""
+
+
+class Devices(Protocol):
+    """Who may use the devices, where groups share them."""
+
+    async def need(self, *groups: str) -> None:
+        """Make room for `groups` and bring them in; returns at once if they are in."""

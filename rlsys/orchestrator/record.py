@@ -1,0 +1,401 @@
+"""The folder of a run and everything written to it.
+
+Contract: what is known is on disk at once (a row a step); `close` writes the trace and the curves also
+when the run failed; work that goes on over several steps counts to each with its part. A resumed run goes on where its
+checkpoint was saved: rows of later steps, which are done again, are gone. Nothing here knows Ray, Megatron or SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from rlsys.algorithms.losses import MAX_SUFFIX, MIN_SUFFIX
+from rlsys.config.compose import as_dict
+from rlsys.config.schema import RunConfig
+from rlsys.data.group import Group
+from rlsys.errors import RunError, UserError
+from rlsys.files import forget_parts, json_safe, write_atomically
+from rlsys.observe.environment import begin_life
+from rlsys.observe.guards import Alarm, Guards, GuardsState
+from rlsys.observe.keeper import Keeper
+from rlsys.observe.kept import forget_kept
+from rlsys.observe.lines import LineLog
+from rlsys.observe.metrics import METRICS, read_metrics
+from rlsys.observe.plots import draw_curves
+from rlsys.observe.processor import tree_cpu_seconds
+from rlsys.observe.progress import Progress
+from rlsys.observe.run_folder import SUMMARY
+from rlsys.observe.samples import Sample as ShownSample
+from rlsys.observe.samples import write_samples
+from rlsys.observe.spans import (
+    Interval,
+    Span,
+    Tracer,
+    idle_share,
+    overlap_seconds,
+    stage_seconds,
+    write_chrome_trace,
+)
+from rlsys.observe.timeline import TIMELINE, EpisodeSpans, TimelineLog
+from rlsys.observe.trackers import Resumed, Told, open_trackers
+from rlsys.observe.utilisation import batch_figures, utilisation_figures
+from rlsys.orchestrator.evaluation.answers import answer_line
+from rlsys.orchestrator.evaluation.evaluate import Evaluation
+from rlsys.orchestrator.pipeline.figures import step_figures, training_flops
+from rlsys.orchestrator.pipeline.ledger import Ended
+from rlsys.trainer.batches.flops import Flops
+
+_log = logging.getLogger(__name__)
+
+STAGE_KEYS = {"logprob": "inference", "train": "training", "sync": "sync_weights"}
+"""Stage of spans -> its name under `time/`, where that is another one."""
+RATIO_KEY, FIRST_RATIO_KEY = "actor/ratio_dev_max", "actor/first_ratio_dev_max"
+EVERY_STEP = ("rollout", "reward", "logprob", "train", "sync")
+"""Stages whose seconds are in every row, 0 where nothing was done."""
+
+
+PROMPTS, EVALUATIONS = "prompts.jsonl", "evaluations"
+_EVALUATED = re.compile(r"(?:reference_)?step_(\d+)\.jsonl?")
+"""Files of an evaluation."""
+LOGS = (METRICS, PROMPTS, TIMELINE)
+"""Files of rows, which a resumed run appends to."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a run had recorded when it was saved."""
+
+    step: int
+    logs: Mapping[str, int]
+    """File of `LOGS` -> its bytes."""
+    trackers: Mapping[str, str]
+    """Tracker -> the run's id there."""
+    guards: GuardsState
+    evaluations: tuple[Mapping[str, Any], ...]
+    """Rows of the policy's evaluations, by step."""
+
+
+def new_run_dir(config: RunConfig) -> Path:
+    """A folder of its own for a run: `outputs/<name>-<time>`."""
+    stem = Path(config.output_dir) / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for count in range(1000):
+        folder = stem if count == 0 else stem.with_name(f"{stem.name}-{count}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as problem:
+            raise UserError(
+                f"output_dir={config.output_dir} cannot hold the run ({problem.strerror}): give another folder."
+            ) from problem
+        return folder
+    raise FileExistsError(stem)
+
+
+class RunRecord:
+    """Collects the figures, spans and samples of one run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        progress: Progress,
+        cost: Flops | None = None,
+        history: History | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """`cost` is the model's; without it there is no figure of the actor's rate. `history` is the resumed run's;
+        `decode` gives the text of tokens, special ones too; without it no trajectories are kept."""
+        self.config = config
+        self.run_dir = run_dir
+        self.progress = progress
+        self._evaluations = {row["step"]: row for row in history.evaluations} if history else {}
+        self._reference: Evaluation | None = None
+        self.tracers = {name: Tracer(name) for name in ("driver", "rollout", "inference", "actor", "critic")}
+        self.actor_peak: float | None = None
+        """What the actor's devices can do together, in operations a second; without it there is no `mfu/actor`."""
+        self._cost = cost
+        self._guards = Guards(config.guards, config.algorithm.kl_estimator)
+        self._keeper = Keeper(run_dir, decode) if decode is not None else None
+        self.episodes = EpisodeSpans()
+        """When episodes generated and searched; beside the traced spans, for no figure of a row counts them."""
+        self._spans: list[Span] = []
+        self._untold: list[Span] = []
+        """Of them and of `episodes`, those that the timeline does not have yet."""
+        self._recent: list[Span] = []
+        self._begun_ns, self._begun_cpu_s = 0, 0.0
+        known = history.logs if history else {}
+        self._prompts = LineLog(run_dir / PROMPTS, known.get(PROMPTS))
+        self._timeline = TimelineLog(run_dir, known.get(TIMELINE))
+        self._trace = "trace.json"
+        if history is not None:
+            self._guards.restore(history.guards)
+            self._trace = f"trace_after_step_{history.step}.json"
+            _forget_evaluations(run_dir, history.step)
+            forget_kept(run_dir, history.step)
+        begin_life(run_dir, history.step if history else 0)
+        # What an earlier life came to is not what this one will: until its end there is no summary.
+        (run_dir / SUMMARY).unlink(missing_ok=True)
+        resolved = as_dict(config)
+        write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
+        resumed = _resumed(run_dir, history) if history else None
+        self._trackers = open_trackers(config.tracking, run_dir, resolved, resumed)
+
+    def history(self, step: int) -> History:
+        """What is recorded up to `step`, the last that was."""
+        positions = (self._trackers.metrics.position, self._prompts.position, self._timeline.position)
+        return History(
+            step,
+            dict(zip(LOGS, positions, strict=True)),
+            self._trackers.ids,
+            self._guards.state(),
+            tuple(self._evaluations[key] for key in sorted(self._evaluations) if key <= step),
+        )
+
+    def em_of(self, step: int) -> float | None:
+        """Exact match of the held-out questions after `step`; None if they were not asked then."""
+        return self._evaluations[step]["em"] if step in self._evaluations else None
+
+    def prompts(self, step: int, ended: Iterable[Ended]) -> None:
+        """Note what has become of prompts by the end of `step`."""
+        for one in ended:
+            self._prompts.append({"step": step, "ticket": one.number, "uid": one.uid, "end": str(one.end)})
+
+    def say(self, *voices: str) -> Callable[[str], None]:
+        """A function that shows what the groups of `voices` do; see `Progress`."""
+        return lambda text: self.progress.update(states=dict.fromkeys(voices, text))
+
+    def begin_step(self) -> None:
+        """From here on, time counts to the next step; what lies between steps counts to none."""
+        self._begun_ns, self._begun_cpu_s = self.tracers["driver"].now(), tree_cpu_seconds()
+
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        updates: Sequence[Mapping[str, float]],
+        more: Mapping[str, float],
+    ) -> list[Alarm]:
+        """Log one step: figures of its groups and updates (means, extremes kept), its times, and `more`.
+
+        Returns the guards' alarms, each of which was shown when it began.
+        """
+        window = (self._begun_ns, self.tracers["driver"].now())
+        algorithm, tag = self.config.algorithm, self.config.task.tags.answer
+        figures = step_figures(groups, step - 1, algorithm.correction.level, tag)
+        row = {
+            **figures,
+            **more,
+            **update_figures(updates),
+            **self._time_figures(groups, window),
+            "rollout/tokens_per_s": figures["rollout/generated_tokens"] * 1e9 / (window[1] - window[0]),
+        }
+        alarms = self._guards.check(step, row)
+        row |= {f"guard/{name}": 0.0 for name in self._guards.names}
+        row |= {f"guard/{alarm.guard}": 1.0 for alarm in alarms}
+        self._trackers.log(step, row)
+        self._tell_timeline(step, window)
+        for alarm in alarms:
+            if alarm.first:
+                self.progress.console.print(
+                    f"Warning: {alarm}", style="yellow", highlight=False, markup=False
+                )
+        self.progress.update(
+            step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"]
+        )
+        return alarms
+
+    async def trajectories(self, step: int, groups: Sequence[Group]) -> None:
+        """Begin to keep trajectories of `step` token by token, once those of the step before are on disk."""
+        if self._keeper is not None:
+            await self._keeper.begin(step, groups, self.config.tracking.trajectories)
+
+    async def trajectories_kept(self) -> None:
+        """Wait until those of all steps are on disk."""
+        if self._keeper is not None:
+            await self._keeper.finish()
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation of the policy: every answer in a file of its own, the figures with the trackers."""
+        self._evaluations[evaluation.step] = json_safe(evaluation.row())
+        self.progress.update(em=evaluation.em)
+        self._keep(evaluation, "", "eval")
+
+    def reference_evaluation(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation of the reference policy, in the same way."""
+        self._reference = evaluation
+        self._keep(evaluation, "reference ", "reference")
+
+    def _keep(self, evaluation: Evaluation, whose: str, prefix: str) -> None:
+        figures = {f"{prefix}/{name}": value for name, value in evaluation.figures().items()}
+        folder = self.run_dir / EVALUATIONS
+        folder.mkdir(exist_ok=True)
+        stem = f"{whose.replace(' ', '_')}step_{evaluation.step:06d}"
+        write_atomically(folder / f"{stem}.jsonl", "".join(map(answer_line, evaluation.answered)))
+        write_atomically(folder / f"{stem}.json", json.dumps(json_safe(evaluation.row()), indent=2) + "\n")
+        self._trackers.log_evaluation(evaluation.step, figures)
+        by_hop = "".join(f", {hop}-hop {em:.3f}" for hop, em in evaluation.em_by_hop.items())
+        self.progress.console.print(
+            f"step {evaluation.step}: {whose}held-out EM {evaluation.em:.3f}{by_hop}, "
+            f"{evaluation.searches:.2f} searches a question"
+        )
+
+    def samples(self, groups: Sequence[Group]) -> None:
+        """Write trajectories of the last step as readable text."""
+        most = self.config.tracking.sample_trajectories
+        pairs = [
+            (group.question, sample)
+            for sample_row in zip(*(g.samples for g in groups), strict=False)
+            for group, sample in zip(groups, sample_row, strict=True)
+        ]
+        write_samples(
+            [ShownSample(question, one.trajectory, one.reward) for question, one in pairs[:most]],
+            self.run_dir / "samples",
+        )
+
+    def summary(self, weight_syncs: int) -> dict[str, Any]:
+        """What the run came to; the parts of `summary.json` that training knows."""
+        rows = read_metrics(self.run_dir / METRICS)
+        evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
+        first, last = evaluations[0], evaluations[-1]
+        recomputed = self.config.algorithm.recompute_logprobs
+        return {
+            "em_before": first["em"],
+            "em_after": last["em"],
+            "em_before_by_hop": first["em_by_hop"],
+            "em_after_by_hop": last["em_by_hop"],
+            **({"em_reference": self._reference.em} if self._reference else {}),
+            "searches_before": first["searches"],
+            "searches_after": last["searches"],
+            "questions": last["questions"],
+            "weight_syncs": weight_syncs,
+            "overlap_s": sum(row["time/overlap"] for row in rows),
+            "logprob_max_diff": max(row["logprob/max_diff"] for row in rows) if recomputed else None,
+            "first_ratio_max_dev": max(
+                (row[FIRST_RATIO_KEY] for row in rows if row.get(FIRST_RATIO_KEY) is not None), default=None
+            ),
+            "tokens_differing_share": sum(row["tokens/differing"] for row in rows)
+            / sum(row["state_tokens/total"] for row in rows),
+            "cached_prompt_share": fmean(row["rollout/cached_prompt_share"] for row in rows),
+            "steps": len(rows),
+            "seed": self.config.trainer.seed,
+            "seconds": {"step": sum(row["time/step"] for row in rows), **stage_seconds(self._spans)},
+            "evaluations": evaluations,
+        }
+
+    def close(self) -> None:
+        """Write the trace and the curves, end the trackers."""
+        if self._keeper is not None:
+            self._keeper.close()
+        self._drain()
+        try:
+            self._tell_timeline(None, None)
+        except RunError as problem:
+            _log.warning("%s", problem)
+        for log in (self._prompts, self._timeline, self._trackers):
+            log.close()
+        try:
+            write_chrome_trace(self.run_dir / self._trace, self._spans)
+            rows = read_metrics(self.run_dir / METRICS)
+            if rows:
+                draw_curves(
+                    rows, [self._evaluations[step] for step in sorted(self._evaluations)], self.run_dir
+                )
+        except OSError as problem:  # A disk that is full has ended the run already, and said so.
+            _log.warning("the trace and the curves could not be written: %s", problem)
+
+    def _drain(self) -> None:
+        drained = [span for tracer in self.tracers.values() for span in tracer.drain()]
+        self._spans += drained
+        self._untold += drained + self.episodes.drain()
+
+    def _tell_timeline(self, step: int | None, window: Interval | None) -> None:
+        """Write what ended since the last time."""
+        if window is not None or self._untold:
+            self._timeline.append(step, window, self._untold)
+        self._untold = []
+
+    def _spans_of(self, window: Interval) -> list[Span]:
+        """What was done in `window`, what still goes on included. Windows come in order."""
+        before = len(self._spans)
+        self._drain()
+        self._recent = [span for span in self._recent if span.end_ns > window[0]] + self._spans[before:]
+        running = [span for tracer in self.tracers.values() for span in tracer.running()]
+        return self._recent + running
+
+    def _time_figures(self, groups: Sequence[Group], window: Interval) -> dict[str, float]:
+        """Where the seconds of `window` went, and what the actor did in its own."""
+        spans = self._spans_of(window)
+        worked = {stage: spent for stage, spent in stage_seconds(spans, window).items() if spent}
+        seconds = {**dict.fromkeys(EVERY_STEP, 0.0), **worked}
+        training = stage_seconds((span for span in spans if span.group == "actor"), window).get("train", 0.0)
+        flops = 0.0 if self._cost is None else training_flops(groups, self._cost)
+        return {
+            "time/step": (window[1] - window[0]) / 1e9,
+            **{f"time/{STAGE_KEYS.get(stage, stage)}": spent for stage, spent in seconds.items()},
+            "time/overlap": overlap_seconds(spans, window),
+            "time/cpu": tree_cpu_seconds() - self._begun_cpu_s,
+            **{f"idle/{group}": share for group, share in idle_share(spans, window).items()},
+            **(utilisation_figures(flops, training, self.actor_peak) if flops else {}),
+            **batch_figures(spans, window),
+        }
+
+
+def update_figures(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The optimiser steps of a step as one: means, but maxima and minima of those; NaN in one is NaN in all.
+
+    A learner that did not learn in this step (the actor, while the critic warms up) has no figures.
+    """
+    first = updates[0].get(RATIO_KEY) if updates else None
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {
+        **{name: _join(name, [update[name] for update in updates if name in update]) for name in names},
+        **({FIRST_RATIO_KEY: first} if first is not None else {}),
+    }
+
+
+def _join(name: str, values: Sequence[float]) -> float:
+    join = np.max if name.endswith(MAX_SUFFIX) else np.min if name.endswith(MIN_SUFFIX) else np.mean
+    return float(join(values))
+
+
+def _resumed(run_dir: Path, history: History) -> Resumed:
+    """What trackers need to know. The evaluation after a step was told later than the step."""
+    file = run_dir / METRICS
+    rows = [row for row in (read_metrics(file) if file.is_file() else []) if row["step"] <= history.step]
+    times = {row["step"]: row["time"] for row in rows}
+    told = [
+        Told(row["step"], {key: row[key] for key in row if key not in ("step", "time")}, row["time"])
+        for row in rows
+    ]
+    begun = min(times.values(), default=time.time())
+    told += [
+        Told(
+            row["step"],
+            {f"eval/{name}": value for name, value in row["figures"].items()},
+            times.get(row["step"], begun),
+        )
+        for row in history.evaluations
+    ]
+    told.sort(key=lambda one: one.step)
+    return Resumed(history.step, history.trackers, history.logs.get(METRICS, 0), told)
+
+
+def _forget_evaluations(run_dir: Path, step: int) -> None:
+    """Delete the files of evaluations after `step`, which are of steps that are done again, and half-written ones."""
+    forget_parts(run_dir / EVALUATIONS)
+    for path in (run_dir / EVALUATIONS).glob("*"):
+        found = _EVALUATED.fullmatch(path.name)
+        if found and int(found[1]) > step:
+            path.unlink()

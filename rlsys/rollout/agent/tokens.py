@@ -1,0 +1,278 @@
+"""Which tokens of an episode are trained, and how they relate to those that the engine sampled.
+
+Two modes. `retokenize`: the context is text; each turn and the training sequence tokenise all of it
+anew, and a token is trained only if it lies wholly within generated text. `append`: sampled ids are
+kept up to and including the token that completes the stop tag; observations are tokenised alone and
+appended.
+
+Invariants, in both modes:
+- No token that holds a character of the prompt or of an observation is trained.
+- `rollout_logprobs[t]` is a number only where the engine sampled `tokens[t]` after exactly
+  `tokens[:t]`; so it may be compared with a recomputed log-prob. Elsewhere it is NaN.
+- `turn_of_token` names the turn of every trained token, and no other's.
+- A version is set exactly where a token is trained and was generated; an end-of-sequence token that was
+  added without being sampled is trained with version -1 and no log-prob.
+- A version is never later than the true one, so what bounds the age of recorded versions bounds the age
+  of the tokens. It is exact for a token that is the sampled one at its place: in `append` mode always, in
+  `retokenize` mode where it and all tokens before it are those of the engine's call. Any other token that
+  a turn generated has the oldest version of that turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlsys.config.schema import TokenMode
+from rlsys.rollout.agent.codec import Codec
+
+UNSAMPLED = -1
+"""Turn and version of a token that no turn generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One call to the engine, token by token."""
+
+    input_ids: Sequence[int]
+    output_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """As many as `output_ids`."""
+    versions: Sequence[int]
+    """Policy version that sampled each; as many as `output_ids`."""
+    ended_itself: bool
+    """The engine stopped at a stop string or an end-of-sequence token, not at a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """The per-token side of a trajectory; the fields are those of `Trajectory`."""
+
+    tokens: NDArray[np.int32]
+    prompt_length: int
+    loss_mask: NDArray[np.bool_]
+    rollout_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    turn_of_token: NDArray[np.int32]
+    tokens_differing: int
+    response: str
+    truncated: bool
+    """Tokens were cut off at the end to keep the limit."""
+
+
+class Context(Protocol):
+    """An episode's context while it grows."""
+
+    def input_ids(self) -> list[int]:
+        """What the engine is given for the next turn."""
+
+    def add_turn(self, sample: Sample, text: str) -> None:
+        """Append a generation of which `text` is what the protocol kept."""
+
+    def add_observation(self, text: str) -> None:
+        """Append what the environment said."""
+
+    def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
+        """The finished sequence, at most `limit` tokens, ended by a trained EOS if `end_with_eos`."""
+
+
+def open_context(mode: TokenMode, codec: Codec, prompt: str) -> Context:
+    """An empty context after `prompt`."""
+    return Retokenized(codec, prompt) if mode is TokenMode.retokenize else Appended(codec, prompt)
+
+
+class Retokenized:
+    """A context kept as text."""
+
+    def __init__(self, codec: Codec, prompt: str) -> None:
+        self._codec = codec
+        self._prompt = prompt
+        self._text = prompt
+        self._ids: list[int] | None = None
+        self._turns: list[Sample] = []
+        self._ranges: list[tuple[int, int]] = []
+        self._whole = False
+
+    def input_ids(self) -> list[int]:
+        """The text so far, tokenised as one string."""
+        if self._ids is None:
+            self._ids = self._codec.encode(self._text)
+        return list(self._ids)
+
+    def add_turn(self, sample: Sample, text: str) -> None:
+        """Append the text that the protocol kept."""
+        start = len(self._text)
+        self.add_observation(text)
+        self._turns.append(sample)
+        self._ranges.append((start, len(self._text)))
+        self._whole = text == self._codec.decode(sample.output_ids)
+
+    def add_observation(self, text: str) -> None:
+        """Append an observation's text."""
+        self._text += text
+        self._ids = None
+
+    def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
+        """See `Context.close`."""
+        encoded = self._codec.encode_spans(self._text)
+        owners = _owners(encoded.spans, self._ranges)
+        prompt_length = sum(start < len(self._prompt) for start, _ in encoded.spans)
+        tokens = list(encoded.ids)
+        eos = _sampled_eos(self._codec, self._turns) if self._whole else None
+        if eos is not None:
+            tokens.append(eos)
+            owners.append(len(self._turns) - 1)
+        response = self._text[len(self._prompt) :]
+        closing = self._codec.eos_id if end_with_eos and eos is None else None
+        return _record(tokens, owners, self._turns, prompt_length, response, closing, limit)
+
+
+class Appended:
+    """A context kept as tokens."""
+
+    def __init__(self, codec: Codec, prompt: str) -> None:
+        self._codec = codec
+        self._tokens = codec.encode(prompt)
+        self._prompt_length = len(self._tokens)
+        self._owners = [UNSAMPLED] * self._prompt_length
+        self._turns: list[Sample] = []
+        self._response = ""
+        self._eos: int | None = None
+
+    def input_ids(self) -> list[int]:
+        """The tokens so far."""
+        return list(self._tokens)
+
+    def add_turn(self, sample: Sample, text: str) -> None:
+        """Append the sampled ids up to the token that completes `text`."""
+        kept = _shortest_prefix(self._codec, sample.output_ids, text)
+        self._owners += [len(self._turns)] * len(kept)
+        self._tokens += kept
+        self._response += self._codec.decode(kept)
+        self._turns.append(sample)
+        whole = len(kept) == len(sample.output_ids)
+        self._eos = _sampled_eos(self._codec, self._turns) if whole else None
+
+    def add_observation(self, text: str) -> None:
+        """Tokenise `text` alone and append it."""
+        ids = self._codec.encode(text)
+        self._tokens += ids
+        self._owners += [UNSAMPLED] * len(ids)
+        self._response += text
+
+    def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
+        """See `Context.close`."""
+        closing = self._codec.eos_id if end_with_eos and self._eos is None else None
+        return _record(
+            self._tokens, self._owners, self._turns, self._prompt_length, self._response, closing, limit
+        )
+
+
+def _owners(spans: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Index of the range that holds each span wholly, or UNSAMPLED. Both run from left to right."""
+    owners = []
+    current = 0
+    for start, end in spans:
+        while current < len(ranges) and ranges[current][1] <= start:
+            current += 1
+        inside = current < len(ranges) and ranges[current][0] <= start and end <= ranges[current][1]
+        owners.append(current if inside else UNSAMPLED)
+    return owners
+
+
+def _sampled_eos(codec: Codec, turns: Sequence[Sample]) -> int | None:
+    """The special token with which the engine itself ended the last turn, if it did."""
+    if not turns or not turns[-1].output_ids or not turns[-1].ended_itself:
+        return None
+    last = turns[-1].output_ids[-1]
+    return last if last in codec.special_ids else None
+
+
+def _shortest_prefix(codec: Codec, ids: Sequence[int], text: str) -> list[int]:
+    """The fewest leading `ids` whose text begins with `text`; all of them if the turn was not cut.
+
+    Stop strings end a generation in the engine, so nearly always no token has to go.
+    """
+    kept = list(ids)
+    if codec.decode(kept) == text:
+        return kept
+    while kept and codec.decode(kept[:-1]).startswith(text):
+        kept.pop()
+    return kept
+
+
+def _record(
+    tokens: Sequence[int],
+    owners: Sequence[int],
+    turns: Sequence[Sample],
+    prompt_length: int,
+    response: str,
+    closing_eos: int | None,
+    limit: int,
+) -> TokenRecord:
+    """Align the final tokens with what each turn sampled. `owners[t]` is the turn of token t.
+
+    A token that a turn owns is as sampled where it and all tokens before it are those of the turn's call;
+    it then has that token's log-prob and version, otherwise no log-prob and the turn's oldest version.
+    """
+    length = min(len(tokens), limit)
+    final = np.array(tokens[:length], dtype=np.int32)
+    owner = np.array(owners[:length], dtype=np.int32)
+    logprobs = np.full(length, np.nan, dtype=np.float32)
+    versions = np.full(length, UNSAMPLED, dtype=np.int32)
+    differing = 0
+    for index, turn in enumerate(turns):
+        own = owner == index
+        versions[own] = min(turn.versions, default=UNSAMPLED)
+        differing += _count_differing(turn.output_ids, final[own].tolist())
+        start = len(turn.input_ids)
+        end = _common_prefix([*turn.input_ids, *turn.output_ids], final)
+        if end > start:
+            as_sampled = start + np.flatnonzero(own[start:end])
+            logprobs[as_sampled] = np.array(turn.logprobs, dtype=np.float32)[as_sampled - start]
+            versions[as_sampled] = np.array(turn.versions, dtype=np.int32)[as_sampled - start]
+    if closing_eos is not None and length < limit:
+        final = np.append(final, np.int32(closing_eos))
+        owner = np.append(owner, np.int32(len(turns) - 1))
+        logprobs = np.append(logprobs, np.float32(np.nan))
+        versions = np.append(versions, np.int32(UNSAMPLED))
+    return TokenRecord(
+        tokens=final,
+        prompt_length=min(prompt_length, length),
+        loss_mask=owner != UNSAMPLED,
+        rollout_logprobs=logprobs,
+        versions=versions,
+        turn_of_token=owner,
+        tokens_differing=differing,
+        response=response,
+        truncated=length < len(tokens),
+    )
+
+
+def _count_differing(sampled: Sequence[int], trained: Sequence[int]) -> int:
+    """Trained tokens outside a longest common subsequence of the two lists.
+
+    By Hyyrö's bit-vectors ("Bit-parallel LCS-length computation revisited", 2004): milliseconds for thousands of tokens,
+    also where a collapsed policy repeats a few of them. A bit of `free` is a trained token that is in no match yet.
+    """
+    if list(sampled[: len(trained)]) == list(trained):
+        return 0
+    places: dict[int, int] = {}
+    for place, token in enumerate(trained):
+        places[token] = places.get(token, 0) | 1 << place
+    free = every = (1 << len(trained)) - 1
+    for token in sampled:
+        matching = free & places.get(token, 0)
+        free = ((free + matching) | (free - matching)) & every
+    return free.bit_count()
+
+
+def _common_prefix(sampled: Sequence[int], final: NDArray[np.int32]) -> int:
+    """How many leading tokens two sequences share."""
+    length = min(len(sampled), len(final))
+    unequal = np.flatnonzero(np.asarray(sampled[:length], dtype=np.int32) != final[:length])
+    return int(unequal[0]) if len(unequal) else length

@@ -1,0 +1,122 @@
+"""A calculator: exact arithmetic on what the policy wrote, without ever running it.
+
+Contract: numbers, + - * / // % ** and parentheses; `^`, `×`, `÷` and `−` are taken for what they mean. Rational numbers
+are exact, digit by digit as they are written, so that 0.1 + 0.2 is 0.3; a root is as good as a float. An expression is parsed, never evaluated as code, and
+takes bounded time and memory: its length and the size of every number in between are limited.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from decimal import Context, Decimal, InvalidOperation
+from fractions import Fraction
+
+from rlsys.rollout.tools.interface import ToolError
+
+MOST_CHARS = 400
+"""Of an expression; also bounds how deep it is."""
+MOST_BITS = 1024
+"""Of numerator and denominator each: 308 decimal digits."""
+DIGITS = 12
+"""Significant ones of a result that is not a whole number."""
+_TOO_LARGE = "a number is too large, or has too many digits"
+
+_WRITTEN = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "\n": " ", "\r": " ", "\t": " "})
+_ALLOWED = re.compile(r"(?:[0-9.][eE][+-]?[0-9]|[0-9.+\-*/%() ])+")
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class Calculator:
+    """The tool; see `rlsys.rollout.tools.interface.Tool`."""
+
+    name = "calculator"
+    tag = "calculator"
+    timeout_s = 1.0
+    description = "evaluate arithmetic with + - * / // % ** and parentheses"
+
+    async def call(self, text: str) -> str:
+        """The value of the expression `text`. Raises ToolError where it has none."""
+        return spelled(value_of(text))
+
+
+def value_of(text: str) -> Fraction:
+    """The exact value of an expression. Raises ToolError for anything else, for x / 0, and beyond the limits."""
+    expression = text.translate(_WRITTEN).strip()
+    if len(expression) > MOST_CHARS:
+        raise ToolError(f"the expression is longer than {MOST_CHARS} characters")
+    if not _ALLOWED.fullmatch(expression):
+        raise ToolError("only numbers, + - * / // % ** and parentheses can be used")
+    try:
+        return _value(ast.parse(expression, mode="eval").body, expression)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ToolError("the expression cannot be read") from None
+    except ZeroDivisionError:
+        raise ToolError("division by zero") from None
+
+
+def spelled(value: Fraction) -> str:
+    """A whole number in full, any other to `DIGITS` significant digits."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    rounded = Context(prec=DIGITS).divide(Decimal(value.numerator), Decimal(value.denominator))
+    return f"{rounded.normalize():g}"
+
+
+def _value(node: ast.expr, text: str) -> Fraction:
+    """What `node`, which was parsed from `text`, comes to."""
+    match node:
+        case ast.Constant(value=int() | float()):
+            return _as_written(text[node.col_offset : node.end_col_offset])
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, text)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand, text)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left, text), _value(right, text))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _bounded(Fraction(_OPERATIONS[type(op)](_value(left, text), _value(right, text))))
+    raise ToolError("the expression cannot be read")
+
+
+def _as_written(literal: str) -> Fraction:
+    """The decimal number that was written, not the binary one next to it."""
+    try:
+        number = Decimal(literal)
+    except InvalidOperation:  # Its exponent alone is beyond all bounds.
+        raise ToolError(_TOO_LARGE) from None
+    # A short exponent stands for any number of digits, which are not to be worked out first.
+    if number and abs(number.adjusted()) > MOST_BITS:
+        raise ToolError(_TOO_LARGE)
+    return _bounded(Fraction(number)) if number else Fraction(0)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """`base` ** `exponent`, of which the size is known before it is worked out."""
+    if exponent.denominator == 1:
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if bits > 1 and abs(exponent.numerator) * (bits - 1) > MOST_BITS:
+            raise ToolError(_TOO_LARGE)
+        # Raises ZeroDivisionError for a negative power of 0.
+        return _bounded(Fraction(base**exponent.numerator))
+    if base < 0:
+        raise ToolError("a root of a negative number")
+    try:
+        return _as_written(repr(float(base) ** float(exponent)))
+    except OverflowError:
+        raise ToolError(_TOO_LARGE) from None
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+        raise ToolError(_TOO_LARGE)
+    return value

@@ -1,0 +1,192 @@
+"""Which samples share a micro-batch, and on which data-parallel rank.
+
+Invariants: every sample is in exactly one micro-batch; a micro-batch stays within the token budget unless
+it is a single sample that exceeds it; every rank gets equally many micro-batches (a rank with fewer would
+leave the others waiting), at least as many as there are pipeline stages where it has that many samples;
+a micro-batch is empty only on a rank that has fewer samples than another has micro-batches.
+
+Balance, in floating-point operations: two ranks differ by at most one sample (packed) or at most one
+micro-batch (padded), the dearest. Packed, no rank gets more than 4/3 - 1/(3 ranks) of what the dearest rank
+gets in the best partition that there is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from rlsys.trainer.batches.flops import Flops
+from rlsys.trainer.batches.micro_batch import round_up
+
+Batch = list[int]
+"""Indices into the samples."""
+Plan = list[list[Batch]]
+"""[rank][micro-batch]"""
+_Share = tuple[float, Batch]
+"""What a rank gets: its cost, and indices."""
+
+
+class Size(NamedTuple):
+    """One sample, as far as batching is concerned."""
+
+    tokens: int
+    targets: int
+    """Trained tokens, for which alone logits are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the micro-batches of one Megatron group must look like."""
+
+    budget_tokens: int
+    """Most tokens of one, padding included."""
+    packed: bool
+    """One row of concatenated sequences, or else a rectangle."""
+    ranks: int = 1
+    """Data-parallel ranks."""
+    stages: int = 1
+    """Pipeline stages."""
+    multiple_of: int = 1
+    """What the width of a micro-batch is rounded up to."""
+    room_multiple: int = 1
+    """Packed, what the tokens of each sample are rounded up to; divides `multiple_of`."""
+
+
+def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Plan:
+    """Fill micro-batches and deal them to the ranks; each rank begins with its dearest."""
+
+    def cost(batch: Batch) -> float:
+        return _cost(batch, sizes, flops, frame)
+
+    plan = _packed(sizes, frame, cost) if frame.packed else _padded(sizes, frame, cost)
+    deepest = max(map(len, plan))
+    for batches in plan:
+        batches.sort(key=cost, reverse=True)
+        batches.extend([] for _ in range(deepest - len(batches)))
+    return plan
+
+
+def fills(plan: Plan, stages: int) -> bool:
+    """Whether every rank has at least `stages` micro-batches that are not empty.
+
+    With fewer, some stage of a pipeline would have nothing to do in the whole call.
+    """
+    return all(sum(map(bool, batches)) >= stages for batches in plan)
+
+
+def share_out(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> list[list[int]]:
+    """Indices of `costs` for each of `ranks` ranks, whose sums differ by at most the largest cost.
+
+    The largest differencing method (Karmarkar and Karp 1982): of all partial partitions the two with the
+    widest spread are joined, the dearest share of one with the cheapest of the other. Joining never widens
+    the larger spread, hence the bound; the ratio to the best is at most 4/3 - 1/(3 ranks) (Michiels et al.
+    2007). It begins with every item alone, or for `equal_counts` (`ranks` must divide their number) with
+    `ranks` items of like cost (Yakir 1996). Handing the longest to who has least obeys the same bounds, but
+    on log-normal lengths leaves several times the imbalance: 0.6% for 0.07% with 40 samples on 4 ranks.
+    """
+    order = sorted(range(len(costs)), key=lambda index: -costs[index])
+    step = ranks if equal_counts else 1
+    partitions: list[list[_Share]] = []
+    for start in range(0, len(order), step):
+        shares = [(costs[index], [index]) for index in order[start : start + step]]
+        partitions.append(shares + [(0.0, [])] * (ranks - len(shares)))
+    # The second entry breaks ties by age, so that the outcome does not depend on how the shares compare.
+    heap = [(_spread(shares), age, shares) for age, shares in enumerate(partitions)]
+    heapify(heap)
+    while len(heap) > 1:
+        (_, age, first), (_, _, second) = heappop(heap), heappop(heap)
+        pairs = zip(first, reversed(second), strict=True)
+        joined = [(cost + other, indices + others) for (cost, indices), (other, others) in pairs]
+        joined.sort(key=lambda share: -share[0])
+        heappush(heap, (_spread(joined), age, joined))
+    return [indices for _, indices in heap[0][2]] if heap else [[] for _ in range(ranks)]
+
+
+def _spread(shares: Sequence[_Share]) -> float:
+    """Negative, for a heap that yields the widest first."""
+    return shares[-1][0] - shares[0][0]
+
+
+def _packed(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float]) -> Plan:
+    """Samples are shared out one by one, since without padding a cost does not depend on the company."""
+    shares = share_out([cost([index]) for index in range(len(sizes))], frame.ranks)
+    plan = [_best_fit(share, sizes, frame) for share in shares]
+    needed = max(*map(len, plan), min(frame.stages, max(map(len, shares))))
+    for batches in plan:
+        _split(batches, needed, cost)
+    return plan
+
+
+def _padded(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float]) -> Plan:
+    """Whole rectangles are shared out, since their padding is least when all samples are sorted together."""
+    batches = _rectangles(sizes, frame)
+    rounds = max(-(-len(batches) // frame.ranks), min(frame.stages, -(-len(sizes) // frame.ranks)))
+    _split(batches, rounds * frame.ranks, cost)
+    batches.extend([] for _ in range(rounds * frame.ranks - len(batches)))
+    shares = share_out([cost(batch) for batch in batches], frame.ranks, equal_counts=True)
+    return [[batches[index] for index in share] for share in shares]
+
+
+def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch]:
+    """Longest first, each into the micro-batch that it leaves the least room in (best fit decreasing).
+
+    At most 11/9 of the fewest possible, plus a constant (Johnson et al. 1974).
+    """
+    capacity = frame.budget_tokens // frame.multiple_of * frame.multiple_of
+    batches: list[Batch] = []
+    rooms: list[tuple[int, int]] = []
+    for index in sorted(indices, key=lambda i: -sizes[i].tokens):
+        need = round_up(sizes[index].tokens, frame.room_multiple)
+        place = bisect_left(rooms, (need, 0))
+        if place == len(rooms):
+            room, batch = capacity, len(batches)
+            batches.append([])
+        else:
+            room, batch = rooms.pop(place)
+        batches[batch].append(index)
+        insort(rooms, (room - need, batch))
+    return batches
+
+
+def _rectangles(sizes: Sequence[Size], frame: Frame) -> list[Batch]:
+    """Longest first, each into the rectangle that is being filled.
+
+    That is best fit too: a rectangle is left when its room is less than a row, and later rows are shorter
+    but would have to be as wide.
+    """
+    batches: list[Batch] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i].tokens):
+        if batches and (len(batches[-1]) + 1) * _width(batches[-1], sizes, frame) <= frame.budget_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def _split(batches: list[Batch], count: int, cost: Callable[[Batch], float]) -> None:
+    """Cut the dearest micro-batch in two, as evenly as its order allows, until there are `count`.
+
+    Stops when every sample stands alone.
+    """
+    while len(batches) < count:
+        dearest = max((batch for batch in batches if len(batch) > 1), key=cost, default=None)
+        if dearest is None:
+            return
+        halves = ((dearest[:at], dearest[at:]) for at in range(1, len(dearest)))
+        batches.remove(dearest)
+        batches.extend(min(halves, key=lambda pair: max(map(cost, pair))))
+
+
+def _width(batch: Batch, sizes: Sequence[Size], frame: Frame) -> int:
+    """Of the rectangle whose longest sample is its first."""
+    return round_up(sizes[batch[0]].tokens, frame.multiple_of)
+
+
+def _cost(batch: Batch, sizes: Sequence[Size], flops: Flops, frame: Frame) -> float:
+    if frame.packed or not batch:
+        return sum(flops.of(*sizes[index]) for index in batch)
+    width = _width(batch, sizes, frame)
+    return sum(flops.of(width, sizes[index].targets) for index in batch)

@@ -1,0 +1,81 @@
+"""The critic: learns what is left to expect of an episode, and says it of every trained token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlsys.algorithms.losses import Stats
+from rlsys.algorithms.values import ValueLoss
+from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.trainer import parallel as groups
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.context import Share
+from rlsys.trainer.forward import forward, to_tensor
+from rlsys.trainer.learner import Learner, LossOf
+from rlsys.trainer.logprobs import lay_out
+from rlsys.trainer.value_model import ValueModel
+from rlsys.weights.families import read_architecture
+
+
+class Critic(Learner):
+    """One process of the group that learns values; the mean of their loss is over trained tokens."""
+
+    def __init__(
+        self,
+        rendezvous: groups.Rendezvous,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        loss: ValueLoss,
+        total_steps: int,
+        seed: int,
+    ) -> None:
+        """Join the group and build the model, with undefined weights: `load_hf` or `load` follows.
+
+        `model` is the policy's; `total_steps` counts optimiser steps.
+        """
+        architecture = read_architecture(model.path)
+        place = groups.start(rendezvous, parallel, seed)
+        values = ValueModel(architecture, model, parallel, place)
+        super().__init__("The critic", values, optimizer, total_steps)
+        self._loss = loss
+
+    def compute(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]] | None:
+        """Values [rows, width] of the trained tokens of each micro-batch, 0 elsewhere.
+
+        None on ranks that do not report. All ranks of a data-parallel rank call this together with the same
+        micro-batches; gradients that were accumulated stay as they are.
+        """
+        self._memory.require("compute")
+        self._gather()
+
+        def on_values(values: Tensor, share: Share) -> NDArray[np.float32]:
+            mask = to_tensor(share.batch.loss_mask, values)
+            return lay_out(share.whole(values), mask).cpu().numpy()
+
+        found = forward(self._model, micro_batches, on_values)
+        return found if self.place.reports else None
+
+    def _check(self, batch: MicroBatch) -> None:
+        if batch.values is None or batch.returns is None:
+            raise ValueError(
+                "A micro-batch without values and returns cannot be trained; compute them first."
+            )
+
+    def _divisor_of(self, batch: MicroBatch) -> int:
+        return batch.trained_tokens
+
+    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:  # noqa: ARG002
+        return self._loss_of
+
+    def _loss_of(self, values: Tensor, share: Share) -> tuple[Tensor, Stats]:
+        batch = share.batch
+        assert batch.values is not None
+        assert batch.returns is not None
+        mask = to_tensor(batch.loss_mask, values)
+        old, returns = to_tensor(batch.values, values), to_tensor(batch.returns, values)
+        return self._loss(lay_out(share.whole(values), mask), old, returns, mask)

@@ -1,0 +1,338 @@
+"""Takes the memory of one process's model off its device, and brings it back bit for bit.
+
+Contract: `offload` releases the memory behind the given tensors, `restore` fills it again. Tensors stay the
+objects that they are and views of a storage stay its views: no storage is replaced. What cannot be kept is
+not released, and a restore that failed can be called again.
+
+On a GPU the bytes wait in pinned host memory, and storages are resized to nothing and back. A CPU is the host
+already: there they wait in a file, and the pages of the storages are given to the operating system while their
+addresses stay (MADV_DONTNEED). Storages are not resized there, for torch refuses that once somebody has looked
+at one through numpy, and the allocator might keep what is freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import BufferedRandom
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor, UntypedStorage
+
+from rlsys.errors import RunError
+from rlsys.trainer.results import Offloaded
+
+Tensors = Callable[[], Iterable[Tensor]]
+"""Asked at every offload, for optimisers make their state late."""
+HOST_BLOCK_BYTES = 64 * 1024 * 1024
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Offload:
+    """The memory of one process's model: there, or away."""
+
+    def __init__(self, owner: str, saved: Tensors, zeros: Tensors = tuple) -> None:
+        """`owner` is named in messages. `zeros` are known to hold nothing but zeros when they are released.
+
+        Both may name a storage more than once; storages on other devices than the first's are left alone.
+        """
+        self._owner, self._saved, self._zeros = owner, saved, zeros
+        self._host = HostBlocks()
+        self._away: _Away | None = None
+
+    def require(self, purpose: str) -> None:
+        """Raise RunError, "... cannot `purpose`", unless the memory is there."""
+        if self._away is not None:
+            raise RunError(f"{self._owner} is offloaded and cannot {purpose}: restore it first.")
+
+    def offload(self, scratch: str | Path) -> Offloaded:
+        """Release the memory; nothing happens if it is away. `scratch` is the folder of a CPU's file.
+
+        Raises RunError if the bytes find no room.
+        """
+        meter = _Meter()
+        if self._away is not None:
+            return meter.read(0)
+        saved = _storages(self._saved())
+        zeros = _storages(self._zeros(), without=saved)
+        away: _Away
+        if any(storage.is_cuda for storage in saved):
+            away, room = InHostMemory(saved, zeros, self._host), "host memory"
+        else:
+            away, room = InFile(saved, zeros, scratch), f"the folder {Path(scratch).resolve()}"
+        try:
+            away.keep()
+        except (OSError, RuntimeError) as error:
+            away.forget()
+            raise RunError(
+                f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, "
+                f"found no room in {room}; make some. ({error})"
+            ) from error
+        self._away = away
+        away.release()
+        _trim_heap()
+        return meter.read(away.nbytes)
+
+    def restore(self) -> Offloaded:
+        """Bring the memory back; nothing happens if it is there.
+
+        Raises RunError if the device has no room or the bytes cannot be read, and can then be called again.
+        """
+        meter = _Meter()
+        away = self._away
+        if away is None:
+            return meter.read(0)
+        try:
+            away.fill()
+        except (OSError, RuntimeError) as error:
+            away.release()
+            raise RunError(
+                f"{self._owner} could not be restored: its {away.nbytes} bytes did not come back to the "
+                f"device; see that what else is there leaves room. ({error})"
+            ) from error
+        away.forget()
+        self._away = None
+        return meter.read(away.nbytes)
+
+
+class _Away(Protocol):
+    """Storages, and where their bytes are while their memory is released."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that is released."""
+
+    def keep(self) -> None:
+        """Copy the bytes. Raises OSError or RuntimeError if there is no room for them."""
+
+    def release(self) -> None:
+        """Release what is there; it can be called after a `fill` that broke off."""
+
+    def fill(self) -> None:
+        """Take memory again and write the bytes into it. Raises OSError or RuntimeError if that fails."""
+
+    def forget(self) -> None:
+        """Drop the copy."""
+
+
+class InFile:
+    """Bytes of storages in host memory wait in one file without a name, which ends with the process.
+
+    It is written and read, not mapped: pages that are mapped count as the process's. The operating system
+    drops them from its cache when memory is short, unless the folder lies in memory itself (tmpfs). All bytes
+    are kept, but only whole pages released: what is smaller than one, or at a storage's ends, stays.
+    """
+
+    def __init__(
+        self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], folder: str | Path
+    ) -> None:
+        self._saved = [_Bytes(storage) for storage in saved]
+        self._zeros = [_Bytes(storage) for storage in zeros]
+        self._folder = Path(folder)
+        self._file: BufferedRandom | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """See `_Away`."""
+        return sum(memory.in_pages for memory in (*self._saved, *self._zeros))
+
+    def keep(self) -> None:
+        """See `_Away`."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        for memory in self._saved:
+            self._file.write(memory.view())
+        self._file.flush()
+
+    def release(self) -> None:
+        """See `_Away`."""
+        for memory in (*self._saved, *self._zeros):
+            memory.release()
+
+    def fill(self) -> None:
+        """See `_Away`."""
+        assert self._file is not None
+        self._file.seek(0)
+        for memory in self._saved:
+            if self._file.readinto(memory.view()) != memory.nbytes:
+                raise OSError(f"the scratch file in {self._folder} has become shorter")
+        for memory in self._zeros:
+            memory.clear()
+
+    def forget(self) -> None:
+        """See `_Away`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class InHostMemory:
+    """Bytes of a GPU's storages wait in host memory."""
+
+    def __init__(
+        self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], host: HostBlocks
+    ) -> None:
+        self._saved = [(storage, storage.nbytes()) for storage in saved]
+        self._zeros = [(storage, storage.nbytes()) for storage in zeros]
+        self._host = host
+
+    @property
+    def nbytes(self) -> int:
+        """See `_Away`."""
+        return sum(nbytes for _, nbytes in (*self._saved, *self._zeros))
+
+    def keep(self) -> None:
+        """See `_Away`."""
+        _finish_device_work()  # of other streams, which may still write
+        for host, device in self._host.pieces([_flat(storage) for storage, _ in self._saved]):
+            host.copy_(device, non_blocking=True)
+        _finish_device_work()
+
+    def release(self) -> None:
+        """See `_Away`."""
+        for storage, _ in (*self._saved, *self._zeros):
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def fill(self) -> None:
+        """See `_Away`."""
+        for storage, nbytes in (*self._saved, *self._zeros):
+            storage.resize_(nbytes)
+        for host, device in self._host.pieces([_flat(storage) for storage, _ in self._saved]):
+            device.copy_(host, non_blocking=True)
+        for storage, _ in self._zeros:
+            _flat(storage).zero_()
+        _finish_device_work()
+
+    def forget(self) -> None:
+        """See `_Away`; the blocks serve again."""
+
+
+class HostBlocks:
+    """Host memory, pinned so that a GPU copies it at full speed.
+
+    In blocks of one size, a power of two, for torch rounds pinned memory up to one. They are kept for the
+    next time: pinning is slow, and torch would not give the memory back anyway.
+    """
+
+    def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._blocks: list[Tensor] = []
+
+    def pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of blocks and of `flats` ([bytes] of uint8 each) of equal sizes.
+
+        The same for tensors of the same sizes. Raises RuntimeError if there is no memory for a block.
+        """
+        block, used = -1, self._block_bytes
+        for flat in flats:
+            done = 0
+            while done < flat.numel():
+                if used == self._block_bytes:
+                    block, used = block + 1, 0
+                count = min(self._block_bytes - used, flat.numel() - done)
+                yield self._block(block, flat)[used : used + count], flat[done : done + count]
+                done, used = done + count, used + count
+
+    def _block(self, index: int, like: Tensor) -> Tensor:
+        if index == len(self._blocks):
+            self._blocks.append(torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=like.is_cuda))
+        return self._blocks[index]
+
+
+def training_state(module: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
+    """What training keeps from step to step: parameters, float32 weights and Adam's moments.
+
+    `optimizer` is Megatron's, with torch's or Transformer Engine's within.
+    """
+    yield from module.parameters()
+    for member in optimizer.chained_optimizers:
+        for group in member.optimizer.param_groups:
+            yield from group["params"]
+        for state in member.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def gradient_buffers(wrapped: Any) -> Iterator[Tensor]:
+    """The flat buffers into which Megatron's DistributedDataParallel `wrapped` accumulates."""
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        yield buffer.grad_data
+
+
+class _Bytes:
+    """A storage in host memory."""
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self._storage = storage  # which keeps the address valid
+        self._address, self.nbytes = storage.data_ptr(), storage.nbytes()
+        self._first_page = -(-self._address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (self._address + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        self.in_pages = max(0, end - self._first_page)
+        """Bytes that are whole pages."""
+
+    def view(self) -> memoryview:
+        """The memory itself, writable."""
+        return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self._address)).cast("B")
+
+    def release(self) -> None:
+        """Give whole pages back; they take no memory until they are used again. Raises OSError."""
+        start, length = ctypes.c_void_p(self._first_page), ctypes.c_size_t(self.in_pages)
+        if self.in_pages and _LIBC.madvise(start, length, mmap.MADV_DONTNEED):
+            error = ctypes.get_errno()
+            raise OSError(error, f"madvise: {os.strerror(error)}")
+
+    def clear(self) -> None:
+        """Write zeros."""
+        ctypes.memset(self._address, 0, self.nbytes)
+
+
+class _Meter:
+    """Time and this process's resident memory, from here on."""
+
+    def __init__(self) -> None:
+        self._started, self._before = time.perf_counter(), _resident_bytes()
+
+    def read(self, nbytes: int) -> Offloaded:
+        return Offloaded(nbytes, time.perf_counter() - self._started, self._before, _resident_bytes())
+
+
+def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:
+    """The storages of `tensors`, each once, that are on the first one's device and not among `without`."""
+    found: dict[int, UntypedStorage] = {}
+    known = {storage.data_ptr() for storage in without}
+    device = without[0].device if without else None
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        device = device or storage.device
+        if storage.nbytes() and storage.device == device and storage.data_ptr() not in known:
+            found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())
+
+
+def _flat(storage: UntypedStorage) -> Tensor:
+    """All bytes of a storage, [bytes] of uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _finish_device_work() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def _trim_heap() -> None:
+    """Return what was freed, such as activations, and what glibc keeps; other C libraries have no such call."""
+    trim = getattr(_LIBC, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,177 @@
+"""Where a process stands in its Megatron group, and how the group comes about.
+
+Ranks are ordered as Megatron orders them: tensor parallel fastest, then context parallel, then data parallel, then
+pipeline. Experts are spread over the ranks of a stage, whatever these are otherwise: over each run of `ep` neighbours.
+No expert is cut itself, so tensor- and context-parallel ranks count as data-parallel ones where experts are concerned.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from rlsys.config.schema import Device, ParallelConfig
+from rlsys.errors import UserError
+from rlsys.trainer import cpu_support
+from rlsys.weights.sockets import listener
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the processes of one group find each other."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    device: Device
+    timeout_s: float
+    """Of every collective; a process that waits longer fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process's coordinates."""
+
+    rank: int
+    tp: int
+    tp_size: int
+    cp: int
+    """Which chunks of every sequence it works on; see `rlsys.trainer.context`."""
+    cp_size: int
+    dp: int
+    dp_size: int
+    pp: int
+    pp_size: int
+    ep: int
+    """Which of the blocks of experts it holds."""
+    ep_size: int
+
+    @property
+    def in_stage(self) -> int:
+        """Its number within its pipeline stage."""
+        return (self.dp * self.cp_size + self.cp) * self.tp_size + self.tp
+
+    @property
+    def stage_size(self) -> int:
+        """Processes of a pipeline stage."""
+        return self.dp_size * self.cp_size * self.tp_size
+
+    @property
+    def exports(self) -> bool:
+        """It holds something of the one copy of its stage that is handed out: the first's pieces and experts."""
+        return self.in_stage < max(self.tp_size, self.ep_size)
+
+    @property
+    def first_stage(self) -> bool:
+        """It embeds tokens."""
+        return self.pp == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """It computes logits."""
+        return self.pp == self.pp_size - 1
+
+    @property
+    def reports(self) -> bool:
+        """It returns results for its data-parallel rank: exactly one process of each does."""
+        return self.last_stage and self.cp == 0 and self.tp == 0
+
+
+def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
+    """The coordinates of `rank`. Raises UserError if the group cannot be cut so."""
+    inner = parallel.tp * parallel.cp
+    model = inner * parallel.pp
+    if world_size % model:
+        raise UserError(
+            f"tp x cp x pp is {model}, which does not divide the group's {world_size} processes; change one."
+        )
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise UserError(
+            "sequence_parallel is true but tp is 1; set tp above 1 or sequence_parallel to false."
+        )
+    dp_size = world_size // model
+    stage_size = inner * dp_size
+    if stage_size % parallel.ep:
+        raise UserError(
+            f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage; change one."
+        )
+    return Place(
+        rank=rank,
+        tp=rank % parallel.tp,
+        tp_size=parallel.tp,
+        cp=rank // parallel.tp % parallel.cp,
+        cp_size=parallel.cp,
+        dp=rank // inner % dp_size,
+        dp_size=dp_size,
+        pp=rank // stage_size,
+        pp_size=parallel.pp,
+        ep=rank % stage_size % parallel.ep,
+        ep_size=parallel.ep,
+    )
+
+
+def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
+    """Join the group: torch.distributed, Megatron's process groups and its random generators.
+
+    Blocks until all processes have joined or `timeout_s` has passed (then torch's error is raised).
+    """
+    place = place_of(rendezvous.rank, rendezvous.world_size, parallel)
+    _choose_device(rendezvous)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    store = dist.TCPStore(
+        rendezvous.master_addr,
+        rendezvous.master_port,
+        rendezvous.world_size,
+        is_master=rendezvous.rank == 0,
+        timeout=timeout,
+        master_listen_fd=listener(rendezvous.master_addr, rendezvous.master_port)[0]
+        if rendezvous.rank == 0
+        else None,
+    )
+    dist.init_process_group(
+        backend="nccl" if rendezvous.device is Device.gpu else "gloo",
+        store=store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, round(rendezvous.timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return place
+
+
+def _choose_device(rendezvous: Rendezvous) -> None:
+    # Before anything touches CUDA. Megatron counts on it up to Hopper: kernels start in the order of their launches, and
+    # those of communication before those that they overlap with.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    visible = torch.cuda.device_count()
+    if rendezvous.device is Device.gpu:
+        if not visible:
+            raise UserError("cluster.device is gpu but this machine has no CUDA device; set it to cpu.")
+        torch.cuda.set_device(rendezvous.rank % visible)
+        return
+    if visible:
+        raise UserError(
+            'cluster.device is cpu but CUDA devices are visible; set CUDA_VISIBLE_DEVICES="" or device to gpu.'
+        )
+    cpu_support.enable()
+
+
+def stop() -> None:
+    """Leave the group; another may be joined afterwards."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,182 @@
+"""The checkpoints of a run: `checkpoints/global_step_N`, each whole or not there at all.
+
+Contract: what is written goes to a hidden folder beside the others (`begin`) and gets its name by one rename
+(`publish`), when everything is on disk; so a kill at any moment leaves the checkpoints that were there. A published
+folder has a manifest of its files and their sizes, by which `check` finds what was lost or cut short later. Nothing
+that was not made here is ever deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlsys.errors import UserError
+from rlsys.files import sha256_of
+
+MANIFEST = "manifest.json"
+_SMALL_BYTES = 1024 * 1024
+"""Files up to which the manifest has checksums of: what says what the others hold."""
+_NAME = re.compile(r"global_step_(\d+)")
+_HIDDEN = re.compile(r"\.(global_step_\d+)\.(partial|deleted|replaced)")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One checkpoint."""
+
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints stay. The newest always does; a rule that is None keeps none, but all stay without `last`."""
+
+    last: int | None
+    """The newest so many."""
+    every: int | None
+    """Those of steps that this divides."""
+    best: bool
+    """The one with the best score."""
+
+    def kept(self, steps: Sequence[int], score_of: Callable[[int], float | None]) -> set[int]:
+        """Those of `steps` that stay; `score_of` a step is None where it was not evaluated. Of equals, the newest is best."""
+        ordered = sorted(steps)
+        if self.last is None:
+            return set(ordered)
+        stay = set(ordered[-max(self.last, 1) :])
+        if self.every is not None:
+            stay |= {step for step in ordered if step % self.every == 0}
+        scored = [(score, step) for step in ordered if (score := score_of(step)) is not None]
+        if self.best and scored:
+            stay.add(max(scored)[1])
+        return stay
+
+
+class CheckpointStore:
+    """The folder `checkpoints` of one run, which only one process writes to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def saved(self) -> list[Saved]:
+        """Published checkpoints, the newest last."""
+        if not self.folder.is_dir():
+            return []
+        found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
+        return sorted((Saved(int(name[1]), path) for name, path in found if name), key=lambda one: one.step)
+
+    def begin(self, step: int) -> Path:
+        """An empty hidden folder for the checkpoint of `step`; what an earlier try has left in it is gone."""
+        self.recover()
+        partial = self._hidden(step, "partial")
+        partial.mkdir(parents=True)
+        return partial
+
+    def publish(self, step: int) -> Path:
+        """Give what `begin` has opened its name, in place of an earlier checkpoint of that step. Returns its folder."""
+        partial, final, old = self._hidden(step, "partial"), self.path(step), self._hidden(step, "replaced")
+        _write_manifest(partial)
+        if final.exists():
+            final.rename(old)
+        partial.rename(final)
+        _sync(self.folder)
+        _remove(old)
+        return final
+
+    def prune(
+        self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()
+    ) -> None:
+        """Delete what `keep` does not hold, but no step that is `spared`. What cannot be deleted stays hidden, for `recover` to try again."""
+        saved = self.saved()
+        stay = keep.kept([one.step for one in saved], score_of) | {*spared}
+        for one in saved:
+            if one.step not in stay:
+                # Hidden first: a kill in the middle of deleting must not leave half a checkpoint under its name.
+                old = self._hidden(one.step, "deleted")
+                one.folder.rename(old)
+                _remove(old)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or will be."""
+        return self.folder / f"global_step_{step}"
+
+    def _hidden(self, step: int, kind: str) -> Path:
+        return self.folder / f".global_step_{step}.{kind}"
+
+    def recover(self) -> None:
+        """Tidy up after a process that was killed: what it had replaced and not yet published anew is back again, what
+        was never published, or was being deleted, is gone."""
+        if not self.folder.is_dir():
+            return
+        for path in sorted(self.folder.iterdir()):
+            hidden = _HIDDEN.fullmatch(path.name)
+            if hidden and hidden[2] == "replaced" and not (self.folder / hidden[1]).exists():
+                path.rename(self.folder / hidden[1])
+            elif hidden:
+                _remove(path)
+
+
+def step_of(folder: Path) -> int | None:
+    """The step of a checkpoint's folder by its name; None if it is not called so."""
+    name = _NAME.fullmatch(folder.name)
+    return int(name[1]) if name else None
+
+
+def check(folder: Path) -> None:
+    """Raise UserError, naming the file, unless all that was saved in `folder` is there: large files in their whole
+    length, small ones byte for byte."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise UserError(
+            f"{folder} is not a checkpoint of a run, for it has no {MANIFEST}: give a folder global_step_N that has."
+        )
+    try:
+        manifest = json.loads(file.read_text())
+        sizes = {folder / str(name): int(size) for name, size in manifest["files"].items()}
+        sums = {folder / str(name): str(found) for name, found in manifest["sha256"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
+        raise UserError(f"{file} is damaged: take an earlier checkpoint.") from problem
+    for path, size in sizes.items():
+        if not path.is_file():
+            raise UserError(f"{path} is missing, which belongs to the checkpoint: take an earlier one.")
+        if path.stat().st_size != size:
+            raise UserError(
+                f"{path} has {path.stat().st_size} bytes and not the {size} that were saved: take an earlier checkpoint."
+            )
+        if path in sums and sha256_of(path) != sums[path]:
+            raise UserError(f"{path} holds other bytes than were saved: take an earlier checkpoint.")
+
+
+def _write_manifest(folder: Path) -> None:
+    inside = sorted(folder.rglob("*"))
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in inside if path.is_file()}
+    sums = {name: sha256_of(folder / name) for name, size in sizes.items() if size <= _SMALL_BYTES}
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"files": sizes, "sha256": sums}, indent=1) + "\n")
+    # Folders too: they hold the names of what is in them.
+    for path in (*inside, manifest, folder):
+        _sync(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint; of one that was moved elsewhere, only the link to it."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what was written."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,289 @@
+"""Writes weights as one of Megatron's distributed checkpoints, without a model or a process group.
+
+Which file holds what is known beforehand and depends on nothing but the model and how it is to be cut, so that files
+can be written by any process in any order, and what is there already need not be written again. A file appears under
+its name when it is whole; what says that the checkpoint is complete is written last.
+
+Any TP, PP and EP can load the result; how it is cut only decides which of it a rank finds in one piece.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.utils.serialization import config
+
+from rlsys.config.schema import ParallelConfig
+from rlsys.errors import RunError, UserError
+from rlsys.weights.bijection import Entry, WeightMap
+from rlsys.weights.checkpoint import keys
+from rlsys.weights.checkpoint.about import COMPLETE, About
+from rlsys.weights.checkpoint.torch_dist import BACKEND, COMMON, METADATA
+from rlsys.weights.families import Cut, Rule
+from rlsys.weights.stages import expert_block, stage_layers
+
+_OPTIONS: Any = config
+FILE_BYTES = 1 << 30
+"""About how much a file holds; a larger tensor has one for itself."""
+_ALIGNMENT = 64
+_STATE_FILE = "__state.distcp"
+_BACKEND: Mapping[str, object] = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """One file to write."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    nbytes: int
+    """Of the tensors in it."""
+
+
+class TorchDistWriter:
+    """Writes the weights of one model to one folder."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        weights: WeightMap,
+        dtype_of: Callable[[Entry], torch.dtype],
+        parallel: ParallelConfig,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        """Nothing is written yet. Raises UserError if the model cannot be cut as `parallel` says, or if a weight has
+        not the same dtype in all layers.
+        """
+        self._folder, self._weights, self._tp = Path(folder), weights, parallel.tp
+        self._dtypes = _dtypes(weights, dtype_of)
+        self._cuts = {entry.name: self._bounds(entry) for entry in weights.entries()}
+        self.files: list[FileJob] = self._plan(parallel, file_bytes)
+
+    def write(self, job: FileJob, parts_of: Callable[[Entry], Sequence[Tensor]]) -> dict[str, Any]:
+        """Write one file of tensors from their whole Hugging Face tensors; a receipt for `finish`, as plain JSON.
+
+        At most one Megatron tensor is in memory at a time. Raises RunError if the file cannot be written.
+        """
+        chunks = []
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Reading takes no notice of checksums, and making them takes longer than writing.
+        with (
+            _appearing(self._folder / job.name) as file,
+            file.open("wb") as stream,
+            _OPTIONS.patch("save.compute_crc32", False),
+        ):
+            for entry in job.entries:
+                axes = [1 for number in (entry.layer, entry.expert) if number is not None]
+                for at, chunk in self._chunks(entry, parts_of(entry)):
+                    # torch aligns what it writes from its own start; so a reader can map the tensor as it is.
+                    stream.write(bytes(-stream.tell() % _ALIGNMENT))
+                    start = stream.tell()
+                    torch.save(chunk.view(axes + list(chunk.shape)), stream)
+                    chunks.append([entry.name, at, list(chunk.shape), start, stream.tell() - start])
+        return {"file": job.name, "chunks": chunks}
+
+    def finish(self, receipts: Sequence[Mapping[str, Any]], about: About) -> None:
+        """Complete the checkpoint, of which all files are written and which says `about` of itself.
+
+        Raises ValueError if a receipt is missing, and RunError if a file cannot be written.
+        """
+        if {receipt["file"] for receipt in receipts} != {job.name for job in self.files}:
+            raise ValueError("Not every file of the checkpoint has a receipt.")
+        state, common = io.BytesIO(), io.BytesIO()
+        # Megatron's linear layers ask for a state of their own, which is None.
+        torch.save([None], state)
+        torch.save({}, common)
+        metadata = self._metadata(receipts, len(state.getvalue()))
+        for name, content in (
+            (_STATE_FILE, state.getvalue()),
+            (COMMON, common.getvalue()),
+            (METADATA, pickle.dumps(metadata)),
+            (BACKEND, json.dumps(_BACKEND).encode()),
+            (COMPLETE, about.to_json().encode()),
+        ):
+            with _appearing(self._folder / name) as file:
+                file.write_bytes(content)
+
+    def _plan(self, parallel: ParallelConfig, file_bytes: int) -> list[FileJob]:
+        """The files of each pipeline stage and expert rank, which hold no others' tensors."""
+        owner = _owners(self._weights, parallel)
+        held: dict[tuple[int, int], list[list[Entry]]] = {}
+        sizes: dict[tuple[int, int], int] = {}
+        for entry in self._weights.entries():
+            place, nbytes = owner(entry), self._nbytes(entry)
+            files = held.setdefault(place, [])
+            if not files or sizes[place] + nbytes > file_bytes:
+                files.append([])
+                sizes[place] = 0
+            files[-1].append(entry)
+            sizes[place] += nbytes
+        return [
+            FileJob(f"__{rank}_{number}.distcp", tuple(entries), sum(map(self._nbytes, entries)))
+            for rank, place in enumerate(sorted(held))
+            for number, entries in enumerate(held[place])
+        ]
+
+    def _nbytes(self, entry: Entry) -> int:
+        return torch.Size(self._shape(entry)).numel() * self._dtypes[entry.name].itemsize
+
+    def _shape(self, entry: Entry) -> tuple[int, ...]:
+        return self._weights.whole_shape(entry, self._tp)
+
+    def _bounds(self, entry: Entry) -> tuple[int, list[int]]:
+        """The dimension that TP cuts, and where the pieces begin along it, with the end."""
+        shape, cut = self._shape(entry), entry.rule.cut
+        dimension = 1 if cut is Cut.COLUMNS else 0
+        # An expert is on one rank, and not cut by TP.
+        tp = 1 if cut is Cut.WHOLE or entry.expert is not None else self._tp
+        pieces = 2 * tp if cut is Cut.GATE_UP else tp
+        size = shape[dimension]
+        if size % pieces:
+            raise UserError(
+                f"tp is {self._tp}, which does not divide {entry.name} of {list(shape)}; lower tp."
+            )
+        bounds = {piece * (size // pieces) for piece in range(pieces + 1)}
+        if cut is Cut.VOCAB:
+            # Padding is a piece of its own, so that the matrix need not be copied to a larger one.
+            bounds.add(self._weights.architecture.vocab)
+        return dimension, sorted(bounds)
+
+    def _chunks(self, entry: Entry, parts: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+        """Where each piece begins in the whole tensor, and the piece, in memory of its own."""
+        dimension, bounds = self._cuts[entry.name]
+        shape, before = self._shape(entry), 0
+        for whole in self._wholes(entry, parts):
+            if whole.dtype != self._dtypes[entry.name]:
+                raise ValueError(
+                    f"{entry.name} is {whole.dtype}, not {self._dtypes[entry.name]} as was said."
+                )
+            after = before + whole.shape[dimension]
+            for start, end in pairwise(bounds):
+                if before <= start < after:
+                    at = [0] * len(shape)
+                    at[dimension] = start
+                    yield at, _own(whole.narrow(dimension, start - before, end - start))
+            before = after
+
+    def _wholes(self, entry: Entry, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What makes up the Megatron tensor one after the other; as little as possible of it is a copy."""
+        if entry.rule.cut is Cut.GATE_UP:
+            return parts
+        if entry.rule.cut is Cut.VOCAB:
+            (matrix,) = parts
+            padding = self._shape(entry)[0] - matrix.shape[0]
+            return [matrix, matrix.new_zeros(padding, *matrix.shape[1:])]
+        return [self._weights.shard(entry, parts, 0, 1)]
+
+    def _metadata(self, receipts: Sequence[Mapping[str, Any]], state_bytes: int) -> Metadata:
+        entries = {entry.name: entry for entry in self._weights.entries()}
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for receipt in receipts:
+            for name, at, sizes, start, length in receipt["chunks"]:
+                key, lead = self._key(entries[name])
+                offsets = torch.Size([number for number, _ in lead] + at)
+                size = torch.Size([count for _, count in lead] + list(self._shape(entries[name])))
+                empty = TensorStorageMetadata(TensorProperties(self._dtypes[name]), size, [])
+                chunk = ChunkStorageMetadata(offsets, torch.Size([1] * len(lead) + sizes))
+                tensors.setdefault(key, empty).chunks.append(chunk)
+                places[MetadataIndex(key, offsets)] = _StorageInfo(receipt["file"], start, length)
+        for state in filter(None, map(self._state, entries.values())):
+            tensors[state] = BytesStorageMetadata()
+            places[MetadataIndex(state)] = _StorageInfo(_STATE_FILE, 0, state_bytes)
+        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
+
+    def _key(self, entry: Entry) -> tuple[str, list[tuple[int, int]]]:
+        """The key that a weight lies under, with its number along each leading axis and the size of that."""
+        architecture = self._weights.architecture
+        numbers = ((entry.layer, architecture.layers), (entry.expert, architecture.experts))
+        lead = [(number, count) for number, count in numbers if number is not None]
+        return keys.key_of(entry.name, mixture=architecture.experts > 0), lead
+
+    def _state(self, entry: Entry) -> str | None:
+        """The name of the state that Megatron's layers ask for beside a weight."""
+        key, lead = self._key(entry)
+        if not key.startswith("decoder.") or not key.endswith(".weight"):
+            return None
+        at, of = (".".join(map(str, axis)) for axis in zip(*(lead or [(0, 1)]), strict=True))
+        return f"{key.removesuffix('weight')}{keys.LAYER_STATE}/shard_{at}_{of}"
+
+
+@contextmanager
+def _appearing(file: Path) -> Iterator[Path]:
+    """What to write to, which is `file` when all is written. Raises RunError if it cannot be."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        yield partial
+        partial.replace(file)
+    except (OSError, RuntimeError) as error:
+        # torch reports in its own words what happened while it wrote.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        partial.unlink(missing_ok=True)
+        if cause.filename not in (None, str(partial), str(file)):
+            # Of another file, which the tensors come from.
+            raise cause from None
+        raise RunError(f"{file} could not be written: {cause.strerror}.") from error
+
+
+def _own(piece: Tensor) -> Tensor:
+    """`torch.save` writes all memory that a tensor is a view of, so this one is a view of no more than it is."""
+    piece = piece.contiguous()
+    return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()
+
+
+def _dtypes(weights: WeightMap, dtype_of: Callable[[Entry], torch.dtype]) -> dict[str, torch.dtype]:
+    """Of every weight. All layers are one tensor of the checkpoint, which has one dtype."""
+    found = {entry.name: dtype_of(entry) for entry in weights.entries()}
+    first: dict[Rule, Entry] = {}
+    for entry in weights.entries():
+        like = first.setdefault(entry.rule, entry)
+        if found[entry.name] != found[like.name]:
+            raise UserError(
+                f"{entry.hf[0]} is {found[entry.name]} but {like.hf[0]} is {found[like.name]}, and Megatron has all "
+                "layers in one tensor; ask for one dtype with --dtype."
+            )
+    return found
+
+
+def _owners(weights: WeightMap, parallel: ParallelConfig) -> Callable[[Entry], tuple[int, int]]:
+    """Which pipeline stage and expert rank a weight is of."""
+    architecture = weights.architecture
+    stages = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)
+    blocks = [expert_block(architecture.experts, parallel.ep, rank) for rank in range(parallel.ep)]
+
+    def owner(entry: Entry) -> tuple[int, int]:
+        expert = 0
+        if entry.expert is not None:
+            expert = next(rank for rank, block in enumerate(blocks) if entry.expert in block)
+        if entry.layer is None:
+            return (0 if entry.name.startswith("embedding.") else parallel.pp - 1), expert
+        return next(stage for stage, layers in enumerate(stages) if entry.layer in layers), expert
+
+    return owner
