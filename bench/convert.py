@@ -90,9 +90,7 @@ def main() -> None:
     console = Console()
     console.print(table(rows))
     RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(
-        json.dumps({"repeats": REPEATS, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
-    )
+    RESULT.write_text(json.dumps({"repeats": REPEATS, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
     console.print(f"Written to {RESULT}")
 
 

@@ -142,8 +142,7 @@ def write(folder: Path, passages: int) -> Files:
             chosen = [(row, row // 3, texts[row * 31 % len(texts)]) for row in rows]
             jsonl.write(
                 "".join(
-                    f'{{"id":"{row}","contents":"\\"Article {title}\\"\\n{text}"}}\n'
-                    for row, title, text in chosen
+                    f'{{"id":"{row}","contents":"\\"Article {title}\\"\\n{text}"}}\n' for row, title, text in chosen
                 )
             )
             contents = pa.array([f'"Article {title}"\n{text}' for _, title, text in chosen])
@@ -288,13 +287,9 @@ def read_ahead_kb(folder: Path) -> int:
 
 def main() -> None:
     """Write, measure, print, keep the figures, delete the files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passages", type=int, default=PASSAGES, help="of the largest corpus")
-    parser.add_argument(
-        "--dir", type=Path, help="folder on the disk to measure; the temporary one by default"
-    )
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; the temporary one by default")
     args = parser.parse_args()
     if args.dir is not None and not args.dir.is_dir():
         raise SystemExit(f"--dir {args.dir} is not a folder: make it first")
@@ -302,9 +297,7 @@ def main() -> None:
     with TemporaryDirectory(dir=args.dir, prefix="docstore-") as folder:
         room = (shutil.disk_usage(folder).free - KEPT_FREE) // BYTES_A_PASSAGE
         if room < SHARES[0]:
-            raise SystemExit(
-                f"{folder} has no room: {KEPT_FREE >> 30} GiB stay free; give --dir a larger disk"
-            )
+            raise SystemExit(f"{folder} has no room: {KEPT_FREE >> 30} GiB stay free; give --dir a larger disk")
         passages = min(args.passages, room)
         if passages < args.passages:
             console.print(f"{folder} has room for {room:,} passages, with {KEPT_FREE >> 30} GiB left free")
@@ -316,9 +309,7 @@ def main() -> None:
             console.print(table(rows[-len(WAYS) :], ahead))
     console.print(table(rows, ahead))
     RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(
-        json.dumps({"read_ahead_kb": ahead, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
-    )
+    RESULT.write_text(json.dumps({"read_ahead_kb": ahead, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

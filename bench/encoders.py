@@ -178,12 +178,8 @@ def table(rows: Sequence[Row], engines: Sequence[str]) -> Table:
     for first in rows[:: len(engines)]:
         of_line = [row for row in rows if (row.length, row.batch) == (first.length, first.batch)]
         cells = [f"{row.texts_s:.0f}  {row.ratio:.2f}" for row in of_line[1:]]
-        shown.add_row(
-            first.length, f"{first.tokens:.0f}", str(first.batch), f"{of_line[0].texts_s:.0f}", *cells
-        )
-    worst: dict[str, Any] = {
-        name: max(row.error for row in rows if row.engine == name) for name in engines[1:]
-    }
+        shown.add_row(first.length, f"{first.tokens:.0f}", str(first.batch), f"{of_line[0].texts_s:.0f}", *cells)
+    worst: dict[str, Any] = {name: max(row.error for row in rows if row.engine == name) for name in engines[1:]}
     shown.caption = "largest error: " + ", ".join(f"{name} {error:.0e}" for name, error in worst.items())
     return shown
 

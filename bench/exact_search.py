@@ -57,15 +57,11 @@ def main() -> None:
 
         assert (plain() == ours()).all()
         rates = [batch / _seconds(search) for search in (plain, ours)]
-        rows.append(
-            {"batch": batch, "faiss_qps": rates[0], "rlsys_qps": rates[1], "ratio": rates[1] / rates[0]}
-        )
+        rows.append({"batch": batch, "faiss_qps": rates[0], "rlsys_qps": rates[1], "ratio": rates[1] / rates[0]})
         table.add_row(str(batch), *(f"{rate:.1f}" for rate in rates), f"{rates[1] / rates[0]:.2f}")
     Console().print(table)
     RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(
-        json.dumps({"faiss": faiss.__version__, "rows": rows}, indent=2) + "\n", encoding="utf-8"
-    )
+    RESULT.write_text(json.dumps({"faiss": faiss.__version__, "rows": rows}, indent=2) + "\n", encoding="utf-8")
     print(f"written to {RESULT}")
 
 

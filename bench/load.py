@@ -119,9 +119,7 @@ def _fault(status: int, answer: Any, batch: int) -> str:
     return "" if len(lines) == batch and all(len(line) == TOPK for line in lines) else "wrong shape"
 
 
-def run_load(
-    url: str, queries: Path, *, clients: int, batch: int = 1, warm_up_s: float = 1.0, seconds: float
-) -> Load:
+def run_load(url: str, queries: Path, *, clients: int, batch: int = 1, warm_up_s: float = 1.0, seconds: float) -> Load:
     """Run a load in a process of its own."""
     command = [sys.executable, "-m", "bench.load", url, str(queries), "--clients", str(clients)]
     command += ["--batch", str(batch), "--warm-up", str(warm_up_s), "--seconds", str(seconds)]

@@ -61,9 +61,7 @@ def create_app(index: Path, encoder: Encoder) -> FastAPI:
 
 def main() -> None:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.naive_search", description="Serve an index naively."
-    )
+    parser = argparse.ArgumentParser(prog="python -m bench.naive_search", description="Serve an index naively.")
     parser.add_argument("index", type=Path)
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--encoder", default="minilm")

@@ -52,8 +52,7 @@ COLLOCATED = Schedule(
 )
 PIPELINED = Schedule("pipelined", ("trainer.schedule.kind=pipelined",))
 ASYNC = tuple(
-    Schedule(f"async {k}", ("trainer.schedule.kind=async", f"trainer.schedule.max_staleness={k}"))
-    for k in (1, 2)
+    Schedule(f"async {k}", ("trainer.schedule.kind=async", f"trainer.schedule.max_staleness={k}")) for k in (1, 2)
 )
 RECORDED = 1.0
 LATENCIES = (0.0, RECORDED, 4.0)

@@ -86,9 +86,7 @@ def passage(city: dict[str, Any]) -> dict[str, str]:
 
 def unique_queries() -> list[str]:
     """All queries of the world, each once, in an order that a seed fixes."""
-    everything = {
-        shape.format(city=city["name"], country=city["country"]) for city in cities() for shape in _SHAPES
-    }
+    everything = {shape.format(city=city["name"], country=city["country"]) for city in cities() for shape in _SHAPES}
     queries = sorted(everything)
     random.Random(0).shuffle(queries)
     return queries
@@ -100,9 +98,7 @@ def ensure_index() -> Path:
     corpus = WORLD / "corpus.jsonl"
     if not corpus.exists():
         draft = corpus.with_suffix(".draft")
-        draft.write_text(
-            "".join(json.dumps(passage(city)) + "\n" for city in cities()[:CITIES]), encoding="utf-8"
-        )
+        draft.write_text("".join(json.dumps(passage(city)) + "\n" for city in cities()[:CITIES]), encoding="utf-8")
         draft.rename(corpus)
     make_index("dense", corpus, WORLD / "index")
     return WORLD / "index"
@@ -133,9 +129,7 @@ def measured_limit(queries: Path) -> dict[int, float]:
         "import json, sys; from pathlib import Path; from bench.search import encoder_limit, LIMIT_TEXTS; "
         "print(json.dumps(encoder_limit(Path(sys.argv[1]).read_text().splitlines()[:LIMIT_TEXTS])))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, queries], stdout=subprocess.PIPE, check=True, env=_quiet()
-    )
+    done = subprocess.run([sys.executable, "-c", code, queries], stdout=subprocess.PIPE, check=True, env=_quiet())
     return {int(batch): rate for batch, rate in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
@@ -184,9 +178,7 @@ def measure_round(index: Path, folder: Path, queries: Iterator[str], seconds: fl
         with start(index, folder / f"{name}.log") as (url, pid):
             loads = {
                 load: asdict(
-                    run_load(
-                        url, files[load], clients=clients, batch=batch, warm_up_s=WARM_UP_S, seconds=seconds
-                    )
+                    run_load(url, files[load], clients=clients, batch=batch, warm_up_s=WARM_UP_S, seconds=seconds)
                 )
                 for load, (clients, batch) in LOADS.items()
             }

@@ -56,9 +56,7 @@ class Bystander:
         """Of the answers to bad requests."""
         self._url, self._pid, self._began = url, pid, time.monotonic()
         self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=work) for work in (self._watch, self._send_bad, self._hang_up)
-        ]
+        self._threads = [threading.Thread(target=work) for work in (self._watch, self._send_bad, self._hang_up)]
         for thread in self._threads:
             thread.start()
 

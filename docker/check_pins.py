@@ -202,14 +202,8 @@ def read_requires(name: str, version: Version, python: str) -> list[str]:
         files = {file: urljoin(str(page.url), link) for link, file in links}
         chosen = choose_file(files, version, python)
         if chosen is None:
-            sys.exit(
-                f"The index has no file of {name}=={version} for Python {python} on Linux: change the pin."
-            )
-        text = (
-            _wheel_metadata(client, files[chosen])
-            if chosen.endswith(".whl")
-            else _sdist(client, files[chosen])
-        )
+            sys.exit(f"The index has no file of {name}=={version} for Python {python} on Linux: change the pin.")
+        text = _wheel_metadata(client, files[chosen]) if chosen.endswith(".whl") else _sdist(client, files[chosen])
     return sorted(Parser().parsestr(text).get_all("Requires-Dist") or [])
 
 
@@ -219,9 +213,7 @@ def choose_file(files: Iterable[str], version: Version, python: str) -> str | No
     wheels: list[tuple[int, str]] = []
     source = None
     for file in files:
-        with suppress(
-            InvalidWheelFilename, InvalidSdistFilename
-        ):  # Names from before there were rules for them.
+        with suppress(InvalidWheelFilename, InvalidSdistFilename):  # Names from before there were rules for them.
             if file.endswith(".whl"):
                 _, found, _, tags = parse_wheel_filename(file)
                 fits = [order[tag] for tag in tags if tag in order]
@@ -289,9 +281,7 @@ def _sdist(client: httpx.Client, url: str) -> str:
 
 
 def _applies(need: Requirement, extras: Iterable[str], environment: Mapping[str, str]) -> bool:
-    return need.marker is None or any(
-        need.marker.evaluate({**environment, "extra": extra}) for extra in extras
-    )
+    return need.marker is None or any(need.marker.evaluate({**environment, "extra": extra}) for extra in extras)
 
 
 def _base(pinned: PinnedSet) -> Iterator[str]:

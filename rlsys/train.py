@@ -35,9 +35,7 @@ async def train(
         await run.transfer_weights(version=done)
         await run.switch_weights(version=done)
         if run.record.em_of(done) is None and (done in (0, steps) or due(done, config.eval.interval)):
-            await run.evaluate(
-                done
-            )  # At the beginning, or where the run was ended before the answers were in.
+            await run.evaluate(done)  # At the beginning, or where the run was ended before the answers were in.
         run.release(version=done)
         groups: list[Group] = []
         async with asyncio.TaskGroup() as background:

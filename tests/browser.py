@@ -74,9 +74,7 @@ def look(browser: Browser) -> Iterator[Look]:
 
         looked.page.on("request", asked)
         looked.page.on("pageerror", lambda error: looked.problems.append(str(error)))
-        looked.page.on(
-            "console", lambda said: looked.problems.append(said.text) if said.type == "error" else None
-        )
+        looked.page.on("console", lambda said: looked.problems.append(said.text) if said.type == "error" else None)
         looked.page.goto(what.resolve().as_uri() if isinstance(what, Path) else what)
         return looked
 

@@ -11,9 +11,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 """Python's own parser ends in a RecursionError."""
 LEVELS = b'{"a":' * 150 + b"1" + b"}" * 150
 """Parsed without one, which comes later, to those who walk through it."""
-ALIASES = b"{a: &a [x, x]%s}\n" % b"".join(
-    b", %c: &%c [*%c, *%c]" % (n, n, n - 1, n - 1) for n in range(98, 115)
-)
+ALIASES = b"{a: &a [x, x]%s}\n" % b"".join(b", %c: &%c [*%c, *%c]" % (n, n, n - 1, n - 1) for n in range(98, 115))
 """287 bytes of YAML for a list of 2 ** 18 texts, which each further 17 bytes double."""
 
 

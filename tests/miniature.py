@@ -68,8 +68,7 @@ def miniature(config: RunConfig, tiny: RunConfig, layers: int) -> RunConfig:
     ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     cuts = _choose_cuts(config, ranks)
     parallel = {
-        name: _parallel(settings.parallel, cuts[name], layers)
-        for name, settings in megatron_groups(config).items()
+        name: _parallel(settings.parallel, cuts[name], layers) for name, settings in megatron_groups(config).items()
     }
     apart = config.cluster.mode is Mode.disaggregated
     engines = min(2, len(ranks["rollout"]) // config.rollout.engine.tp) if apart else cuts["actor"].ranks
@@ -159,9 +158,7 @@ def _stages(wanted: Sequence[int], layers: int) -> list[int]:
     return [fewer, layers - fewer] if wanted[0] <= wanted[-1] else [layers - fewer, fewer]
 
 
-def _cluster(
-    wanted: ClusterConfig, tiny: ClusterConfig, ranks: _Ranks, sizes: Mapping[str, int]
-) -> ClusterConfig:
+def _cluster(wanted: ClusterConfig, tiny: ClusterConfig, ranks: _Ranks, sizes: Mapping[str, int]) -> ClusterConfig:
     """One machine of CPU slots, on which who was together is together, in the same order."""
     blocks: dict[frozenset[int], list[str]] = defaultdict(list)
     for name in sorted(ranks, key=lambda name: min(ranks[name])):

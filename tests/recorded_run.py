@@ -184,9 +184,7 @@ class MortalStore(CheckpointStore):
         self._fate.saved = True
         return folder
 
-    def prune(
-        self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()
-    ) -> None:
+    def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
         """See `CheckpointStore`."""
         super().prune(keep, score_of, spared)
         self._fate("pruned")

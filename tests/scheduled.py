@@ -128,9 +128,7 @@ class Playback:
         # With fewer places than groups, those that wait for one could not keep to their wave.
         self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
 
-    async def run_group(
-        self, question: Question, _ticket: int, _begun: Sequence[Begun] = ()
-    ) -> list[Trajectory]:
+    async def run_group(self, question: Question, _ticket: int, _begun: Sequence[Begun] = ()) -> list[Trajectory]:
         """See `RolloutGroup`."""
         version = self._version
         place = self._begun % self._groups
@@ -198,9 +196,7 @@ class Scorer:
 class Learner(ActorGroup):
     """The actor, without an object store."""
 
-    def __init__(
-        self, workers: HostedGroup, dealer: Dealer, tracer: Tracer, pause: Pauses, seen: Outcome
-    ) -> None:
+    def __init__(self, workers: HostedGroup, dealer: Dealer, tracer: Tracer, pause: Pauses, seen: Outcome) -> None:
         super().__init__(workers, dealer, tracer)  # type: ignore[arg-type]
         self._pause, self._seen = pause, seen
 
@@ -309,6 +305,4 @@ def _session(
 
 def make_dealer(config: RunConfig, name: str, ranks: int) -> Dealer:
     settings = config.actor if name == "actor" else config.inference
-    return Dealer(
-        settings.parallel, ranks, settings.micro_batch_tokens, PAD_ID, settings.packing is Packing.packed
-    )
+    return Dealer(settings.parallel, ranks, settings.micro_batch_tokens, PAD_ID, settings.packing is Packing.packed)

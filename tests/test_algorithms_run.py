@@ -22,9 +22,7 @@ def test_ppo_learns_values_first_and_the_policy_with_them(tmp_path: Path) -> Non
     run = Finished(tmp_path, "algorithm=ppo", "trainer.steps=3", "critic.warmup_steps=1")
     first, *others = run.rows
     assert "actor/policy_loss" not in first
-    assert (first["critic/values/max"], first["critic/values/min"]) == (0.0, 0.0), (
-        "a fresh critic expects nothing"
-    )
+    assert (first["critic/values/max"], first["critic/values/min"]) == (0.0, 0.0), "a fresh critic expects nothing"
     assert first["critic/kl"] == pytest.approx(0.0, abs=1e-6), "the policy is its reference still"
     for row in others:
         assert row["critic/values/max"] > row["critic/values/min"]
@@ -92,18 +90,14 @@ def test_shaped_rewards_by_turns_under_a_steered_kl(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ppo_with_everything_on_one_slot(tmp_path: Path) -> None:
-    run = Finished(
-        tmp_path, "algorithm=ppo", "cluster=one_slot", "trainer.schedule.kind=sequential", "trainer.steps=2"
-    )
+    run = Finished(tmp_path, "algorithm=ppo", "cluster=one_slot", "trainer.schedule.kind=sequential", "trainer.steps=2")
     assert run.summary["overlap_s"] == 0
     assert run.rows[-1]["critic/values/max"] > 0
 
 
 @pytest.mark.slow
 def test_a_collapse_ends_the_run_with_a_checkpoint_and_one_sentence(tmp_path: Path) -> None:
-    done = train(
-        tmp_path, "guards.action=stop", "guards.entropy_floor=100", "guards.patience=1", "trainer.steps=3"
-    )
+    done = train(tmp_path, "guards.action=stop", "guards.entropy_floor=100", "guards.patience=1", "trainer.steps=3")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "actor/entropy is" in last

@@ -232,9 +232,7 @@ def test_functions_are_short() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     silent = [
-        str(file)
-        for file in FILES
-        if file.name != "__init__.py" and not ast.get_docstring(ast.parse(file.read_text()))
+        str(file) for file in FILES if file.name != "__init__.py" and not ast.get_docstring(ast.parse(file.read_text()))
     ]
     assert silent == []
 

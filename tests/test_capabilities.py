@@ -69,9 +69,7 @@ def keys(asked: RunConfig, here: Capabilities) -> list[str]:
 
 def test_a_machine_that_has_all_lacks_nothing() -> None:
     assert keys(config(), H100) == []
-    full = config(
-        mode=Mode.collocated, sync=SyncMode.ipc, cp=2, layers=Layers.te, attention=Attention.flash, fp8=True
-    )
+    full = config(mode=Mode.collocated, sync=SyncMode.ipc, cp=2, layers=Layers.te, attention=Attention.flash, fp8=True)
     assert keys(full, H100) == []
 
 
@@ -172,9 +170,7 @@ def test_apex_is_known_by_its_kernels_and_not_by_its_name(installed: Installed) 
     nvidia = installed({"apex": "0.1"}, kernels)
     assert (nvidia.apex, nvidia.foreign_apex) == (True, None)
     half = installed({"apex": "0.1"}, kernels[:1])
-    assert (half.apex, half.foreign_apex) == (False, None), (
-        "NVIDIA's, built without the kernel that is wanted"
-    )
+    assert (half.apex, half.foreign_apex) == (False, None), "NVIDIA's, built without the kernel that is wanted"
     assert installed({}).foreign_apex is None
 
 

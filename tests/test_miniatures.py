@@ -119,18 +119,14 @@ def test_every_experiment_fits_its_machines_and_has_a_plan(experiment: str, else
     assert plan["world_size"] == cluster.nodes * cluster.devices_per_node, "none is left without work"
     for name, group in plan["groups"].items():
         degrees = (
-            [group["engines"], group["tp"]]
-            if name == "rollout"
-            else [group[key] for key in ("tp", "pp", "cp", "dp")]
+            [group["engines"], group["tp"]] if name == "rollout" else [group[key] for key in ("tp", "pp", "cp", "dp")]
         )
         assert prod(degrees) == len(group["ranks"])
         assert 0 < group["memory_gib_per_rank"] < cluster.device_memory_gib
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_miniature_is_valid_and_of_the_same_kind(
-    experiment: str, tiny_of: Callable[[str], RunConfig]
-) -> None:
+def test_every_miniature_is_valid_and_of_the_same_kind(experiment: str, tiny_of: Callable[[str], RunConfig]) -> None:
     big = composed(experiment)
     small = miniature(big, tiny_of(read_architecture(shape_of(experiment)).family), LAYERS)
     assert [problem.sentence for problem in find_problems(small)] == []
@@ -255,9 +251,7 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(
-    tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]
-) -> Callable[[str], Ran]:
+def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], Ran]:
     """Runs an experiment's miniature by `rlsys train`; those that are the same but for their name, once."""
     known: dict[str, Ran] = {}
 
@@ -305,16 +299,10 @@ def test_the_miniature_trains(experiment: str, ran: Callable[[str], Ran]) -> Non
     run = ran(experiment)
     assert run.summary["steps"] == len(run.rows) == 2
     for step, row in enumerate(run.rows, start=1):
-        versions = [
-            value for key, value in row.items() if key.startswith("engine/") and key.endswith("/version")
-        ]
-        assert set(versions) == {step}, (
-            "an engine checks every tensor that it holds before it takes a version"
-        )
+        versions = [value for key, value in row.items() if key.startswith("engine/") and key.endswith("/version")]
+        assert set(versions) == {step}, "an engine checks every tensor that it holds before it takes a version"
         assert 0 < row["logprob/max_diff"] < 1e-3, "the engines and Megatron compute the same model"
-        assert row["actor/first_ratio_dev_max"] < 1e-3, (
-            "so do the groups of Megatron, each cut in its own way"
-        )
+        assert row["actor/first_ratio_dev_max"] < 1e-3, "so do the groups of Megatron, each cut in its own way"
         assert row["actor/grad_norm"] > 0
     if composed(experiment).algorithm.baseline is Baseline.critic:
         assert run.rows[1]["critic/values/max"] > run.rows[1]["critic/values/min"]

@@ -156,8 +156,7 @@ def test_other_settings_documents_or_questions_train_again(world: World) -> None
     world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))
     other_questions = world.run(world.wish())[4]
     named = {
-        next(word for word in words if word.startswith("name="))
-        for words in (first, other_documents, other_questions)
+        next(word for word in words if word.startswith("name=")) for words in (first, other_documents, other_questions)
     }
     assert len(named) == 3
     for words in (first, other_documents, other_questions):
@@ -186,8 +185,7 @@ def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_
     assert names(done)[2:6] == ["data prepare", "data prepare", "data split", "train"]
     task = load_config("searchr1_tiny_cpu", done[5][5:]).task
     trained, held = (
-        [json.loads(line) for line in Path(file).read_text().splitlines()]
-        for file in (task.train_path, task.eval_path)
+        [json.loads(line) for line in Path(file).read_text().splitlines()] for file in (task.train_path, task.eval_path)
     )
     assert held[0]["prompt"][0]["content"].startswith("Find out: What is 0?")
     assert held[0]["extra_info"]["split"] == "test"
@@ -223,9 +221,7 @@ def test_devices_are_those_of_the_given_config(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_index_of_own_documents_has_no_replicas(world: World) -> None:
     config = world.out.parent / "mine.yaml"
-    config.write_text(
-        "defaults: [searchr1_tiny_cpu, _self_]\nsearch: {url: 'http://a:1', replicas: ['http://b:1']}\n"
-    )
+    config.write_text("defaults: [searchr1_tiny_cpu, _self_]\nsearch: {url: 'http://a:1', replicas: ['http://b:1']}\n")
     train = world.run(world.wish(config=str(config)))[4]
     assert load_config(str(config), train[5:]).search.replicas == []
 

@@ -32,9 +32,7 @@ class Ended:
         self.rows = [self._row(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         self.prompts = (folder / "prompts.jsonl").read_text()
         self.evaluations = {p.name: p.read_text() for p in (folder / "evaluations").iterdir()}
-        self.kept = {
-            step: gzip.decompress(kept_file(folder, step).read_bytes()) for step in kept_steps(folder)
-        }
+        self.kept = {step: gzip.decompress(kept_file(folder, step).read_bytes()) for step in kept_steps(folder)}
         self.checkpoints = sorted((folder / "checkpoints").iterdir())
 
     @staticmethod
@@ -82,9 +80,7 @@ SHORT = {"applied": 2, "publishing": 1}
 def fates() -> list[Any]:
     """Every moment of a step."""
     return [
-        pytest.param(
-            moment, SHORT.get(moment, 1), marks=() if moment in SHORT else pytest.mark.slow, id=moment
-        )
+        pytest.param(moment, SHORT.get(moment, 1), marks=() if moment in SHORT else pytest.mark.slow, id=moment)
         for moment in MOMENTS
     ]
 

@@ -207,9 +207,7 @@ def test_checkpoints_may_lie_on_another_disk(outputs: Outputs, tmp_path: Path) -
     assert not found(outputs.config(str(checkpoint(run_dir, 1)))).newest
 
 
-@pytest.mark.parametrize(
-    "kind", ["nothing", "file", "empty run", "no such step", "elsewhere", "too deep", "root"]
-)
+@pytest.mark.parametrize("kind", ["nothing", "file", "empty run", "no such step", "elsewhere", "too deep", "root"])
 def test_a_path_without_a_checkpoint_is_refused(kind: str, outputs: Outputs, tmp_path: Path) -> None:
     run_dir = outputs.run(FIRST, 1)
     shutil.copytree(checkpoint(run_dir, 1), tmp_path / "global_step_1")
@@ -330,14 +328,10 @@ def test_where_all_are_damaged_there_is_none_to_fall_back_to(outputs: Outputs) -
     for step in (1, 2):
         (checkpoint(run_dir, step) / "actor" / "part").unlink()
     said: list[str] = []
-    with pytest.raises(
-        UserError, match=r"resume=auto: none of the checkpoints in .* is whole; give"
-    ) as refused:
+    with pytest.raises(UserError, match=r"resume=auto: none of the checkpoints in .* is whole; give") as refused:
         find_origin(outputs.config("auto", True), said.append)
     assert is_one_sentence(str(refused.value))
-    assert [
-        f"global_step_{step}/actor/part is missing" in line for step, line in zip((2, 1), said, strict=True)
-    ]
+    assert [f"global_step_{step}/actor/part is missing" in line for step, line in zip((2, 1), said, strict=True)]
 
 
 def test_falling_back_never_goes_past_the_checkpoint_that_was_asked_for(outputs: Outputs) -> None:
@@ -348,16 +342,12 @@ def test_falling_back_never_goes_past_the_checkpoint_that_was_asked_for(outputs:
     assert origin.checkpoint.step == 1
 
 
-def test_an_empty_path_is_not_the_working_directory(
-    outputs: Outputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_path_is_not_the_working_directory(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(outputs.run(FIRST, 1))
     assert refusal(outputs.config("")).startswith("resume= has no checkpoint")
 
 
-def test_a_checkpoint_that_may_not_be_read_is_named(
-    outputs: Outputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_may_not_be_read_is_named(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = outputs.run(FIRST, 1)
 
     def forbidden(self: Path, *_: Any, **__: Any) -> str:

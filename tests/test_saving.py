@@ -126,9 +126,7 @@ class Watched(CheckpointStore):
         self._events.append(f"publish {step}")
         return super().publish(step)
 
-    def prune(
-        self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()
-    ) -> None:
+    def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
         self._events.append("prune")
         super().prune(keep, score_of, spared)
 
@@ -327,9 +325,7 @@ def test_of_those_who_wait_only_one_is_told(tmp_path: Path) -> None:
         run = Run(tmp_path)
         await run.begin(1)
         run.parts["actor"].fails = "gone."
-        waiting = [
-            asyncio.create_task(way()) for way in (run.saver.finish, run.saver.settle, run.saver.finish)
-        ]
+        waiting = [asyncio.create_task(way()) for way in (run.saver.finish, run.saver.settle, run.saver.finish)]
         await asyncio.sleep(0)
         run.let_write()
         results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -431,9 +427,7 @@ def plainly(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write_data", [write_state, plainly])
-def test_a_full_disk_while_the_drivers_part_is_written(
-    write_data: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_full_disk_while_the_drivers_part_is_written(write_data: Callable[[Path], None], tmp_path: Path) -> None:
     async def scenario() -> None:
         run = Run(tmp_path)
         run.let_write()

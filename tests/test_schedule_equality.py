@@ -190,9 +190,7 @@ def shares(trained: Sequence[Sequence[str]], case: Case) -> list[frozenset[str]]
 
 
 @pytest.mark.parametrize("case", [PLAIN, BATCH, TWO, UNEVEN, FIXED], ids=NAMES.get)
-def test_schedule_and_arrival_make_no_difference(
-    case: Case, bench: Bench, outcome: Callable[..., Outcome]
-) -> None:
+def test_schedule_and_arrival_make_no_difference(case: Case, bench: Bench, outcome: Callable[..., Outcome]) -> None:
     base, again = (outcome(case, SEQUENTIAL, case.arrivals(seed)) for seed in (0, 1))
     pipelined = [outcome(case, PIPELINED, case.arrivals(seed)) for seed in (1, 2)]
     for other in [again, *pipelined]:
@@ -226,9 +224,7 @@ def test_two_ranks_and_rectangles_make_no_difference(case: Case, outcome: Callab
 
 
 @pytest.mark.parametrize("case", [BATCH, TWO, UNEVEN, BY_SEQUENCE, FIXED], ids=NAMES.get)
-def test_the_parameters_are_those_of_transformers(
-    case: Case, bench: Bench, outcome: Callable[..., Outcome]
-) -> None:
+def test_the_parameters_are_those_of_transformers(case: Case, bench: Bench, outcome: Callable[..., Outcome]) -> None:
     """Each mini-batch as one batch, trained on by transformers and torch's AdamW."""
     initial = reference.load(bench.model)
     prompts = PromptSource(QUESTIONS, bench.config(case, SEQUENTIAL).trainer.seed)
@@ -288,10 +284,7 @@ class ByMicroBatch(Learner):
 
     def deal(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         return [
-            [
-                replace(batch, advantages=batch.advantages * np.float32(100 / batch.trained_tokens))
-                for batch in rank
-            ]
+            [replace(batch, advantages=batch.advantages * np.float32(100 / batch.trained_tokens)) for batch in rank]
             for rank in super().deal(samples)
         ]
 
@@ -302,10 +295,7 @@ def test_a_group_that_is_trained_twice_is_seen(outcome: Callable[..., Outcome]) 
 
 
 def test_a_mean_over_each_micro_batch_is_seen(outcome: Callable[..., Outcome]) -> None:
-    broken = [
-        outcome(PLAIN, schedule, PLAIN.arrivals(1), learner=ByMicroBatch)
-        for schedule in (SEQUENTIAL, PIPELINED)
-    ]
+    broken = [outcome(PLAIN, schedule, PLAIN.arrivals(1), learner=ByMicroBatch) for schedule in (SEQUENTIAL, PIPELINED)]
     assert distance(*broken) > BREACH
 
 

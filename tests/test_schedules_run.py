@@ -69,9 +69,7 @@ def test_a_collocated_run_leaves_and_takes_the_devices_in_turn(tmp_path: Path) -
 def _stays(spans: list[dict[str, Any]], group: str) -> list[tuple[float, float]]:
     """When `group` was on the device: from the end of each acquisition to the next release."""
     threads = {
-        (span["pid"], span["tid"])
-        for span in spans
-        if span["name"] == "thread_name" and span["args"]["name"] == group
+        (span["pid"], span["tid"]) for span in spans if span["name"] == "thread_name" and span["args"]["name"] == group
     }
     own = [span for span in spans if (span["pid"], span["tid"]) in threads and "dur" in span]
     came = [span["ts"] + span["dur"] for span in own if span["name"] == "switch.acquire"]

@@ -70,9 +70,7 @@ def test_every_script_passes_shellcheck() -> None:
     assert found, "shellcheck is missing: run `make setup`"
     files = scripts()
     assert {"run_main_searchr1_single.sh", "mg2hf_3b.sh", "setup.sh"} <= {file.name for file in files}
-    done = subprocess.run(
-        [found, "-x", *map(str, files)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([found, "-x", *map(str, files)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -180,9 +178,7 @@ def test_names_from_the_environment_may_have_any_characters(tmp_path: Path) -> N
         ("[no.jsonl]", "[no.jsonl]"),
     ],
 )
-def test_a_list_of_one_is_its_path_and_any_other_is_left_alone(
-    given: str, passed_on: str, tmp_path: Path
-) -> None:
+def test_a_list_of_one_is_its_path_and_any_other_is_left_alone(given: str, passed_on: str, tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("")
     words = ("searchr1_tiny_cpu", f"data.train_data_paths={given}")
@@ -237,9 +233,7 @@ def test_published_scripts_keep_their_names_of_settings(
 def test_without_a_config_it_is_rlinfs_once_its_paths_are_filled_in(tmp_path: Path) -> None:
     """On a copy of the repository's outline, whose file is edited as the walk-through says."""
     copy = tmp_path / "a copy"
-    shutil.copytree(
-        EXAMPLE, copy / "examples" / "searchr1", ignore=shutil.ignore_patterns("tiny", "__pycache__")
-    )
+    shutil.copytree(EXAMPLE, copy / "examples" / "searchr1", ignore=shutil.ignore_patterns("tiny", "__pycache__"))
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 0\n")
     python.chmod(0o755)

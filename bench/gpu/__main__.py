@@ -109,9 +109,7 @@ def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedPr
 
 
 def _show(report: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> None:
-    table = Table(
-        title=f"{report['machine']}, {report['scale']}, {report['seconds']} s", title_justify="left"
-    )
+    table = Table(title=f"{report['machine']}, {report['scale']}, {report['seconds']} s", title_justify="left")
     for heading in ("part", "figure", "value", "of", "ratio", "aim"):
         table.add_column(heading, justify="right" if heading in ("value", "ratio") else "left")
     for name, outcome in outcomes.items():

@@ -21,9 +21,7 @@ SCALES = {"full": FULL, "small": SMALL}
 
 if __name__ == "__main__":
     name, device, scale, folder = sys.argv[1:]
-    measure: Callable[[Scale, Device, Path], list[Figure]] = importlib.import_module(
-        f"bench.gpu.{name}"
-    ).measure
+    measure: Callable[[Scale, Device, Path], list[Figure]] = importlib.import_module(f"bench.gpu.{name}").measure
     try:
         outcome = Outcome(tuple(measure(SCALES[scale], Device(device), Path(folder))))
     except NotHereError as need:

@@ -40,9 +40,7 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
     seconds = (_now(on_gpu) - started) / scale.steps
     tokens = scale.micro_batches * scale.sequences * scale.length
     targets = round(scale.trained * scale.length)
-    flops = (
-        flops_of(architecture).of(scale.length, targets) * scale.micro_batches * scale.sequences * _BACKWARD
-    )
+    flops = flops_of(architecture).of(scale.length, targets) * scale.micro_batches * scale.sequences * _BACKWARD
     figures = [
         Figure("step", "seconds", seconds, "s"),
         Figure("step", "tokens a second", tokens / seconds, "tokens/s"),

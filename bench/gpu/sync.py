@@ -39,9 +39,7 @@ def measure(_scale: Scale, device: Device, folder: Path) -> list[Figure]:
 
 
 def _speed(actor: Actor, device: Device, mode: SyncMode) -> float:
-    spec = TransportSpec(
-        mode, 0, ("the actor", "the receiver"), BUCKET_BYTES, _TIMEOUT_S, device, ("127.0.0.1", 0), ""
-    )
+    spec = TransportSpec(mode, 0, ("the actor", "the receiver"), BUCKET_BYTES, _TIMEOUT_S, device, ("127.0.0.1", 0), "")
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     receiver = context.Process(target=_receive, args=(spec, theirs), daemon=True)

@@ -168,9 +168,7 @@ def main() -> None:
         metavar="NAME",
         help=f"one or several of the names below (default: {' '.join(DEFAULT)})",
     )
-    parser.add_argument(
-        "--revision", default="main", help="branch, tag or commit of the data sets (default: main)"
-    )
+    parser.add_argument("--revision", default="main", help="branch, tag or commit of the data sets (default: main)")
     parser.add_argument("--dry_run", action="store_true", help="say what would be downloaded, and stop")
     given = parser.parse_args()
     download(given.save_path, given.what, given.revision, given.dry_run, Console())

@@ -47,9 +47,7 @@ def parser() -> argparse.ArgumentParser:
     """Search-R1's flags, as far as they still mean something."""
     flags = argparse.ArgumentParser(description="Build a search index, as Search-R1's index_builder.py does.")
     add = flags.add_argument
-    add(
-        "--retrieval_method", default="e5", help="family of the encoder (e5, bge, ...), or bm25 (default: e5)"
-    )
+    add("--retrieval_method", default="e5", help="family of the encoder (e5, bge, ...), or bm25 (default: e5)")
     add(
         "--model_path",
         default="intfloat/e5-base-v2",

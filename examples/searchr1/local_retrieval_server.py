@@ -83,9 +83,7 @@ def open_file(given: argparse.Namespace) -> Retriever:
             "`rlsys search index --kind bm25`"
         )
     if given.corpus_path is None:
-        raise UserError(
-            f"--corpus_path is missing: {given.index_path} is a file of vectors, without passages"
-        )
+        raise UserError(f"--corpus_path is missing: {given.index_path} is a file of vectors, without passages")
     if not given.corpus_path.is_file():
         raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
 

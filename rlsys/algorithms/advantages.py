@@ -201,9 +201,7 @@ def _check(episode: Episode) -> None:
 def _values(episode: Episode) -> Floats:
     """[trained] what the critic said."""
     if episode.values is None:
-        raise ValueError(
-            "algorithm.baseline=critic needs values, and an episode has none; let the critic score it."
-        )
+        raise ValueError("algorithm.baseline=critic needs values, and an episode has none; let the critic score it.")
     return episode.values[episode.turn_of_token >= 0].astype(np.float64)
 
 

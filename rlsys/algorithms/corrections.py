@@ -58,9 +58,7 @@ class CorrectionStats:
 
     def __add__(self, other: CorrectionStats) -> CorrectionStats:
         """The statistics of both."""
-        return CorrectionStats(
-            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
-        )
+        return CorrectionStats(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
     @property
     def effective_share(self) -> float:
@@ -141,9 +139,7 @@ def measure(
     return _stats(log_ratios[known], ratios[known], weights[known], mask)
 
 
-def _log_ratios(
-    old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask
-) -> tuple[NDArray[np.float64], Mask]:
+def _log_ratios(old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask) -> tuple[NDArray[np.float64], Mask]:
     """log pi_prox - log mu and where it is known, both [seq]; 0 where it is not."""
     if not old_logprobs.shape == rollout_logprobs.shape == mask.shape:
         raise ValueError(

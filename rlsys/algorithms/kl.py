@@ -64,14 +64,10 @@ def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -
         return k3.clamp(-VALUE_LIMIT, VALUE_LIMIT)
     if estimator is K3PP:
         return (log_r.exp() * k3).clamp(-VALUE_LIMIT, VALUE_LIMIT)
-    raise ValueError(
-        f"kl_estimator {estimator} needs whole distributions, not the sampled token's log-probs."
-    )
+    raise ValueError(f"kl_estimator {estimator} needs whole distributions, not the sampled token's log-probs.")
 
 
-def importance_weights(
-    logprobs: Tensor, old_logprobs: Tensor, lower: float | None, upper: float | None
-) -> Tensor:
+def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | None, upper: float | None) -> Tensor:
     """policy / old policy of each token as a constant, cut to [`lower`, `upper`] where these are given.
 
     Weighs a KL term that was sampled by the old policy as if the policy had sampled it. The log-ratio is

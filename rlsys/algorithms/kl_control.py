@@ -70,9 +70,7 @@ class AdaptiveKl:
     def observe(self, mean_kl: float, episodes: int) -> None:
         """Move the weight. Raises ValueError if the KL is not finite, or if so many episodes could turn the sign."""
         if not math.isfinite(mean_kl):
-            raise ValueError(
-                f"A step's mean KL must be finite, got {mean_kl}; check the reference's log-probs."
-            )
+            raise ValueError(f"A step's mean KL must be finite, got {mean_kl}; check the reference's log-probs.")
         if LARGEST_ERROR * episodes >= self.horizon:
             raise ValueError(
                 f"algorithm.kl_horizon={self.horizon} is no more than a fifth of a step's {episodes} episodes, so that "

@@ -31,9 +31,7 @@ class ValueLoss:
     clip: float | None
     """c, in units of the return; None does not clip."""
 
-    def __call__(
-        self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Stats]:
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Stats]:
         """The loss summed over trained tokens (scalar), and sums of its statistics (detached scalars).
 
         All [rows, width]; gradient flows into `values` alone. `vf_clipfrac` counts tokens whose loss the clip has

@@ -63,11 +63,7 @@ def _require_file(file: Path, *, make: bool) -> None:
     except OSError as problem:
         raise UserError(
             f"Ray's token {file} cannot be {'made' if make else 'read'} ({problem.strerror}): "
-            + (
-                "make the folder writable"
-                if make
-                else "copy the one of the head there, readable by you alone"
-            )
+            + ("make the folder writable" if make else "copy the one of the head there, readable by you alone")
             + f", or set {_TOKEN}."
         ) from None
     raise UserError(f"Ray's token {file} is empty: remove the file, or set {_TOKEN}.")

@@ -27,9 +27,7 @@ def cluster_at(address: str, timeout_s: float) -> dict[str, Any]:
     Raises RunError with one phrase where this machine cannot join within `timeout_s`.
     """
     command = [sys.executable, "-m", "rlsys.cluster.look", address]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     try:
         out, complaints = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -45,14 +45,10 @@ def address_here(host: str) -> str:
     name = socket.gethostname()
     named = host in (name, name.partition(".")[0])
     try:
-        meant = [
-            str(found[4][0]) for found in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)
-        ]
+        meant = [str(found[4][0]) for found in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)]
     except OSError as problem:
         if not named:
-            raise UserError(
-                f"--head {host} has no IPv4 address ({problem}): give one of {', '.join(own)}."
-            ) from None
+            raise UserError(f"--head {host} has no IPv4 address ({problem}): give one of {', '.join(own)}.") from None
         meant = []
     for address in meant:
         if address in own and not address.startswith(_LOOPBACK):

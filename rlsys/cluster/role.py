@@ -112,9 +112,7 @@ def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | N
     for variable in variables:
         if text := environment.get(variable):
             if not text.isdigit():
-                raise UserError(
-                    f"{variable}={text} in the environment is not a number: set it right, or unset it."
-                )
+                raise UserError(f"{variable}={text} in the environment is not a number: set it right, or unset it.")
             return int(text)
     return None
 

@@ -109,9 +109,7 @@ def within(bundles: PlacementGroup, index: int) -> PlacementGroupSchedulingStrat
     )
 
 
-def device_ids(
-    bundles: PlacementGroup, indices: Iterable[int], timeout_s: float
-) -> dict[int, tuple[str, ...]]:
+def device_ids(bundles: PlacementGroup, indices: Iterable[int], timeout_s: float) -> dict[int, tuple[str, ...]]:
     """Bundle -> names of all its GPUs on their machine, in order, as CUDA_VISIBLE_DEVICES takes them.
 
     A process that holds the whole bundle is asked, so nothing else may hold a part of it meanwhile.
@@ -131,8 +129,7 @@ def device_ids(
         raise RunError(f"waited {timeout_s:.0f} s for the cluster to name the GPUs of its bundles.") from late
     # As numbers are ordered: the shorter name first.
     return {
-        index: tuple(sorted(ids, key=lambda name: (len(name), name)))
-        for index, ids in zip(refs, found, strict=True)
+        index: tuple(sorted(ids, key=lambda name: (len(name), name))) for index, ids in zip(refs, found, strict=True)
     }
 
 

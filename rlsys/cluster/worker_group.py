@@ -120,39 +120,29 @@ class WorkerGroup:
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:
         """Make the worker object of each rank: `factory(*arguments[rank])`, in its process."""
-        refs = [
-            rank.handle.build.remote(factory, *args) for rank, args in zip(self.ranks, arguments, strict=True)
-        ]
+        refs = [rank.handle.build.remote(factory, *args) for rank, args in zip(self.ranks, arguments, strict=True)]
         await self._gather(refs, "to start", timeout_s)
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:
         """Host and a free port of rank 0, for torch.distributed to meet at."""
-        address, port = (
-            await self._gather([self.ranks[0].handle.free_address.remote()], "to start", timeout_s)
-        )[0]
+        address, port = (await self._gather([self.ranks[0].handle.free_address.remote()], "to start", timeout_s))[0]
         return address, port
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call `method` on every rank with the same arguments; results in rank order."""
         return await self.call_each(method, [args] * len(self.ranks), timeout_s=timeout_s)
 
-    async def call_each(
-        self, method: str, arguments: Sequence[tuple], timeout_s: float | None = None
-    ) -> list[Any]:
+    async def call_each(self, method: str, arguments: Sequence[tuple], timeout_s: float | None = None) -> list[Any]:
         """Call `method` on every rank, each with its own arguments; results in rank order."""
-        refs = [
-            rank.handle.call.remote(method, *args) for rank, args in zip(self.ranks, arguments, strict=True)
-        ]
+        refs = [rank.handle.call.remote(method, *args) for rank, args in zip(self.ranks, arguments, strict=True)]
         return await self._gather(refs, f"to finish {method}", timeout_s)
 
     async def call_rank(self, index: int, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call `method` on one rank."""
         rank = self.ranks[index]
-        return (
-            await self._gather(
-                [rank.handle.call.remote(method, *args)], f"to finish {method}", timeout_s, [rank]
-            )
-        )[0]
+        return (await self._gather([rank.handle.call.remote(method, *args)], f"to finish {method}", timeout_s, [rank]))[
+            0
+        ]
 
     def kill(self) -> None:
         """End every worker process at once."""
@@ -192,9 +182,7 @@ class WorkerGroup:
             if missing:
                 late = [names[wait] for wait in waits if wait in missing]
                 who = ", ".join(rank.name for rank in late)
-                raise RankSilent(
-                    f"waited {limit:.0f} s for {who} {purpose}.\n{_tail(late[0])}", late[0].number
-                )
+                raise RankSilent(f"waited {limit:.0f} s for {who} {purpose}.\n{_tail(late[0])}", late[0].number)
             return [wait.result() for wait in waits]
         finally:
             for wait in waits:
@@ -246,9 +234,7 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
     if isinstance(problem, _DEATHS):
         could = purpose.removeprefix("to ")
         return RankDied(f"{rank.name} died before it could {could}.\n{_tail(rank)}", rank.number)
-    return RunError(
-        f"{rank.name} could not be asked {purpose}: {type(problem).__name__}: {problem}\n{_tail(rank)}"
-    )
+    return RunError(f"{rank.name} could not be asked {purpose}: {type(problem).__name__}: {problem}\n{_tail(rank)}")
 
 
 def _tail(rank: Rank) -> str:

@@ -64,9 +64,7 @@ class PolicyLoss(StrEnum):
     """The log-prob alone."""
 
 
-Aggregation = StrEnum(
-    "Aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"]
-)
+Aggregation = StrEnum("Aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"])
 """How the losses of a mini-batch's trained tokens become one number. `token-mean`: their mean. `seq-mean-token-sum`:
 summed within an episode, mean over episodes. `seq-mean-token-mean`: mean within, mean over. `fixed-length`: summed
 within an episode and divided by a constant length, mean over episodes."""
@@ -80,9 +78,7 @@ class KlPlace(StrEnum):
     """Taken off each token's reward."""
 
 
-KlEstimator = StrEnum(
-    "KlEstimator", ["k1", "k2", "k3", "k3++", "k4", "k5", "abs", "full_reverse", "full_forward"]
-)
+KlEstimator = StrEnum("KlEstimator", ["k1", "k2", "k3", "k3++", "k4", "k5", "abs", "full_reverse", "full_forward"])
 """How the divergence is computed. `k1` to `k5` and `abs` need the sampled token's log-probs alone; `full_reverse`,
 KL(policy || reference), and `full_forward`, KL(reference || policy), sum over `kl_topk_tokens`."""
 

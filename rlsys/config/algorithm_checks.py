@@ -158,8 +158,7 @@ def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
             else "differs from the plain estimators by its gradient, and a reward has none"
         )
         yield (
-            f"algorithm.kl_estimator={estimator} {reason}: with algorithm.kl_in=reward choose "
-            f"{', '.join(_AS_REWARD)}."
+            f"algorithm.kl_estimator={estimator} {reason}: with algorithm.kl_in=reward choose {', '.join(_AS_REWARD)}."
         )
 
 

@@ -72,9 +72,7 @@ def find_config(name: str, config_dir: Path | None = None) -> Path:
     if file.is_file():
         return file
     if is_path:
-        raise UserError(
-            f"--config-name {name}: {file} does not exist: give a config of the project, or a path."
-        )
+        raise UserError(f"--config-name {name}: {file} does not exist: give a config of the project, or a path.")
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     raise UserError(f"--config-name {name}: there is no {file}; known are {', '.join(known) or 'none'}.")
 
@@ -188,9 +186,7 @@ def _sentence(problem: Exception) -> str:
         group, _, choice = cause.missing_cfg_file.rpartition("/")
         return f"{group}={choice} is not a choice of {group}: give one of {', '.join(cause.options)}."
     if isinstance(cause, OverrideParseException):
-        return (
-            f'"{cause.override}" cannot be read as KEY=VALUE: put a value with special characters in quotes.'
-        )
+        return f'"{cause.override}" cannot be read as KEY=VALUE: put a value with special characters in quotes.'
     text = _first_line(getattr(cause, "msg", None) or cause)
     key = getattr(cause, "full_key", None)
     if not key:

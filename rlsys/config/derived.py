@@ -29,9 +29,7 @@ def runs_ahead(config: RunConfig) -> bool:
 
 def needs_server(search: SearchConfig) -> bool:
     """Whether searches go to a server: all but those that are only played from a cassette do."""
-    return search.enabled and (
-        search.cassette.path is None or search.cassette.mode is not CassetteMode.replay
-    )
+    return search.enabled and (search.cassette.path is None or search.cassette.mode is not CassetteMode.replay)
 
 
 def megatron_groups(config: RunConfig) -> dict[str, ActorConfig | InferenceConfig | CriticConfig]:

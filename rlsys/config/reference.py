@@ -70,9 +70,7 @@ def kind_meaning(kind: Any) -> str:
         match statement, following:
             case ast.ClassDef(name=kind.__name__), _:
                 return f"{_one_line(ast.get_docstring(statement))} {_choices(statement)}".strip()
-            case ast.Assign(targets=[ast.Name(id=kind.__name__)]), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
+            case ast.Assign(targets=[ast.Name(id=kind.__name__)]), ast.Expr(value=ast.Constant(value=str(text))):
                 return _one_line(text)
     raise LookupError(f"{kind.__name__} is nowhere in {kind.__module__}")
 
@@ -82,9 +80,7 @@ def _choices(kind: ast.ClassDef) -> str:
     found = []
     for statement, following in pairwise(kind.body):
         match statement, following:
-            case ast.Assign(value=ast.Constant(value=str(name))), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
+            case ast.Assign(value=ast.Constant(value=str(name))), ast.Expr(value=ast.Constant(value=str(text))):
                 found.append(f"`{name}`: {_one_line(text)}")
     return " ".join(found)
 

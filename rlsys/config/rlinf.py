@@ -63,9 +63,7 @@ class _Draft:
     @property
     def is_evaluation(self) -> bool:
         """Whether the file is for an evaluation alone."""
-        return self.given.get("runner.task_type") == "reasoning_eval" or bool(
-            self.given.get("rollout.is_eval")
-        )
+        return self.given.get("runner.task_type") == "reasoning_eval" or bool(self.given.get("rollout.is_eval"))
 
     def put(self, ours: str, value: Any, theirs: str) -> None:
         """Note that `theirs` sets our key; two that disagree are a problem. None leaves our default."""
@@ -122,9 +120,7 @@ def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
         tree = OmegaConf.load(file)
         for override in overrides:
             key, _, text = override.lstrip("+").partition("=")
-            OmegaConf.update(
-                tree, key, OmegaConf.from_dotlist([f"value={text}"]).value, merge=False, force_add=True
-            )
+            OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"]).value, merge=False, force_add=True)
         container = OmegaConf.to_container(tree, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError) as problem:
         raise UserError(f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend the value.") from problem
@@ -206,26 +202,20 @@ def _placement(draft: _Draft) -> None:
     if not isinstance(nodes, int) or nodes < 1:
         return draft.refuse("cluster.num_nodes", "write a number of machines")
     if not isinstance(named, dict):
-        return draft.refuse(
-            PLACEMENT, 'write groups and their devices, such as {"actor,rollout,reward": all}'
-        )
+        return draft.refuse(PLACEMENT, 'write groups and their devices, such as {"actor,rollout,reward": all}')
     places: dict[str, str] = {}
     for names, place in named.items():
         whole = f"0-{nodes * DEVICES_PER_NODE - 1}"
         places |= {name.strip(): whole if place == "all" else str(place) for name in str(names).split(",")}
         if ":" in str(place):
-            return draft.refuse(
-                PLACEMENT, 'a process has a device of its own; write ranks alone, such as "0-3"'
-            )
+            return draft.refuse(PLACEMENT, 'a process has a device of its own; write ranks alone, such as "0-3"')
     if draft.is_evaluation and "rollout" in places:
         places |= dict.fromkeys(_PLACED, places["rollout"])
     if places.get("actor") is not None and places.get("actor") == places.get("rollout"):
         places.setdefault("inference", places["actor"])
     unknown = sorted(set(places) - {*_PLACED, *_UNPLACED})
     if unknown:
-        return draft.refuse(
-            PLACEMENT, f"{unknown[0]} is no group; the groups are {', '.join(_PLACED)} and reward"
-        )
+        return draft.refuse(PLACEMENT, f"{unknown[0]} is no group; the groups are {', '.join(_PLACED)} and reward")
     missing = [name for name in _PLACED if name not in places]
     if missing:
         return draft.refuse(PLACEMENT, f"it gives no devices to {' and '.join(missing)}; name them")
@@ -283,9 +273,7 @@ def _warm_up(draft: _Draft, steps: int | None) -> None:
     total = None if steps is None else steps * draft.given.get("algorithm.n_minibatches", 1)
     if spread is not None and total:
         if draft.given.get("actor.lr_sched.lr_decay_style", "constant") != "constant" and spread != total:
-            return draft.refuse(
-                key, f"the rate falls over the {total} optimiser steps of the run; write null"
-            )
+            return draft.refuse(key, f"the rate falls over the {total} optimiser steps of the run; write null")
         fraction *= spread / total
         if fraction > 1:
             return draft.refuse(

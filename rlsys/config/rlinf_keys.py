@@ -164,12 +164,8 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.logprob_forward_micro_batch_size": Idle(),
     "algorithm.val_rollout_batch_size_per_gpu": Idle(),
     "algorithm.recompute_logprobs": _to("algorithm.recompute_logprobs"),
-    "algorithm.shuffle_rollout": Only(
-        (False,), "groups are trained in the order in which they end; write False"
-    ),
-    "algorithm.loss_type": Only(
-        ("actor",), "write actor, and algorithm=ppo on the command line for a critic"
-    ),
+    "algorithm.shuffle_rollout": Only((False,), "groups are trained in the order in which they end; write False"),
+    "algorithm.loss_type": Only(("actor",), "write actor, and algorithm=ppo on the command line for a critic"),
     "algorithm.loss_agg_func": _to("algorithm.aggregation"),
     "algorithm.kl_beta": _to("algorithm.kl_coef"),
     "algorithm.kl_penalty_type": Moved(("algorithm.kl_estimator",), _ESTIMATOR),
@@ -188,20 +184,14 @@ ALGORITHM: dict[str, Rule] = {
         "rlsys leaves no micro-batch out; write null, with clip_ratio_c for a bound of the loss and guards.ratio_ceiling for "
         "a warning",
     ),
-    "algorithm.use_valid_token_scale": Only(
-        (False,), "loss_agg_func says how tokens are weighed; write False"
-    ),
+    "algorithm.use_valid_token_scale": Only((False,), "loss_agg_func says how tokens are weighed; write False"),
     "algorithm.sampling_params.do_sample": Joint(),
     "algorithm.sampling_params.temperature": Joint(),
     "algorithm.sampling_params.top_k": Moved(("rollout.sampling.top_k",), _top_k),
     "algorithm.sampling_params.top_p": _to("rollout.sampling.top_p"),
-    "algorithm.sampling_params.repetition_penalty": Only(
-        (1.0,), "the loss scores what is sampled; write 1.0"
-    ),
+    "algorithm.sampling_params.repetition_penalty": Only((1.0,), "the loss scores what is sampled; write 1.0"),
     "algorithm.sampling_params.max_new_tokens": _to("task.max_turn_tokens"),
-    "algorithm.sampling_params.min_new_tokens": Only(
-        (0, 1, None), "a turn may end with its first token; write 1"
-    ),
+    "algorithm.sampling_params.min_new_tokens": Only((0, 1, None), "a turn may end with its first token; write 1"),
     "algorithm.sampling_params.stop": _to("rollout.sampling.stop"),
 }
 
@@ -213,12 +203,8 @@ EPISODES: dict[str, Rule] = {
     "agentloop.tool_response_truncate_side": Only(
         ("right",), "an observation is cut at its end, its closing tag kept; write right"
     ),
-    "agentloop.toolcall_parser": Only(
-        ("searchr1-qwen",), "task.tags has the words of a call; write searchr1-qwen"
-    ),
-    "agentloop.print_outputs": Only(
-        (False,), "samples/ in the run's folder has trajectories as text; write False"
-    ),
+    "agentloop.toolcall_parser": Only(("searchr1-qwen",), "task.tags has the words of a call; write searchr1-qwen"),
+    "agentloop.print_outputs": Only((False,), "samples/ in the run's folder has trajectories as text; write False"),
     "tools.search.server_addr": Moved(("search.url",), _server),
     "tools.search.topk": _to("search.topk"),
     "data.type": Only(("math",), "rows have a prompt and solutions; write math"),
@@ -242,14 +228,10 @@ EPISODES: dict[str, Rule] = {
     ),
     "reward.reward_type": Moved(
         ("reward.max_answer_tags",),
-        _one_of(
-            {"searchr1": MANY_ANSWERS}, "write searchr1, and reward.terms on the command line for other terms"
-        ),
+        _one_of({"searchr1": MANY_ANSWERS}, "write searchr1, and reward.terms on the command line for other terms"),
     ),
     "reward.reward_scale": Moved(("reward.terms",), lambda scale: {"exact_match": float(scale)}),
-    "critic.use_critic_model": Only(
-        (False,), "write False, and algorithm=ppo on the command line for a critic"
-    ),
+    "critic.use_critic_model": Only((False,), "write False, and algorithm=ppo on the command line for a critic"),
 }
 
 ROLLOUT: dict[str, Rule] = {
@@ -274,12 +256,8 @@ ROLLOUT: dict[str, Rule] = {
     "rollout.pipeline_parallel_size": Only((1,), "an engine is cut by tensor_parallel_size alone; write 1"),
     "rollout.validate_weight": Idle(),
     "rollout.validate_weight_first_sync": Idle(),
-    "rollout.validate_save_dir": Only(
-        (None,), "every tensor is compared by its hash at every sync; write null"
-    ),
-    "rollout.print_outputs": Only(
-        (False,), "samples/ in the run's folder has trajectories as text; write False"
-    ),
+    "rollout.validate_save_dir": Only((None,), "every tensor is compared by its hash at every sync; write null"),
+    "rollout.print_outputs": Only((False,), "samples/ in the run's folder has trajectories as text; write False"),
     "rollout.max_running_requests": _to("rollout.engine.max_running"),
     "rollout.cuda_graph_max_bs": Joint(),
     "rollout.is_eval": Joint(),
@@ -317,9 +295,7 @@ MEGATRON: dict[str, Rule] = {
     "actor.group_name": Idle(),
     "actor.training_backend": Only(("megatron",), "rlsys trains with Megatron-core alone; write megatron"),
     "actor.mcore_gpt": Only((True,), "rlsys trains with Megatron-core alone; write True"),
-    "actor.spec_name": Only(
-        ("decoder_gpt",), "write decoder_gpt, and model.layers=local or te on the command line"
-    ),
+    "actor.spec_name": Only(("decoder_gpt",), "write decoder_gpt, and model.layers=local or te on the command line"),
     **dict.fromkeys(OFFLOADS, Joint()),
     "actor.enable_dp_load_balance": Idle(),
     "actor.calculate_flops": Idle(),

@@ -379,9 +379,7 @@ class ClusterConfig:
     device_memory_gib: float | None = None
     """Of each device, for the check of the memory plan; null does not check."""
     mode: Mode = Mode.disaggregated
-    placement: dict[str, str] = field(
-        default_factory=lambda: {"actor": "0-3", "inference": "4", "rollout": "5-7"}
-    )
+    placement: dict[str, str] = field(default_factory=lambda: {"actor": "0-3", "inference": "4", "rollout": "5-7"})
     """Device ranks of each group: "0-3", "4", "0-1,4-5". CPU slots in the cpu profile. `critic`, where there is one,
     shares the actor's unless it is placed."""
     address: str | None = None

@@ -47,9 +47,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except json.JSONDecodeError as problem:
-                raise UserError(
-                    f"{file}, line {number} is not JSON ({problem.msg}): mend the line."
-                ) from problem
+                raise UserError(f"{file}, line {number} is not JSON ({problem.msg}): mend the line.") from problem
             except UnicodeDecodeError as problem:
                 raise UserError(f"{file}, line {number} is not UTF-8: save the file as UTF-8.") from problem
 

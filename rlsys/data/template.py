@@ -57,9 +57,7 @@ def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) 
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as problem:
-        raise UserError(
-            f"--prompt {file} cannot be read ({problem.strerror}): give a text file."
-        ) from problem
+        raise UserError(f"--prompt {file} cannot be read ({problem.strerror}): give a text file.") from problem
     except UnicodeDecodeError as problem:
         raise UserError(f"--prompt {file} is not UTF-8: save the file as UTF-8.") from problem
     if text.count(QUESTION) != 1:
@@ -71,8 +69,6 @@ def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) 
             f"--prompt {file} has {TOOLS}, and no tool is named: name each (--tool, or task.tools of a config), or take it out."
         )
     if tools and TOOLS not in text and not may_tell_itself:
-        raise UserError(
-            f"--prompt {file} does not say where the tools go: put {TOOLS} there, or leave --tool out."
-        )
+        raise UserError(f"--prompt {file} does not say where the tools go: put {TOOLS} there, or leave --tool out.")
     before, _, after = text.replace(TOOLS, tools).partition(QUESTION)
     return lambda question: f"{before}{question.strip()}{after}"

@@ -51,9 +51,7 @@ class Pieces:
         for end in range(1, len(run) + 1):
             text = self._decode(run[start:end])
             waits = text.endswith(_BROKEN) and end < len(run)
-            if waits and (
-                end - start < _MOST_PENDING or not self._decode(run[start : end + 1]).startswith(text)
-            ):
+            if waits and (end - start < _MOST_PENDING or not self._decode(run[start : end + 1]).startswith(text)):
                 yield ""
             else:
                 yield text

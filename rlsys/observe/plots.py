@@ -67,9 +67,7 @@ def draw_curves(history: Rows, evaluations: Rows, out_dir: Path) -> list[Path]:
 
 
 def _save(path: Path, drawings: Sequence[Callable[[Axes], None]]) -> Path:
-    figure = Figure(
-        figsize=(4.6 * len(drawings), 3.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
-    )
+    figure = Figure(figsize=(4.6 * len(drawings), 3.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
     FigureCanvasAgg(figure)
     for column, draw in enumerate(drawings, start=1):
         axes = figure.add_subplot(1, len(drawings), column)
@@ -89,9 +87,7 @@ def _draw_em(axes: Axes, evaluations: Rows) -> None:
         lines.append(_Line(name, points, HOP_COLOURS[number % len(HOP_COLOURS)], 1.4))
     lines.append(_Line("all", [(row["step"], row["em"]) for row in rows], EM_COLOUR, 2.4))
     for line in lines:
-        axes.plot(
-            *zip(*line.points, strict=True), color=line.colour, linewidth=line.width, marker="o", markersize=3
-        )
+        axes.plot(*zip(*line.points, strict=True), color=line.colour, linewidth=line.width, marker="o", markersize=3)
     first, last = rows[0]["step"], rows[-1]["step"]
     axes.set_xlim(first - 0.14 * max(last - first, 1), last + 0.05 * max(last - first, 1))
     axes.set_ylim(0.0, 1.0)
@@ -125,9 +121,7 @@ def _draw_stages(axes: Axes, history: Rows) -> None:
     wall_steps, walls = _points(history, WALL_KEY)
     if walls:
         edges = [step + side for step in wall_steps for side in (-0.5, 0.5)]
-        axes.plot(
-            edges, [wall for wall in walls for _ in range(2)], color=INK, linewidth=1.4, label="wall time"
-        )
+        axes.plot(edges, [wall for wall in walls for _ in range(2)], color=INK, linewidth=1.4, label="wall time")
     axes.set_ylim(0.0, 1.3 * max(*base, *walls, 1e-9))
     axes.legend(loc="upper right", ncols=3, fontsize=7.5, frameon=False, handlelength=1.0, columnspacing=1.0)
     _title(axes, "Seconds a step: stages stacked, wall time as a line", "step")

@@ -138,9 +138,7 @@ class Progress:
     def status(self) -> Status:
         """Everything at this moment, in seconds since the epoch; from any thread."""
         with self._lock:
-            states = {
-                group: replace(state, since=self._epoch + state.since) for group, state in self._shown()
-            }
+            states = {group: replace(state, since=self._epoch + state.since) for group, state in self._shown()}
             begun, now = self._epoch + self._start, self._epoch + self._clock()
             return Status(begun=begun, at=now, states=states, **asdict(self._figures))
 

@@ -112,9 +112,7 @@ def _like(folder: Path) -> Path:
     return max(runs, key=lambda run: run.stat().st_mtime, default=Path("outputs/NAME-YYYYMMDD-HHMMSS"))
 
 
-def _parsed(
-    path: Path, name: str, parse: Callable[[bytes], T | None], say: Callable[[str], None]
-) -> Iterator[T]:
+def _parsed(path: Path, name: str, parse: Callable[[bytes], T | None], say: Callable[[str], None]) -> Iterator[T]:
     """The lines of a file that `parse` understands."""
     number = 0
     try:

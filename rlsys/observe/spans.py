@@ -155,9 +155,7 @@ def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict
     """
     by_stage = _by(spans, lambda span: span.stage)
     return {
-        stage: _covered_seconds(
-            _clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found]
-        )
+        stage: _covered_seconds(_clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found])
         for stage, found in by_stage
     }
 

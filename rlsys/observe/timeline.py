@@ -70,9 +70,7 @@ class EpisodeSpans:
     def __init__(self) -> None:
         self._spans: list[Span] = []
 
-    def add(
-        self, whole: Interval, lane: str, args: Mapping[str, Arg], trajectories: Sequence[Trajectory]
-    ) -> None:
+    def add(self, whole: Interval, lane: str, args: Mapping[str, Arg], trajectories: Sequence[Trajectory]) -> None:
         """Derive those of a group of rollouts, which took `whole`."""
         self._spans += episode_spans(whole, lane, args, trajectories)
 
@@ -135,12 +133,7 @@ def read_row(line: bytes) -> Row | None:
 
 def _is_span(span: Span) -> bool:
     texts = isinstance(span.name, str) and isinstance(span.group, str) and isinstance(span.lane, str)
-    return (
-        texts
-        and isinstance(span.start_ns, int)
-        and isinstance(span.end_ns, int)
-        and isinstance(span.args, dict)
-    )
+    return texts and isinstance(span.start_ns, int) and isinstance(span.end_ns, int) and isinstance(span.args, dict)
 
 
 def _within(interval: Interval, whole: Interval) -> Interval:

@@ -83,9 +83,7 @@ class JsonlTracker:
 
     id = ""
 
-    def __init__(
-        self, path: Path, position: int | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, position: int | None = None, clock: Callable[[], float] = time.time) -> None:
         """`position`: bytes of the file that count; None counts all."""
         self._clock = clock
         self._lines = LineLog(path, position)
@@ -116,9 +114,7 @@ class TensorBoardTracker:
         """`after`: the step that the run is resumed after; what was shown of later ones is hidden."""
         from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
 
-        self._writer = SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=None if after is None else after + 1
-        )
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=None if after is None else after + 1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See `Tracker.log`."""
@@ -159,9 +155,7 @@ class WandbTracker:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        if config.wandb_mode is WandbMode.online and not wandb.login(
-            prompt=False
-        ):  # Else it would ask, and wait.
+        if config.wandb_mode is WandbMode.online and not wandb.login(prompt=False):  # Else it would ask, and wait.
             raise RunError("tracking.wandb_mode=online needs WANDB_API_KEY, or `wandb login`")
         run_dir.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary folder without it
         known_as = resumed.ids.get("wandb") if resumed else None

@@ -56,9 +56,7 @@ from rlsys.weights.families import read_architecture
 
 
 @asynccontextmanager
-async def open_session(
-    config: RunConfig, run_dir: Path, origin: Origin | None = None
-) -> AsyncIterator[Session]:
+async def open_session(config: RunConfig, run_dir: Path, origin: Origin | None = None) -> AsyncIterator[Session]:
     """Start everything, as it was at `origin`; what was started is ended on the way out, also after a failure."""
     state = origin.state if origin else None
     questions_sha256 = sha256_of(Path(config.task.train_path))
@@ -143,9 +141,7 @@ def _assemble(
         rollout=rollout,
         inference=inference,
         trained=trained,
-        sync=WeightSync(
-            groups["actor"], [rollout], config.cluster, run_dir, driver, at_once, record.say("sync")
-        ),
+        sync=WeightSync(groups["actor"], [rollout], config.cluster, run_dir, driver, at_once, record.say("sync")),
         devices=devices,
         rewards=rewards,
         kl=kl,
@@ -186,9 +182,7 @@ def _text_of(config: RunConfig) -> Callable[[Sequence[int]], str]:
     return decode
 
 
-def _saver(
-    config: RunConfig, run_dir: Path, record: RunRecord, devices: Residence, origin: Origin | None
-) -> Saver:
+def _saver(config: RunConfig, run_dir: Path, record: RunRecord, devices: Residence, origin: Origin | None) -> Saver:
     settings = config.checkpoint
     keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
     store = CheckpointStore(run_dir / CHECKPOINTS)

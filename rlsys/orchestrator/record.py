@@ -208,12 +208,8 @@ class RunRecord:
         self._tell_timeline(step, window)
         for alarm in alarms:
             if alarm.first:
-                self.progress.console.print(
-                    f"Warning: {alarm}", style="yellow", highlight=False, markup=False
-                )
-        self.progress.update(
-            step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"]
-        )
+                self.progress.console.print(f"Warning: {alarm}", style="yellow", highlight=False, markup=False)
+        self.progress.update(step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"])
         return alarms
 
     async def trajectories(self, step: int, groups: Sequence[Group]) -> None:
@@ -309,9 +305,7 @@ class RunRecord:
             write_chrome_trace(self.run_dir / self._trace, self._spans)
             rows = read_metrics(self.run_dir / METRICS)
             if rows:
-                draw_curves(
-                    rows, [self._evaluations[step] for step in sorted(self._evaluations)], self.run_dir
-                )
+                draw_curves(rows, [self._evaluations[step] for step in sorted(self._evaluations)], self.run_dir)
         except OSError as problem:  # A disk that is full has ended the run already, and said so.
             _log.warning("the trace and the curves could not be written: %s", problem)
 
@@ -376,8 +370,7 @@ def _resumed(run_dir: Path, history: History) -> Resumed:
     rows = [row for row in (read_metrics(file) if file.is_file() else []) if row["step"] <= history.step]
     times = {row["step"]: row["time"] for row in rows}
     told = [
-        Told(row["step"], {key: row[key] for key in row if key not in ("step", "time")}, row["time"])
-        for row in rows
+        Told(row["step"], {key: row[key] for key in row if key not in ("step", "time")}, row["time"]) for row in rows
     ]
     begun = min(times.values(), default=time.time())
     told += [

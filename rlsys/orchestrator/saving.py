@@ -122,9 +122,7 @@ class Saver:
                 # Also where it failed: a part that is asked again may well have nothing more to complain of.
                 self._pending = None
             try:
-                await asyncio.to_thread(
-                    self._store.prune, self._keep, self._score_of, frozenset(self.awaited)
-                )
+                await asyncio.to_thread(self._store.prune, self._keep, self._score_of, frozenset(self.awaited))
             except OSError as problem:
                 logger.warning("Older checkpoints could not be deleted (%s); they stay.", problem)
 

@@ -190,9 +190,7 @@ class Session:
             history=self.record.history(step),
             questions_sha256=self.questions_sha256,
         )
-        parts: dict[str, tuple[str, Saves]] = {
-            name: (name, group.checkpoints) for name, group in self.trained.items()
-        }
+        parts: dict[str, tuple[str, Saves]] = {name: (name, group.checkpoints) for name, group in self.trained.items()}
         if self._keeps_reference:
             assert isinstance(self.inference, InferenceGroup)
             parts["reference"] = ("inference", self.inference.reference)
@@ -207,9 +205,7 @@ class Session:
             with self._saying("loads the checkpoint", f"{name}.checkpoint"):
                 same_layout = await group.checkpoints.load(folder / name)
             if not same_layout:
-                _log.warning(
-                    "%s is laid out otherwise than when it was saved: its random generators begin anew", name
-                )
+                _log.warning("%s is laid out otherwise than when it was saved: its random generators begin anew", name)
         if self._keeps_reference:
             assert isinstance(self.inference, InferenceGroup)
             await self.devices.need("inference")
@@ -231,9 +227,7 @@ class Session:
 
     async def _ask_heldout(self, step: int) -> Evaluation:
         self._count_to(step)
-        return await self._ask(
-            step, self.rollout.answer, self.rollout.capacity * self.config.algorithm.n_samples
-        )
+        return await self._ask(step, self.rollout.answer, self.rollout.capacity * self.config.algorithm.n_samples)
 
     async def _ask_aside(self, step: int, set_aside: asyncio.Future[None]) -> None:
         assert self.config.eval.engines is not None

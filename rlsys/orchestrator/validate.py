@@ -96,9 +96,7 @@ def check_shape(path: str) -> None:
         raise UserError(f"model.path={path}: {file} is not valid JSON ({problem}).") from problem
     missing = [key for key in _SHAPE if not (isinstance(shape, dict) and isinstance(shape.get(key), int))]
     if missing:
-        raise UserError(
-            f"model.path={path}: {file} has no number for {missing[0]}; give a folder of a language model."
-        )
+        raise UserError(f"model.path={path}: {file} has no number for {missing[0]}; give a folder of a language model.")
 
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
@@ -356,11 +354,7 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
             f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish a switch of weights "
             "waits for episodes: raise it, or use on_update=continue.",
         )
-    if (
-        cluster.sync_mode is SyncMode.broadcast
-        and cluster.mode is Mode.collocated
-        and cluster.device is Device.gpu
-    ):
+    if cluster.sync_mode is SyncMode.broadcast and cluster.mode is Mode.collocated and cluster.device is Device.gpu:
         yield Problem(
             "cluster.sync_mode",
             "cluster.sync_mode=broadcast with cluster.mode=collocated puts two members of an NCCL group on one GPU, "

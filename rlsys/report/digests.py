@@ -62,9 +62,7 @@ def sampling_of(run: RunFolder) -> Mapping[str, Any]:
     return section(run.config, "rollout", "sampling")
 
 
-def _read(
-    path: Path, step: int, stamp: Stamp | None, sampling: Mapping[str, Any], chunks: Chunks | None
-) -> Digest:
+def _read(path: Path, step: int, stamp: Stamp | None, sampling: Mapping[str, Any], chunks: Chunks | None) -> Digest:
     index, problems = Index(), list[str]()
 
     def noted(kept: Iterable[Kept]) -> Iterator[Kept]:

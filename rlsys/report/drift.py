@@ -198,9 +198,7 @@ def report_of(steps: Sequence[DriftTally], sampling: Mapping[str, Any]) -> Drift
         trajectories=sum(one.trajectories for one in steps),
         tokens=tokens,
         causes=causes,
-        by_lag={
-            lag: joined([one.by_lag[lag] for one in steps if lag in one.by_lag]).spread() for lag in lags
-        },
+        by_lag={lag: joined([one.by_lag[lag] for one in steps if lag in one.by_lag]).spread() for lag in lags},
         beyond_numerics=_beyond(causes),
         turns_same=joined([one.turns_same for one in steps]).spread(),
         turns_changed=joined([one.turns_changed for one in steps]).spread(),
@@ -303,9 +301,7 @@ def _cause_tally(trained: _Trained, cause: Cause) -> CauseTally:
     differences = trained.difference[own]
     magnitudes = np.abs(differences[np.isfinite(differences)])
     bins = np.digitize(magnitudes, HISTOGRAM_EDGES)
-    return CauseTally(
-        int(own.sum()), tally(differences), np.bincount(bins, minlength=len(HISTOGRAM_EDGES) + 1)
-    )
+    return CauseTally(int(own.sum()), tally(differences), np.bincount(bins, minlength=len(HISTOGRAM_EDGES) + 1))
 
 
 def _cause_drift(cause: Cause, parts: Sequence[CauseTally], of: int) -> CauseDrift:
@@ -346,9 +342,7 @@ def _worse_than(least: float, one: Kept, trained: _Trained) -> list[WorstToken]:
     magnitudes = np.where(np.isfinite(trained.difference), np.abs(trained.difference), -1.0)
     places = np.flatnonzero(one.loss_mask)
     found = np.argsort(-magnitudes, kind="stable")[:WORST]
-    return [
-        _shown(one, trained, int(index), int(places[index])) for index in found if magnitudes[index] > least
-    ]
+    return [_shown(one, trained, int(index), int(places[index])) for index in found if magnitudes[index] > least]
 
 
 def _shown(one: Kept, trained: _Trained, index: int, place: int) -> WorstToken:

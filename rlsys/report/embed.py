@@ -54,9 +54,7 @@ def bundle(modules: Mapping[str, str], main: str) -> str:
         for wanted, other in _IMPORT.findall(source):
             add(other, (*above, name))
             if unknown := set(wanted.split(", ")) - names[other]:
-                raise ValueError(
-                    f"{name} imports {', '.join(sorted(unknown))}, which {other} does not export."
-                )
+                raise ValueError(f"{name} imports {', '.join(sorted(unknown))}, which {other} does not export.")
         exported = _EXPORT.findall(source)
         body = _EXPORT.sub("", _IMPORT.sub(r'const { \1 } = modules["\2"];', source))
         if re.search(r"^(import|export)\b", body, re.MULTILINE) or "</script" in body:

@@ -53,9 +53,7 @@ def life_of(
     if status is None:
         if has_summary:
             return Life(Phase.finished, "The run has finished.")
-        return Life(
-            Phase.unknown, "The run has not said what it does: it has not begun, or is of an older rlsys."
-        )
+        return Life(Phase.unknown, "The run has not said what it does: it has not begun, or is of an older rlsys.")
     ended, step = status.get("ended"), f"step {status.get('step')} of {status.get('steps')}"
     if ended == FINISHED:
         return Life(Phase.finished, f"The run has finished after {step}.")
@@ -70,9 +68,7 @@ def life_of(
             f"The run's process has ended without a word, as one that was killed does, after {step}.",
         )
     if quiet_s > SILENT_S:
-        return Life(
-            Phase.silent, f"Nothing has been heard of the run for {quiet_s:.0f} s; it was after {step}."
-        )
+        return Life(Phase.silent, f"Nothing has been heard of the run for {quiet_s:.0f} s; it was after {step}.")
     return Life(Phase.running, f"The run goes on; it is after {step}.")
 
 

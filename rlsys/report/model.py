@@ -81,9 +81,7 @@ class Memory:
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
     """What each run is called: its folder, with the one around it where another has the same."""
     names = Counter(run.name for run in runs)
-    return [
-        run.name if names[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs
-    ]
+    return [run.name if names[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
 
 
 def read_chunk(runs: Sequence[RunFolder], model: Mapping[str, Any], number: int) -> list[Any] | None:
@@ -108,9 +106,7 @@ def _part(run: RunFolder, step: int, first: int, count: int) -> list[Kept]:
     return list(islice(read_kept_step(run.path, step, lambda _: None), first, first + count))
 
 
-def _run(
-    run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memory, audited: bool
-) -> dict[str, Any]:
+def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memory, audited: bool) -> dict[str, Any]:
     rows = run.rows
     digests = memory.digests.of(run, trajectories.Chunks(chunk, sink) if sink else None)
     kept, drifted = _trajectories(run, digests, chunk)

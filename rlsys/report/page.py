@@ -29,9 +29,7 @@ def render(model: Mapping[str, Any], chunks: Mapping[int, str] = MappingProxyTyp
     names = ", ".join(run["name"] for run in model["runs"])
     data = f'<script type="application/json" id="model">{inline_json(model)}</script>'
     # After the script, so that the page is there before the browser has read them all.
-    parts = (
-        f'<script type="text/plain" id="chunk-{number}">{chunk}</script>' for number, chunk in chunks.items()
-    )
+    parts = (f'<script type="text/plain" id="chunk-{number}">{chunk}</script>' for number, chunk in chunks.items())
     return _page(names, data, "\n".join(parts), live=False)
 
 
@@ -50,18 +48,14 @@ def write_report(runs: Sequence[RunFolder], out: Path | None = None) -> Path:
     try:
         write_atomically(path, render(model, chunks))
     except OSError as problem:
-        raise UserError(
-            f"{path} cannot be written ({problem.strerror}): give another file with --out."
-        ) from problem
+        raise UserError(f"{path} cannot be written ({problem.strerror}): give another file with --out.") from problem
     return path
 
 
 def _page(name: str, data: str, chunks: str, live: bool) -> str:
     """The template with its marks filled, all at once: what is filled in is not looked at again."""
     static = files("rlsys.report") / "static"
-    sources = {
-        one.name: one.read_text(encoding="utf-8") for one in static.iterdir() if one.name.endswith(".js")
-    }
+    sources = {one.name: one.read_text(encoding="utf-8") for one in static.iterdir() if one.name.endswith(".js")}
     script = bundle(sources, "main.js")
     style = (static / "report.css").read_text(encoding="utf-8")
     parts = {

@@ -165,9 +165,7 @@ def runs_of(kept: Kept) -> list[dict[str, Any]]:
     )
     if not len(mask):
         return []
-    alike = (
-        (mask[1:] == mask[:-1]) & (turns[1:] == turns[:-1]) & ((versions[1:] == versions[:-1]) | ~mask[1:])
-    )
+    alike = (mask[1:] == mask[:-1]) & (turns[1:] == turns[:-1]) & ((versions[1:] == versions[:-1]) | ~mask[1:])
     edges = [0, *(np.flatnonzero(~alike) + 1).tolist(), len(mask)]
     return [_run(kept, begin, end, bool(mask[begin])) for begin, end in pairwise(edges)]
 

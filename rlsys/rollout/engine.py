@@ -154,9 +154,7 @@ class Engine:
             raise RunError(self._asleep_reason if self._asleep else self._refusal)
         own, params = f"{rid}~{next(self._rids)}", sampling_params(sampling, self._eos_id)
         sglang = self._sglang
-        call = (
-            sglang.stream(input_ids, params, own, heard) if heard else sglang.generate(input_ids, params, own)
-        )
+        call = sglang.stream(input_ids, params, own, heard) if heard else sglang.generate(input_ids, params, own)
         request = asyncio.create_task(self._answer(call))
         self._enter(request)
         try:

@@ -59,9 +59,7 @@ class SglangProcess:
         os.environ.setdefault("SGLANG_LOGGING_CONFIG_PATH", str(_LOGGING))
         # An engine's ranks are on one machine. SGLang's own store would listen on all interfaces.
         descriptor, port = listener(_HERE, 0)
-        self._store = dist.TCPStore(
-            _HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-        )
+        self._store = dist.TCPStore(_HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         with _environment(_on_loopback(port)):
             self._engine = (_CpuEngine if on_cpu else Engine)(**arguments)
         self._manager = self._engine.tokenizer_manager
@@ -80,9 +78,7 @@ class SglangProcess:
         )
         return output
 
-    async def stream(
-        self, input_ids: list[int], sampling: dict[str, Any], rid: str, heard: Heard
-    ) -> dict[str, Any]:
+    async def stream(self, input_ids: list[int], sampling: dict[str, Any], rid: str, heard: Heard) -> dict[str, Any]:
         """As `generate`, and `heard` is told what there is as it comes. Raises as `followed`."""
         parts = await self._engine.async_generate(
             input_ids=input_ids, sampling_params=sampling, return_logprob=True, rid=rid, stream=True

@@ -45,15 +45,12 @@ class StagedVersion:
         if version != self.version:
             raise ChecksumError(f"version {version} was finished while version {self.version} was staged")
         if digest(self._checksums) != expected_digest:
-            raise ChecksumError(
-                f"{len(self._checksums)} tensors came, and they are not the ones that were sent"
-            )
+            raise ChecksumError(f"{len(self._checksums)} tensors came, and they are not the ones that were sent")
 
     def leave_device(self) -> None:
         """Move what lies on a device to host memory."""
         self._buckets = [
-            bucket.copy(to_host=True) if isinstance(bucket.data, Tensor) else bucket
-            for bucket in self._buckets
+            bucket.copy(to_host=True) if isinstance(bucket.data, Tensor) else bucket for bucket in self._buckets
         ]
 
     def hand_out(self) -> Iterator[Bucket]:

@@ -102,9 +102,7 @@ class RolloutWorker:
         """
         return await self._run(question, range(n_samples), in_training(self._rollout.sampling), key, begun)
 
-    async def answer(
-        self, question: Question, sample: int = 0, temperature: float = 0.0, key: str = ""
-    ) -> Trajectory:
+    async def answer(self, question: Question, sample: int = 0, temperature: float = 0.0, key: str = "") -> Trajectory:
         """One episode of an evaluation, as number `sample` of its question. Temperature 0 is greedy.
 
         Otherwise as `run_group`; with `sampled_answers` it is drawn as in training.

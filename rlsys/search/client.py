@@ -129,9 +129,7 @@ class SearchClient:
                 f"hedge_after_s={hedge_after_s:g} is of no use with {len(self.urls)} search url(s) and "
                 f"timeout_s={timeout_s:g}: give two urls or more and a time below timeout_s, or leave it null"
             )
-        if token is not None and not (
-            token.isascii() and token.isprintable() and token.strip() == token != ""
-        ):
+        if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
             raise UserError("the search token is empty or not plain ASCII text: give it as the server has it")
         self.counts = ClientCounts()
         self._topk = topk
@@ -286,9 +284,7 @@ class SearchClient:
         """What the caller reads."""
         match fault.failure:
             case Failure.unavailable:
-                return (
-                    f"no answer from {', '.join(self.urls)} after {len(request.trail.failed)} tries: {fault}"
-                )
+                return f"no answer from {', '.join(self.urls)} after {len(request.trail.failed)} tries: {fault}"
             case Failure.rejected:
                 return str(fault)
             case _:

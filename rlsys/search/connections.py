@@ -172,15 +172,9 @@ class LimitedHttp(HttpToolsProtocol):
         """Say why the connection is closed, unless another answer has begun, and close it."""
         if self.transport.is_closing():
             return
-        if (
-            self.cycle is None
-            or self.cycle.response_complete
-            or not (self.cycle.response_started or self.pipeline)
-        ):
+        if self.cycle is None or self.cycle.response_complete or not (self.cycle.response_started or self.pipeline):
             body = orjson.dumps({"detail": reason})
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
-                body
-            )
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 

@@ -74,9 +74,7 @@ class JsonLines:
         self._what = what
         self._data = data
         self._sidecar = sidecar
-        self._offsets = np.frombuffer(
-            sidecar.data, dtype=_OFFSET, count=sidecar.facts["rows"] + 1, offset=HEADER_BYTES
-        )
+        self._offsets = np.frombuffer(sidecar.data, dtype=_OFFSET, count=sidecar.facts["rows"] + 1, offset=HEADER_BYTES)
 
     @classmethod
     def open(cls, path: Path, what: str, progress: OnBytes | None = None) -> JsonLines:
@@ -125,9 +123,7 @@ class JsonLines:
         _prefetch(self._sidecar.data, places, places + 2 * _OFFSET.itemsize)
         starts, ends = self._offsets[wanted], self._offsets[wanted + 1]
         if self._data.size() < ends[-1]:
-            raise RunError(
-                f"{self._what} {self.path} was truncated while it was open: restore it and start again"
-            )
+            raise RunError(f"{self._what} {self.path} was truncated while it was open: restore it and start again")
         _prefetch(self._data, starts, ends)
         bounds = zip(wanted.tolist(), starts.tolist(), ends.tolist(), strict=True)
         parsed = {row: self._parse(row, start, end) for row, start, end in bounds}
@@ -149,9 +145,7 @@ class JsonLines:
         try:
             parsed = orjson.loads(self._data[start:end])
         except orjson.JSONDecodeError as error:
-            raise UserError(
-                f"{self.where(row)} is not JSON ({error}): write one JSON object a line"
-            ) from None
+            raise UserError(f"{self.where(row)} is not JSON ({error}): write one JSON object a line") from None
         if not isinstance(parsed, dict):
             raise UserError(f"{self.where(row)} is not an object: write one JSON object a line")
         return parsed
@@ -172,9 +166,7 @@ def _refuse_foreign(name: str, head: bytes) -> None:
             raise UserError(f"{name} is {kind}, and only jsonl can be read in place: {remedy}")
 
 
-def _scan(
-    source: BinaryIO, out: ArrayWriter, name: str, size: int, progress: OnBytes | None
-) -> Mapping[str, Any]:
+def _scan(source: BinaryIO, out: ArrayWriter, name: str, size: int, progress: OnBytes | None) -> Mapping[str, Any]:
     """Write where each row starts, with the end of the last one appended ([rows + 1]).
 
     A line's end is written once text is seen behind it; those that wait at the end are of blank lines, but

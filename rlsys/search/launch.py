@@ -132,9 +132,7 @@ class SearchServer:
 
     def _log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-        return (
-            f"its log {self.log} ends with:\n" + "\n".join(lines) if lines else f"its log {self.log} is empty"
-        )
+        return f"its log {self.log} ends with:\n" + "\n".join(lines) if lines else f"its log {self.log} is empty"
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:

@@ -66,9 +66,7 @@ class PageStore:
         self._lines = lines
         count = len(lines)
         self._hashes: NDArray[np.uint64] = np.frombuffer(index.data, _HASH, count, HEADER_BYTES)
-        self._rows: NDArray[np.int64] = np.frombuffer(
-            index.data, _ROW, count, HEADER_BYTES + count * _HASH.itemsize
-        )
+        self._rows: NDArray[np.int64] = np.frombuffer(index.data, _ROW, count, HEADER_BYTES + count * _HASH.itemsize)
 
     @classmethod
     def open(cls, path: str | Path, progress: OnBytes | None = None) -> PageStore:
@@ -104,8 +102,7 @@ class PageStore:
         nominees = [self._rows[first:last].tolist() for first, last in zip(firsts, lasts, strict=True)]
         pages = iter(self._lines.fetch([row for rows in nominees for row in rows]))
         return [
-            _choose(url, key, [next(pages) for _ in rows])
-            for url, key, rows in zip(urls, keys, nominees, strict=True)
+            _choose(url, key, [next(pages) for _ in rows]) for url, key, rows in zip(urls, keys, nominees, strict=True)
         ]
 
     def close(self) -> None:
@@ -114,9 +111,7 @@ class PageStore:
 
 def _choose(url: str, key: str, pages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The last page of exactly this URL, else the last one of this key; `pages` are in file order."""
-    same = [page for page in pages if page["url"] == url] or [
-        page for page in pages if page_key(page["url"]) == key
-    ]
+    same = [page for page in pages if page["url"] == url] or [page for page in pages if page_key(page["url"]) == key]
     return same[-1] if same else None
 
 

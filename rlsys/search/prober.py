@@ -100,9 +100,7 @@ class Prober:
             raise RunError(f"the search server at {url} is not healthy: {reason}") from error
         health = health_of(reply)
         if not health:
-            raise RunError(
-                f"the search server at {url} is not healthy: status {reply.status}, or not an object"
-            )
+            raise RunError(f"the search server at {url} is not healthy: status {reply.status}, or not an object")
         return health
 
     def _ended(self, replica: Replica, task: asyncio.Task[None]) -> None:

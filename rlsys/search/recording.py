@@ -164,9 +164,7 @@ class Cassette:
             if not 0 <= latency_s < math.inf:
                 raise ValueError(f"latency_s={latency_s}")  # noqa: TRY301  one sentence for all that is wrong
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise UserError(
-                f"{where} is not a search call ({problem!r}): record the cassette anew."
-            ) from None
+            raise UserError(f"{where} is not a search call ({problem!r}): record the cassette anew.") from None
         self.latencies_s.append(latency_s)
         if error or passages is not None:
             self._learn(query, SearchResult(found, error, failure))

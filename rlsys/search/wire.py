@@ -92,11 +92,7 @@ class HttpWire:
             async with self._session().request(method, url, data=body, allow_redirects=False) as answer:
                 wait = answer.headers.get("Retry-After", "")
                 retry_after_s = float(wait) if wait.isdecimal() else 0.0
-                most = (
-                    _MAX_ANSWER_BYTES
-                    if method == "POST" and answer.status == 200
-                    else _MAX_SHORT_ANSWER_BYTES
-                )
+                most = _MAX_ANSWER_BYTES if method == "POST" and answer.status == 200 else _MAX_SHORT_ANSWER_BYTES
                 try:
                     content = await read_body(answer.headers, answer.content.iter_any(), most)
                 except BodyError as error:
@@ -212,9 +208,7 @@ def _passage(hit: Mapping[str, Any]) -> Passage:
 
 
 def _nonsense(reason: str) -> Fault:
-    return Fault(
-        f"it does not speak the retrieval contract: {reason[:_QUOTED_CHARS]}", Failure.broken, Verdict.lost
-    )
+    return Fault(f"it does not speak the retrieval contract: {reason[:_QUOTED_CHARS]}", Failure.broken, Verdict.lost)
 
 
 def _detail(reply: Reply) -> str:

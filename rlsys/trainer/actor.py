@@ -161,9 +161,7 @@ class Actor(Learner):
         loss, stats = objective.loss(of_targets, of_entropy, inputs)
         return loss, {**stats, DIVISOR: torch.tensor(self._divisor_of(batch))}
 
-    def _divergence(
-        self, logits: Tensor, logprobs: Tensor, share: Share, ref_logits: Tensor | None
-    ) -> Tensor | None:
+    def _divergence(self, logits: Tensor, logprobs: Tensor, share: Share, ref_logits: Tensor | None) -> Tensor | None:
         """[own targets]; None where the loss needs none."""
         divergence, batch = self._objective.divergence, share.batch
         if divergence is None:

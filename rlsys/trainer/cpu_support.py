@@ -60,9 +60,7 @@ _TARGETS: dict[str, frozenset[str]] = {
             "DistributedOptimizer._build_model_and_main_param_groups",
         ),
         "optimizer.clip_grads": ("get_grad_norm_fp32", "clip_grad_by_total_norm_fp32"),
-        "models.common.language_module.language_module": (
-            "LanguageModule.setup_embeddings_and_output_layer",
-        ),
+        "models.common.language_module.language_module": ("LanguageModule.setup_embeddings_and_output_layer",),
         "models.common.embeddings.rotary_pos_embedding": ("RotaryEmbedding.__init__",),
         "transformer.utils": (),
         "transformer.transformer_layer": (),

@@ -62,9 +62,7 @@ class Critic(Learner):
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.values is None or batch.returns is None:
-            raise ValueError(
-                "A micro-batch without values and returns cannot be trained; compute them first."
-            )
+            raise ValueError("A micro-batch without values and returns cannot be trained; compute them first.")
 
     def _divisor_of(self, batch: MicroBatch) -> int:
         return batch.trained_tokens

@@ -39,9 +39,7 @@ def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutpu
         return _schedule(step, model.module, batches, forward_only=True, collect_non_loss_data=True)
 
 
-def forward_backward(
-    model: StageModel, module: Any, batches: Sequence[MicroBatch], on_output: OnOutput
-) -> list[Any]:
+def forward_backward(model: StageModel, module: Any, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
     """Run `batches` forward and backward; gradients are added to those there are, not reduced.
 
     `module` wraps `model.module`. `on_output` returns (loss sum, what to return for this batch).

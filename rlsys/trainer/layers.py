@@ -142,9 +142,7 @@ class CausalAttention(MegatronModule):
         """Keys and values of the whole row in its order, [seq, groups, dim] each, from all ranks' shares."""
         shares = [columns_of(boundaries.tolist(), self._cp, rank) for rank in range(self._cp)]
         order = torch.tensor(np.argsort(np.concatenate(shares)), device=key.device)
-        everyones = gather_from_sequence_parallel_region(
-            torch.stack((key, value), dim=1), group=self._cp_group
-        )
+        everyones = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self._cp_group)
         whole_key, whole_value = everyones.index_select(0, order).unbind(1)
         return whole_key, whole_value
 

@@ -96,9 +96,7 @@ class Learner(ABC):
         """
         self._memory.require("accumulate")
         if self._complete:
-            raise ValueError(
-                f"{self._owner} has got the last micro-batches of a step: call apply before more."
-            )
+            raise ValueError(f"{self._owner} has got the last micro-batches of a step: call apply before more.")
         for batch in micro_batches:
             self._check(batch)
         self._pending, self._complete = True, last

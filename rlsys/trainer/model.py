@@ -53,9 +53,7 @@ class StageModel(ABC):
     _VALUES: ClassVar[bool]
     """Whether it has a value head in place of an output layer."""
 
-    def __init__(
-        self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, place: Place
-    ) -> None:
+    def __init__(self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, place: Place) -> None:
         """Builds with undefined weights: load some. Raises UserError if the model cannot be cut so."""
         self.architecture, self.place = architecture, place
         self.weights = WeightMap(architecture, values=self._VALUES)
@@ -97,9 +95,7 @@ class StageModel(ABC):
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This process's parameters by their canonical name."""
-        return {
-            self.weights.entry(self._global_name(name)).name: p for name, p in self.module.named_parameters()
-        }
+        return {self.weights.entry(self._global_name(name)).name: p for name, p in self.module.named_parameters()}
 
     def sharded_state(self) -> dict[str, Any]:
         """The model's part of a distributed checkpoint."""

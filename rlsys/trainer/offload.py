@@ -130,9 +130,7 @@ class InFile:
     are kept, but only whole pages released: what is smaller than one, or at a storage's ends, stays.
     """
 
-    def __init__(
-        self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], folder: str | Path
-    ) -> None:
+    def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], folder: str | Path) -> None:
         self._saved = [_Bytes(storage) for storage in saved]
         self._zeros = [_Bytes(storage) for storage in zeros]
         self._folder = Path(folder)
@@ -176,9 +174,7 @@ class InFile:
 class InHostMemory:
     """Bytes of a GPU's storages wait in host memory."""
 
-    def __init__(
-        self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], host: HostBlocks
-    ) -> None:
+    def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], host: HostBlocks) -> None:
         self._saved = [(storage, storage.nbytes()) for storage in saved]
         self._zeros = [(storage, storage.nbytes()) for storage in zeros]
         self._host = host

@@ -104,9 +104,7 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], loading: bool) ->
     """The optimiser's part of a checkpoint; `model_state` is the model's."""
     for member in optimizer.chained_optimizers:
         _allocate(member.optimizer)
-    state: dict[str, Any] = optimizer.sharded_state_dict(
-        model_state, is_loading=loading, metadata=CHECKPOINT_METADATA
-    )
+    state: dict[str, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=CHECKPOINT_METADATA)
     return state
 
 

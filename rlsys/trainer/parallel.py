@@ -92,9 +92,7 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
             f"tp x cp x pp is {model}, which does not divide the group's {world_size} processes; change one."
         )
     if parallel.sequence_parallel and parallel.tp == 1:
-        raise UserError(
-            "sequence_parallel is true but tp is 1; set tp above 1 or sequence_parallel to false."
-        )
+        raise UserError("sequence_parallel is true but tp is 1; set tp above 1 or sequence_parallel to false.")
     dp_size = world_size // model
     stage_size = inner * dp_size
     if stage_size % parallel.ep:
@@ -130,9 +128,7 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
         rendezvous.world_size,
         is_master=rendezvous.rank == 0,
         timeout=timeout,
-        master_listen_fd=listener(rendezvous.master_addr, rendezvous.master_port)[0]
-        if rendezvous.rank == 0
-        else None,
+        master_listen_fd=listener(rendezvous.master_addr, rendezvous.master_port)[0] if rendezvous.rank == 0 else None,
     )
     dist.init_process_group(
         backend="nccl" if rendezvous.device is Device.gpu else "gloo",

@@ -39,9 +39,7 @@ class TargetModel(GPTModel):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False
-            )
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return self.read_out(hidden_states.flatten(0, 1).index_select(0, loss_mask))
 
 

@@ -63,9 +63,7 @@ class WeightMap:
 
     def entries(self) -> list[Entry]:
         """Every exported Megatron tensor of the model, in the order of export: layer by layer."""
-        everything = self._stage(
-            range(self.architecture.layers), True, True, range(self.architecture.experts)
-        )
+        everything = self._stage(range(self.architecture.layers), True, True, range(self.architecture.experts))
         return [entry for entry in everything if entry.rule.exported]
 
     def copies(self) -> list[Entry]:
@@ -108,9 +106,7 @@ class WeightMap:
             expected -= (biases if head & found else head) - found
         missing = sorted(expected - found)
         if missing:
-            raise UserError(
-                f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; is it complete?"
-            )
+            raise UserError(f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; is it complete?")
         # Some checkpoints repeat a tied matrix under the output layer's name.
         unknown = sorted(name for name in found - expected - self._of_policy if not _IGNORED.search(name))
         if unknown:
@@ -200,9 +196,7 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
         return whole
     dimension = 1 if cut is Cut.COLUMNS else 0
     if whole.shape[dimension] % tp_size:
-        raise UserError(
-            f"tp is {tp_size}, which does not divide a dimension of {whole.shape[dimension]}; lower tp."
-        )
+        raise UserError(f"tp is {tp_size}, which does not divide a dimension of {whole.shape[dimension]}; lower tp.")
     return whole.chunk(tp_size, dim=dimension)[tp_rank]
 
 
@@ -245,6 +239,4 @@ class ShardLoader:
 
     def missing(self) -> list[str]:
         """Hugging Face tensors that this rank still lacks."""
-        return sorted(
-            hf for name, parts in self._parts.items() for hf in self._entries[name].hf if hf not in parts
-        )
+        return sorted(hf for name, parts in self._parts.items() for hf in self._entries[name].hf if hf not in parts)

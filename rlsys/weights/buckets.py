@@ -104,9 +104,7 @@ def checksum(name: str, tensor: Tensor) -> str:
 
     The bytes go in as the hashes of their pieces.
     """
-    return _joined_hash(
-        name, tensor, (xxhash.xxh3_128_digest(piece.data) for piece in _pieces(_bytes_of(tensor)))
-    )
+    return _joined_hash(name, tensor, (xxhash.xxh3_128_digest(piece.data) for piece in _pieces(_bytes_of(tensor))))
 
 
 def digest(checksums: Mapping[str, str]) -> str:
@@ -191,9 +189,7 @@ def _pack_on_device(memory: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> li
     return [(*part, pieces) for part, pieces in zip(parts, hashes, strict=True)]
 
 
-def _laid_out(
-    memory: Tensor, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor, Tensor, int]]:
+def _laid_out(memory: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor, int]]:
     """Name, source, the place for its copy and the offset of that. Raises BucketFullError."""
     end = 0
     for name, tensor in tensors:
@@ -215,9 +211,7 @@ def _hashes(bucket: Bucket, tensors: Sequence[Tensor], pieces: Sequence[Tensor])
 
 def _typed(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     # Bytes without an extent may have a stride of 0, which torch refuses to view as anything else.
-    return (
-        flat.view(dtype).view(shape) if flat.numel() else torch.empty(shape, dtype=dtype, device=flat.device)
-    )
+    return flat.view(dtype).view(shape) if flat.numel() else torch.empty(shape, dtype=dtype, device=flat.device)
 
 
 def _copy(target: Tensor, source: Tensor, packers: Executor) -> list[Future[bytes]]:

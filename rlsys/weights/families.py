@@ -165,9 +165,7 @@ def rules_of(architecture: Architecture, values: bool = False, folder: Path = FA
     return tuple(rules)
 
 
-def read_architecture(
-    path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False
-) -> Architecture:
+def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
     """Read the config of the Hugging Face folder `path`, of a family in `folder` or of one of rlsys' own.
 
     `weights_only`: no model is built of it, so that what changes no weight need not be supported. Raises UserError
@@ -238,9 +236,7 @@ def _require(key: str, value: Any, supported: Sequence[Any], otherwise: str) -> 
     if value is None or value in supported:
         return
     choices = " or ".join(map(_written, supported)) or "leaving it out"
-    raise UserError(
-        f"{key} is {_written(value)}, which means {otherwise}; that is not supported, only {choices} is."
-    )
+    raise UserError(f"{key} is {_written(value)}, which means {otherwise}; that is not supported, only {choices} is.")
 
 
 def _written(value: Any) -> str:
@@ -303,7 +299,5 @@ def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
     for name, tensor in family["tensors"].items():
         yield from (f"{name}: {word}" for word in tensor.keys() - {"cut", "hf", "also", "when", "tied"})
         words = {tensor["cut"]} - cuts | {tensor.get("when", _HEADS[0])} - whens
-        words |= {size for shape in tensor["hf"].values() for size in shape if isinstance(size, str)} - {
-            *_SIZES
-        }
+        words |= {size for shape in tensor["hf"].values() for size in shape if isinstance(size, str)} - {*_SIZES}
         yield from (f"{name}: {word}" for word in words)

@@ -245,9 +245,7 @@ def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
     for name, file in file_of.items():
         if file not in headers:
             if not (folder / file).exists():
-                raise UserError(
-                    f"{folder / file} is named in {INDEX} but is not there; complete the checkpoint."
-                )
+                raise UserError(f"{folder / file} is named in {INDEX} but is not there; complete the checkpoint.")
             headers[file] = _read_header(folder / file)
         if name not in headers[file]:
             raise UserError(f"{folder / file} does not hold {name}, as {INDEX} says; get both again.")
@@ -265,9 +263,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise UserError(f"{index} is damaged; get it again.") from None
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise UserError(
-                f"{index} says that {name} is in {file}, which is no file beside it; get it again."
-            )
+            raise UserError(f"{index} says that {name} is in {file}, which is no file beside it; get it again.")
     return files
 
 

@@ -78,8 +78,7 @@ def same(one: Begun, other: Begun) -> bool:
         left, right = getattr(one, name), getattr(other, name)
         if name == "turns":
             left, right = (
-                [replace(turn, generate_s=0.0, search_s=0.0, began_ns=0) for turn in turns]
-                for turns in (left, right)
+                [replace(turn, generate_s=0.0, search_s=0.0, began_ns=0) for turn in turns] for turns in (left, right)
             )
         if isinstance(left, np.ndarray):
             if left.dtype != right.dtype or left.tobytes() != right.tobytes():
@@ -158,9 +157,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 @given(
     st.sampled_from(CODECS),
     st.lists(
-        st.tuples(
-            TEXTS, st.lists(st.integers(0, 400), max_size=3), st.sampled_from(["", "</search>", "</answer>"])
-        ),
+        st.tuples(TEXTS, st.lists(st.integers(0, 400), max_size=3), st.sampled_from(["", "</search>", "</answer>"])),
         min_size=4,
         max_size=4,
     ),
@@ -178,9 +175,7 @@ def test_any_episode_goes_on_as_if_it_had_not_been_interrupted(
     eos: bool,
 ) -> None:
     ids = [[*codec.encode(f"<search>{text}"), *stray, *codec.encode(end)] for text, stray, end in said]
-    config = task(
-        token_mode=mode, max_total_tokens=total, max_turn_tokens=25, max_observation_tokens=40, train_eos=eos
-    )
+    config = task(token_mode=mode, max_total_tokens=total, max_turn_tokens=25, max_observation_tokens=40, train_eos=eos)
     asyncio.run(prove(codec, ids, config, found))
 
 

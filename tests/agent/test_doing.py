@@ -42,9 +42,7 @@ class Looking:
 
     def __init__(self, hangs: bool = False) -> None:
         self.hangs = hangs
-        task = TaskConfig(
-            train_path="", eval_path="", max_turns=4, tools=["rlsys.rollout.tools.calculator.Calculator"]
-        )
+        task = TaskConfig(train_path="", eval_path="", max_turns=4, tools=["rlsys.rollout.tools.calculator.Calculator"])
         self.tools = EpisodeTools(self, self, CODEC, task)
         self.seen: list[Counter[str]] = []
 

@@ -47,9 +47,7 @@ class Script:
         kept = ids[: sampling.max_new_tokens]
         finish = "stop" if len(kept) == len(ids) else "length"
         assert rid.startswith("q#3.")
-        return Generation(
-            kept, [-0.5] * len(kept), finish, cached_tokens=len(input_ids) // 2, versions=[4] * len(kept)
-        )
+        return Generation(kept, [-0.5] * len(kept), finish, cached_tokens=len(input_ids) // 2, versions=[4] * len(kept))
 
     async def search(self, query: str) -> Result:
         self.queries.append(query)
@@ -172,9 +170,7 @@ def test_the_budget_of_a_turn_and_of_the_whole() -> None:
 
 
 TEXTS = st.lists(
-    st.sampled_from(
-        ["<search>", "</search>", "<answer>", "</answer>", "東京", "🚀", " ", "\n", "Paris", "é"]
-    ),
+    st.sampled_from(["<search>", "</search>", "<answer>", "</answer>", "東京", "🚀", " ", "\n", "Paris", "é"]),
     max_size=12,
 ).map("".join)
 

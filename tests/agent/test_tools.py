@@ -114,9 +114,7 @@ def test_without_tools_nothing_is_different() -> None:
     assert script.stops == {GREEDY.stop}
     assert [turn.action for turn in trajectory.turns] == [Action.SEARCH, Action.ANSWER]
     assert trajectory.turns[0].text == script.texts[0]
-    assert Observer(TagsConfig(), CODEC).observe(["t\n<calculator>"], "", 99) == wrapped(
-        "Doc 1(Title: t) <calculator>"
-    )
+    assert Observer(TagsConfig(), CODEC).observe(["t\n<calculator>"], "", 99) == wrapped("Doc 1(Title: t) <calculator>")
 
 
 def test_without_a_search_its_tag_means_nothing() -> None:
@@ -217,11 +215,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
 
 def by_hand(text: str) -> tuple[str, str]:
     """Word and content by string search alone: an independent reading of the same rule."""
-    ends = [
-        text.index(f"</{word}>") + len(f"</{word}>")
-        for word in ("search", "say", "do")
-        if f"</{word}>" in text
-    ]
+    ends = [text.index(f"</{word}>") + len(f"</{word}>") for word in ("search", "say", "do") if f"</{word}>" in text]
     if not ends and "</answer>" in text:
         ends = [text.index("</answer>") + len("</answer>")]
     text = text[: min(ends, default=len(text))]
@@ -246,9 +240,7 @@ def by_hand(text: str) -> tuple[str, str]:
         ("<do> \n </do>", "<do> \n </do>", "", ""),
     ],
 )
-def test_a_turn_ends_at_the_first_closing_tag_of_any_tool(
-    text: str, kept: str, tool: str, content: str
-) -> None:
+def test_a_turn_ends_at_the_first_closing_tag_of_any_tool(text: str, kept: str, tool: str, content: str) -> None:
     turn = Protocol(task(), {"say": "echo", "do": "scripted"}).parse(text)
     assert (turn.text, turn.tool, turn.content) == (kept, tool, content)
 
@@ -270,12 +262,8 @@ def test_parsing_agrees_with_a_reading_by_hand(text: str) -> None:
 @given(
     st.lists(TEXTS, min_size=3, max_size=3), st.sampled_from(TokenMode), st.integers(30, 220), st.integers(20, 40)
 )  # fmt: skip
-def test_no_script_breaks_a_limit_or_a_mask(
-    texts: list[str], mode: TokenMode, total: int, limit: int
-) -> None:
-    config = task(
-        token_mode=mode, max_total_tokens=total, max_observation_tokens=limit, max_turn_tokens=9, max_turns=2
-    )
+def test_no_script_breaks_a_limit_or_a_mask(texts: list[str], mode: TokenMode, total: int, limit: int) -> None:
+    config = task(token_mode=mode, max_total_tokens=total, max_observation_tokens=limit, max_turn_tokens=9, max_turns=2)
     trajectory = run(Script(*texts), config)
     assert len(trajectory.tokens) <= total
     assert (trajectory.loss_mask == (trajectory.turn_of_token >= 0)).all()

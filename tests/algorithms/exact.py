@@ -19,9 +19,7 @@ GAMMAS = st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(7, 8), Fraction(
 
 
 def setting(credit: str, baseline: str, scale: str) -> AlgorithmConfig:
-    return AlgorithmConfig(
-        credit=Credit(credit), baseline=Baseline(baseline), advantage_scale=AdvantageScale(scale)
-    )
+    return AlgorithmConfig(credit=Credit(credit), baseline=Baseline(baseline), advantage_scale=AdvantageScale(scale))
 
 
 SETTINGS = [
@@ -55,10 +53,7 @@ class ExactEpisode:
 
         def filled(numbers: Exact) -> np.ndarray:
             return np.array(
-                [
-                    float(own) if turn >= 0 else elsewhere
-                    for own, turn in zip(numbers, self.turns, strict=True)
-                ]
+                [float(own) if turn >= 0 else elsewhere for own, turn in zip(numbers, self.turns, strict=True)]
             )
 
         return Episode(
@@ -81,9 +76,7 @@ def episodes(draw: st.DrawFn) -> ExactEpisode:
     count = len(lengths) + draw(st.integers(0, 2))
     size = len(turns)
     penalties = (
-        draw(st.lists(hundredths, min_size=size, max_size=size))
-        if draw(st.booleans())
-        else [Fraction(0)] * size
+        draw(st.lists(hundredths, min_size=size, max_size=size)) if draw(st.booleans()) else [Fraction(0)] * size
     )
     return ExactEpisode(
         draw(st.lists(scores, min_size=count, max_size=count)),
@@ -178,9 +171,7 @@ def _return_at_turn(one: ExactEpisode, turn: int, config: AlgorithmConfig) -> Fr
     return _return(one, tokens[0], config) if tokens else None
 
 
-def _returns_of_peers(
-    one: ExactEpisode, token: int, peers: list[ExactEpisode], config: AlgorithmConfig
-) -> Exact:
+def _returns_of_peers(one: ExactEpisode, token: int, peers: list[ExactEpisode], config: AlgorithmConfig) -> Exact:
     if config.credit is Credit.trajectory:
         return [_total(peer) for peer in peers]
     found = [_return_at_turn(peer, one.turns[token], config) for peer in peers]

@@ -101,9 +101,7 @@ def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[f
             weight = 1.0
             if config.use_kl_iw:
                 weight = math.exp(fixed.logprob - fixed.old)
-                weight = max(
-                    weight, -math.inf if config.kl_iw_clip_lower is None else config.kl_iw_clip_lower
-                )
+                weight = max(weight, -math.inf if config.kl_iw_clip_lower is None else config.kl_iw_clip_lower)
                 weight = min(weight, math.inf if config.kl_iw_clip_upper is None else config.kl_iw_clip_upper)
             loss += config.kl_coef * weight * divergence(config.kl_estimator, token, fixed)
         losses.append(loss)
@@ -126,9 +124,7 @@ def aggregated(aggregation: Aggregation, losses: Sequence[Sequence[float]]) -> f
     return sum(totals) / len(totals)
 
 
-def reference_loss(
-    config: AlgorithmConfig, batch: Sequence[Episode], held: Sequence[Episode] | None = None
-) -> float:
+def reference_loss(config: AlgorithmConfig, batch: Sequence[Episode], held: Sequence[Episode] | None = None) -> float:
     """The loss of a mini-batch."""
     held = batch if held is None else held
     losses = [token_losses(config, now, fixed) for now, fixed in zip(batch, held, strict=True)]

@@ -118,9 +118,7 @@ def test_reinforce_pp_with_baseline_by_hand() -> None:
 
 def test_gae_by_hand_skips_what_is_not_trained() -> None:
     config = replace(PPO, gamma=0.5, gae_lambda=0.5)
-    one = episode(
-        [0.0, 1.0], [-1, 0, -1, 0, -1, 1], [9.0, 0.0, 9.0, 0.1, 9.0, 0.0], [7.0, 0.1, 7.0, 0.2, 7.0, 0.4]
-    )
+    one = episode([0.0, 1.0], [-1, 0, -1, 0, -1, 1], [9.0, 0.0, 9.0, 0.1, 9.0, 0.0], [7.0, 0.1, 7.0, 0.2, 7.0, 0.4])
     # Errors: 0.5 * 0.2 - 0.1 = 0; -0.1 + 0.5 * 0.4 - 0.2 = -0.1; 1 - 0.4 = 0.6. Gamma lambda is 1/4.
     last, middle = 0.6, -0.1 + 0.6 / 4
     found = estimated([[one]], config)[0][0]
@@ -168,9 +166,7 @@ def test_observations_in_values_are_a_matter_of_their_turns() -> None:
 @pytest.mark.parametrize("config", SETTINGS, ids=called)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_every_setting_equals_exact_arithmetic_token_by_token(
-    config: AlgorithmConfig, data: st.DataObject
-) -> None:
+def test_every_setting_equals_exact_arithmetic_token_by_token(config: AlgorithmConfig, data: st.DataObject) -> None:
     config = replace(config, gamma=float(data.draw(GAMMAS)), gae_lambda=float(data.draw(GAMMAS)))
     batch = data.draw(mini_batches())
     groups = [[one.episode() for one in group] for group in batch]
@@ -211,16 +207,11 @@ def test_what_stands_on_other_tokens_and_what_came_before_changes_no_bit(
 
 @pytest.mark.parametrize("config", SETTINGS, ids=called)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1e6 - 0.1])
-def test_equal_rewards_teach_nothing_where_the_baseline_is_a_mean(
-    config: AlgorithmConfig, reward: float
-) -> None:
+def test_equal_rewards_teach_nothing_where_the_baseline_is_a_mean(config: AlgorithmConfig, reward: float) -> None:
     groups = [[episode([reward], [-1, 0, 0])] * size for size in (1, 3, 7)]
     values = [[replace(one, values=np.zeros(3)) for one in group] for group in groups]
     found = [value for group in advantages(values, config) for own in group for value in own]
-    if (
-        config.baseline in (Baseline.none, Baseline.critic)
-        and config.advantage_scale is not AdvantageScale.whiten
-    ):
+    if config.baseline in (Baseline.none, Baseline.critic) and config.advantage_scale is not AdvantageScale.whiten:
         assert set(found) == {0.0, reward}, "nothing is divided by a spread that is none"
     else:
         assert set(found) == {0.0}

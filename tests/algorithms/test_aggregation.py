@@ -60,9 +60,7 @@ def test_weights_and_divisors_by_hand(name: str, weights: list[float], parts: in
     aggregation=st.sampled_from(AGGREGATIONS),
     losses=st.lists(st.lists(st.floats(-1e3, 1e3), max_size=5), max_size=6),
 )
-def test_weights_and_divisors_give_the_mean_that_is_named(
-    aggregation: Aggregation, losses: list[list[float]]
-) -> None:
+def test_weights_and_divisors_give_the_mean_that_is_named(aggregation: Aggregation, losses: list[list[float]]) -> None:
     lengths = np.array([len(one) for one in losses], dtype=np.int64)
     weights, parts = token_weights(aggregation, lengths), divisor(aggregation, lengths, LOSS_LENGTH)
     total = sum(w * value for w, one in zip(weights.tolist(), losses, strict=True) for value in one)

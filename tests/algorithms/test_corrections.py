@@ -96,16 +96,12 @@ def test_a_dropped_sequence_and_one_that_nothing_is_known_of() -> None:
         assert weights is not None
         assert weights.tolist() == [1, 1]
         assert (unknown.unknown_share, unknown.effective_share) == (1, 1)
-        assert (unknown.cut_share, unknown.cut_mass, unknown.abs_log_ratio, unknown.k1, unknown.k3) == (
-            0,
-        ) * 5
+        assert (unknown.cut_share, unknown.cut_mass, unknown.abs_log_ratio, unknown.k1, unknown.k3) == (0,) * 5
 
 
 def test_equal_weights_have_the_whole_effective_sample_size_whatever_rounding_does() -> None:
     # Without a bound this is 1.0000000000000002.
-    stats = correct(np.full(7, -0.1, np.float32), np.zeros(7, np.float32), np.ones(7, np.bool_), TOKEN_MASK)[
-        1
-    ]
+    stats = correct(np.full(7, -0.1, np.float32), np.zeros(7, np.float32), np.ones(7, np.bool_), TOKEN_MASK)[1]
     assert stats.effective_share == 1
 
 
@@ -171,17 +167,13 @@ def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float]
 
 @settings(max_examples=300, deadline=None)
 @given(rows=tokens, config=configs)
-def test_weights_and_statistics_equal_the_rules_token_by_token(
-    rows: list[Token], config: CorrectionConfig
-) -> None:
+def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token], config: CorrectionConfig) -> None:
     expected, ratios, distance = one_by_one(rows, config)
     assume(distance > 1e-4)  # Nearer, rounding decides on which side of a bound it falls.
     weights, stats = correct(*arrays(rows), config)
     assert weights is not None
     np.testing.assert_allclose(weights, expected, rtol=2e-6)
-    of_known = [
-        weight for weight, row in zip(expected, rows, strict=True) if row[2] and math.isfinite(row[1])
-    ]
+    of_known = [weight for weight, row in zip(expected, rows, strict=True) if row[2] and math.isfinite(row[1])]
     assert stats.known == len(of_known)
     assert stats.unknown == sum(row[2] for row in rows) - len(of_known)
     assert stats.weight_sum == pytest.approx(sum(of_known), rel=1e-5)
@@ -211,9 +203,7 @@ def test_equal_policies_weigh_exactly_one(rows: list[Token], config: CorrectionC
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("config", ALL)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF, 3e38])
-def test_untrained_tokens_count_for_nothing_whatever_stands_there(
-    poison: float, config: CorrectionConfig
-) -> None:
+def test_untrained_tokens_count_for_nothing_whatever_stands_there(poison: float, config: CorrectionConfig) -> None:
     clean, clean_stats = correct(OLD, ROLLOUT, MASK, config)
     assert clean is not None
     old, rollout = OLD.copy(), ROLLOUT.copy()

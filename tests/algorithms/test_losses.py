@@ -86,8 +86,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("kind", "ratio", "advantage", "dual", "loss", "gradient", "met"),
-    [(PolicyLoss.ppo, *case) for case in CASES]
-    + [(PolicyLoss.gspo, *case) for case in CASES if case[2] is None],
+    [(PolicyLoss.ppo, *case) for case in CASES] + [(PolicyLoss.gspo, *case) for case in CASES if case[2] is None],
 )
 def test_one_clipped_token_by_hand(
     kind: PolicyLoss,
@@ -295,9 +294,7 @@ def test_masked_tokens_count_for_nothing_whatever_stands_there(
         inputs = poisoned(inputs, fill)
         if estimator in ESTIMATORS:
             inputs = replace(inputs, divergence=None)
-        leaves = [
-            one.detach().masked_fill(~inputs.mask, fill).requires_grad_() for one in (logprobs, entropy)
-        ]
+        leaves = [one.detach().masked_fill(~inputs.mask, fill).requires_grad_() for one in (logprobs, entropy)]
         loss, stats = policy_loss(config)(*leaves, inputs)
         gradients = list(torch.autograd.grad(loss, leaves))
         assert all(not one[~inputs.mask].any() for one in gradients)
@@ -338,9 +335,7 @@ def test_a_nan_in_a_trained_token_is_not_hidden(kind: PolicyLoss, name: str) -> 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (2, 0), (2, 5)])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_without_a_trained_token_the_loss_is_zero_and_backpropagates(
-    kind: PolicyLoss, shape: tuple[int, int]
-) -> None:
+def test_without_a_trained_token_the_loss_is_zero_and_backpropagates(kind: PolicyLoss, shape: tuple[int, int]) -> None:
     logprobs, entropy = (torch.full(shape, NAN).requires_grad_() for _ in range(2))
     other = torch.full(shape, NAN)
     mask, sequences = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
@@ -378,9 +373,7 @@ def test_policies_far_apart_overflow_nowhere(
     aggregation: Aggregation,
 ) -> None:
     """In float32; old and reference policy lie on either side."""
-    config = replace(
-        CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=weighted, aggregation=aggregation
-    )
+    config = replace(CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=weighted, aggregation=aggregation)
     logprobs = torch.full((1, len(far)), -1.5, requires_grad=True)
     ratios = torch.tensor([far])
     inputs = inputs_of(old_logprobs=[0.0] * len(far), advantages=[advantage] * len(far))

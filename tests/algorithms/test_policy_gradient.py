@@ -50,8 +50,7 @@ def expected_gradient(config: AlgorithmConfig, values: Values = lambda _: 0.0) -
     total = np.zeros(3)
     for paths in product(PATHS, repeat=SAMPLES):
         group = [
-            Episode(REWARDS[path], np.array([0, 1]), None, np.array([values(()), values(path[:1])]))
-            for path in paths
+            Episode(REWARDS[path], np.array([0, 1]), None, np.array([values(()), values(path[:1])])) for path in paths
         ]
         [advantages] = batch_advantages([[one.units for one in group_estimates(group, config)]], config)
         chance = np.prod([chances(LOGITS, path) for path in paths])
@@ -94,9 +93,7 @@ def test_a_mean_that_holds_the_episode_itself_only_shrinks_the_gradient(credit: 
 
 
 @pytest.mark.parametrize(("values", "gae_lambda"), [(wrong_value, 1.0), (true_value, 0.0), (true_value, 0.7)])
-def test_a_critic_is_unbiased_if_it_is_right_or_not_bootstrapped_from(
-    values: Values, gae_lambda: float
-) -> None:
+def test_a_critic_is_unbiased_if_it_is_right_or_not_bootstrapped_from(values: Values, gae_lambda: float) -> None:
     config = replace(setting("token", "critic", "none"), gae_lambda=gae_lambda)
     np.testing.assert_allclose(expected_gradient(config, values), true_gradient(), atol=1e-8)
 

@@ -50,9 +50,7 @@ def test_where_rewards_stand(rewards: list[float], turns: list[int], expected: l
     rewards=st.lists(st.integers(-9, 9), min_size=1, max_size=6),
     lengths=st.lists(st.integers(0, 3), max_size=6),
 )
-def test_no_reward_is_lost_and_each_stands_where_a_search_finds_it(
-    rewards: list[int], lengths: list[int]
-) -> None:
+def test_no_reward_is_lost_and_each_stands_where_a_search_finds_it(rewards: list[int], lengths: list[int]) -> None:
     turns = [turn for turn, length in enumerate(lengths[: len(rewards)]) for _ in range(length)]
     expected = [0.0] * len(turns)
     for turn, reward in enumerate(rewards):
@@ -93,8 +91,7 @@ def test_gae_is_the_weighted_sum_of_the_errors_to_come(
     after = [*values, 0.0]
     errors = [rewards[t] + gamma * after[t + 1] - values[t] for t in range(len(steps))]
     expected = [
-        math.fsum((gamma * gae_lambda) ** (s - t) * errors[s] for s in range(t, len(steps)))
-        for t in range(len(steps))
+        math.fsum((gamma * gae_lambda) ** (s - t) * errors[s] for s in range(t, len(steps))) for t in range(len(steps))
     ]
     found = generalised_advantages(np.array(rewards), np.array(values), gamma, gae_lambda)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)

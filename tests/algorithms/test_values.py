@@ -105,9 +105,7 @@ def test_masked_tokens_take_part_in_nothing(poison: float) -> None:
         return tensor.where(case.mask, torch.full_like(tensor, poison))
 
     dirty = poisoned(case.values).requires_grad_()
-    dirty_loss, dirty_stats = ValueLoss(0.5)(
-        dirty, poisoned(case.old_values), poisoned(case.returns), case.mask
-    )
+    dirty_loss, dirty_stats = ValueLoss(0.5)(dirty, poisoned(case.old_values), poisoned(case.returns), case.mask)
     dirty_loss.backward()
     assert torch.equal(dirty_loss, loss)
     assert {name: float(value) for name, value in dirty_stats.items()} == {
@@ -163,9 +161,7 @@ def test_means_are_those_of_all_tokens_together(parts: list[Case], clip: float |
         ([0.1, 0.7, 0.2], [0.3, 0.3, 0.3], math.nan),
     ],
 )
-def test_explained_variance_of_what_is_known(
-    values: list[float], returns: list[float], expected: float
-) -> None:
+def test_explained_variance_of_what_is_known(values: list[float], returns: list[float], expected: float) -> None:
     for dtype in (np.float32, np.float64):
         found = explained_variance(np.array(values, dtype), np.array(returns, dtype))
         assert found == pytest.approx(expected, abs=1e-6, nan_ok=True)

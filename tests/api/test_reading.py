@@ -54,9 +54,7 @@ def test_a_whole_run_has_its_history_and_its_report(trained: TrainingResult) -> 
     assert run["metrics"]["actor/entropy"] == [row["actor/entropy"] for row in rows]
 
 
-@pytest.mark.parametrize(
-    "line", ["{", '{"time": 1.0}', "[1]", "7", '{"step": "two"}', '{"step": null}', "\0"]
-)
+@pytest.mark.parametrize("line", ["{", '{"time": 1.0}', "[1]", "7", '{"step": "two"}', '{"step": null}', "\0"])
 def test_a_damaged_row_of_the_history_is_named(trained: TrainingResult, line: str) -> None:
     file = trained.run_dir / "metrics.jsonl"
     first, _, third = file.read_text().splitlines()
@@ -72,9 +70,7 @@ def test_a_damaged_row_of_the_history_is_named(trained: TrainingResult, line: st
 def test_many_damaged_rows_are_one_warning(trained: TrainingResult) -> None:
     with (trained.run_dir / "metrics.jsonl").open("a") as file:
         file.write("{}\n" * 9 + "{")
-    with pytest.warns(
-        UserWarning, match=r"line 4 is .* line 6 is damaged: left out\. So are 7 more\.$"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"line 4 is .* line 6 is damaged: left out\. So are 7 more\.$") as caught:
         assert steps(trained) == [1, 2, 3]
     assert len(caught) == 1
 

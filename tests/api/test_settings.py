@@ -68,9 +68,7 @@ def test_a_section_around_what_is_given_is_refused_too(key: str, override: str) 
 
 
 def test_a_group_s_config_lies_beneath_what_is_given() -> None:
-    made = compose_settings(
-        "searchr1_tiny_cpu", [Given("model_name", {"model.path": "a"})], ["model=qwen2.5-3b"]
-    )
+    made = compose_settings("searchr1_tiny_cpu", [Given("model_name", {"model.path": "a"})], ["model=qwen2.5-3b"])
     assert load_config(made.config, made.overrides).model.path == "a"
 
 
@@ -108,9 +106,7 @@ def test_eight_devices_are_the_published_node() -> None:
     ],
 )
 def test_devices_are_dealt_to_the_groups(devices: Any, actor: str, inference: str, rollout: str) -> None:
-    config = load_config(
-        "searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(devices).items()]
-    )
+    config = load_config("searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(devices).items()])
     assert config.cluster.placement == {"actor": actor, "inference": inference, "rollout": rollout}
     assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "collocated")
 

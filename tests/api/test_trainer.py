@@ -63,9 +63,7 @@ def test_without_more_said_it_is_the_published_run(asked: list[RunConfig], tmp_p
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 32768}))
     rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(600)]
     SearchR1Trainer(tmp_path / "model", SERVER, devices=8, output_dir=tmp_path).train(rows)
-    published = load_config(
-        "searchr1_qwen2.5_3b_1node", [f"model.path={tmp_path / 'model'}", f"output_dir={tmp_path}"]
-    )
+    published = load_config("searchr1_qwen2.5_3b_1node", [f"model.path={tmp_path / 'model'}", f"output_dir={tmp_path}"])
     task = asked[0].task
     published.task.train_path, published.task.eval_path = task.train_path, task.eval_path
     assert asked == [published]
@@ -73,9 +71,7 @@ def test_without_more_said_it_is_the_published_run(asked: list[RunConfig], tmp_p
 
 def test_mistakes_are_sentences_before_anything_starts(asked: list[RunConfig], tmp_path: Path) -> None:
     def trainer(**more: Any) -> SearchR1Trainer:
-        return SearchR1Trainer(
-            **({"model_name": POLICY, "search_backend": SERVER, "output_dir": tmp_path} | more)
-        )
+        return SearchR1Trainer(**({"model_name": POLICY, "search_backend": SERVER, "output_dir": tmp_path} | more))
 
     with pytest.raises(UserError, match=r"rl_algorithm=grpoo is unknown: give one of .*grpo"):
         trainer(rl_algorithm="grpoo")
@@ -137,9 +133,7 @@ def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
         train()
     dropped, lowered = notes
     assert str(dropped.message) == "8 questions of train_data are in eval_data too: they are not trained on."
-    assert str(lowered.message).startswith(
-        "a step takes 12 questions, all that there are to train on, in place of "
-    )
+    assert str(lowered.message).startswith("a step takes 12 questions, all that there are to train on, in place of ")
     assert {note.filename for note in notes} == {__file__}
     assert asked[0].trainer.prompts_per_step == 12
     with pytest.warns(UserWarning, match="8 questions of train_data"):
@@ -175,9 +169,7 @@ def test_models_are_folders_or_names_of_the_hub(tmp_path: Path, monkeypatch: pyt
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, rlsys; sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'transformers')))"
-    )
+    code = "import sys, rlsys; sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
 
 
@@ -207,9 +199,7 @@ def test_ten_lines_train_and_evaluate_even_where_a_loop_runs(tmp_path: Path) -> 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run_dir, checkpoint, command, saved = json.loads(done.stdout.splitlines()[-1])
-    result = TrainingResult(
-        Path(run_dir), json.loads((Path(run_dir) / "summary.json").read_text()), None, SERVER
-    )  # type: ignore[arg-type]
+    result = TrainingResult(Path(run_dir), json.loads((Path(run_dir) / "summary.json").read_text()), None, SERVER)  # type: ignore[arg-type]
     assert [row["step"] for row in result.history] == [1]
     assert [row["step"] for row in result.evaluations] == [0, 1]
     assert result.checkpoint == Path(checkpoint)

@@ -94,9 +94,7 @@ def test_counts_and_log_ratios_are_those_of_bytes(prompt: str, turns: list[tuple
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS, st.lists(st.tuples(ANY_IDS, TEXTS), min_size=1, max_size=3), st.booleans())
-def test_whatever_is_drawn_the_figures_agree(
-    prompt: str, turns: list[tuple[list[int], str]], eos: bool
-) -> None:
+def test_whatever_is_drawn_the_figures_agree(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
     """With bytes of no character too: what does not differ is the same on both sides, and parts make up the whole."""
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)

@@ -30,9 +30,7 @@ def bench(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = bench(tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        "There is no CUDA device here: run it on a machine with one, or try it out with --small.\n"
-    )
+    assert done.stderr == ("There is no CUDA device here: run it on a machine with one, or try it out with --small.\n")
 
 
 def test_the_small_scale_measures_the_kernel_against_the_plain_way(tmp_path: Path) -> None:

@@ -96,9 +96,7 @@ async def test_what_fills_the_last_room_is_told(last: str) -> None:
 
 async def test_an_episode_that_runs_out_of_time_says_so() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    asked = Conversation(
-        script, Shelf(), script.codec, task(), TurnSampling(0.0), lambda text: text, timeout_s=0.2
-    )
+    asked = Conversation(script, Shelf(), script.codec, task(), TurnSampling(0.0), lambda text: text, timeout_s=0.2)
     ended = (await all_of(asked))[-1]
     assert isinstance(ended, Ended)
     assert (ended.answer, ended.finish) == (None, "time_limit")
@@ -139,9 +137,7 @@ async def test_half_a_character_waits_for_the_rest() -> None:
 
 
 async def test_a_search_that_fails_is_told_and_the_answer_goes_on() -> None:
-    events = await all_of(
-        conversation(Script(codec(), (SEARCHES, ANSWERS)), Shelf(error="the server is gone"))
-    )
+    events = await all_of(conversation(Script(codec(), (SEARCHES, ANSWERS)), Shelf(error="the server is gone")))
     found = next(event for event in events if isinstance(event, Found))
     assert (found.error, found.passages) == ("the server is gone", ())
     assert "Search failed: the server is gone" in response(events)

@@ -86,7 +86,5 @@ def as_read(events: list[Event]) -> list[Event]:
         if piece is not None:
             read.append(Text(*piece, "".join(one.text for one in group if isinstance(one, Text))))
             continue
-        read += [
-            replace(one, seconds=0.0) if isinstance(one, Acted | Found | Ended) else one for one in group
-        ]
+        read += [replace(one, seconds=0.0) if isinstance(one, Acted | Found | Ended) else one for one in group]
     return read

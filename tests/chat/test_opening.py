@@ -83,10 +83,10 @@ async def test_a_server_that_dies_in_the_middle_costs_a_search(settings: Setting
 
 
 async def test_a_server_that_is_down_is_said_before_the_first_question(settings: Settings) -> None:
-    down = replace(
-        settings.config, search=replace(settings.config.search, url="http://127.0.0.1:9", retries=0)
+    down = replace(settings.config, search=replace(settings.config.search, url="http://127.0.0.1:9", retries=0))
+    remedy = (
+        r"127\.0\.0\.1:9 does not answer.*; start it with `rlsys search serve`, or name another with --search-url\.$"
     )
-    remedy = r"127\.0\.0\.1:9 does not answer.*; start it with `rlsys search serve`, or name another with --search-url\.$"
     with pytest.raises(RunError, match=remedy):
         async with opened(Model(POLICY, None), replace(settings, config=down), EngineName.transformers):
             pass
@@ -172,9 +172,7 @@ def test_an_original_of_another_family_is_one_sentence(
     shutil.copytree(POLICY, hf)
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | change))
-    outcome = run_chat(
-        "--model", checkpoint, "--hf", hf, "--max-turns", 0, "--engine", "transformers", "Who?"
-    )
+    outcome = run_chat("--model", checkpoint, "--hf", hf, "--max-turns", 0, "--engine", "transformers", "Who?")
     assert isinstance(outcome.exception, UserError), outcome.exception
     (told,) = str(outcome.exception).splitlines()
     assert told.startswith(sentence.format(hf=hf, checkpoint=checkpoint))
@@ -220,9 +218,7 @@ async def test_who_can_reach_the_page_is_said_where_others_can(
     assert ("no password is asked for" in capsys.readouterr().err) == shared
 
 
-async def test_a_cancelled_load_is_not_waited_for(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_load_is_not_waited_for(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the end of the program either: asyncio waits for threads of its own."""
     begun, release = threading.Event(), threading.Event()
 
@@ -271,8 +267,6 @@ def test_a_program_pipes_questions_and_reads_events(tmp_path: Path, search: Sear
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["question"] for one in events if one["event"] == "asked"] == QUESTIONS
-    assert [one["prompt"] for one in events if one["event"] == "asked"] == [
-        f"Question: {q}\n" for q in QUESTIONS
-    ]
+    assert [one["prompt"] for one in events if one["event"] == "asked"] == [f"Question: {q}\n" for q in QUESTIONS]
     assert sum(one["event"] == "ended" for one in events) == 2
     assert f"Asked as {run / 'config.yaml'} says." in done.stderr

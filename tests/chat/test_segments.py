@@ -36,10 +36,7 @@ def pieces(parts: list[str]) -> list[tuple[Kind, str]]:
     found = [piece for part in parts for piece in segments.feed(part)]
     found += segments.end()
     assert all(text for _, text in found)
-    return [
-        (kind, "".join(text for _, text in group))
-        for kind, group in groupby(found, key=lambda piece: piece[0])
-    ]
+    return [(kind, "".join(text for _, text in group)) for kind, group in groupby(found, key=lambda piece: piece[0])]
 
 
 def test_a_tag_counts_to_what_it_opens_and_closes() -> None:

@@ -110,9 +110,7 @@ def test_a_prompt_of_ones_own_is_that_of_prepared_rows(run: Path) -> None:
 def test_a_folder_from_anywhere_is_not_believed(run: Path, tmp_path: Path) -> None:
     """A Hugging Face folder that brings a config of its own, which a checkpoint of a run would have there."""
     hub = tmp_path / "a" / "b" / "c" / "hub"
-    saved_with(
-        run, hub / "data", search={"url": "http://evil.example", "index": None}, task={"tools": ["a.B"]}
-    )
+    saved_with(run, hub / "data", search={"url": "http://evil.example", "index": None}, task={"tools": ["a.B"]})
     found = settings_of(Model(hub, None), Wanted(max_turns=0))
     assert (found.config.search.url, found.config.task.tools) == (None, [])
     assert "Nothing says which run the model is from" in found.notes[0]
@@ -211,9 +209,7 @@ def test_what_cannot_be_used_is_one_sentence(
 @pytest.mark.parametrize("text", ["{", "[]", "a: 1", "task: 3\nsearch: {}\nrollout: {sampling: {}}"])
 def test_a_config_that_is_none_is_one_sentence(run: Path, text: str) -> None:
     (run / "config.yaml").write_text(text)
-    with pytest.raises(
-        UserError, match=r"config.yaml is not the config of a run: mend it, or name a config with -c\."
-    ):
+    with pytest.raises(UserError, match=r"config.yaml is not the config of a run: mend it, or name a config with -c\."):
         settings(run)
 
 

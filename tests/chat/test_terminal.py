@@ -31,14 +31,9 @@ async def these(*questions: str) -> AsyncIterator[str]:
 
 async def shown(terminal: bool, *turns: str, search: Shelf | None = None) -> str:
     out = io.StringIO()
-    console = Console(
-        file=out, force_terminal=terminal, color_system="standard" if terminal else None, width=20
-    )
+    console = Console(file=out, force_terminal=terminal, color_system="standard" if terminal else None, width=20)
     script = Script(codec(), turns)
-    assert (
-        await session(conversation(script, search or Shelf()), these("Who?"), TextScreen(console, echo=True))
-        == 0
-    )
+    assert await session(conversation(script, search or Shelf()), these("Who?"), TextScreen(console, echo=True)) == 0
     return out.getvalue()
 
 
@@ -77,9 +72,7 @@ def test_nothing_acts_on_a_terminal() -> None:
     assert not set(out.getvalue()) & {"\x1b", "\x07", "\u202e", "\x9b", "\udc80"}
 
 
-@pytest.mark.parametrize(
-    ("encoding", "shown"), [("ascii", "> \\u6771 \\xe9\n"), ("latin-1", "> \\u6771 é\n")]
-)
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "> \\u6771 \\xe9\n"), ("latin-1", "> \\u6771 é\n")])
 def test_what_an_encoding_does_not_have_is_spelled_out(encoding: str, shown: str) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     TextScreen(Console(file=out, color_system=None), echo=True).show(Asked("東 é", ""))
@@ -121,9 +114,7 @@ async def test_questions_one_after_the_other_go_on_after_a_bad_one() -> None:
     asked = conversation(Script(codec(), (ANSWERS,)), Shelf())
     invited: list[int] = []
     failed = await session(asked, these("Who?", " ", "And?"), JsonScreen(out), lambda: invited.append(1))
-    last = [
-        json.loads(line) for line in out.getvalue().splitlines() if '"ended"' in line or '"failed"' in line
-    ]
+    last = [json.loads(line) for line in out.getvalue().splitlines() if '"ended"' in line or '"failed"' in line]
     assert [one["event"] for one in last] == ["ended", "failed", "ended"]
     assert (failed, len(invited)) == (1, 4)
 

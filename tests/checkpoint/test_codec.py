@@ -54,9 +54,7 @@ QUESTIONS = st.builds(
     extra=st.dictionaries(WORDS, JSON, max_size=2),
 )
 TURNS = st.lists(
-    st.builds(
-        Turn, WORDS, st.sampled_from(Action), WORDS, WORDS, COUNTS, COUNTS, COUNTS, st.floats(), st.floats()
-    ),
+    st.builds(Turn, WORDS, st.sampled_from(Action), WORDS, WORDS, COUNTS, COUNTS, COUNTS, st.floats(), st.floats()),
     max_size=2,
 ).map(tuple)
 TRAJECTORIES = st.builds(
@@ -74,9 +72,7 @@ TRAJECTORIES = st.builds(
     turns=TURNS,
     finish=st.sampled_from(Finish),
 )
-PARTIAL = st.builds(
-    PartialEpisode, WORDS, COUNTS, TURNS, array(np.int32), FLOATS, array(np.int32), array(np.bool_)
-)
+PARTIAL = st.builds(PartialEpisode, WORDS, COUNTS, TURNS, array(np.int32), FLOATS, array(np.int32), array(np.bool_))
 SAMPLES = st.builds(
     Sample,
     trajectory=TRAJECTORIES,
@@ -245,9 +241,7 @@ class Newer:
     more: int
 
 
-@pytest.mark.parametrize(
-    ("saved", "asked"), [(leaf(1), Newer), (Newer(leaf(1).numbers, 2), Leaf), (leaf(1), Tree)]
-)
+@pytest.mark.parametrize(("saved", "asked"), [(leaf(1), Newer), (Newer(leaf(1).numbers, 2), Leaf), (leaf(1), Tree)])
 def test_a_file_of_another_type_is_refused(tmp_path: Path, saved: Any, asked: type) -> None:
     save_values(tmp_path / "it.npz", saved)
     with pytest.raises(UserError, match=rf"it\.npz does not hold a {asked.__name__} as this version"):

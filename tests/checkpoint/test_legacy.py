@@ -100,9 +100,7 @@ class Writer:
             first: self.get(f"{source}.input_layernorm.weight"),
             second: self.get(f"{source}.post_attention_layernorm.weight"),
             "self_attention.linear_qkv.weight": self.rows(self.qkv(source, "weight"), tp, size),
-            "self_attention.linear_proj.weight": self.columns(
-                self.get(f"{source}.self_attn.o_proj.weight"), tp, size
-            ),
+            "self_attention.linear_proj.weight": self.columns(self.get(f"{source}.self_attn.o_proj.weight"), tp, size),
             "self_attention.linear_proj._extra_state": io.BytesIO(b"state") if te else None,
         }
         names = self.hf.names()
@@ -110,13 +108,9 @@ class Writer:
             state["self_attention.linear_qkv.bias"] = self.rows(self.qkv(source, "bias"), tp, size)
         if f"{source}.self_attn.q_norm.weight" in names:
             for part in "qk":
-                state[f"self_attention.{part}_layernorm.weight"] = self.get(
-                    f"{source}.self_attn.{part}_norm.weight"
-                )
+                state[f"self_attention.{part}_layernorm.weight"] = self.get(f"{source}.self_attn.{part}_norm.weight")
         if not self.experts:
-            state["mlp.linear_fc1.weight"], state["mlp.linear_fc2.weight"] = self.mlp(
-                f"{source}.mlp", tp, size
-            )
+            state["mlp.linear_fc1.weight"], state["mlp.linear_fc2.weight"] = self.mlp(f"{source}.mlp", tp, size)
             return {f"{to}.{name}": value for name, value in state.items()}
         state["mlp.router.weight"] = self.get(f"{source}.mlp.gate.weight")
         count = self.experts // self.layout.ep
@@ -165,9 +159,7 @@ def write(folder: Path, hf: Path, layout: Written) -> Path:
             begin, place = begins[chunk, stage], (chunk, stage)
             layers = range(begin, begin + stages[stage][chunk])
             chunks.append(writer.chunk(layers, place == order[0], place == order[-1], tp, ep, etp))
-        models = (
-            {"model": chunks[0]} if virtual == 1 else {f"model{n}": chunk for n, chunk in enumerate(chunks)}
-        )
+        models = {"model": chunks[0]} if virtual == 1 else {f"model{n}": chunk for n, chunk in enumerate(chunks)}
         name = f"mp_rank_{tp:02d}" + (f"_{stage:03d}" if len(stages) > 1 else "")
         name += f"_{ep:03d}" if layout.ep > 1 else ""
         save(folder / "iter_0000040" / name, layout, models)
@@ -210,9 +202,7 @@ def save(folder: Path, layout: Written, models: Mapping[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {
-        name: reference.make_model(make(layers=6), folder / name) for name, make in reference.TINY.items()
-    }
+    return {name: reference.make_model(make(layers=6), folder / name) for name, make in reference.TINY.items()}
 
 
 def assert_holds(checkpoint: MegatronCheckpoint, hf: Path) -> None:
@@ -355,9 +345,7 @@ def test_settings_of_more_ranks_than_there_are_files_are_refused(tmp_path: Path)
     assert [part in line for part, line in zip(said, child.stdout.splitlines(), strict=True)] == [True] * 9
 
 
-def test_a_file_that_is_cut_after_it_was_opened_is_one_sentence(
-    models: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_a_file_that_is_cut_after_it_was_opened_is_one_sentence(models: Mapping[str, Path], tmp_path: Path) -> None:
     folder = write(tmp_path, models["qwen2"], Written(stages=((6,),)))
     checkpoint = open_checkpoint(folder)
     _cut_short(folder / "mp_rank_00" / "model_optim_rng.pt")
@@ -381,9 +369,7 @@ def test_a_rank_of_another_model_is_refused(models: Mapping[str, Path], tmp_path
         open_checkpoint(folder).check(WeightMap(read_architecture(models["qwen3"])))
 
 
-def test_a_vocabulary_that_is_too_large_to_be_padded_is_refused(
-    models: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_a_vocabulary_that_is_too_large_to_be_padded_is_refused(models: Mapping[str, Path], tmp_path: Path) -> None:
     """A tensor-parallel rank is padded by less than 128 rows."""
     folder = write(tmp_path, models["qwen2"], Written(tp=2, stages=((6,),)))
     checkpoint, architecture = open_checkpoint(folder), read_architecture(models["qwen2"])
@@ -395,9 +381,7 @@ def test_a_vocabulary_that_is_too_large_to_be_padded_is_refused(
             folder / f"mp_rank_0{rank}" / "model_optim_rng.pt",
             lambda tensor: torch.cat([tensor, tensor]) if len(tensor) == rows // 2 else tensor,
         )
-    with pytest.raises(
-        UserError, match=r"a vocabulary of 512 rows in embedding.*config.json says 100,.*--hf"
-    ):
+    with pytest.raises(UserError, match=r"a vocabulary of 512 rows in embedding.*config.json says 100,.*--hf"):
         open_checkpoint(folder).check(WeightMap(architecture))
 
 
@@ -422,7 +406,5 @@ def test_an_output_layer_that_is_no_copy_is_not_dropped(models: Mapping[str, Pat
             # The last row is padding.
             checkpoint.check_copies(tied)
             continue
-        with pytest.raises(
-            UserError, match=r"output_layer\.weight with other numbers than embedding.*tie_word"
-        ):
+        with pytest.raises(UserError, match=r"output_layer\.weight with other numbers than embedding.*tie_word"):
             checkpoint.check_copies(tied)

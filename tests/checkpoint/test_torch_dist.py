@@ -61,9 +61,7 @@ def write(
 
     def parts_of(entry: Entry) -> Sequence[Tensor]:
         if entry.name.startswith("value_head"):
-            return [
-                torch.ones(1, 64, dtype=dtype) if "weight" in entry.name else torch.full((1,), 2, dtype=dtype)
-            ]
+            return [torch.ones(1, 64, dtype=dtype) if "weight" in entry.name else torch.full((1,), 2, dtype=dtype)]
         return [reader.get(name).to(dtype) for name in entry.hf]
 
     writer = TorchDistWriter(folder, weights, lambda _: dtype, parallel or ParallelConfig(), file_bytes)
@@ -160,8 +158,7 @@ def test_megatron_loads_what_is_written_for_any_layout(world: Path) -> None:
 def test_keys_are_those_that_megatron_writes(world: Path, family: str) -> None:
     folder = world / family / "False"
     saved, written = (
-        pickle.loads((folder / which / ".metadata").read_bytes()).state_dict_metadata
-        for which in ("saved", "cut")
+        pickle.loads((folder / which / ".metadata").read_bytes()).state_dict_metadata for which in ("saved", "cut")
     )
     assert saved.keys() <= written.keys()
     for key, tensor in saved.items():
@@ -219,9 +216,7 @@ def test_files_are_the_same_in_any_order_and_hold_what_one_stage_has(hf: Path, t
     assert len(first.files) > 4
     for job in first.files:
         assert len(job.entries) == 1 or job.nbytes <= 60_000
-        stages = {entry.layer if entry.layer is None else min(entry.layer, 1) for entry in job.entries} - {
-            None
-        }
+        stages = {entry.layer if entry.layer is None else min(entry.layer, 1) for entry in job.entries} - {None}
         assert len(stages) <= 1
 
 
@@ -244,9 +239,7 @@ def test_layers_must_have_one_dtype(hf: Path, tmp_path: Path) -> None:
         (ParallelConfig(ep=2), "ep is 2, but the model has no experts"),
     ],
 )
-def test_a_cut_that_is_impossible_is_refused(
-    hf: Path, tmp_path: Path, parallel: ParallelConfig, sentence: str
-) -> None:
+def test_a_cut_that_is_impossible_is_refused(hf: Path, tmp_path: Path, parallel: ParallelConfig, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         TorchDistWriter(tmp_path, WeightMap(read_architecture(hf)), lambda _: torch.float32, parallel)
 
@@ -262,9 +255,7 @@ def test_a_disk_that_is_full_is_one_sentence(hf: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_that_cannot_be_read_is_not_said_to_be_unwritable(hf: Path, tmp_path: Path) -> None:
-    writer = TorchDistWriter(
-        tmp_path, WeightMap(read_architecture(hf)), lambda _: torch.float32, ParallelConfig()
-    )
+    writer = TorchDistWriter(tmp_path, WeightMap(read_architecture(hf)), lambda _: torch.float32, ParallelConfig())
 
     def locked(_: object) -> list[Tensor]:
         raise PermissionError(13, "Permission denied", "/the/source")

@@ -107,13 +107,8 @@ def test_a_cassette_is_summed_up(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     rows: list[dict[str, object]] = [{"rlsys_cassette": 1, "topk": 3, "server": {"encoder": "[bold]mini"}}]
     passage = {"id": "1", "contents": "x", "score": 0.5}
-    rows += [
-        {"query": "Mali", "latency_s": 0.001 * (100 - call), "passages": [passage]} for call in range(98)
-    ]
-    rows += [
-        {"query": query, "latency_s": latency, "error": "no"}
-        for query, latency in (("a", 0.001), ("b", 0.002))
-    ]
+    rows += [{"query": "Mali", "latency_s": 0.001 * (100 - call), "passages": [passage]} for call in range(98)]
+    rows += [{"query": query, "latency_s": latency, "error": "no"} for query, latency in (("a", 0.001), ("b", 0.002))]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     status, out, error = call("search", "cassette", str(path))
     assert (status, error) == (0, "")
@@ -143,9 +138,7 @@ def test_what_is_no_cassette_is_one_sentence(call: Call, tmp_path: Path) -> None
         assert str(path) in error
 
 
-@pytest.mark.parametrize(
-    "arguments", [("train",), ("train", *TINY, "--json"), ("train", *TINY, "--nope"), ("nope",)]
-)
+@pytest.mark.parametrize("arguments", [("train",), ("train", *TINY, "--json"), ("train", *TINY, "--nope"), ("nope",)])
 def test_a_wrong_use_of_the_command_has_status_2(call: Call, arguments: tuple[str, ...]) -> None:
     status, _, error = call(*arguments)
     assert status == 2
@@ -174,9 +167,7 @@ def test_doctor_says_what_the_cpu_profile_needs(call: Call, monkeypatch: pytest.
         (BaseExceptionGroup("stages", [KeyError("x"), RunError("actor rank 1 is gone.")]), 1),
     ],
 )
-def test_each_kind_of_end_has_its_status(
-    capsys: pytest.CaptureFixture[str], error: BaseException, status: int
-) -> None:
+def test_each_kind_of_end_has_its_status(capsys: pytest.CaptureFixture[str], error: BaseException, status: int) -> None:
     def fail() -> None:
         raise error
 
@@ -195,9 +186,7 @@ def test_a_mistake_of_the_program_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_closes_what_it_opened(
-    capsys: pytest.CaptureFixture[str], number: signal.Signals
-) -> None:
+def test_an_interrupted_run_closes_what_it_opened(capsys: pytest.CaptureFixture[str], number: signal.Signals) -> None:
     closed = []
 
     async def work() -> None:

@@ -39,14 +39,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 def test_there_and_back_and_the_same(call: Call, tmp_path: Path) -> None:
     model, megatron, back = make_model(tmp_path / "model"), tmp_path / "mg", tmp_path / "back"
-    status, out, error = call(
-        "hf2mg", model, megatron, "--tp", 2, "--pp", 2, "--pp-layers", "1,2", "--processes", 1
-    )
+    status, out, error = call("hf2mg", model, megatron, "--tp", 2, "--pp", 2, "--pp-layers", "1,2", "--processes", 1)
     assert (status, error) == (0, "")
     assert out == f"{megatron}: 0.00 GB in 2 files\n"
-    status, out, error = call(
-        "mg2hf", megatron, back, "--hf", model, "--shard-size", "100KB", "--processes", 1
-    )
+    status, out, error = call("mg2hf", megatron, back, "--hf", model, "--shard-size", "100KB", "--processes", 1)
     assert (status, error) == (0, "")
     assert out.startswith(f"{back}: 0.00 GB in ")
     assert_same_tensors(model, back)
@@ -74,9 +70,7 @@ def test_info_for_people_and_for_programs(call: Call, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     status, out, error = call("info", model)
     assert (status, error) == (0, "")
-    rows = dict(
-        [cell.strip() for cell in line.split("│")[1:3]] for line in out.splitlines() if line.startswith("│")
-    )
+    rows = dict([cell.strip() for cell in line.split("│")[1:3]] for line in out.splitlines() if line.startswith("│"))
     assert rows["format"] == "hugging face"
     assert rows["family"] == "llama"
     assert rows["dtypes"].startswith("bfloat16 (")
@@ -121,9 +115,7 @@ def test_a_missing_tokenizer_is_said_on_standard_error(call: Call, tmp_path: Pat
         ("info", "{}/none"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_leaves_nothing(
-    arguments: tuple[str, ...], call: Call, tmp_path: Path
-) -> None:
+def test_a_mistake_is_one_sentence_and_leaves_nothing(arguments: tuple[str, ...], call: Call, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     call("hf2mg", model, tmp_path / "mg")
     before = sorted(tmp_path.rglob("*"))

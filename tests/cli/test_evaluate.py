@@ -40,9 +40,7 @@ def refused(tmp_path: Path) -> Eval:
             "--model",
             model,
         ]
-        outcome = CliRunner().invoke(
-            app, [str(one) for one in (*flags, f"output_dir={tmp_path}", *arguments)]
-        )
+        outcome = CliRunner().invoke(app, [str(one) for one in (*flags, f"output_dir={tmp_path}", *arguments)])
         assert isinstance(outcome.exception, UserError), outcome.output
         return str(outcome.exception)
 

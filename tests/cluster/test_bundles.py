@@ -66,11 +66,7 @@ def placements(draw: st.DrawFn) -> Holdings:
 @given(placements())
 def test_any_placement(holdings: Holdings) -> None:
     plan = plan_bundles(holdings)
-    held = [
-        (seat, ranks)
-        for group in holdings
-        for seat, ranks in zip(plan.seats[group], holdings[group], strict=True)
-    ]
+    held = [(seat, ranks) for group in holdings for seat, ranks in zip(plan.seats[group], holdings[group], strict=True)]
     everywhere = sorted({rank for _, ranks in held for rank in ranks})
 
     def reachable(rank: int) -> list[int]:

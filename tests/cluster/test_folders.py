@@ -28,9 +28,7 @@ def test_a_long_folder_for_temporary_files_is_left_for_the_common_one(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     assert ray_parent() == Path("/tmp")
     monkeypatch.setattr(folders, "_COMMON", tmp_path / "not there")
-    with pytest.raises(
-        UserError, match=r"TMPDIR=.*longlong is too long for Ray's sockets, .* at most \d\d bytes"
-    ):
+    with pytest.raises(UserError, match=r"TMPDIR=.*longlong is too long for Ray's sockets, .* at most \d\d bytes"):
         ray_parent()
 
 
@@ -53,9 +51,7 @@ def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next
     monkeypatch.setenv("TMPDIR", "/dev/shm" if len(str(tmp_path)) > 30 else str(tmp_path))
     waits = "import time\nfrom rlsys.cluster.folders import ray_folder, rays_own\n"
     waits += "with ray_folder() as f:\n  rays_own(f).mkdir(0o777); print(f, flush=True); time.sleep(300)"
-    children = [
-        subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    children = [subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     made = [Path(child.stdout.readline().strip()) for child in children if child.stdout]
     try:
         assert [stat.S_IMODE(folder.stat().st_mode) for folder in made] == [0o700, 0o700]

@@ -43,9 +43,7 @@ def test_addresses_of_this_machine() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.1.1", "127.0.0.1", "localhost", socket.gethostname()])
-def test_this_machine_by_whatever_name_has_an_address_for_others(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine_by_whatever_name_has_an_address_for_others(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.cluster.network.own_addresses", lambda: ADDRESSES | {"fd00::1": "eth0"})
     resolve = socket.getaddrinfo
     debian = {socket.gethostname(): "127.0.1.1"}
@@ -66,9 +64,7 @@ def test_this_machine_by_whatever_name_has_an_address_for_others(
 def test_an_address_of_this_machine_is_taken_and_anothers_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.cluster.network.own_addresses", lambda: ADDRESSES)
     assert address_here("192.168.1.5") == "192.168.1.5"
-    with pytest.raises(
-        UserError, match=r"--head 10\.9\.9\.9 is 10\.9\.9\.9, and this machine of rank 0 has 127"
-    ):
+    with pytest.raises(UserError, match=r"--head 10\.9\.9\.9 is 10\.9\.9\.9, and this machine of rank 0 has 127"):
         address_here("10.9.9.9")
     with pytest.raises(UserError, match=r"--head fd00::1 has no IPv4 address"):
         address_here("fd00::1")

@@ -118,8 +118,7 @@ def test_processes_that_share_several_gpus_have_the_ones_they_hold(tmp_path: Pat
         bundles = placement_group([{"GPU": size} for size in plan.sizes])
         assert bundles.wait(60)
         groups = {
-            name: WorkerGroup.launch(name, bundles, seats, cluster, tmp_path)
-            for name, seats in plan.seats.items()
+            name: WorkerGroup.launch(name, bundles, seats, cluster, tmp_path) for name, seats in plan.seats.items()
         }
         for name, group in groups.items():
             await group.build(Toy, [(rank,) for rank in range(len(holdings[name]))], timeout_s=60)

@@ -62,8 +62,7 @@ def test_grpo_is_the_base(tiny_run: TinyRun) -> None:
 def test_published_settings() -> None:
     """Figures of the published scripts. A mini-batch of theirs has 256 episodes, whatever number a question has."""
     grpo, ppo, ema = (
-        load_config(name)
-        for name in ("searchr1_published_grpo", "searchr1_published_ppo", "ema_pg_published")
+        load_config(name) for name in ("searchr1_published_grpo", "searchr1_published_ppo", "ema_pg_published")
     )
     for run in (grpo, ppo, ema):
         assert run.trainer.prompts_per_step == 512

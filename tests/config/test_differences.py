@@ -40,9 +40,7 @@ from rlsys.config.schema import RunConfig
         ("resume=auto", []),
     ],
 )
-def test_what_a_run_learns_by_must_stay(
-    tiny_run: Callable[..., RunConfig], setting: str, keys: list[str]
-) -> None:
+def test_what_a_run_learns_by_must_stay(tiny_run: Callable[..., RunConfig], setting: str, keys: list[str]) -> None:
     before = as_dict(tiny_run())
     assert [one.key for one in differences(before, tiny_run(setting))] == keys
 

@@ -94,9 +94,7 @@ def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_ru
     for mode in SyncMode:
         told = [
             problem.sentence
-            for problem in find_problems(
-                tiny_run(*TWO_MACHINES, *shared, places, f"cluster.sync_mode={mode}")
-            )
+            for problem in find_problems(tiny_run(*TWO_MACHINES, *shared, places, f"cluster.sync_mode={mode}"))
             if problem.key == "cluster.sync_mode"
         ]
         assert len(told) == (mode is not SyncMode.disk)
@@ -124,9 +122,7 @@ def test_an_engine_lies_on_one_machine(tiny_run: TinyRun) -> None:
 
 
 def plan_of(placed: dict[str, list[int]], gib: dict[str, float]) -> dict[str, Any]:
-    return {
-        "groups": {name: {"ranks": placed[name], "memory_gib_per_rank": size} for name, size in gib.items()}
-    }
+    return {"groups": {name: {"ranks": placed[name], "memory_gib_per_rank": size} for name, size in gib.items()}}
 
 
 EIGHT = ["cluster.device_memory_gib=80", "rollout.engine.memory_fraction=0.5"]
@@ -147,9 +143,7 @@ def test_groups_that_take_turns_meet_where_one_hands_over(tiny_run: TinyRun) -> 
 
 
 def test_more_than_nine_tenths_of_a_device_is_too_much(tiny_run: TinyRun) -> None:
-    plan = plan_of(
-        {"actor": [0], "inference": [1], "rollout": [2]}, {"actor": 72.0, "inference": 1, "rollout": 1}
-    )
+    plan = plan_of({"actor": [0], "inference": [1], "rollout": [2]}, {"actor": 72.0, "inference": 1, "rollout": 1})
     assert list(memory_problems(tiny_run(*EIGHT), plan)) == []
     plan["groups"]["actor"]["memory_gib_per_rank"] = 72.5
     (problem,) = memory_problems(tiny_run(*EIGHT), plan)
@@ -163,9 +157,7 @@ def test_more_than_nine_tenths_of_a_device_is_too_much(tiny_run: TinyRun) -> Non
 
 
 def test_a_device_of_unknown_memory_is_not_judged(tiny_run: TinyRun) -> None:
-    plan = plan_of(
-        {"actor": [0], "inference": [1], "rollout": [2]}, {"actor": 1e6, "inference": 1, "rollout": 1}
-    )
+    plan = plan_of({"actor": [0], "inference": [1], "rollout": [2]}, {"actor": 1e6, "inference": 1, "rollout": 1})
     assert list(memory_problems(tiny_run(), plan)) == []
 
 
@@ -179,9 +171,7 @@ def test_the_big_experiment_does_not_fit_smaller_cards() -> None:
     assert "cluster.device_memory_gib=24" in found
 
 
-def test_training_without_the_launcher_is_refused_and_planning_is_not(
-    files: list[str], tmp_path: Path
-) -> None:
+def test_training_without_the_launcher_is_refused_and_planning_is_not(files: list[str], tmp_path: Path) -> None:
     words = ["--config-name", "searchr1_tiny_cpu", *files, f"output_dir={tmp_path / 'runs'}"]
     served = [*words, "cluster.search.nodes=['0']", *TWO_MACHINES, APART]
     with pytest.raises(UserError) as caught:

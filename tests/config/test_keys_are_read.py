@@ -10,12 +10,7 @@ from rlsys.config.schema import RunConfig
 
 def leaves(schema: type) -> set[Read]:
     classes = schema_classes(schema)
-    return {
-        (owner, name)
-        for owner, types in classes.items()
-        for name, kind in types.items()
-        if kind not in classes
-    }
+    return {(owner, name) for owner, types in classes.items() for name, kind in types.items() if kind not in classes}
 
 
 def test_every_key_is_read_outside_of_the_config_package() -> None:
@@ -50,9 +45,7 @@ class Keeper:
         inner, text = replace(self._config.inner, name="given"), self._config.name
         print(inner.used, self.path.name, other.inner.name)
 """
-    assert leaves(Planted) - fields_read({"code.py": code}, schema_classes(Planted)).keys() == {
-        ("Inner", "name")
-    }
+    assert leaves(Planted) - fields_read({"code.py": code}, schema_classes(Planted)).keys() == {("Inner", "name")}
 
 
 def test_a_key_added_to_the_schema_is_unread_until_something_reads_it() -> None:

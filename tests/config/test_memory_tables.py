@@ -21,9 +21,7 @@ def test_the_page_is_what_the_experiments_say() -> None:
 
 
 def test_a_model_without_a_shape_is_named() -> None:
-    with pytest.raises(
-        UserError, match=r"model\.path is models/GPT-9, whose shape is not among llama-3\.2-3b"
-    ):
+    with pytest.raises(UserError, match=r"model\.path is models/GPT-9, whose shape is not among llama-3\.2-3b"):
         shape_of("models/GPT-9")
 
 
@@ -71,6 +69,4 @@ def test_an_engine_that_gets_device_memory_keeps_one_more_model() -> None:
     before = group_memory(config, model, "rollout")
     config.cluster.sync_mode = SyncMode.ipc
     after = group_memory(config, model, "rollout")
-    assert after.total - before.total == pytest.approx(
-        2 * 7_615_616_512
-    )  # Parameters of Qwen2.5-7B, in bfloat16.
+    assert after.total - before.total == pytest.approx(2 * 7_615_616_512)  # Parameters of Qwen2.5-7B, in bfloat16.

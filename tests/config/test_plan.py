@@ -47,9 +47,7 @@ SMALL = {
         (LlamaForCausalLM, LlamaConfig(**SMALL, head_dim=16, tie_word_embeddings=False)),
         (
             Qwen3MoeForCausalLM,
-            Qwen3MoeConfig(
-                **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-            ),
+            Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
         ),
     ],
 )
@@ -125,9 +123,7 @@ def test_memory_by_hand(tiny_run: TinyRun) -> None:
     always = {"parameters": held * 4, "gradients": held * 4, "optimizer": held * 8 / 4}
     for part, size in always.items():
         assert actor["memory_gib"][part] == pytest.approx(size / gib, abs=1e-4)
-    passing = actor["memory_gib"]["activations"] + max(
-        actor["memory_gib"]["logits"], actor["memory_gib"]["backward"]
-    )
+    passing = actor["memory_gib"]["activations"] + max(actor["memory_gib"]["logits"], actor["memory_gib"]["backward"])
     assert actor["memory_gib_per_rank"] == pytest.approx(sum(always.values()) / gib + passing, abs=1e-3)
     assert inference["memory_gib"]["reference"] == pytest.approx(held * 4 / gib, abs=1e-4)
     cache = 1_000_000 * 4 * 2 * (2 * 16) * 4  # tokens, layers, key and value, 2 heads of 16, float32

@@ -29,10 +29,7 @@ def test_a_row_by_hand() -> None:
     ) in render()
     assert "| `search.timeout_s` | number | `30.0` | s |" in render()
     assert "| `trainer.seed` | integer | `1234` |  |" in render()
-    assert (
-        "| `actor.parallel.pp_layers` | list of integer or null | `null` | layers | Layers of each"
-        in render()
-    )
+    assert "| `actor.parallel.pp_layers` | list of integer or null | `null` | layers | Layers of each" in render()
     assert '| `cluster.device` | `cpu`, `gpu` | `"gpu"` |' in render()
 
 
@@ -53,7 +50,7 @@ def test_who_reads_a_key_is_a_file_that_does() -> None:
     """By hand: the optimiser of the trained groups reads its betas, and nothing else does."""
     (row,) = [line for line in render().splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
     assert row.endswith("| `trainer/optimizer.py` |")
-    assert "config.beta1" in (PACKAGE / "megatron" / "optimizer.py").read_text()
+    assert "config.beta1" in (PACKAGE / "trainer" / "optimizer.py").read_text()
 
 
 def test_every_key_has_a_meaning() -> None:

@@ -193,9 +193,7 @@ def test_an_unknown_key_is_named_with_the_one_that_was_meant(edited: Edited) -> 
 
 
 def test_everything_wrong_is_said_at_once(edited: Edited) -> None:
-    file = edited(
-        **{"rollout.detokenize": False, "actor.seed": 7, "data.val_data_paths": ..., "data.colour": "red"}
-    )
+    file = edited(**{"rollout.detokenize": False, "actor.seed": 7, "data.val_data_paths": ..., "data.colour": "red"})
     lines = complaints(file)
     assert len(lines) == 4
     assert all(line.startswith(f"{file}: ") for line in lines)
@@ -242,9 +240,7 @@ def test_all_of_two_nodes_are_sixteen_devices(edited: Edited) -> None:
     changes = {"cluster.num_nodes": 2}
     shared = load(edited(**changes)).cluster
     assert len(parse_ranks(shared.placement["actor"], "actor")) == 16
-    assert shared.sync_mode is SyncMode.disk, (
-        "all that works for groups that share devices of several machines"
-    )
+    assert shared.sync_mode is SyncMode.disk, "all that works for groups that share devices of several machines"
     apart = {"actor": "0-7", "inference": "8", "rollout": "9-15"}
     config = load(edited(**changes, **{"cluster.component_placement": apart}))
     assert (config.cluster.nodes, config.cluster.devices_per_node) == (2, 8)

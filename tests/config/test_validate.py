@@ -309,12 +309,8 @@ def test_the_edges_of_a_bound(tiny_run: TinyRun, setting: str, allowed: bool) ->
         assert any(line.startswith(setting) for line in complaints(tiny_run(setting)))
 
 
-@pytest.mark.parametrize(
-    "content", ["{not json", "[]", json.dumps({**SHAPE, "vocab_size": None}), "{}", "[" * 100_000]
-)
-def test_a_model_folder_with_another_config_is_refused(
-    tiny_run: TinyRun, tmp_path: Path, content: str
-) -> None:
+@pytest.mark.parametrize("content", ["{not json", "[]", json.dumps({**SHAPE, "vocab_size": None}), "{}", "[" * 100_000])
+def test_a_model_folder_with_another_config_is_refused(tiny_run: TinyRun, tmp_path: Path, content: str) -> None:
     config = tiny_run()
     (tmp_path / "model" / "config.json").write_text(content)
     (line,) = complaints(config)
@@ -353,9 +349,7 @@ MIXTURE = {
         ),
     ],
 )
-def test_what_cannot_run_of_a_mixture(
-    tiny_run: TinyRun, tmp_path: Path, settings: list[str], named: list[str]
-) -> None:
+def test_what_cannot_run_of_a_mixture(tiny_run: TinyRun, tmp_path: Path, settings: list[str], named: list[str]) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
     place = "cluster.placement={actor: 0-3, inference: 4, rollout: 5}"
     found = "\n".join(complaints(tiny_run(place, *settings)))

@@ -122,9 +122,7 @@ def moved(model: Path, out: Path, by: int) -> Path:
     content = (model / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = content[8 : 8 + length] + b" " * by
-    (out / "model.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header + content[8 + length :]
-    )
+    (out / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
     return out
 
 

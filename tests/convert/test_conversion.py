@@ -107,9 +107,7 @@ def test_a_critic_made_of_a_policy_has_a_head_of_zeros_and_loads_as_one(tmp_path
 def test_a_dtype_is_changed_on_request(direction: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", torch.float32)
     hf_to_megatron(model, tmp_path / "mg", dtype="bfloat16" if direction == "there" else None)
-    megatron_to_hf(
-        tmp_path / "mg", tmp_path / "back", model, dtype="bfloat16" if direction == "back" else None
-    )
+    megatron_to_hf(tmp_path / "mg", tmp_path / "back", model, dtype="bfloat16" if direction == "back" else None)
     before, after = tensors_of(model), tensors_of(tmp_path / "back")
     assert after.keys() == before.keys()
     assert all(torch.equal(tensor, before[name].bfloat16()) for name, tensor in after.items())
@@ -273,9 +271,7 @@ def test_a_trained_output_layer_is_not_dropped_because_a_config_says_tied(tmp_pa
     model = make_model(tmp_path / "model", "qwen2")
     hf_to_megatron(model, tmp_path / "mg")
     reconfigured(model, tie_word_embeddings=True)
-    with pytest.raises(
-        UserError, match=r"lm_head\.weight with other numbers than model\.embed_tokens\.weight"
-    ):
+    with pytest.raises(UserError, match=r"lm_head\.weight with other numbers than model\.embed_tokens\.weight"):
         hf_to_megatron(model, tmp_path / "out")
     with pytest.raises(UserError, match=r"output_layer\.weight with other numbers than embedding\."):
         megatron_to_hf(tmp_path / "mg", tmp_path / "out", model)
@@ -312,9 +308,7 @@ def test_experts_in_one_tensor_become_those_of_each(tmp_path: Path) -> None:
     made = {name: tensor.clone() for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(3):
         prefix = f"model.layers.{layer}.mlp.experts"
-        each = [
-            [tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in range(4)] for part in ("gate", "up", "down")
-        ]
+        each = [[tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in range(4)] for part in ("gate", "up", "down")]
         made[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(each[0]), torch.stack(each[1])], dim=1)
         made[f"{prefix}.down_proj"] = torch.stack(each[2])
     save_file(made, stacked / "model.safetensors", metadata={"format": "pt"})

@@ -34,9 +34,7 @@ def changed(model: Path, out: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("family", configs())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_megatrons_model_computes_what_transformers_does(
-    family: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_megatrons_model_computes_what_transformers_does(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", family, dtype)
     hf_to_megatron(model, tmp_path / "mg", parallel=ParallelConfig(tp=2, pp=3), processes=1)
     verdict = verify(model, tmp_path / "mg")
@@ -101,9 +99,7 @@ def test_dtypes_shapes_and_missing_tensors_are_named(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen2")
     hf_to_megatron(model, tmp_path / "mg", dtype="float32", processes=1)
     verdict = verify(model, tmp_path / "mg")
-    assert {(one.what, one.first, one.second) for one in verdict.differences} == {
-        ("dtype", "bfloat16", "float32")
-    }
+    assert {(one.what, one.first, one.second) for one in verdict.differences} == {("dtype", "bfloat16", "float32")}
     assert len(verdict.differences) == verdict.tensors
     assert verdict.logits is not None
     assert verdict.logits.same, "the numbers are the same"

@@ -14,10 +14,7 @@ from rlsys.apps.data.hub import Hub, RemoteFile
 from rlsys.errors import RunError, UserError
 from tests.data.fake_hub import COMMIT, TOKEN, FakeHub, running
 
-PARTS = {
-    f"a/set/part_a{letter}": random.Random(letter).randbytes(size)
-    for letter, size in (("a", 3000), ("b", 1000))
-}
+PARTS = {f"a/set/part_a{letter}": random.Random(letter).randbytes(size) for letter, size in (("a", 3000), ("b", 1000))}
 WHOLE = b"".join(PARTS.values())
 FILES = {**PARTS, "a/set/README.md": b"small"}
 
@@ -108,9 +105,7 @@ def test_a_new_process_goes_on_where_the_old_one_ended(fake: FakeHub, bench: Ben
     assert again.told == 4000
 
 
-def test_tries_without_a_byte_wait_longer_and_longer_and_progress_forgets_them(
-    fake: FakeHub, bench: Bench
-) -> None:
+def test_tries_without_a_byte_wait_longer_and_longer_and_progress_forgets_them(fake: FakeHub, bench: Bench) -> None:
     fake.faults = ["503", 0, "429", 50, "500", 0, "502", None]
     assert bench.fetch() == WHOLE
     assert len(bench.waits) == 6

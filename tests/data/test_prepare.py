@@ -140,9 +140,7 @@ def prepare(*arguments: object) -> Any:
 def test_the_command_takes_local_files_in_their_usual_places(tmp_path: Path) -> None:
     jsonl(tmp_path / "flashrag" / "nq" / "train.jsonl", HAMLET)
     jsonl(tmp_path / "flashrag" / "nq" / "test.jsonl", PARIS)
-    done = prepare(
-        "nq", "--from", tmp_path / "flashrag", "--split", "train", "--split", "test", "--out", tmp_path
-    )
+    done = prepare("nq", "--from", tmp_path / "flashrag", "--split", "train", "--split", "test", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     assert len(read_questions(tmp_path / "nq" / "train.jsonl")) == 1
     assert read_questions(tmp_path / "nq" / "test.jsonl")[0].text == PARIS["question"]
@@ -154,9 +152,7 @@ def test_the_command_takes_local_files_in_their_usual_places(tmp_path: Path) -> 
 
 def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = (json.dumps(PARIS) + "\n").encode()
-    with running(
-        FakeHub({f"{REPOSITORY}/{name}/{one.evaluated}.jsonl": content for name, one in SETS.items()})
-    ) as hub:
+    with running(FakeHub({f"{REPOSITORY}/{name}/{one.evaluated}.jsonl": content for name, one in SETS.items()})) as hub:
         monkeypatch.setattr("rlsys.apps.data.hub.Hub", functools.partial(Hub, endpoint=hub.url))
         done = prepare("all", "--out", tmp_path)
     assert done.exit_code == 0, done.output

@@ -152,9 +152,7 @@ def test_rows_of_rlinf_and_of_flashrag_are_questions_too(tmp_path: Path) -> None
     flashrag = {"id": "test_0", "question": "who", "golden_answers": ["me"]}
     one, two = read_questions(write_jsonl(tmp_path / "mixed.jsonl", [rlinf, flashrag]))
     assert (one.prompt, one.answers, one.text) == ("Ask. Question: Who?\n", ("me", "I"), "")
-    assert two.prompt.startswith(
-        "Answer the given question. You must conduct reasoning inside <think> and </think>"
-    )
+    assert two.prompt.startswith("Answer the given question. You must conduct reasoning inside <think> and </think>")
     assert two.prompt.endswith("Question: who?\n")
     assert (two.answers, two.text) == (("me",), "who")
 

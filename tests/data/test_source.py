@@ -36,9 +36,7 @@ def test_every_epoch_hands_out_each_question_once(size: int, seed: int, steps: l
 
 
 @given(SIZE, SEED, STEPS, st.integers(0, 60))
-def test_a_position_is_all_that_is_needed_to_go_on(
-    size: int, seed: int, steps: list[int], ahead: int
-) -> None:
+def test_a_position_is_all_that_is_needed_to_go_on(size: int, seed: int, steps: list[int], ahead: int) -> None:
     first = PromptSource(questions(size), seed)
     for count in steps:
         take(first, count)
@@ -60,9 +58,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 @given(SIZE, SEED, st.lists(st.booleans(), max_size=40))
-def test_what_is_given_back_comes_again_before_anything_new(
-    size: int, seed: int, returns: list[bool]
-) -> None:
+def test_what_is_given_back_comes_again_before_anything_new(size: int, seed: int, returns: list[bool]) -> None:
     source, untouched = PromptSource(questions(size), seed), PromptSource(questions(size), seed)
     new = []
     for back in returns:

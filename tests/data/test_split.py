@@ -46,9 +46,7 @@ def test_another_seed_holds_out_others() -> None:
     assert split(texts, 20, 0, "x") != split(texts, 20, 1, "x")
 
 
-@pytest.mark.parametrize(
-    ("texts", "count"), [(["a"], None), (["a", " A "], None), (["a", "b"], 2), (["a", "b"], 0)]
-)
+@pytest.mark.parametrize(("texts", "count"), [(["a"], None), (["a", " A "], None), (["a", "b"], 2), (["a", "b"], 0)])
 def test_a_side_without_questions_is_refused(texts: list[str], count: int | None) -> None:
     with pytest.raises(UserError, match=r"mine\.jsonl has . different questions"):
         split(texts, count, 0, "mine.jsonl")
@@ -73,9 +71,7 @@ def test_rows_are_written_as_they_were(tmp_path: Path) -> None:
         ("t.csv", "h.jsonl", "no.*jsonl|not a"),
     ],
 )
-def test_files_in_each_others_way_are_refused(
-    tmp_path: Path, train: str, heldout: str, sentence: str
-) -> None:
+def test_files_in_each_others_way_are_refused(tmp_path: Path, train: str, heldout: str, sentence: str) -> None:
     source = tmp_path / "all.jsonl"
     source.write_text('{"question": "a", "golden_answers": ["b"]}\n')
     with pytest.raises(UserError, match=sentence):

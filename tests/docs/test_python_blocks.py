@@ -83,9 +83,7 @@ def test_it_could_run(page: str, code: str) -> None:
 def test_what_could_not_run_is_seen() -> None:
     assert check("from rlsys import SearchR1Trainer\nSearchR1Trainer('model', None, devices=8)") == 1
     with pytest.raises(TypeError, match="steps"):
-        check(
-            "from rlsys import SearchR1Trainer\ntrainer = SearchR1Trainer('m', None)\ntrainer.train('f', steps=3)"
-        )
+        check("from rlsys import SearchR1Trainer\ntrainer = SearchR1Trainer('m', None)\ntrainer.train('f', steps=3)")
     with pytest.raises(TypeError, match="gpus"):
         check("from rlsys import SearchR1Trainer\nSearchR1Trainer('model', None, gpus=8)")
     with pytest.raises(AttributeError, match="SearchR1Teacher"):

@@ -32,9 +32,7 @@ def test_every_command_is_on_it() -> None:
 def test_every_class_is_on_it_with_its_parameters_methods_and_properties() -> None:
     sections = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## )", of_python.render(), re.MULTILINE | re.DOTALL))
     assert list(sections) == rlsys.__all__
-    trainer, dense, result = (
-        sections[name] for name in ("SearchR1Trainer", "DenseRetriever", "TrainingResult")
-    )
+    trainer, dense, result = (sections[name] for name in ("SearchR1Trainer", "DenseRetriever", "TrainingResult"))
     assert "* `output_dir` (`str | Path`, default `'outputs'`, *by name*): folder of runs.\n" in trainer
     assert "* `index_path` (`str | Path`): folder of an index; `from_documents` and " in dense  # Inherited.
     assert "(`task.tools`, see [tools](tools.md))" in trainer
@@ -47,13 +45,9 @@ def test_every_class_is_on_it_with_its_parameters_methods_and_properties() -> No
 
 def test_own_names_of_types_are_explained() -> None:
     modules = [sys.modules[getattr(rlsys, name).__module__] for name in rlsys.__all__]
-    named = {
-        name for one in modules for name, value in vars(one).items() if isinstance(value, types.UnionType)
-    }
+    named = {name for one in modules for name, value in vars(one).items() if isinstance(value, types.UnionType)}
     parameters, _, explained = of_python.render().partition("\n## Types\n")
     used = {
-        word
-        for kind in re.findall(r"^\* `\w+` \(`([^`]+)`", parameters, re.M)
-        for word in re.findall(r"\w+", kind)
+        word for kind in re.findall(r"^\* `\w+` \(`([^`]+)`", parameters, re.M) for word in re.findall(r"\w+", kind)
     }
     assert set(re.findall(r"^\* `(\w+)`", explained, re.M)) == named & used

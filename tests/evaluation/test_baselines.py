@@ -93,9 +93,7 @@ async def test_a_failed_search_ends_rag() -> None:
     failed = SearchResult(error="no answer", failure=Failure.unavailable)
     question = Question("q:7", "", ("x",), text="Who?")
     with pytest.raises(ExceptionGroup) as error:
-        await with_passages(
-            [question], Script({"Who?": failed}), Codec(build_tokenizer(words=True)), RunConfig()
-        )
+        await with_passages([question], Script({"Who?": failed}), Codec(build_tokenizer(words=True)), RunConfig())
     cause = root_cause(error.value)
     assert isinstance(cause, RunError)
     assert str(cause) == "--baseline rag: the search for question q:7 failed: no answer"

@@ -26,9 +26,7 @@ TEXTS = [
     "What is the capital of Mali?",
     "Where is Lyon?",
 ]
-QUESTIONS = [
-    Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)
-]
+QUESTIONS = [Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)]
 TRANSFORMERS = EngineName.transformers
 
 
@@ -66,9 +64,7 @@ async def test_drawn_answers_differ_and_repeat(config: RunConfig) -> None:
     assert len(set(said[:4])) > 1
     assert said == [answered.trajectory.response for answered in again.answered]
     assert [answered.trajectory.sample for answered in one.answered] == [0, 1, 2, 3] * 2
-    other = await run_evaluation(
-        replace(config, trainer=replace(config.trainer, seed=99)), QUESTIONS[:2], how
-    )
+    other = await run_evaluation(replace(config, trainer=replace(config.trainer, seed=99)), QUESTIONS[:2], how)
     assert said != [answered.trajectory.response for answered in other.answered]
 
 
@@ -97,9 +93,7 @@ async def test_a_policy_calls_a_tool_where_there_is_no_search(
     config: RunConfig, server: tiny.Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.apps.evaluation.engines.open_tool", None)  # Not even a client is made.
-    task = replace(
-        config.task, tools=["tests.tools.own_tools.Book"], tags=replace(config.task.tags, search="find")
-    )
+    task = replace(config.task, tools=["tests.tools.own_tools.Book"], tags=replace(config.task.tags, search="find"))
     alone = replace(config, task=task, search=replace(config.search, enabled=False, url=None, index=None))
     evaluation = await run_evaluation(alone, QUESTIONS, How(TRANSFORMERS))
     turns = [turn for one in evaluation.answered for turn in one.trajectory.turns if turn.tool]
@@ -109,9 +103,7 @@ async def test_a_policy_calls_a_tool_where_there_is_no_search(
 
 
 @pytest.mark.parametrize("baseline", [Baseline.none, Baseline.rag])
-async def test_a_dead_server_ends_the_evaluation_before_it_begins(
-    config: RunConfig, baseline: Baseline
-) -> None:
+async def test_a_dead_server_ends_the_evaluation_before_it_begins(config: RunConfig, baseline: Baseline) -> None:
     dead = replace(config, search=replace(config.search, url="http://127.0.0.1:9", retries=0))
     with pytest.raises(RunError, match=r"search\.url=http://127\.0\.0\.1:9 does not answer"):
         await run_evaluation(dead, QUESTIONS, How(TRANSFORMERS, baseline))

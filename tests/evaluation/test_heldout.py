@@ -66,7 +66,5 @@ def test_the_prompts_example_counts_only_under_the_quirk(
 def test_an_answer_after_a_call_of_a_tool_counts(seven: Path) -> None:
     asked = config(seven)
     asked.task.tools = ["rlsys.rollout.tools.calculator.Calculator"]
-    given = episode(
-        ("<calculator>3 + 4</calculator>", "7"), "<answer>7</answer>", tools={"calculator": "calculator"}
-    )
+    given = episode(("<calculator>3 + 4</calculator>", "7"), "<answer>7</answer>", tools={"calculator": "calculator"})
     assert heldout_score(asked)(given, question("7")).em == 1.0

@@ -15,15 +15,11 @@ from scipy import stats
 from rlsys.orchestrator.evaluation.intervals import bootstrap, estimate, mean_of, pass_at, wilson
 
 
-@pytest.mark.parametrize(
-    ("right", "asked"), [(0, 1), (1, 1), (0, 20), (3, 20), (20, 20), (57, 125), (1611, 3610)]
-)
+@pytest.mark.parametrize(("right", "asked"), [(0, 1), (1, 1), (0, 20), (3, 20), (20, 20), (57, 125), (1611, 3610)])
 def test_wilson_is_scipys(right: int, asked: int) -> None:
     expected = stats.binomtest(right, asked).proportion_ci(method="wilson")
     got = wilson(right, asked)
-    assert (got.mean, got.low, got.high) == pytest.approx(
-        (right / asked, expected.low, expected.high), abs=1e-12
-    )
+    assert (got.mean, got.low, got.high) == pytest.approx((right / asked, expected.low, expected.high), abs=1e-12)
 
 
 @pytest.mark.parametrize("asked", [10, 40, 125])

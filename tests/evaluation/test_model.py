@@ -63,9 +63,7 @@ def test_the_runs_config_says_the_original(saved: Path, tmp_path: Path) -> None:
 def test_a_runs_folder_names_its_newest_checkpoint(saved: Path) -> None:
     (saved.parent / "global_step_9").mkdir()
     for folder in (saved.parents[1], saved.parent):
-        with pytest.raises(
-            UserError, match=r"is a run's folder: .* such as .*checkpoints/global_step_12/actor\.$"
-        ):
+        with pytest.raises(UserError, match=r"is a run's folder: .* such as .*checkpoints/global_step_12/actor\.$"):
             find(folder)
 
 

@@ -115,16 +115,12 @@ def test_no_text_of_others_becomes_markup() -> None:
         shown = "".join(seen.text)
         assert "\x1b" not in shown
         assert "\u202e" not in shown
-    assert "<script>alert(1)</script>" in "".join(Seen(page_of(malicious(EVIL[0]))).text), (
-        "it is shown as text"
-    )
+    assert "<script>alert(1)</script>" in "".join(Seen(page_of(malicious(EVIL[0]))).text), "it is shown as text"
 
 
 def test_the_page_has_no_script_and_its_policy_allows_none() -> None:
     page = page_of(malicious(EVIL[0]))
-    policies = [
-        one["content"] for one in Seen(page).of("meta") if one.get("http-equiv") == "Content-Security-Policy"
-    ]
+    policies = [one["content"] for one in Seen(page).of("meta") if one.get("http-equiv") == "Content-Security-Policy"]
     assert policies == [POLICY]
     assert POLICY.startswith("default-src 'none'")
     assert "script-src" not in POLICY
@@ -163,11 +159,7 @@ def test_every_filter_has_a_button_a_label_and_a_rule() -> None:
     ]
     # A sibling rule reaches only what comes later beside it.
     tags = [tag for tag, _ in seen.tags]
-    assert (
-        max(place for place, tag in enumerate(tags) if tag == "input")
-        < tags.index("nav")
-        < tags.index("main")
-    )
+    assert max(place for place, tag in enumerate(tags) if tag == "input") < tags.index("nav") < tags.index("main")
 
 
 def test_it_is_made_for_phones_and_for_the_dark() -> None:

@@ -52,10 +52,7 @@ def test_the_files_say_what_was_asked_and_answered(tmp_path: Path) -> None:
     assert results["average"]["em"]["mean"] == 0.25
     rows = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
     assert [row["em"] for row in rows] == [1.0, 0.0, 0.0]
-    first = {
-        key: rows[0][key]
-        for key in ("set", "uid", "question", "golden_answers", "answer", "searches", "tokens")
-    }
+    first = {key: rows[0][key] for key in ("set", "uid", "question", "golden_answers", "answer", "searches", "tokens")}
     assert first == {
         "set": "2wikimultihopqa",
         "uid": "q:1",
@@ -111,9 +108,7 @@ def test_the_table_fits_80_columns_and_has_a_row_for_everything() -> None:
     lines = shown(EVALUATION)
     assert max(map(len, lines)) <= 80
     firsts = [line[:16].strip() for line in lines]
-    assert [
-        first for first in firsts if first in ("2WikiMultiHopQA", "1 hop", "2 hops", "own[bold]", "average")
-    ] == [
+    assert [first for first in firsts if first in ("2WikiMultiHopQA", "1 hop", "2 hops", "own[bold]", "average")] == [
         "2WikiMultiHopQA",
         "1 hop",
         "2 hops",

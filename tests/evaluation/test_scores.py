@@ -67,9 +67,7 @@ def test_no_answer_has_nothing() -> None:
     assert scores_of(None, ["", "the"]) == Scores(0.0, 0.0, 0.0)
 
 
-TEXT = st.lists(
-    st.sampled_from(["the", "The", "nile", "Nile!", "blue", "yes", "no", "A", ",", "in", "n"]), max_size=5
-)
+TEXT = st.lists(st.sampled_from(["the", "The", "nile", "Nile!", "blue", "yes", "no", "A", ",", "in", "n"]), max_size=5)
 
 
 @given(TEXT.map(" ".join), st.lists(TEXT.map(" ".join), min_size=1, max_size=3))

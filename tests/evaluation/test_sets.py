@@ -16,8 +16,7 @@ from rlsys.errors import UserError
 def write(file: Path, *sources: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [
-        {"question": f"Who is {n}?", "golden_answers": ["x"], "data_source": name}
-        for n, name in enumerate(sources)
+        {"question": f"Who is {n}?", "golden_answers": ["x"], "data_source": name} for n, name in enumerate(sources)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

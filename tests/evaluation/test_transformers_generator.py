@@ -53,9 +53,7 @@ def model(words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def folder(
-    model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def folder(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qwen2")
     model.save_pretrained(folder)
     words.save_pretrained(folder)
@@ -79,15 +77,12 @@ def reference(
     )
     tokens = found.sequences[0, len(prompt) :].tolist()
     logprobs = [
-        float(torch.log_softmax(logits[0], dim=-1)[token])
-        for logits, token in zip(found.logits, tokens, strict=True)
+        float(torch.log_softmax(logits[0], dim=-1)[token]) for logits, token in zip(found.logits, tokens, strict=True)
     ]
     return tokens, logprobs
 
 
-def generate_all(
-    folder: Path, prompts: list[list[int]], stop: tuple[str, ...], batch: int
-) -> list[Generation]:
+def generate_all(folder: Path, prompts: list[list[int]], stop: tuple[str, ...], batch: int) -> list[Generation]:
     generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, batch)
     sampling = TurnSampling(0.0, stop=stop, max_new_tokens=NEW_TOKENS)
 
@@ -178,9 +173,7 @@ async def test_tokens_are_drawn_as_the_model_says(
         assert one.logprobs[0] == pytest.approx(float(expected[one.token_ids[0]].log()), abs=1e-4)
 
 
-async def test_what_is_drawn_depends_on_the_request_alone(
-    folder: Path, words: PreTrainedTokenizerFast
-) -> None:
+async def test_what_is_drawn_depends_on_the_request_alone(folder: Path, words: PreTrainedTokenizerFast) -> None:
     prompts, sampling = (
         [words(prompt)["input_ids"] for prompt in PROMPTS],
         TurnSampling(1.0, max_new_tokens=8),
@@ -227,9 +220,7 @@ def test_a_file_that_is_cut_short_is_one_sentence(folder: Path, tmp_path: Path, 
         TransformersGenerator(str(other), Dtype.float32, Device.cpu, 1)
 
 
-def test_who_listens_hears_every_token(
-    folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast
-) -> None:
+def test_who_listens_hears_every_token(folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> None:
     generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 8)
     sampling = TurnSampling(0.0, max_new_tokens=NEW_TOKENS)
     prompt = words(PROMPTS[1])["input_ids"]

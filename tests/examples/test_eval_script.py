@@ -74,9 +74,7 @@ def test_all_that_is_missing_is_said_in_one_go(tmp_path: Path) -> None:
 
 def test_a_dead_server_alone_is_a_failed_run(tmp_path: Path) -> None:
     write_questions(tmp_path / "own.jsonl")
-    done = run(
-        "searchr1_tiny_cpu", "--data", "own.jsonl", "--model", POLICY, f"search.url={DEAD}", cwd=tmp_path
-    )
+    done = run("searchr1_tiny_cpu", "--data", "own.jsonl", "--model", POLICY, f"search.url={DEAD}", cwd=tmp_path)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
 

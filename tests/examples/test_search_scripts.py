@@ -35,19 +35,13 @@ def passages() -> list[Passage]:
 
 def environment(**settings: str | Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH",)}
-    return (
-        kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in settings.items()}
-    )
+    return kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in settings.items()}
 
 
-def run(
-    script: str, *flags: str | Path, cwd: Path, **settings: str | Path
-) -> subprocess.CompletedProcess[str]:
+def run(script: str, *flags: str | Path, cwd: Path, **settings: str | Path) -> subprocess.CompletedProcess[str]:
     interpreter = "sh" if script.endswith(".sh") else sys.executable
     command = [interpreter, str(SCRIPTS / script), *map(str, flags)]
-    return subprocess.run(
-        command, cwd=cwd, env=environment(**settings), capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run(command, cwd=cwd, env=environment(**settings), capture_output=True, text=True, timeout=120)
 
 
 @contextmanager
@@ -56,9 +50,7 @@ def served(script: str, *flags: str | Path, cwd: Path, **settings: str | Path) -
     command = ["sh" if script.endswith(".sh") else sys.executable, str(SCRIPTS / script), *map(str, flags)]
     log = cwd / "server.log"
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=environment(**settings), stdout=output, stderr=output
-        )
+        process = subprocess.Popen(command, cwd=cwd, env=environment(**settings), stdout=output, stderr=output)
     try:
         yield wait_for_address(process, log)
         process.send_signal(signal.SIGTERM)
@@ -114,12 +106,8 @@ def test_a_folder_is_served_under_upstreams_flags(data: Path, dense: Path) -> No
     )
     assert "dense index was there already" in again.stdout, again.stderr
     flags = ("--corpus_path", data / "wiki-18.jsonl", "--port", "0", "--topk", "2")
-    with served(
-        "launch_local_server.sh", *flags, cwd=data, INDEX_PATH=dense, PAGES_PATH="pages.jsonl"
-    ) as address:
-        found = ask(
-            address, "/retrieve", {"queries": ["What is the capital of Armenia?"], "return_scores": True}
-        )
+    with served("launch_local_server.sh", *flags, cwd=data, INDEX_PATH=dense, PAGES_PATH="pages.jsonl") as address:
+        found = ask(address, "/retrieve", {"queries": ["What is the capital of Armenia?"], "return_scores": True})
         assert len(found[0]) == 2
         assert found[0][0]["document"] == next(p for p in passages() if p["id"] == "AM")
         assert ask(address, "/access", {"urls": ["AM", "nowhere"]}) == [
@@ -217,9 +205,7 @@ def test_python_scripts_tell_their_flags(script: str, tmp_path: Path) -> None:
         ("local_retrieval_server.py", ("--index_path", "a.index", "--topk", "0"), "topk 0 is out of range"),
     ],
 )
-def test_mistakes_are_told_in_one_sentence(
-    tmp_path: Path, script: str, flags: tuple[str, ...], message: str
-) -> None:
+def test_mistakes_are_told_in_one_sentence(tmp_path: Path, script: str, flags: tuple[str, ...], message: str) -> None:
     (tmp_path / "a.index").write_bytes(b"?")
     (tmp_path / "empty").mkdir()
     (tmp_path / "lucene").mkdir()

@@ -129,9 +129,7 @@ class Engines:
     def _doing(self, worker: Worker, call: asyncio.Future[Any], _method: str, _args: tuple[Any, ...]) -> None:
         worker.answer(call, worker.doing)
 
-    def _run_group(
-        self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]
-    ) -> None:
+    def _run_group(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
         question, samples, key, begun = args
         if worker.version < self.published:
             self.breaches.append(f"{key} began with version {worker.version}, not {self.published}")
@@ -147,9 +145,7 @@ class Engines:
         answer = trajectory(uid=question.uid, sample=sample, version=worker.version)
         self._later(worker, call, self._seconds(method, args), answer)
 
-    def _begin(
-        self, worker: Worker, call: asyncio.Future[Any], question: Question, episodes: int, key: str
-    ) -> None:
+    def _begin(self, worker: Worker, call: asyncio.Future[Any], question: Question, episodes: int, key: str) -> None:
         self.starts[question.uid].append((worker.number, now()))
         if worker.switching:
             self.breaches.append(f"{key} began on engine {worker.number} while it switched")
@@ -165,23 +161,17 @@ class Engines:
             found[key] = (first, *(one for one in worker.begun[key] if one.sample != 0))
         self._later(worker, call, 0.0, found)
 
-    def _abort_group(
-        self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]
-    ) -> None:
+    def _abort_group(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
         worker.finish(args[0])
         self._plain(worker, call, method, args)
 
-    def _begin_update(
-        self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]
-    ) -> None:
+    def _begin_update(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
         if worker.switching:
             self.breaches.append(f"version {args[0]} came to engine {worker.number} while it switched")
         worker.staged = args[0]
         self._plain(worker, call, method, args)
 
-    def _finish_update(
-        self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]
-    ) -> None:
+    def _finish_update(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
         """Lets groups finish, as an engine does that must not change weights under them."""
         if worker.switching:
             self.breaches.append(f"engine {worker.number} was told to switch while it did")

@@ -35,11 +35,7 @@ class Chaos:
         if method == "answer" and self.random.random() < 0.03:
             return NEVER
         if method in ("run_group", "answer"):
-            return (
-                NEVER
-                if args[0].uid in self.stuck
-                else self.random.choice([0, 5, self.random.uniform(0, 500)])
-            )
+            return NEVER if args[0].uid in self.stuck else self.random.choice([0, 5, self.random.uniform(0, 500)])
         return self.random.choice([0, 1, self.random.uniform(0, 20)])
 
     async def _ask(self, number: int) -> None:
@@ -164,9 +160,7 @@ class Chaos:
         """Every living engine has all its slots: as many groups as fit begin at once."""
         begun, capacity = now(), self.group.capacity
         self.stuck.clear()
-        asked = [
-            asyncio.ensure_future(self.group.run_group(question(100 + n), 100 + n)) for n in range(capacity)
-        ]
+        asked = [asyncio.ensure_future(self.group.run_group(question(100 + n), 100 + n)) for n in range(capacity)]
         await asyncio.sleep(0)
         await asyncio.gather(*asked)
         firsts = [self.engines.starts[f"q:{100 + number}"][0][1] for number in range(capacity)]
@@ -185,8 +179,6 @@ def test_any_interleaving_of_deaths_silence_cancellations_and_updates() -> None:
 
     for seed in range(150):
         run_virtually(one(seed))
-    assert min(outcomes[kind] for kind in ("whole", "cancelled", "engine_died", "timeout", "end")) > 5, (
-        outcomes
-    )
+    assert min(outcomes[kind] for kind in ("whole", "cancelled", "engine_died", "timeout", "end")) > 5, outcomes
     ends = ("done", "cancelled", "GroupLost", "NoneSetAside", "NoEngineLeft")
     assert min(evaluations[kind] for kind in ends) > 5, evaluations

@@ -43,9 +43,7 @@ def test_a_critic_that_is_not_placed_shares_the_actors_devices() -> None:
 def test_the_critic_is_placed_as_the_others_or_as_the_actor() -> None:
     assert parse_placement(PLACEMENT, with_critic=True)["critic"] == (0, 1)
     assert "critic" not in parse_placement(PLACEMENT)
-    with pytest.raises(
-        UserError, match=r"cluster\.placement\.critic is given but algorithm\.baseline is not critic"
-    ):
+    with pytest.raises(UserError, match=r"cluster\.placement\.critic is given but algorithm\.baseline is not critic"):
         parse_placement({**PLACEMENT, "critic": "0"})
     with pytest.raises(UserError, match=r'cluster\.placement\.critic="x" is not a list of ranks'):
         parse_placement({**PLACEMENT, "critic": "x"}, with_critic=True)
@@ -63,9 +61,7 @@ def test_the_critic_is_placed_as_the_others_or_as_the_actor() -> None:
         ("0-2", [("actor", "critic", [0, 1]), ("critic", "inference", [2])]),
     ],
 )
-def test_only_all_of_the_actors_ranks_may_be_shared(
-    critic: str, shared: list[tuple[str, str, list[int]]]
-) -> None:
+def test_only_all_of_the_actors_ranks_may_be_shared(critic: str, shared: list[tuple[str, str, list[int]]]) -> None:
     assert overlaps(parse_placement({**PLACEMENT, "critic": critic}, with_critic=True)) == shared
 
 

@@ -38,9 +38,7 @@ async def hold(group: RolloutGroup, until: float, engines: int = 1) -> Reserved:
 
 def updates_of(engines: Engines, index: int) -> list[tuple[str, Any]]:
     return [
-        (method, args[0])
-        for method, args in engines.ranks[index].log
-        if method in ("begin_update", "finish_update")
+        (method, args[0]) for method, args in engines.ranks[index].log if method in ("begin_update", "finish_update")
     ]
 
 
@@ -58,9 +56,7 @@ def test_an_evaluation_has_its_engines_for_itself_while_the_others_roll() -> Non
         assert group.capacity == 6
         assert [engines.starts[f"q:{number}"][0][0] for number in range(3)] == [2, 0, 2]
         assert found[3:] == [("whole", 20.0)] * 2, "the room of engine 1 is not for rollouts"
-        assert {engine for number in range(9) for engine, _ in engines.answered_by[f"q:{100 + number}"]} == {
-            1
-        }
+        assert {engine for number in range(9) for engine, _ in engines.answered_by[f"q:{100 + number}"]} == {1}
         assert [engines.starts[f"q:{100 + number}"][0][1] for number in range(9)] == [0.0] * 8 + [4.0]
         assert [answer.question_uid for answer in answers] == [f"q:{100 + number}" for number in range(9)]
         await rolling
@@ -262,9 +258,7 @@ def test_deaths_among_those_set_aside_and_the_others() -> None:
             await asyncio.sleep(1)
             engines.die(1)
             for one in asking:
-                with pytest.raises(
-                    NoneSetAside, match=r"(?s)was set aside has died\. The last one: .*rank 1"
-                ):
+                with pytest.raises(NoneSetAside, match=r"(?s)was set aside has died\. The last one: .*rank 1"):
                     await one
             with pytest.raises(NoneSetAside):
                 await reserved.answer(question(70))

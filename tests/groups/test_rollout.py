@@ -140,15 +140,11 @@ def test_the_second_death_ends_a_group_and_the_last_one_the_run() -> None:
         lost = asyncio.ensure_future(group.run_group(question(0), 0))
         await at(1, engines.die, 0)
         await at(2, engines.die, 1)
-        with pytest.raises(
-            GroupLost, match=r"q:0 is lost \(engine_died\): engines 0 and 1 both died under it"
-        ):
+        with pytest.raises(GroupLost, match=r"q:0 is lost \(engine_died\): engines 0 and 1 both died under it"):
             await lost
         assert (await group.metrics())["rollout/lost_groups"] == 1
         last = asyncio.ensure_future(group.run_group(question(1), 1))
-        waiting = [
-            asyncio.ensure_future(group.run_group(question(2 + number), 2 + number)) for number in range(3)
-        ]
+        waiting = [asyncio.ensure_future(group.run_group(question(2 + number), 2 + number)) for number in range(3)]
         await at(3, engines.die, 2)
         for one in [last, *waiting]:
             with pytest.raises(
@@ -163,9 +159,7 @@ def test_the_second_death_ends_a_group_and_the_last_one_the_run() -> None:
 
 def test_a_group_that_never_returns_is_lost_alone() -> None:
     async def story() -> None:
-        engines = Engines(
-            1, lambda method, args: NEVER if method == "run_group" and args[0].uid == "q:0" else 10
-        )
+        engines = Engines(1, lambda method, args: NEVER if method == "run_group" and args[0].uid == "q:0" else 10)
         group, _ = make(engines)
         results = await ask(group, 2)
         # The ping is answered at once, the abort after 10 s.
@@ -207,9 +201,7 @@ def test_an_engine_that_is_given_up_keeps_nobody_waiting() -> None:
 
 def test_a_group_whose_engine_dies_before_it_begins_goes_to_another() -> None:
     async def story() -> None:
-        engines = Engines(
-            2, lambda method, args: NEVER if method == "run_group" and args[0].uid != "q:4" else 0
-        )
+        engines = Engines(2, lambda method, args: NEVER if method == "run_group" and args[0].uid != "q:4" else 0)
         group, _ = make(engines)
         asked = [asyncio.ensure_future(group.run_group(question(number), number)) for number in range(5)]
         await asyncio.sleep(10)
@@ -237,9 +229,7 @@ def test_more_episodes_than_slots_have_as_many_turns_time() -> None:
 
 
 @pytest.mark.parametrize(("takes", "until"), [(3.0, 8.0), (NEVER, 5.0 + ABORT_TIMEOUT_S)])
-def test_a_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(
-    takes: float, until: float
-) -> None:
+def test_a_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(takes: float, until: float) -> None:
     async def story() -> None:
         engines = Engines(1, taking(run_group=100, abort_group=takes))
         group, _ = make(engines, slots=SAMPLES)

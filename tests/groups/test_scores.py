@@ -29,9 +29,7 @@ LENGTHS = (9, 7, 5, 5, 3, 2, 2)
 
 def samples() -> list[Sample]:
     """Sample i holds the tokens 100 i, 100 i + 1, ...; every other one is trained."""
-    return [
-        sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)
-    ]
+    return [sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)]
 
 
 def answer(batch: MicroBatch, full: bool) -> LogProbs:

@@ -68,8 +68,7 @@ def test_an_engine_that_dies_or_does_not_answer_costs_only_what_was_begun_on_it(
         engines = Engines(3, taking(run_group=200))
         group, _ = make(engines)
         asked = [
-            asyncio.ensure_future(group.run_group(question(number), number, ended(number, 3)))
-            for number in range(3)
+            asyncio.ensure_future(group.run_group(question(number), number, ended(number, 3))) for number in range(3)
         ]
         await settle()
         engines.die(0)
@@ -106,7 +105,5 @@ def test_a_group_that_is_returned_while_engines_are_asked_is_left_out() -> None:
 
 
 def _group_of(engines: Engines, engine: int, uid: str) -> tuple[Any, ...]:
-    (args,) = [
-        args for method, args in engines.ranks[engine].log if method == "run_group" and args[0].uid == uid
-    ]
+    (args,) = [args for method, args in engines.ranks[engine].log if method == "run_group" and args[0].uid == uid]
     return args

@@ -23,9 +23,7 @@ from tests.weights.ends import End, Group, ends, raw, some_tensors
 
 
 def cluster(mode: SyncMode = SyncMode.tensor, timeout_s: float = 30.0) -> ClusterConfig:
-    return ClusterConfig(
-        device=Device.cpu, sync_mode=mode, sync_bucket_bytes=64_000, call_timeout_s=timeout_s
-    )
+    return ClusterConfig(device=Device.cpu, sync_mode=mode, sync_bucket_bytes=64_000, call_timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +33,7 @@ def processes() -> Iterator[tuple[End, list[End]]]:
 
 
 @pytest.mark.parametrize("mode", list(SyncMode), ids=str)
-async def test_a_slow_reader_gets_every_bit(
-    mode: SyncMode, processes: tuple[End, list[End]], tmp_path: Path
-) -> None:
+async def test_a_slow_reader_gets_every_bit(mode: SyncMode, processes: tuple[End, list[End]], tmp_path: Path) -> None:
     source, (quick, slow) = processes
     slow.call("read_slowly", 0.05)
     actor, inference, rollout = (
@@ -144,9 +140,7 @@ def events() -> list[str]:
     return []
 
 
-def make(
-    events: list[str], tmp_path: Path, timeout_s: float = 30.0
-) -> tuple[WeightSync, Actor, Receivers, Receivers]:
+def make(events: list[str], tmp_path: Path, timeout_s: float = 30.0) -> tuple[WeightSync, Actor, Receivers, Receivers]:
     actor, rollout, inference = Actor(events), Receivers("rollout", events), Receivers("inference", events)
     settings = cluster(SyncMode.broadcast, timeout_s)
     sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference])  # type: ignore[arg-type]
@@ -201,9 +195,7 @@ async def test_a_transfer_waits_for_the_switch_before_it(events: list[str], tmp_
     assert [report.version for report in sync.reports] == [1, 2]
 
 
-async def test_a_switch_that_fails_or_does_not_end_stops_the_next_transfer(
-    events: list[str], tmp_path: Path
-) -> None:
+async def test_a_switch_that_fails_or_does_not_end_stops_the_next_transfer(events: list[str], tmp_path: Path) -> None:
     sync, _, rollout, _ = make(events, tmp_path, timeout_s=0.1)
     await sync.transfer(1)
     with pytest.raises(RunError, match=r"waited 0 s to send version 2: version 1 is not in use"):
@@ -215,9 +207,7 @@ async def test_a_switch_that_fails_or_does_not_end_stops_the_next_transfer(
         await sync.transfer(2)
 
 
-async def test_every_living_process_has_its_place_and_a_death_opens_anew(
-    events: list[str], tmp_path: Path
-) -> None:
+async def test_every_living_process_has_its_place_and_a_death_opens_anew(events: list[str], tmp_path: Path) -> None:
     sync, actor, rollout, inference = make(events, tmp_path)
     await sync.open()
     names = ("actor rank 0", "inference rank 0", "inference rank 1", "rollout rank 0", "rollout rank 1")

@@ -26,9 +26,7 @@ class ToyEngine:
         """Nothing takes long here."""
         self.gate = asyncio.Event()
 
-    async def run_group(
-        self, question: Question, n_samples: int, key: str, begun: Sequence[Begun]
-    ) -> list[Trajectory]:
+    async def run_group(self, question: Question, n_samples: int, key: str, begun: Sequence[Begun]) -> list[Trajectory]:
         """Trajectories whose only token is the engine's number."""
         self.begun[key] = tuple(begun)
         self.groups[key] = asyncio.ensure_future(self._wait())

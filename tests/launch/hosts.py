@@ -36,9 +36,7 @@ class Host:
         """Its end of the cable at the bridge."""
         self._cut = False
 
-    def start(
-        self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a command there, in the project's folder; its output goes to `log`."""
         with log.open("ab") as output:
             return subprocess.Popen(
@@ -51,9 +49,7 @@ class Host:
 
     def run(self, *command: str) -> str:
         """What a command there prints. Raises CalledProcessError if it fails."""
-        return subprocess.run(
-            [*self._enter(), *command], check=True, capture_output=True, text=True, timeout=30
-        ).stdout
+        return subprocess.run([*self._enter(), *command], check=True, capture_output=True, text=True, timeout=30).stdout
 
     def processes(self) -> list[psutil.Process]:
         """All that runs there but the host's first process."""
@@ -75,9 +71,7 @@ class Host:
 
     def cut(self, switch: psutil.Process) -> None:
         """Pull the cable: packets are lost, connections stay as they are."""
-        subprocess.run(
-            ["nsenter", "-t", str(switch.pid), "-n", "ip", "link", "set", self._port, "down"], check=True
-        )
+        subprocess.run(["nsenter", "-t", str(switch.pid), "-n", "ip", "link", "set", self._port, "down"], check=True)
 
     def _enter(self) -> list[str]:
         return ["nsenter", "-t", str(self._first.pid), "--net", "--mount", "--uts", "--pid"]
@@ -178,6 +172,4 @@ def _require_namespaces() -> None:
         check=False,
     )
     if probe.returncode != 0:
-        pytest.skip(
-            f"namespaces of network, mounts and processes are not allowed here: {probe.stderr.strip()}"
-        )
+        pytest.skip(f"namespaces of network, mounts and processes are not allowed here: {probe.stderr.strip()}")

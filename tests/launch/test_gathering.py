@@ -61,9 +61,7 @@ async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> 
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\nnew\n"
 
 
-async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(
-    ray_logs: Path, tmp_path: Path
-) -> None:
+async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(ray_logs: Path, tmp_path: Path) -> None:
     nodes = tmp_path / "run" / "logs" / "nodes"
     for life in range(3):
         (ray_logs / "raylet.out").write_text(f"life {life}")
@@ -113,9 +111,7 @@ async def test_workers_logs_come_from_machines_that_do_not_share_the_folder(tmp_
     assert not (shared / "nodes" / "0").exists()
 
 
-async def test_who_is_silent_is_told_and_keeps_nobody_else_from_being_read(
-    ray_logs: Path, tmp_path: Path
-) -> None:
+async def test_who_is_silent_is_told_and_keeps_nobody_else_from_being_read(ray_logs: Path, tmp_path: Path) -> None:
     called = Called(NodeAgent(), NodeAgent())
     called.silent = {0}
     (ray_logs / "a.log").write_text("a")

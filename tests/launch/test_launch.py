@@ -59,10 +59,7 @@ def test_a_machine_that_does_not_come_is_named(hosts: Hosts, tmp_path: Path) -> 
     for process in psutil.Process(taken.pid).children():
         process.kill()
     taken.wait(10)
-    assert (
-        f"node 1 did not come to {hosts[0].address}:6379 within 40 s (1 of 2 machines are there)"
-        in head.said()
-    )
+    assert f"node 1 did not come to {hosts[0].address}:6379 within 40 s (1 of 2 machines are there)" in head.said()
     assert head.leaves_nothing()
     assert not (tmp_path / "outputs").exists()
 
@@ -153,9 +150,7 @@ def test_an_interrupted_machine_ends_the_run(hosts: Hosts, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_machines_that_are_all_told_to_end_stay_until_the_head_has_closed_the_run(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_machines_that_are_all_told_to_end_stay_until_the_head_has_closed_the_run(hosts: Hosts, tmp_path: Path) -> None:
     head, worker = launch(hosts, tmp_path)
     wait_until(lambda: list(tmp_path.glob(LOGS)), 120, head, worker)
     worker.signal(signal.SIGTERM)

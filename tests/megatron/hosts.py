@@ -46,15 +46,11 @@ class HostedGroup:
         """See `WorkerGroup`."""
         return self._ask(self.ranks, method, [args] * len(self.ranks), timeout_s)
 
-    async def call_each(
-        self, method: str, arguments: Sequence[tuple], timeout_s: float = ANSWER_S
-    ) -> list[Any]:
+    async def call_each(self, method: str, arguments: Sequence[tuple], timeout_s: float = ANSWER_S) -> list[Any]:
         """See `WorkerGroup`."""
         return self._ask(self.ranks, method, arguments, timeout_s)
 
-    def _ask(
-        self, ranks: Sequence[Hosted], method: str, arguments: Sequence[tuple], timeout_s: float
-    ) -> list[Any]:
+    def _ask(self, ranks: Sequence[Hosted], method: str, arguments: Sequence[tuple], timeout_s: float) -> list[Any]:
         for rank, args in zip(ranks, arguments, strict=True):
             rank.pipe.send((method, args))
         answers = []

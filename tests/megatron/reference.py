@@ -136,9 +136,7 @@ def packed(*batches: MicroBatch, also: Sequence[str] = (), cp: int = 1, tp: int 
 
     names = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs", *also)
     lengths = np.concatenate([batch.lengths for batch in batches])
-    return MicroBatch(
-        lengths=lengths, packed=True, room_multiple=room, **{name: joined(name) for name in names}
-    )
+    return MicroBatch(lengths=lengths, packed=True, room_multiple=room, **{name: joined(name) for name in names})
 
 
 def load(path: Path) -> torch.nn.Module:

@@ -101,9 +101,7 @@ def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> No
     results = torch.load(tmp_path / "results.pt")
     plain = results.pop("plain")
     moved = (
-        (plain["model.norm.weight"] - reference.named_tensors(reference.load(model))["model.norm.weight"])
-        .abs()
-        .max()
+        (plain["model.norm.weight"] - reference.named_tensors(reference.load(model))["model.norm.weight"]).abs().max()
     )
     assert moved > 1e-4
     for name, tensor in plain.items():

@@ -61,9 +61,7 @@ LAYOUTS = [
     pytest.param(Layout(pp=3, dp=2), "qwen2", id="pp3-dp2", marks=pytest.mark.slow),
     # More TP ranks than the two key-value heads.
     pytest.param(Layout(tp=4), "qwen2", id="tp4", marks=pytest.mark.slow),
-    pytest.param(
-        Layout(tp=4, sequence_parallel=True, tied=False), "qwen3", id="qwen3-tp4-sp", marks=pytest.mark.slow
-    ),
+    pytest.param(Layout(tp=4, sequence_parallel=True, tied=False), "qwen3", id="qwen3-tp4-sp", marks=pytest.mark.slow),
     pytest.param(Layout(tp=2, pp=3, tied=False), "llama", id="llama-tp2-pp3", marks=pytest.mark.slow),
     pytest.param(Layout(cp=2, recompute=True), "qwen2", id="cp2"),
     pytest.param(Layout(tp=2, cp=2, sequence_parallel=True, tied=False), "llama", id="llama-tp2-cp2-sp"),
@@ -87,9 +85,7 @@ LAYOUTS = [
         marks=pytest.mark.slow,
     ),
     pytest.param(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-ep2-sp"),
-    pytest.param(
-        Layout(distributed=False, recompute=True, tied=False), "qwen3_moe", id="moe", marks=pytest.mark.slow
-    ),
+    pytest.param(Layout(distributed=False, recompute=True, tied=False), "qwen3_moe", id="moe", marks=pytest.mark.slow),
     # Experts are in two copies, which see different tokens.
     pytest.param(
         Layout(tp=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-sp", marks=pytest.mark.slow
@@ -132,9 +128,7 @@ def _half_packed(batches: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
     ]
 
 
-def _in_group(
-    rank: int, world: int, layout: Layout, family: str, model: str, out: str, ports: list[int]
-) -> None:
+def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, out: str, ports: list[int]) -> None:
     config = ModelConfig(model, Layers.local, Dtype.float32, layout.recompute)
     results: dict[str, Any] = {}
     actor = Actor(
@@ -164,9 +158,7 @@ def _in_group(
     box: list[Any] = [buckets, digest_of(buckets)]
     torch.distributed.broadcast_object_list(box, src=0)
     groups.stop()
-    worker = LogProbWorker(
-        rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, 1, FIXED
-    )
+    worker = LogProbWorker(rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, 1, FIXED)
     probe = _half_packed(_steps()[0][:3], layout)
     results["before"] = worker.compute(probe)
     _update(worker, 1, box[0][:1], box[1], refused="came without")
@@ -229,9 +221,7 @@ def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, t
         _close(first["trained"][name], tensor, 2e-5)
 
     with torch.no_grad():
-        for index, (padded, batch) in enumerate(
-            zip(_steps()[0], _half_packed(_steps()[0][:3], layout), strict=False)
-        ):
+        for index, (padded, batch) in enumerate(zip(_steps()[0], _half_packed(_steps()[0][:3], layout), strict=False)):
             before = reference.logprobs_and_entropy(untrained, padded.tokens)[0].numpy()[padded.loss_mask]
             after = reference.logprobs_and_entropy(trained, padded.tokens)[0].numpy()[padded.loss_mask]
             for when, policy, tolerance in (("before", before, 2e-5), ("after", after, 1e-4)):

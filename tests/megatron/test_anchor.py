@@ -185,9 +185,7 @@ async def test_a_float32_average_is_the_float64_loops(size: str, model: str, pip
     assert not same(found, policy(model, 8, Dtype.float32))
 
 
-async def test_a_bfloat16_average_moves_although_no_step_of_it_can_be_seen(
-    model: str, pipes: list[Connection]
-) -> None:
+async def test_a_bfloat16_average_moves_although_no_step_of_it_can_be_seen(model: str, pipes: list[Connection]) -> None:
     drift, versions = 1e-4, 40
     group = await start(pipes, "tp2 pp2", model, replace(AVERAGE, update_period=1), Dtype.bfloat16)
     await group.call("updates", 1, versions, drift)
@@ -244,9 +242,7 @@ async def test_a_reference_goes_on_under_another_cut(
     assert same(saved, {name: converted.get(name) for name in converted.names()})
 
 
-async def test_a_checkpoint_without_a_master_begins_one(
-    model: str, pipes: list[Connection], tmp_path: Path
-) -> None:
+async def test_a_checkpoint_without_a_master_begins_one(model: str, pipes: list[Connection], tmp_path: Path) -> None:
     folder, drift = str(tmp_path / "reference"), 1e-3
     plan = replace(FIXED, reset_period=3)
     group = await start(pipes, "one", model, plan, Dtype.bfloat16)
@@ -270,9 +266,7 @@ def test_what_is_due_goes_by_the_version() -> None:
     assert ReferencePlan(1.0, 1, None).kept_at(7) == 1
 
 
-@pytest.mark.parametrize(
-    "plan", [replace(AVERAGE, reset_period=4), replace(FIXED, reset_period=3), FIXED], ids=repr
-)
+@pytest.mark.parametrize("plan", [replace(AVERAGE, reset_period=4), replace(FIXED, reset_period=3), FIXED], ids=repr)
 @pytest.mark.parametrize("dtype", Dtype)
 async def test_each_version_does_what_is_due_and_no_more(
     plan: ReferencePlan, dtype: Dtype, model: str, pipes: list[Connection]
@@ -437,9 +431,7 @@ class Taker:
         self.version = version
 
 
-async def test_the_inference_group_hands_the_reference_out(
-    model: str, pipes: list[Connection], tmp_path: Path
-) -> None:
+async def test_the_inference_group_hands_the_reference_out(model: str, pipes: list[Connection], tmp_path: Path) -> None:
     """As a driver does it, with the processes of a run."""
     cluster = ClusterConfig(device=Device.cpu, sync_bucket_bytes=100_000)
     config = RunConfig(

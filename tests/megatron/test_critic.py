@@ -77,9 +77,7 @@ def _packed(*batches: MicroBatch, layout: Layout = ALONE) -> MicroBatch:
     return reference.packed(*batches, also=("values", "returns"), cp=layout.cp, tp=layout.tp)
 
 
-def _critic(
-    rank: int, world: int, port: int, model: Path, parallel: ParallelConfig, **options: Any
-) -> Critic:
+def _critic(rank: int, world: int, port: int, model: Path, parallel: ParallelConfig, **options: Any) -> Critic:
     return Critic(
         rendezvous(rank, world, port),
         ModelConfig(str(model), Layers.local, options.get("dtype", Dtype.float32)),
@@ -152,9 +150,7 @@ def _reference_steps(model: torch.nn.Module) -> list[float]:
     return norms
 
 
-def _assert_values(
-    found: list[np.ndarray], model: torch.nn.Module, tolerance: float, layout: Layout
-) -> np.ndarray:
+def _assert_values(found: list[np.ndarray], model: torch.nn.Module, tolerance: float, layout: Layout) -> np.ndarray:
     """Compare what `_in_group` computed for its probe; returns the values."""
     padded = _steps()[0]
     with torch.no_grad():

@@ -96,9 +96,7 @@ def check(case: Case, actual: Results) -> None:
         assert all(len(set(row)) == case.k and max(row) < case.vocab for row in tokens.tolist())
         logits = case.tensors()[model == "reference"].double()
         log_p = (logits[:, : case.vocab] / case.temperature).log_softmax(-1)
-        torch.testing.assert_close(
-            log_p.gather(1, tokens), actual[f"{model} top"].double(), rtol=0, atol=2e-5
-        )
+        torch.testing.assert_close(log_p.gather(1, tokens), actual[f"{model} top"].double(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -165,9 +163,9 @@ def test_no_float32_copy_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < largest.elements <= 4 * 256
 
 
-ARGUMENTS = {
-    name: torch.zeros(2) for name in ("targets", "logprobs", "old_logprobs", "ref_logprobs")
-} | dict.fromkeys(("pick_tokens", "pick_logprobs", "ref_logits"))
+ARGUMENTS = {name: torch.zeros(2) for name in ("targets", "logprobs", "old_logprobs", "ref_logprobs")} | dict.fromkeys(
+    ("pick_tokens", "pick_logprobs", "ref_logits")
+)
 
 
 @pytest.mark.parametrize(

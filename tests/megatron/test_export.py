@@ -33,9 +33,7 @@ def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> 
     smallest = largest_tensor_bytes(model, config.dtype)
     buckets = export(actor, smallest)
     assert max(bucket.data.nbytes for bucket in buckets) == smallest
-    with pytest.raises(
-        RunError, match=rf"cluster.sync_bucket_bytes={smallest - 1} is too small .*_proj.*Raise it"
-    ):
+    with pytest.raises(RunError, match=rf"cluster.sync_bucket_bytes={smallest - 1} is too small .*_proj.*Raise it"):
         export(actor, smallest - 1)
     groups.stop()
 
@@ -57,9 +55,7 @@ def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> 
     for batch, logprobs in zip(probe, found, strict=True):
         with torch.no_grad():
             expected = reference.logprobs_and_entropy(reference.load(Path(other)), batch.tokens)[0].numpy()
-        np.testing.assert_allclose(
-            logprobs.policy[batch.loss_mask], expected[batch.loss_mask], rtol=2e-5, atol=2e-5
-        )
+        np.testing.assert_allclose(logprobs.policy[batch.loss_mask], expected[batch.loss_mask], rtol=2e-5, atol=2e-5)
     groups.stop()
 
 
@@ -69,9 +65,7 @@ def test_buckets_are_as_small_as_the_model_allows_and_may_lie_in_one_memory(tmp_
     run_group(_in_process, 1, str(model), str(other), [free_port(), free_port()])
 
 
-def _every_stage_sends(
-    rank: int, world_size: int, layout: Layout, models: list[str], folder: str, port: int
-) -> None:
+def _every_stage_sends(rank: int, world_size: int, layout: Layout, models: list[str], folder: str, port: int) -> None:
     rlsys.trainer.sending.open_sender = ends.sender_of
     config = ModelConfig(models[0], Layers.local, Dtype.float32)
     place = rendezvous(rank, world_size, port)

@@ -84,9 +84,7 @@ def _load_tied_with_another_output_layer(rank: int, _: int, path: str, port: int
     model = PolicyModel(
         read_architecture(path), ModelConfig(path, Layers.local, Dtype.float32), ParallelConfig(), place
     )
-    with pytest.raises(
-        UserError, match=r"lm_head\.weight with other numbers than model\.embed_tokens\.weight"
-    ):
+    with pytest.raises(UserError, match=r"lm_head\.weight with other numbers than model\.embed_tokens\.weight"):
         model.load_hf(path)
     groups.stop()
 

@@ -174,9 +174,7 @@ def test_every_layout_takes_the_bytes_that_are_estimated(case: Case, tmp_path: P
 
 
 @pytest.mark.parametrize("fusions", [True, False])
-def test_local_layers_on_a_gpu_are_estimated_with_the_kernels_that_they_get(
-    fusions: bool, tmp_path: Path
-) -> None:
+def test_local_layers_on_a_gpu_are_estimated_with_the_kernels_that_they_get(fusions: bool, tmp_path: Path) -> None:
     SHAPES["dense"]().save_pretrained(tmp_path)
     config = Case().config(tmp_path)
     config.cluster.device = Device.gpu
@@ -219,9 +217,7 @@ def _measure(rank: int, world_size: int, port: int, folder: Path, case: Case) ->
         # Recomputed layers are there one at a time.
         (max(routed) if case.layout.recompute else sum(routed) // len(routed)) if routed else None,
     )
-    estimate = stage_memory(
-        Rank(config, read_architecture(config.model.path), case.group, worker.place.pp, load)
-    )
+    estimate = stage_memory(Rank(config, read_architecture(config.model.path), case.group, worker.place.pp, load))
     _check(estimate, always, meter.peak)
     groups.stop()
 

@@ -31,9 +31,7 @@ BATCHES = reference.make_batches(4, seed=3)
 BATCHES[0].loss_mask[0] = False
 
 
-def _actor(
-    rank: int, world: int, port: int, model: Path, parallel: ParallelConfig, objective: Objective
-) -> Actor:
+def _actor(rank: int, world: int, port: int, model: Path, parallel: ParallelConfig, objective: Objective) -> Actor:
     config = ModelConfig(str(model), Layers.local, Dtype.float32)
     return Actor(rendezvous(rank, world, port), config, parallel, OPTIMIZER, objective, 3, seed=1)
 
@@ -77,9 +75,7 @@ def test_every_aggregation_is_that_of_one_process_whatever_the_split(tmp_path: P
 
 
 def _config(estimator: KlEstimator, top_k: int | None) -> AlgorithmConfig:
-    return AlgorithmConfig(
-        kl_coef=KL_COEF, kl_estimator=estimator, kl_topk_tokens=top_k, kl_use_tail_sampling=False
-    )
+    return AlgorithmConfig(kl_coef=KL_COEF, kl_estimator=estimator, kl_topk_tokens=top_k, kl_use_tail_sampling=False)
 
 
 def _picked(batch: MicroBatch, model: torch.nn.Module) -> MicroBatch:
@@ -106,9 +102,7 @@ def _diverging(
 ) -> None:
     """Two steps away from a reference that follows, and the second again from a checkpoint."""
     plan = ReferencePlan(TAU, 1, None) if config.kl_topk_tokens is None else None
-    objective = Objective(
-        policy_loss(config), reference.TEMPERATURE, divergence=divergence_of(config), reference=plan
-    )
+    objective = Objective(policy_loss(config), reference.TEMPERATURE, divergence=divergence_of(config), reference=plan)
     batches = BATCHES if plan else [_picked(batch, reference.load(model)) for batch in BATCHES]
     filler = collate([], pad_id=0, multiple_of=4)
     results: list[Any] = []

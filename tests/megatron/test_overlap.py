@@ -53,9 +53,7 @@ class _Watched:
         return sum(one.grad_reduce_handle is not None for one in self._buckets)
 
 
-def _trained(
-    rank: int, port: int, layout: Layout, model: str, way: OptimizerConfig, told: bool
-) -> dict[str, Any]:
+def _trained(rank: int, port: int, layout: Layout, model: str, way: OptimizerConfig, told: bool) -> dict[str, Any]:
     """`STEPS` steps, each of several calls; with `told` the learner hears which is the last."""
     settings = ModelConfig(model, Layers.local, Dtype.float32, recompute=layout.recompute)
     meeting = rendezvous(rank, layout.processes, port)
@@ -102,9 +100,7 @@ def test_overlapped_steps_are_those_without(name: str, tmp_path: Path) -> None:
     for way, found in ranks[0].items():
         assert found["norms"] == pytest.approx(plain["norms"], rel=1e-5), way
         for key, tensor in plain["weights"].items():
-            torch.testing.assert_close(
-                found["weights"][key], tensor, rtol=1e-5, atol=1e-6, msg=f"{way} {key}"
-            )
+            torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-5, atol=1e-6, msg=f"{way} {key}")
     for rank in ranks:
         _overlaps_when_it_should(rank)
     # Megatron does not cut the gradients of stages behind the first.

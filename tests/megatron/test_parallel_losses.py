@@ -177,9 +177,7 @@ def _sampling_policy(policies: Policies, meeting: groups.Rendezvous) -> list[Buc
     return box[0]
 
 
-def _scored(
-    policies: Policies, meeting: groups.Rendezvous, update: list[Bucket], forward: bool
-) -> list[Sample]:
+def _scored(policies: Policies, meeting: groups.Rendezvous, update: list[Bucket], forward: bool) -> list[Sample]:
     """The samples with log-probs of both policies, and with the picks of a KL term of that direction."""
     estimator = KlEstimator.full_forward if forward else KlEstimator.full_reverse
     picks = pick_plan(AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=TOP_K))
@@ -290,8 +288,7 @@ def test_the_groups_cut_otherwise(layout: str) -> None:
 
 
 LAYOUT_PARAMS = [
-    pytest.param(name, marks=pytest.mark.slow) if processes > 2 else name
-    for name, (processes, _) in LAYOUTS.items()
+    pytest.param(name, marks=pytest.mark.slow) if processes > 2 else name for name, (processes, _) in LAYOUTS.items()
 ]
 
 

@@ -47,9 +47,7 @@ from tests.megatron.hosts import HostedGroup, hosts
 DP2, TP2, PP2 = ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(pp=2, pp_layers=[1, 2])
 STEPS = [reference.make_batches(4, seed=step) for step in range(4)]
 WHOLE_VOCABULARY = AlgorithmConfig(kl_coef=0.1, kl_estimator=KlEstimator.full_reverse)
-FOLLOWING = replace(
-    OBJECTIVE, divergence=divergence_of(WHOLE_VOCABULARY), reference=ReferencePlan(0.5, 1, None)
-)
+FOLLOWING = replace(OBJECTIVE, divergence=divergence_of(WHOLE_VOCABULARY), reference=ReferencePlan(0.5, 1, None))
 MOMENTS = ("rng_00000.npz", "__1_0.distcp", ".metadata.tmp", ".complete.json.partial")
 """Files of a checkpoint in the order in which they are opened."""
 
@@ -63,9 +61,7 @@ class Bench:
         config = ModelConfig(model, Layers.local, Dtype.float32)
         objective = FOLLOWING if follows else OBJECTIVE
         adam = OptimizerConfig(lr=3e-3, weight_decay=0.1)
-        self._actor = Actor(
-            rendezvous(rank, world, port), config, parallel, adam, objective, len(STEPS), seed=1
-        )
+        self._actor = Actor(rendezvous(rank, world, port), config, parallel, adam, objective, len(STEPS), seed=1)
         self._actor.load_hf(model)
         self._go_on = Event()
         self.saving, self.finish = self._actor.saving, self._actor.finish_save
@@ -150,9 +146,7 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "follows"), [(DP2, True), (TP2, False), (PP2, False)], ids=["dp2", "tp2", "pp2"]
-)
+@pytest.mark.parametrize(("parallel", "follows"), [(DP2, True), (TP2, False), (PP2, False)], ids=["dp2", "tp2", "pp2"])
 async def test_what_is_saved_is_the_state_when_saving_began(
     parallel: ParallelConfig, follows: bool, pipes: list[Connection], model: str, tmp_path: Path
 ) -> None:
@@ -240,9 +234,7 @@ async def test_a_full_disk_is_said_on_all_ranks_and_leaves_nothing_that_looks_co
     (full / name).symlink_to("/dev/full")
     await group.call("begin", str(full))
     for said in await group.call("fails", "finish"):
-        assert said.startswith(
-            f"RunError: The checkpoint {full} could not be written (No space left on device, rank "
-        )
+        assert said.startswith(f"RunError: The checkpoint {full} could not be written (No space left on device, rank ")
         assert "\n" not in said
     assert not is_complete(full)
     # It is said once, and the next save is another.
@@ -311,9 +303,7 @@ def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-async def test_damage_is_one_sentence_that_names_the_file(
-    pipes: list[Connection], model: str, tmp_path: Path
-) -> None:
+async def test_damage_is_one_sentence_that_names_the_file(pipes: list[Connection], model: str, tmp_path: Path) -> None:
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     group = await start(pipes[:2], model)
     await group.call("save", str(whole))

@@ -88,9 +88,7 @@ def test_the_machines_memory_and_its_gpus_are_told(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "script", ["exit 9", "echo 'No devices were found'", "echo 'NVIDIA H100, 580'; exit 1", "exec sleep 600"]
 )
-def test_a_driver_without_an_answer_is_left_out(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_without_an_answer_is_left_out(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 0.5)
     driver(tmp_path / "bin", script.replace("sleep", "/bin/sleep"), monkeypatch)
     with_it = environment()
@@ -99,9 +97,7 @@ def test_a_driver_without_an_answer_is_left_out(
     assert not {"gpus", "gpu driver", "cuda of torch"} & with_it.keys()
 
 
-def test_a_damaged_record_of_lives_does_not_end_a_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_record_of_lives_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for content in ("", "{", "[]", '{"lives": [1]}', '{"lives": [{"begun": 1}]}'):
         (tmp_path / RUN).write_text(content)
         caplog.clear()

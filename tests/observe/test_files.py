@@ -47,9 +47,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert [found.name for found in path.parent.iterdir()] == ["a.txt"]
 
 
-def test_a_full_disk_is_told_with_the_name_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     write_atomically(path, "old")
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -145,9 +143,7 @@ def test_no_line_is_longer_than_its_limit(tmp_path: Path) -> None:
     assert read == [b"{}\n", b"[]\n"]
 
 
-@pytest.mark.parametrize(
-    "text", [DEEP, LEVELS, b'{"a": 1%s}' % (b"0" * 20), b"[-9223372036854775809]", b"\xff", b""]
-)
+@pytest.mark.parametrize("text", [DEEP, LEVELS, b'{"a": 1%s}' % (b"0" * 20), b"[-9223372036854775809]", b"\xff", b""])
 def test_json_that_breaks_its_readers_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 what it says is nobody's
         parse_json(text)

@@ -55,9 +55,7 @@ async def others_ran(waiting: asyncio.Task[None]) -> bool:
     return not waiting.done()
 
 
-def test_training_goes_on_and_the_next_step_waits_its_turn(
-    keeper: Keeper, slow: Slow, tmp_path: Path
-) -> None:
+def test_training_goes_on_and_the_next_step_waits_its_turn(keeper: Keeper, slow: Slow, tmp_path: Path) -> None:
     async def train() -> None:
         await keeper.begin(1, [group(1)], None)  # Returns although nothing may be written yet.
         await until(lambda: slow.begun)

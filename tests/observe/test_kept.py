@@ -59,9 +59,7 @@ def scored(number: int = 0, uid: str = "q:1") -> Sample:
         sampled_logprobs=np.array([-1.5, -0.1, -1e-7], np.float32),
     )
     scores = np.linspace(-3, 0, 6, dtype=np.float32)
-    return replace(
-        rewarded(one, 1.0), old_logprobs=scores, parts={"em": 1.0}, advantages=scores / np.float32(3)
-    )
+    return replace(rewarded(one, 1.0), old_logprobs=scores, parts={"em": 1.0}, advantages=scores / np.float32(3))
 
 
 def with_tokens_from(one: Sample, first: int) -> Sample:
@@ -93,9 +91,7 @@ def test_a_wrong_answer_and_none_are_not_exact() -> None:
     one = scored()
     for content, action in (("no", Action.ANSWER), ("yes", Action.INVALID)):
         last = replace(one.trajectory.turns[-1], content=content, action=action)
-        other = replace(
-            one, trajectory=replace(one.trajectory, turns=(last,), sampled_ids=np.zeros(0, np.int32))
-        )
+        other = replace(one, trajectory=replace(one.trajectory, turns=(last,), sampled_ids=np.zeros(0, np.int32)))
         (kept,) = keep([Group(question(1), (other,))], 1, None, shown)
         assert not kept.exact
         assert kept.turns[0].sampled_ids.size == 0, "what was sampled is not known"
@@ -155,9 +151,7 @@ def test_a_row_comes_back_to_the_bit(
     assert np.array_equal(nan, np.isnan(again.old_logprobs))
     assert again.old_logprobs[~nan].tobytes() == one.old_logprobs[~nan].tobytes()
     assert (again.weights is None) == (weights is None)
-    same_logprobs = replace(
-        again, old_logprobs=logprobs, weights=weights, rollout_logprobs=one.rollout_logprobs
-    )
+    same_logprobs = replace(again, old_logprobs=logprobs, weights=weights, rollout_logprobs=one.rollout_logprobs)
     assert same(same_logprobs, replace(one, old_logprobs=logprobs))
 
 
@@ -226,14 +220,10 @@ def test_a_file_of_another_version_is_one_sentence(
     rows = [json.loads(line) for line in gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines()]
     for row in rows:
         change(row)
-    kept_file(tmp_path, 1).write_bytes(
-        gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
-    )
+    kept_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
     problems: list[str] = []
     assert [one.step for one in read_kept(tmp_path, problems.append)] == [2, 2, 2]
-    assert problems == [
-        f"trajectories/step_000001.jsonl.gz has rows of another version of rlsys ({told}): left out."
-    ]
+    assert problems == [f"trajectories/step_000001.jsonl.gz has rows of another version of rlsys ({told}): left out."]
 
 
 def test_a_row_without_a_field_that_came_later_is_read() -> None:

@@ -31,9 +31,7 @@ def test_the_position_is_the_size_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
     assert LineLog(path).position == 0
     positions = filled(path)
-    assert positions == [
-        len(b"".join(path.read_bytes().splitlines(True)[: number + 1])) for number in range(3)
-    ]
+    assert positions == [len(b"".join(path.read_bytes().splitlines(True)[: number + 1])) for number in range(3)]
     assert LineLog(path).position == positions[-1] == path.stat().st_size
 
 

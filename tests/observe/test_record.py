@@ -173,9 +173,7 @@ def test_guards_leave_a_mark_in_every_row_and_one_line_when_they_begin(tmp_path:
     assert [row["guard/entropy"] for row in run.rows()] == [0, 1, 1, 0, 0, 1]
     assert {row["guard/kl"] for row in run.rows()} == {0}
     assert "guard/same_answer" not in run.rows()[0]
-    lines = [
-        line for line in run.printed.getvalue().splitlines() if line.startswith("Warning: actor/entropy")
-    ]
+    lines = [line for line in run.printed.getvalue().splitlines() if line.startswith("Warning: actor/entropy")]
     assert [line.split(" at step ")[1][0] for line in lines] == ["2", "6"]
 
 
@@ -317,9 +315,7 @@ def test_what_a_kill_has_left_half_written_is_gone(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
 
 
-def test_the_config_of_a_resumed_run_is_whole_at_any_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_of_a_resumed_run_is_whole_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     run.step(1)
     before = (tmp_path / "config.yaml").read_text()

@@ -51,9 +51,7 @@ def test_what_is_there_is_read(folder: Path) -> None:
     assert run.lives[0].command == ["rlsys"]
     assert run.problems == []
     assert list(run.trajectories()) == []
-    assert run.problems == [
-        "trajectories is missing: no trajectory was kept, or the run is of an older rlsys."
-    ]
+    assert run.problems == ["trajectories is missing: no trajectory was kept, or the run is of an older rlsys."]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_one_that_is(folder: Path) -> None:
@@ -69,9 +67,7 @@ def test_a_folder_that_is_no_run_is_refused_with_one_that_is(folder: Path) -> No
         assert text.startswith(f"{path} is no ")
         assert text.endswith(hint)
         assert "\n" not in text
-    with pytest.raises(
-        UserError, match=r"it has neither config\.yaml nor metrics\.jsonl; give the folder of a run,"
-    ):
+    with pytest.raises(UserError, match=r"it has neither config\.yaml nor metrics\.jsonl; give the folder of a run,"):
         open_run(folder / "evaluations")
 
 

@@ -103,9 +103,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))).map(merg
 
 
 @given(INTERVALS, INTERVALS)
-def test_intervals_of_both_and_of_one_alone(
-    first: list[tuple[int, int]], second: list[tuple[int, int]]
-) -> None:
+def test_intervals_of_both_and_of_one_alone(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
     points = [{point for start, end in one for point in range(start, end)} for one in (first, second)]
     for found, expected in (
         (common_intervals(first, second), points[0] & points[1]),

@@ -29,21 +29,14 @@ def episode(*turns: tuple[int, int, int]) -> Trajectory:
 
 
 def seconds(spans: list[Span], name: str) -> set[int]:
-    return {
-        second
-        for span in spans
-        if span.name == name
-        for second in range(span.start_ns // S, span.end_ns // S)
-    }
+    return {second for span in spans if span.name == name for second in range(span.start_ns // S, span.end_ns // S)}
 
 
 TURNS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6), st.integers(0, 6)), max_size=4)
 
 
 @given(st.lists(TURNS, max_size=4), st.integers(0, 15), st.integers(1, 20))
-def test_every_second_is_counted_once(
-    episodes: list[list[tuple[int, int, int]]], start: int, length: int
-) -> None:
+def test_every_second_is_counted_once(episodes: list[list[tuple[int, int, int]]], start: int, length: int) -> None:
     """Second by second: somebody generates, or nobody does and somebody searches, within the group's time."""
     whole = (start * S, (start + length) * S)
     found = episode_spans(whole, "engine 3", {"question": "q"}, [episode(*turns) for turns in episodes])
@@ -58,9 +51,7 @@ def test_every_second_is_counted_once(
     }
     assert seconds(found, "generate.turns") == generating
     assert seconds(found, "search.queries") == searching
-    assert {(span.group, span.lane, span.args["question"]) for span in found} <= {
-        ("rollout", "engine 3", "q")
-    }
+    assert {(span.group, span.lane, span.args["question"]) for span in found} <= {("rollout", "engine 3", "q")}
     ordered = sorted((span.start_ns, span.end_ns) for span in found)
     assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
 
@@ -78,9 +69,7 @@ def test_by_hand() -> None:
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=12),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8)), max_size=5),
 )
-def test_a_step_has_the_spans_that_touch_it(
-    spans: list[tuple[int, int]], steps: list[tuple[int, int]]
-) -> None:
+def test_a_step_has_the_spans_that_touch_it(spans: list[tuple[int, int]], steps: list[tuple[int, int]]) -> None:
     found = [Span(str(i), start, start + length, "actor", "0") for i, (start, length) in enumerate(spans)]
     rows, at = [], 0
     for number, (pause, length) in enumerate(steps, 1):

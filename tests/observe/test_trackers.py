@@ -62,9 +62,7 @@ def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> N
     assert shown == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 0.5), (5, 0.625), (6, 0.75)]
     assert [event.step for event in events.Scalars("eval/em")] == [3]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, (
-        "and no row of evaluations"
-    )
+    assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, "and no row of evaluations"
 
 
 def test_with_both_off_there_is_still_the_run_s_own_file(tmp_path: Path) -> None:
@@ -207,9 +205,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("rlsys")]
 
 
-def test_a_tensorboard_that_cannot_start_costs_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tensorboard_that_cannot_start_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("a file")
     trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
     assert trackers.others == {}
@@ -254,9 +250,7 @@ def test_a_tracker_that_fails_is_left_out_from_there_on(
         trackers.log(step, METRICS)
         trackers.log_evaluation(step, METRICS)
     trackers.close()
-    assert told(caplog) == [
-        "Weights & Biases failed ([Errno 28] No space left on device); the run goes on without it."
-    ]
+    assert told(caplog) == ["Weights & Biases failed ([Errno 28] No space left on device); the run goes on without it."]
     assert failing.told.count(fails_at) == 1
     assert failing.told[-1] == fails_at, "nothing is told to it afterwards"
     assert fine.told == ["", *["log", "log_evaluation"] * 2, "close"]

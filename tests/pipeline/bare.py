@@ -25,9 +25,7 @@ class Bare:
     """What the devices wait for before a rollout."""
     version = 0
 
-    async def run_group(
-        self, asked: Question, _ticket: int, _begun: Sequence[Begun] = ()
-    ) -> list[Trajectory]:
+    async def run_group(self, asked: Question, _ticket: int, _begun: Sequence[Begun] = ()) -> list[Trajectory]:
         """One episode."""
         return [trajectory(uid=asked.uid, version=self.version)]
 

@@ -37,9 +37,7 @@ def trajectory(
         loss_mask=np.array(trained, dtype=np.bool_),
         rollout_logprobs=np.array(logprobs, dtype=np.float32),
         versions=np.where(trained, version, -1).astype(np.int32),
-        turn_of_token=np.array(
-            np.where(trained, 0, -1) if turn_of_token is None else turn_of_token, dtype=np.int32
-        ),
+        turn_of_token=np.array(np.where(trained, 0, -1) if turn_of_token is None else turn_of_token, dtype=np.int32),
         tokens_differing=tokens_differing,
         response="",
         turns=tuple(turns),

@@ -28,17 +28,13 @@ def record(questions: Sequence[Question], shape: Shape, seed: int) -> Recording:
     """Episodes of every question in every step; a third of the answers are right."""
     random = np.random.default_rng(seed)
     return {
-        (question.uid, step): [
-            _episode(question, number, step, shape, random) for number in range(shape.samples)
-        ]
+        (question.uid, step): [_episode(question, number, step, shape, random) for number in range(shape.samples)]
         for step in range(shape.steps)
         for question in questions
     }
 
 
-def _episode(
-    question: Question, number: int, step: int, shape: Shape, random: np.random.Generator
-) -> Trajectory:
+def _episode(question: Question, number: int, step: int, shape: Shape, random: np.random.Generator) -> Trajectory:
     """One to three turns, with an observation between two of them."""
     turns = int(random.integers(1, 4))
     lengths = [int(random.integers(3, 9))]

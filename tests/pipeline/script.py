@@ -82,9 +82,7 @@ class Script:
     @property
     def spare(self) -> int:
         """Tickets beyond those that the steps need."""
-        return next(
-            n for n in range(100) if self.groups_per_step + n >= self.oversample * self.groups_per_step
-        )
+        return next(n for n in range(100) if self.groups_per_step + n >= self.oversample * self.groups_per_step)
 
     @property
     def most_outstanding(self) -> int:
@@ -138,12 +136,8 @@ class Script:
                     "save",
                 )
             },
-            deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))]
-            if odd
-            else (),
-            poisoned=frozenset(f"q:{n}" for n in range(1, questions) if below() < 0.2)
-            if odd
-            else frozenset(),
+            deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))] if odd else (),
+            poisoned=frozenset(f"q:{n}" for n in range(1, questions) if below() < 0.2) if odd else frozenset(),
         )
         if script.mixed:  # Long episodes, so that some see an update.
             script.scale_s["roll"] *= 10

@@ -113,9 +113,7 @@ class Engines:
         """Groups that the living engines have room for."""
         return max(1, self.script.slots // self.script.samples) * len(self.router.living)
 
-    async def run_group(
-        self, question: Question, ticket: int, begun: Sequence[Begun] = ()
-    ) -> list[Trajectory]:
+    async def run_group(self, question: Question, ticket: int, begun: Sequence[Begun] = ()) -> list[Trajectory]:
         """All episodes of `question`. May wind down slowly if cancelled, or return its answer all the same."""
         self.record.begin_group(ticket, begun)
         play = None
@@ -300,9 +298,7 @@ class Learner:
             versions = [int(version) for version in trajectory.versions[trajectory.loss_mask]]
             finished = len(set(versions)) <= 1 or ticket_of(sample) in self.record.gone_on
             if not self.script.mixed and not finished:
-                raise self.record.breach(
-                    Property.update, f"ticket {ticket_of(sample)} was not finished on its version"
-                )
+                raise self.record.breach(Property.update, f"ticket {ticket_of(sample)} was not finished on its version")
             self.record.train(self.name, ticket_of(sample), trajectory.sample, versions)
         await self.script.pause("train", len(samples))
         self.record.fail_if_due("train")
@@ -393,9 +389,7 @@ def ticket_of(sample: Sample) -> int:
 
 def mark(sample: Sample) -> Floats:
     """Log-probs that belong to this sample alone."""
-    return np.full(
-        len(sample.trajectory.tokens), -(10 * ticket_of(sample) + sample.trajectory.sample), np.float32
-    )
+    return np.full(len(sample.trajectory.tokens), -(10 * ticket_of(sample) + sample.trajectory.sample), np.float32)
 
 
 def _ones(sample: Sample) -> Floats:

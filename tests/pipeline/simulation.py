@@ -72,9 +72,7 @@ class Saved:
 class Simulation:
     """One life of a run: from its beginning or from what an earlier life has saved."""
 
-    def __init__(
-        self, script: Script, parts: Parts, saved: Saved | None = None, moment: Moment | None = None
-    ) -> None:
+    def __init__(self, script: Script, parts: Parts, saved: Saved | None = None, moment: Moment | None = None) -> None:
         self.script = script
         self.record = record = saved.record.resumed() if saved else Record(script)
         self.saved: Saved | None = None
@@ -146,9 +144,7 @@ class Simulation:
             await self._save_if_due(version, published=True)
             for step in range(version + 1, script.steps + 1):
                 learners = {name: self.learners[name] for name in script.learning(step)}
-                groups, updates = await learn(
-                    self.flow, learners, self.devices, cut, self.record.say("actor")
-                )
+                groups, updates = await learn(self.flow, learners, self.devices, cut, self.record.say("actor"))
                 assert updates == [{f"{name}/loss": 0.0 for name in learners}] * len(script.sizes)
                 self.record.returned(groups)
                 await self._save_if_due(step, published=False)
@@ -218,9 +214,7 @@ class Simulation:
         enough = len(record.unscored) >= self.script.least or (record.unscored and no_more)
         scorer_waits = waits["inference"] == "waits for rollouts" and not self.devices.pending["inference"]
         if scorer_waits and enough:
-            raise record.breach(
-                Property.waiting, f"the scorer waits although {[*record.unscored]} are rolled"
-            )
+            raise record.breach(Property.waiting, f"the scorer waits although {[*record.unscored]} are rolled")
 
     def check_end(self) -> None:
         """The run has ended: what was asked is accounted for."""
@@ -236,17 +230,13 @@ class Simulation:
             raise Breach(Property.once, f"the ledger tells of {ended}, not {record.ended}")
         fresh = PromptSource(self.questions, seed=0)
         asked = Counter(fresh.next().uid for _ in range(self.prompts.position))
-        found = (
-            Counter(one.uid for one in [*record.trained, *self.prompts.state().given_back]) + self._for_good()
-        )
+        found = Counter(one.uid for one in [*record.trained, *self.prompts.state().given_back]) + self._for_good()
         if asked != found:
             raise Breach(Property.conserved, f"asked {asked}, found {found}")
 
     def _for_good(self) -> Counter[str]:
         """Prompts that were dropped and are not asked again."""
-        count: Counter[str] = Counter(
-            one.uid for one, reason in self.record.dropped if reason is Reason.no_spread
-        )
+        count: Counter[str] = Counter(one.uid for one, reason in self.record.dropped if reason is Reason.no_spread)
         losses = Counter(one.uid for one, reason in self.record.dropped if reason is Reason.lost)
         return count + Counter({uid: max(0, lost - MOST_LOSSES + 1) for uid, lost in losses.items()})
 

@@ -72,9 +72,7 @@ def test_only_a_single_sample_may_exceed_the_budget(sizes: list[Size], frame: Fr
 
 @UNTIMED
 @given(SIZES, FRAME)
-def test_every_rank_gets_equally_many_and_fills_every_stage_if_it_can(
-    sizes: list[Size], frame: Frame
-) -> None:
+def test_every_rank_gets_equally_many_and_fills_every_stage_if_it_can(sizes: list[Size], frame: Frame) -> None:
     plan = plan_micro_batches(sizes, FLOPS, frame)
     assert len(plan) == frame.ranks
     assert len({len(batches) for batches in plan}) == 1
@@ -144,9 +142,7 @@ def least_load(costs: Sequence[int], loads: tuple[int, ...]) -> int:
         return max(loads)
     first, *rest = costs
     distinct = {load: place for place, load in enumerate(loads)}.values()
-    return min(
-        least_load(rest, (*loads[:place], loads[place] + first, *loads[place + 1 :])) for place in distinct
-    )
+    return min(least_load(rest, (*loads[:place], loads[place] + first, *loads[place + 1 :])) for place in distinct)
 
 
 @UNTIMED

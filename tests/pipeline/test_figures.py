@@ -39,9 +39,7 @@ def sample(one: Trajectory, reward: float, advantage: float = 0.0, **more: Any) 
 
 RIGHT = trajectory(range(10), turns=[SEARCH, FAILED, ANSWER], rollout_logprobs=[np.nan] + [-1.0] * 9)
 WRONG = trajectory(range(4), turns=[INVALID], finish=Finish.TURN_LIMIT, tokens_differing=2)
-CUT = replace(
-    WRONG, prompt_length=2, loss_mask=np.array([False, False, True, True]), finish=Finish.TOKEN_LIMIT
-)
+CUT = replace(WRONG, prompt_length=2, loss_mask=np.array([False, False, True, True]), finish=Finish.TOKEN_LIMIT)
 OLD = np.array([0.0] + [-1.0] * 8 + [-1.25], dtype=np.float32)
 GROUPS = [
     Group(

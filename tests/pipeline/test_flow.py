@@ -140,13 +140,9 @@ def test_the_critic_learns_beside_the_actor_and_alone_while_it_warms_up() -> Non
 
 
 @pytest.mark.parametrize(("max_staleness", "end_s"), [(0, 60), (1, 40)])
-def test_a_run_that_may_be_stale_rolls_the_next_step_while_it_trains(
-    max_staleness: int, end_s: float
-) -> None:
+def test_a_run_that_may_be_stale_rolls_the_next_step_while_it_trains(max_staleness: int, end_s: float) -> None:
     """Steps of two groups, 10 s to roll side by side, 10 s to train; three steps, of which two are hidden."""
-    _, end = timed(
-        steps=3, sizes=(2,), slots=2, max_staleness=max_staleness, times={"roll": [10], "train": [5]}
-    )
+    _, end = timed(steps=3, sizes=(2,), slots=2, max_staleness=max_staleness, times={"roll": [10], "train": [5]})
     assert end == pytest.approx(end_s)
 
 
@@ -175,9 +171,7 @@ def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> 
 
 
 def test_a_group_that_is_dropped_while_it_is_rewarded_is_waited_for_no_longer() -> None:
-    simulation, end = timed(
-        steps=1, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1], "reward": [2, 99, 3]}
-    )
+    simulation, end = timed(steps=1, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1], "reward": [2, 99, 3]})
     assert simulation.record.dropped == [(simulation.record.tickets[1].question, Reason.surplus)]
     assert end == pytest.approx(1 + 3)
 

@@ -96,9 +96,7 @@ def test_rewards_that_are_cancelled_end_all_its_requests() -> None:
     asked = Scripted([scored(0)] * 3, seconds=10.0)
 
     async def cancel() -> None:
-        running = asyncio.create_task(
-            reward_group(question(1), [trajectory(sample=n) for n in range(3)], asked)
-        )
+        running = asyncio.create_task(reward_group(question(1), [trajectory(sample=n) for n in range(3)], asked))
         await asyncio.sleep(15)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -140,9 +138,7 @@ def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
     scaled = over_mini_batch(groups, config)
     every = [reward - fmean(group) for group in rewards for reward in group]
     spread = stdev(every) + 1e-6
-    assert [one for group in scaled for one in advantages(group)] == pytest.approx(
-        [x / spread for x in every]
-    )
+    assert [one for group in scaled for one in advantages(group)] == pytest.approx([x / spread for x in every])
     assert [len(group.samples) for group in scaled] == [2, 4, 3, 5]
     assert over_mini_batch([], config) == []
 
@@ -197,9 +193,7 @@ def gae_by_loop(
     }
     found = np.zeros(len(part))
     for number, place in enumerate(places):
-        found[place] = sum(
-            (gamma * gae_lambda) ** steps * deltas[later] for steps, later in enumerate(places[number:])
-        )
+        found[place] = sum((gamma * gae_lambda) ** steps * deltas[later] for steps, later in enumerate(places[number:]))
     return found
 
 
@@ -256,8 +250,7 @@ def test_whitening_is_over_what_the_critic_sees(quirk: bool) -> None:
         for _ in range(4)
     ]
     groups = [
-        finish(Group(question(n), (a, b)), config, 0.0, mask_of)
-        for n, (a, b) in enumerate([samples[:2], samples[2:]])
+        finish(Group(question(n), (a, b)), config, 0.0, mask_of) for n, (a, b) in enumerate([samples[:2], samples[2:]])
     ]
     before = [one.advantages for group in groups for one in group.samples]
     part = np.array(MASK) if not quirk else np.arange(6) > 0
@@ -271,9 +264,7 @@ def test_whitening_is_over_what_the_critic_sees(quirk: bool) -> None:
 def test_the_mean_kl_weighs_episodes_alike() -> None:
     long, short = trajectory(range(5)), trajectory(range(2))
     untrained = trajectory(range(3), [False] * 3)
-    samples = [
-        replace(rewarded(one, 0.0), kl_sum=kl) for one, kl in ((long, 2.0), (short, 0.25), (untrained, 0.0))
-    ]
+    samples = [replace(rewarded(one, 0.0), kl_sum=kl) for one, kl in ((long, 2.0), (short, 0.25), (untrained, 0.0))]
     # 2 nats over four tokens, 1/4 over one.
     assert mean_kl([Group(question(1), tuple(samples))]) == pytest.approx((0.5 + 0.25) / 2)
     assert mean_kl([of_rewards(1, 0)]) is None

@@ -96,9 +96,7 @@ def critic(values: Sequence[float], returns: Sequence[float]) -> list[Sample]:
         ([0, 0, 1, 1], [0, 1, 0, 1], 1 - 0.5 / 0.25),
     ],
 )
-def test_explained_variance_by_hand(
-    values: Sequence[float], returns: Sequence[float], explained: float
-) -> None:
+def test_explained_variance_by_hand(values: Sequence[float], returns: Sequence[float], explained: float) -> None:
     figures = critic_figures(critic(values, returns))
     assert figures["critic/vf_explained_var"] == pytest.approx(explained)
     assert (figures["critic/values/max"], figures["critic/values/min"]) == (max(values), min(values))
@@ -116,12 +114,8 @@ def test_without_a_critic_there_are_no_values() -> None:
 
 
 def test_a_kl_in_the_reward_shows_beside_the_score() -> None:
-    first, second = (
-        rewarded(trajectory(range(5), [False, *mask]), 1.0) for mask in ([1, 1, 0, 0], [1, 1, 1, 1])
-    )
-    group = Group(
-        question(1), (replace(first, kl_sum=3.0, kl_coef=0.1), replace(second, kl_sum=-2.0, kl_coef=0.2))
-    )
+    first, second = (rewarded(trajectory(range(5), [False, *mask]), 1.0) for mask in ([1, 1, 0, 0], [1, 1, 1, 1]))
+    group = Group(question(1), (replace(first, kl_sum=3.0, kl_coef=0.1), replace(second, kl_sum=-2.0, kl_coef=0.2)))
     figures = reward_figures([group])
     assert figures["critic/score/mean"] == 1.0
     assert figures["critic/rewards/min"] == pytest.approx(1 - 0.1 * 3)

@@ -123,9 +123,7 @@ def test_claims_are_those_of_who_was_ready_first_also_after_a_resume() -> None:
     resumed.resume(ledger.state())
     old, *_ = resumed.outstanding
     finish(resumed, old)
-    assert [(ticket.number, reason) for ticket, reason in resumed.doomed()] == [
-        (newer[0].number, Reason.surplus)
-    ]
+    assert [(ticket.number, reason) for ticket, reason in resumed.doomed()] == [(newer[0].number, Reason.surplus)]
 
 
 def test_a_place_that_an_old_group_cannot_use_goes_to_a_newer_one() -> None:
@@ -246,9 +244,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.dropped: Counter[Reason] = Counter()
 
     def new_ledger(self) -> Ledger:
-        return Ledger(
-            self.groups, self.staleness, 1 + self.spare / self.groups, self.most_replaced, self.steps
-        )
+        return Ledger(self.groups, self.staleness, 1 + self.spare / self.groups, self.most_replaced, self.steps)
 
     def free(self) -> Counter[int]:
         """Step -> its free places, far ahead."""

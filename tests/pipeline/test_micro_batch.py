@@ -123,9 +123,7 @@ def test_picks_are_in_the_order_of_targets(packed: bool) -> None:
     def picking(one: Sample) -> Sample:
         """The picks of a trained token are made from it."""
         trained = one.trajectory.tokens[one.trajectory.loss_mask]
-        return replace(
-            one, picks=Picks(np.stack([trained, trained + 100], 1), -np.stack([trained] * 2, 1) / 2)
-        )
+        return replace(one, picks=Picks(np.stack([trained, trained + 100], 1), -np.stack([trained] * 2, 1) / 2))
 
     batch = collate([picking(SHORT), picking(LONG)], pad_id=0, multiple_of=4, packed=packed)
     assert batch.pick_tokens is not None
@@ -138,9 +136,7 @@ def test_picks_are_in_the_order_of_targets(packed: bool) -> None:
 
 
 def test_sequences_are_numbered_and_counted() -> None:
-    padded, packed = (
-        collate([LONG, SHORT], pad_id=9, multiple_of=6, packed=packed) for packed in (False, True)
-    )
+    padded, packed = (collate([LONG, SHORT], pad_id=9, multiple_of=6, packed=packed) for packed in (False, True))
     assert_array_equal(padded.sequence_numbers, [[0, 0, 0, 0, 0, -1], [1, 1, 1, -1, -1, -1]])
     assert_array_equal(packed.sequence_numbers, [[0] * 5 + [1] * 3 + [-1] * 4])
     for batch in (padded, packed):
@@ -189,8 +185,6 @@ def test_log_probs_that_some_sample_lacks_are_left_out() -> None:
     assert collate([bare], pad_id=0).ref_logprobs is None
 
 
-@pytest.mark.parametrize(
-    ("value", "multiple", "rounded"), [(0, 4, 0), (1, 4, 4), (4, 4, 4), (5, 4, 8), (7, 1, 7)]
-)
+@pytest.mark.parametrize(("value", "multiple", "rounded"), [(0, 4, 0), (1, 4, 4), (4, 4, 4), (5, 4, 8), (7, 1, 7)])
 def test_round_up(value: int, multiple: int, rounded: int) -> None:
     assert round_up(value, multiple) == rounded

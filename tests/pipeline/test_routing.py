@@ -154,9 +154,7 @@ def test_a_full_engine_is_not_given_more_unless_the_group_fits_nowhere() -> None
 
 def test_a_lost_group_says_whose_it_is_and_why() -> None:
     loss = GroupLost("q:7", Loss.timeout, "engine 1 did not return it within 630 s")
-    assert (
-        str(loss) == "the group of question q:7 is lost (timeout): engine 1 did not return it within 630 s."
-    )
+    assert str(loss) == "the group of question q:7 is lost (timeout): engine 1 did not return it within 630 s."
     assert loss.reason == "timeout"
 
 

@@ -34,9 +34,7 @@ def test_training_waits_for_a_mini_batch_that_advantages_depend_on(
     baseline: Baseline, scale: AdvantageScale, waits: bool
 ) -> None:
     algorithm = AlgorithmConfig(baseline=baseline, advantage_scale=scale)
-    cut = mini_batches(
-        RunConfig(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=6, mini_batches=3))
-    )
+    cut = mini_batches(RunConfig(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=6, mini_batches=3)))
     assert cut.sizes == (2, 2, 2)
     assert (cut.whole is not None) == waits
 
@@ -58,9 +56,7 @@ def test_every_group_is_in_one_mini_batch_and_sizes_differ_by_one_at_most(groups
     ("groups", "count", "sizes"),
     [(8, 3, (2, 3, 3)), (4, 3, (1, 1, 2)), (5, 5, (1,) * 5), (512, 10, (51, 51, 51, 51, 52) * 2)],
 )
-def test_the_larger_mini_batches_are_spread_over_the_step(
-    groups: int, count: int, sizes: tuple[int, ...]
-) -> None:
+def test_the_larger_mini_batches_are_spread_over_the_step(groups: int, count: int, sizes: tuple[int, ...]) -> None:
     config = RunConfig(trainer=TrainerConfig(prompts_per_step=groups, mini_batches=count))
     assert mini_batches(config).sizes == sizes
 
@@ -68,9 +64,7 @@ def test_the_larger_mini_batches_are_spread_over_the_step(
 @pytest.mark.parametrize("quirk", [False, True])
 def test_whitening_takes_observations_in_where_compatibility_asks_for_it(quirk: bool) -> None:
     config = RunConfig(
-        algorithm=AlgorithmConfig(
-            baseline=Baseline.critic, advantage_scale=AdvantageScale.whiten, kl_coef=0.0
-        ),
+        algorithm=AlgorithmConfig(baseline=Baseline.critic, advantage_scale=AdvantageScale.whiten, kl_coef=0.0),
         compat=CompatConfig(observations_in_values=quirk),
     )
     cut = mini_batches(config)
@@ -89,9 +83,7 @@ def test_whitening_takes_observations_in_where_compatibility_asks_for_it(quirk: 
 
 
 def test_the_critic_warms_up_alone() -> None:
-    with_critic = RunConfig(
-        algorithm=AlgorithmConfig(baseline=Baseline.critic), critic=CriticConfig(warmup_steps=2)
-    )
+    with_critic = RunConfig(algorithm=AlgorithmConfig(baseline=Baseline.critic), critic=CriticConfig(warmup_steps=2))
     assert [learning(with_critic, step) for step in (1, 2, 3)] == [
         ("critic",),
         ("critic",),

@@ -246,9 +246,7 @@ class Record:
         updates = self._updates[learner]
         share, found = self.script.sizes[len(updates) - 1], len(updates[-1])
         if not self.over and found != share:
-            raise self.breach(
-                Property.step, f"an optimiser step of the {learner} on {found} groups of {share}"
-            )
+            raise self.breach(Property.step, f"an optimiser step of the {learner} on {found} groups of {share}")
         updates.append(set())
 
     def close(self) -> None:
@@ -287,9 +285,7 @@ class Record:
 
     def _end(self, ticket: Ticket, how: str) -> None:
         if ticket.number in self.ended:
-            raise self.breach(
-                Property.once, f"ticket {ticket.number} is {how} after {self.ended[ticket.number]}"
-            )
+            raise self.breach(Property.once, f"ticket {ticket.number} is {how} after {self.ended[ticket.number]}")
         self.ended[ticket.number] = how
         self.open.remove(ticket.number)
 
@@ -303,9 +299,7 @@ class Record:
         if self.ended.get(ticket, "trained") != "trained":
             raise self.breach(Property.dropped, f"ticket {ticket}, which was dropped as {self.ended[ticket]}")
         if (learner, ticket, sample) in self._accumulated or ticket not in self.taken:
-            raise self.breach(
-                Property.once, f"sample {sample} of ticket {ticket} is trained again or was not taken"
-            )
+            raise self.breach(Property.once, f"sample {sample} of ticket {ticket} is trained again or was not taken")
         if lags and not 0 <= min(lags) <= max(lags) <= self.script.max_staleness:
             broken = Property.staleness if self.script.max_staleness else Property.on_policy
             raise self.breach(broken, f"tokens of ticket {ticket} are {lags} versions old")
@@ -319,9 +313,7 @@ class Record:
             raise self.breach(Property.sequence, f"{stage} begins while {others} work")
         if stage == "rollout":
             return
-        rolled = len(self.taken) + sum(
-            self.tickets[n].stage is Stage.ready for n in self.open if n not in self.taken
-        )
+        rolled = len(self.taken) + sum(self.tickets[n].stage is Stage.ready for n in self.open if n not in self.taken)
         if self.running or self.rewarded_now or rolled != self.script.groups_per_step:
             raise self.breach(
                 Property.sequence,

@@ -40,9 +40,7 @@ class Machine:
     """Of a path; 1000 elsewhere, of 2000."""
     read_only: Sequence[str] = ()
     memory: float = 100.0
-    networks: Mapping[str, Sequence[str]] = field(
-        default_factory=lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
-    )
+    networks: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]})
     environment: Mapping[str, str] = field(default_factory=dict)
     taken_ports: Sequence[int] = ()
     cluster: RayCluster | Unseen = field(default_factory=lambda: Unseen("nobody listens there"))
@@ -100,10 +98,7 @@ def save_model(folder: Path, files: int = 2) -> None:
         for name, shape in zip(entry.hf, weights.hf_shapes(entry), strict=True)
     }
     names = sorted(shapes)
-    where = {
-        name: f"model-{number % files + 1:05d}-of-{files:05d}.safetensors"
-        for number, name in enumerate(names)
-    }
+    where = {name: f"model-{number % files + 1:05d}-of-{files:05d}.safetensors" for number, name in enumerate(names)}
     for file in set(where.values()):
         save_file({name: zeros(shapes[name]) for name in names if where[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"weight_map": where}))

@@ -42,9 +42,7 @@ def test_nothing_is_lost_at_any_width(width: int) -> None:
 
 
 def test_the_verdict_claims_no_more_than_was_seen() -> None:
-    assert verdict("a_run", FINDINGS).startswith(
-        "1 thing is to be mended before a_run can run: disk for the run."
-    )
+    assert verdict("a_run", FINDINGS).startswith("1 thing is to be mended before a_run can run: disk for the run.")
     assert "as far as it is seen from here; 1 could not" in verdict("a_run", [FINDINGS[0], FINDINGS[2]])
     assert verdict("a_run", FINDINGS[:1]) == "a_run can run here."
 
@@ -70,9 +68,7 @@ def test_the_tiny_run_can_run_here_and_not_without_its_questions(tmp_path: Path)
     )
     assert bad.exit_code == 2
     told = " ".join(bad.stdout.split())
-    assert (
-        "2 things are to be mended before searchr1_tiny_cpu can run: cluster.nodes, task.eval_path." in told
-    )
+    assert "2 things are to be mended before searchr1_tiny_cpu can run: cluster.nodes, task.eval_path." in told
     assert list(tmp_path.iterdir()) == [], "nothing is begun"
 
 

@@ -39,11 +39,7 @@ def complete(**changed: object) -> Machine:
 
 
 def wrong_things(config: RunConfig, machine: Machine) -> dict[str, Finding]:
-    return {
-        one.what: one
-        for one in examine(config, list(find_problems(config)), machine)
-        if one.state is State.wrong
-    }
+    return {one.what: one for one in examine(config, list(find_problems(config)), machine) if one.state is State.wrong}
 
 
 def found(config: RunConfig, machine: Machine, what: str) -> Finding:
@@ -128,12 +124,8 @@ def test_memory_is_that_of_the_layers_that_are_here(node_run: Compose) -> None:
 
 
 def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) -> None:
-    config = node_run(
-        f"model.path={tmp_path / 'none'}", "task.eval_path=none.jsonl", "cluster.address=10.0.0.9:6379"
-    )
-    machine = Machine(
-        cards=Unseen("no driver"), here=Capabilities(), answers={URL: Answer(URL, 0, "refused")}
-    )
+    config = node_run(f"model.path={tmp_path / 'none'}", "task.eval_path=none.jsonl", "cluster.address=10.0.0.9:6379")
+    machine = Machine(cards=Unseen("no driver"), here=Capabilities(), answers={URL: Answer(URL, 0, "refused")})
     expected = {"model.path", "task.eval_path", "Ray", "GPUs", "versions", "search server", "cluster.device"}
     assert set(wrong_things(config, machine)) == expected
 
@@ -167,9 +159,7 @@ def test_a_folder_that_cannot_be_written_is_named(node_run: Compose, tmp_path: P
     assert list(wrong) == ["disk for the run"]
 
 
-CLUSTER = RayCluster(
-    (RayNode("10.0.0.1", {"GPU": 8.0}), RayNode("10.0.0.2", {"GPU": 8.0})), {"GPU": 16.0, "CPU": 64.0}
-)
+CLUSTER = RayCluster((RayNode("10.0.0.1", {"GPU": 8.0}), RayNode("10.0.0.2", {"GPU": 8.0})), {"GPU": 16.0, "CPU": 64.0})
 TWO_NODES = [
     "cluster.address=10.0.0.1:6379",
     "cluster.nodes=2",
@@ -181,9 +171,7 @@ TWO_NODES = [
 
 
 def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(node_run: Compose) -> None:
-    findings = list(
-        examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), complete(cluster=CLUSTER))
-    )
+    findings = list(examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), complete(cluster=CLUSTER)))
     assert [one for one in findings if one.state is State.wrong] == []
     assert "1 other machine" in [one.what for one in findings if one.state is State.unknown]
 
@@ -199,9 +187,7 @@ def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(n
             "10.0.0.2 2",
         ),
         (
-            RayCluster(
-                (RayNode("10.0.0.1", {"GPU": 12.0}), RayNode("10.0.0.2", {"GPU": 4.0})), {"GPU": 16.0}
-            ),
+            RayCluster((RayNode("10.0.0.1", {"GPU": 12.0}), RayNode("10.0.0.2", {"GPU": 4.0})), {"GPU": 16.0}),
             "Ray's GPUs",
             "10.0.0.2 has fewer",
         ),
@@ -228,9 +214,7 @@ def test_machines_that_a_launcher_will_gather_are_not_said_to_be_there(node_run:
 
     def ray(machine: Machine) -> State:
         (one,) = [
-            one
-            for one in examine(config, list(find_problems(config)), machine, launched=True)
-            if one.what == "Ray"
+            one for one in examine(config, list(find_problems(config)), machine, launched=True) if one.what == "Ray"
         ]
         return one.state
 

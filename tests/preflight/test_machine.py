@@ -63,9 +63,7 @@ def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_a_driver_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "nvidia-smi"
-    script.write_text(
-        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n"
-    )
+    script.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(Unseen, match="library version mismatch"):

@@ -190,9 +190,7 @@ class Maker:
                 "sample": 0,
                 "question": f"Held-out {number}:{''.join(self.text(5))}?",
                 "golden_answers": ["Khartoum"],
-                "answer": "Khartoum"
-                if (right := (number * 7 % 10 < 2 + 6 * bool(after)))
-                else self.words[-1],
+                "answer": "Khartoum" if (right := (number * 7 % 10 < 2 + 6 * bool(after))) else self.words[-1],
                 "em": float(right),
                 "f1": float(right),
                 "sub_em": float(right),

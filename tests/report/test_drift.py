@@ -67,9 +67,7 @@ def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
     unsampled = sum(version < 0 and own for version, own in zip(one.versions, one.loss_mask, strict=True))
     assert tokens[Cause.UNSAMPLED] == unsampled
     for lag, spread in report.by_lag.items():
-        values = [
-            trained_logprob(one.token_ids[: at + 1].tolist()) - same[at] for at in same if lags[at] == lag
-        ]
+        values = [trained_logprob(one.token_ids[: at + 1].tolist()) - same[at] for at in same if lags[at] == lag]
         assert spread.count == len(values)
         assert spread.mean == pytest.approx(np.mean(values), abs=1e-5)
         assert spread.rms == pytest.approx(math.sqrt(np.mean(np.square(values))), abs=1e-5)

@@ -59,9 +59,7 @@ def test_modules_come_after_what_they_import_each_in_its_own_scope() -> None:
         },
         "main.js",
     )
-    assert (
-        script.index('modules["a.js"]') < script.index('modules["b.js"]') < script.index('modules["main.js"]')
-    )
+    assert script.index('modules["a.js"]') < script.index('modules["b.js"]') < script.index('modules["main.js"]')
     assert "import" not in script
     assert "export" not in script
     assert "return { g };" in script

@@ -13,9 +13,7 @@ TOKENS = st.lists(st.integers(0, 5), max_size=30)
 
 
 @given(TOKENS, TOKENS, st.integers(0, 3))
-def test_pairs_are_of_equal_tokens_in_the_order_of_both(
-    first: list[int], second: list[int], times: int
-) -> None:
+def test_pairs_are_of_equal_tokens_in_the_order_of_both(first: list[int], second: list[int], times: int) -> None:
     """Repeated, so that they are long too."""
     first, second = first * 4**times, second * 4**times
     pairs = sorted(matched_pairs(first, second))

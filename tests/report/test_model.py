@@ -62,10 +62,7 @@ def test_runs_give_back_every_token_with_its_own_figures(seed: int, kinds: list[
             "id": run["ids"][place],
             "version": run["version"],
             "turn": run["turn"],
-            **{
-                name: spread(run[name], len(run["texts"]))[place]
-                for name in ("advantage", "sampled", "ratio")
-            },
+            **{name: spread(run[name], len(run["texts"]))[place] for name in ("advantage", "sampled", "ratio")},
         }
         for run in runs
         if "texts" in run
@@ -106,9 +103,7 @@ def test_chunks_read_one_by_one_are_those_that_were_handed_over(tmp_path: Path) 
         assert uids == [one.question_uid for one in kept]
         assert index["columns"]["right"] == [int(one.exact) for one in kept]
         assert index["columns"]["searches"] == [size.searches] * len(kept)
-        furthest = max(
-            np.nanmax(np.abs((one.old_logprobs - one.rollout_logprobs)[one.loss_mask])) for one in kept
-        )
+        furthest = max(np.nanmax(np.abs((one.old_logprobs - one.rollout_logprobs)[one.loss_mask])) for one in kept)
         assert max(map(abs, index["columns"]["log_ratio"])) == pytest.approx(float(furthest), abs=1e-4)
         last = of_run["evaluations"][-1]
         answers = [one for place in range(last["chunks"]) for one in chunks[last["first_chunk"] + place]]
@@ -176,9 +171,7 @@ def with_other_values(line: bytes) -> list[bytes]:
     """`line` with something else in every place, up to the second of a list."""
 
     def places(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        inside = list(
-            tree.items() if isinstance(tree, dict) else enumerate(tree[:2]) if isinstance(tree, list) else ()
-        )
+        inside = list(tree.items() if isinstance(tree, dict) else enumerate(tree[:2]) if isinstance(tree, list) else ())
         return [way, *(found for key, value in inside for found in places(value, (*way, key)))]
 
     lines = []
@@ -203,9 +196,7 @@ def test_a_row_with_any_other_value_is_taken_or_said(tmp_path: Path, name: str) 
     size = Size(steps=1, groups=1, samples=1, prompt=2, searches=1, thought=2, page=1, answers=1)
     folder = made_run(tmp_path / "run", Maker(size))
     file = folder / name
-    first = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).splitlines()[
-        0
-    ]
+    first = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).splitlines()[0]
     lines = with_other_values(first)
     holding(b"\n".join([first, *lines, b""]))(file)
     runs, taken = [open_run(folder)], dict[int, list[Any]]()
@@ -226,9 +217,7 @@ def test_a_config_that_is_cut_short_anywhere_is_read(tmp_path: Path) -> None:
         assert "task.token_mode" in run["audit"]["problem"]
 
 
-@pytest.mark.parametrize(
-    "span", ['["a", null, 1, "actor", "l", {}]', '["train.apply", 1, 2, "actor", "l", null]']
-)
+@pytest.mark.parametrize("span", ['["a", null, 1, "actor", "l", {}]', '["train.apply", 1, 2, "actor", "l", null]'])
 def test_a_span_that_is_none_is_said(tmp_path: Path, span: str) -> None:
     folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
     (folder / "timeline.jsonl").write_text(f'{{"step": 1, "window": [0, 10], "spans": [{span}]}}\n')
@@ -272,9 +261,7 @@ def test_steps_are_read_once_and_again_where_they_were_done_again(
 def test_the_audit_is_made_again_only_of_other_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made_run(tmp_path / "run", Maker(Size(steps=2, groups=1)))
     audits: list[int] = []
-    monkeypatch.setattr(
-        "rlsys.report.model.audit_run", lambda run: audits.append(len(list(run.trajectories())))
-    )
+    monkeypatch.setattr("rlsys.report.model.audit_run", lambda run: audits.append(len(list(run.trajectories()))))
     monkeypatch.setattr("rlsys.report.model.tokens.as_json", lambda _: {})
     memory = Memory()
     for _ in range(2):

@@ -70,9 +70,7 @@ def test_every_view_opens_alone_and_fits(report: Path, look: Look, size: tuple[i
 def test_figures_are_those_of_the_run(run: RunFolder, report: Path, look: Look) -> None:
     page = look(report).page
     before, after = run.evaluations[0]["em"], run.evaluations[-1]["em"]
-    expect(page.locator(".lede")).to_contain_text(
-        f"from {before * 100:.1f} % to {after * 100:.1f} % in 3 steps"
-    )
+    expect(page.locator(".lede")).to_contain_text(f"from {before * 100:.1f} % to {after * 100:.1f} % in 3 steps")
     expect(page.locator(".lede")).to_contain_text("The guard of entropy went off at step 3")
     reward = run.rows[-1]["critic/score/mean"]
     expect(page.locator(".tiles")).to_contain_text(f"{reward:.3f}")
@@ -96,9 +94,7 @@ def cards(page: Page) -> int:
     return page.locator("#results .card").count()
 
 
-def test_filters_find_what_columns_say_and_are_in_the_address(
-    run: RunFolder, report: Path, look: Look
-) -> None:
+def test_filters_find_what_columns_say_and_are_in_the_address(run: RunFolder, report: Path, look: Look) -> None:
     kept = list(run.trajectories())
     page = look(at(report, "view=trajectories")).page
     expect(page.locator("output")).to_contain_text(f"{len(kept)} of {len(kept)}")
@@ -142,9 +138,7 @@ def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look:
     assert turns == ["turn 1", "turn 2", "turn 3"]
     shown = page.locator(".tokens .tok").all_text_contents()
     assert shown == [
-        piece
-        for piece, trained in zip(one.pieces, one.loss_mask[one.prompt_length :], strict=True)
-        if trained
+        piece for piece, trained in zip(one.pieces, one.loss_mask[one.prompt_length :], strict=True) if trained
     ]
     page.get_by_role("radio", name="ratio").check()
     page.locator(".tokens").press("ArrowRight")
@@ -201,11 +195,7 @@ def test_the_reference_policy_stands_beside_the_policy(tmp_path: Path, look: Loo
     row = json.loads((folder / "evaluations/step_000003.json").read_text()) | {"em": 0.125, "step": 3}
     (folder / "evaluations/reference_step_000003.json").write_text(json.dumps(row))
     report = write_report([open_run(folder)], tmp_path / "report.html")
-    rows = (
-        look(at(report, "view=evaluations"))
-        .page.get_by_role("region", name="Evaluations")
-        .locator("tbody tr")
-    )
+    rows = look(at(report, "view=evaluations")).page.get_by_role("region", name="Evaluations").locator("tbody tr")
     expect(rows.locator("th")).to_have_text(["0", "3", "reference policy"])
     expect(rows.last).to_contain_text("12.5 %")
 
@@ -383,9 +373,7 @@ def test_runs_whose_folders_have_one_name_are_told_apart(run: RunFolder, tmp_pat
 
 
 def test_many_settings_that_differ_are_folded_below_the_charts(tmp_path: Path, look: Look) -> None:
-    runs = [
-        bare_run(tmp_path / name, {"actor/entropy": 1.0}, {"actor/entropy": 0.5}) for name in ("one", "two")
-    ]
+    runs = [bare_run(tmp_path / name, {"actor/entropy": 1.0}, {"actor/entropy": 0.5}) for name in ("one", "two")]
     for number, folder in enumerate(runs):
         (folder / "config.yaml").write_text(json.dumps({f"key_{place}": number for place in range(13)}))
     page = look(write_report([open_run(one) for one in runs])).page
@@ -396,16 +384,12 @@ def test_many_settings_that_differ_are_folded_below_the_charts(tmp_path: Path, l
     page.get_by_text("13 settings").click()
     expect(settings.locator("tbody tr")).to_have_count(13)
     # A key stands in one line.
-    heights = settings.locator("tbody th code").evaluate_all(
-        "all => all.map(one => one.getClientRects().length)"
-    )
+    heights = settings.locator("tbody th code").evaluate_all("all => all.map(one => one.getClientRects().length)")
     assert set(heights) == {1}
 
 
 def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, look: Look) -> None:
-    other = open_run(
-        made_run(tmp_path / "second", Maker(Size(steps=4), seed=1), trainer={"steps": 4, "seed": 7})
-    )
+    other = open_run(made_run(tmp_path / "second", Maker(Size(steps=4), seed=1), trainer={"steps": 4, "seed": 7}))
     opened = look(write_report([run, other], tmp_path / "both.html"))
     page = opened.page
     expect(page.get_by_role("region", name="Runs side by side")).to_contain_text("second")
@@ -414,9 +398,7 @@ def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, l
         "trainer.seed\tnot there\t7",
         "trainer.steps\t3\t4",
     ]
-    expect(page.get_by_role("img", name="Reward")).to_have_attribute(
-        "aria-label", re.compile("first: .*second: ")
-    )
+    expect(page.get_by_role("img", name="Reward")).to_have_attribute("aria-label", re.compile("first: .*second: "))
     page.get_by_role("button", name="second").click()
     page.get_by_role("link", name="Trajectories").click()
     expect(page.locator("output")).to_contain_text("of 64")

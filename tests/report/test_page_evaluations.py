@@ -25,10 +25,7 @@ FAILED = turn(Action.SEARCH, "x", "Search failed", error="no answer")
 def cells(page: Page, name: str) -> list[list[str]]:
     """Texts of a table's rows, its head first."""
     rows = page.get_by_role("region", name=name, exact=True).locator("tr").all()
-    return [
-        [text.replace("\u00a0", " ").strip() for text in row.locator("th, td").all_text_contents()]
-        for row in rows
-    ]
+    return [[text.replace("\u00a0", " ").strip() for text in row.locator("th, td").all_text_contents()] for row in rows]
 
 
 def test_what_was_measured_is_shown_with_its_interval(tmp_path: Path, look: Look) -> None:
@@ -37,11 +34,7 @@ def test_what_was_measured_is_shown_with_its_interval(tmp_path: Path, look: Look
     said = ["in the Nile", None, "x", "Nile"]
     answers = [answered(asked(number, "Nile"), one, 0, SEARCH) for number, one in enumerate(said)]
     add_measured(folder, "eval", *answers, started="1")
-    both = [
-        answered(asked(1, "Nile", source=name), one, n)
-        for name in "ab"
-        for n, one in enumerate(["Nile", "x"])
-    ]
+    both = [answered(asked(1, "Nile", source=name), one, n) for name in "ab" for n, one in enumerate(["Nile", "x"])]
     add_measured(folder, "eval-2", *both, started="2", samples=2, temperature=0.5, baseline="cot", model="/m")
     opened = look(at(write_report([open_run(folder)]), "view=evaluations"))
     head, first, *others = cells(opened.page, "Measured by rlsys eval")
@@ -86,9 +79,7 @@ def test_failed_searches_are_said_once_for_each_set(tmp_path: Path, look: Look) 
     failed = [answered(asked(1, "a", source=name), "a", 0, FAILED) for name in "ab"]
     add_measured(folder, "eval", *failed)
     page = look(at(write_report([open_run(folder)]), "view=evaluations")).page
-    expect(page.locator(".bad")).to_have_text(
-        "2 searches failed: these figures are not those of the whole search."
-    )
+    expect(page.locator(".bad")).to_have_text("2 searches failed: these figures are not those of the whole search.")
 
 
 def test_the_last_evaluations_of_several_runs_stand_beside_each_other(tmp_path: Path, look: Look) -> None:

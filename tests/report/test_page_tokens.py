@@ -30,9 +30,7 @@ APART = {1: 0.5, 2: -0.25, POLICY: 0.125}
 TURN = -1.5
 
 
-def trained(
-    turns: Sequence[tuple[list[int], str]], versions: Sequence[int], apart: dict[int, float] = APART
-) -> Kept:
+def trained(turns: Sequence[tuple[list[int], str]], versions: Sequence[int], apart: dict[int, float] = APART) -> Kept:
     """An episode whose tokens as drawn are off by `apart` of their version, and whose other turns by `TURN`."""
     one = played("x\n", turns, versions=versions)
     known = np.isfinite(one.rollout_logprobs)

@@ -24,9 +24,7 @@ def kept_mass(probabilities: list[float], top_p: float, top_k: int) -> tuple[lis
 
 
 @given(SIZES, st.floats(0.05, 1.0), st.sampled_from([-1, 1, 2, 5]), st.data())
-def test_the_kept_mass_is_within_its_bounds(
-    sizes: list[float], top_p: float, top_k: int, data: st.DataObject
-) -> None:
+def test_the_kept_mass_is_within_its_bounds(sizes: list[float], top_p: float, top_k: int, data: st.DataObject) -> None:
     probabilities = [one / sum(sizes) for one in sizes]
     kept, mass = kept_mass(probabilities, top_p, top_k)
     drawn = probabilities[data.draw(st.sampled_from(kept))]

@@ -39,6 +39,4 @@ def test_a_tally_of_a_million_numbers_is_small() -> None:
     numbers = np.random.default_rng(0).normal(size=1_000_000)
     found = tally(numbers)
     assert len(found.bins) < 3000
-    assert found.spread().quantiles == pytest.approx(
-        np.quantile(numbers, QUANTILES).tolist(), rel=ERROR, abs=1e-3
-    )
+    assert found.spread().quantiles == pytest.approx(np.quantile(numbers, QUANTILES).tolist(), rel=ERROR, abs=1e-3)

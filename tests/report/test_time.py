@@ -163,9 +163,7 @@ def test_of_scores_that_a_later_step_trains_on_only_what_held_the_weights_up_is_
         span("sync.transfer", "driver", 6.5, 7, step=1),
     ]
     found = critical_path(step(*training, *ahead, seconds=7))
-    assert [
-        (link.name, link.questions, link.start_s, link.seconds, link.waited_s) for link in found.links
-    ] == [
+    assert [(link.name, link.questions, link.start_s, link.seconds, link.waited_s) for link in found.links] == [
         ("logprob.compute", ("a",), 0, 1, 0),
         ("train.accumulate", ("a",), 1, 2, 0),
         ("train.apply", (), 3, 1, 0),
@@ -216,12 +214,10 @@ def test_optimiser_steps_wait_for_the_critics_scores() -> None:
 def test_sentences_name_the_longest_waits() -> None:
     sentences = time_report([ONE_STEP]).sentences()
     assert sentences[0] == (
-        "The actor group worked 17% of the time and waited for "
-        "generation (27%), new weights (17%), log-probs (17%)."
+        "The actor group worked 17% of the time and waited for generation (27%), new weights (17%), log-probs (17%)."
     )
     assert sentences[-1] == (
-        "A step takes as long as its critical path, of which most is "
-        "generation (27%), new weights (17%), search (13%)."
+        "A step takes as long as its critical path, of which most is generation (27%), new weights (17%), search (13%)."
     )
     assert time_report([]).sentences() == []
 
@@ -277,17 +273,11 @@ def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Count
         mine = {kinds[id(one)] for one in on if one.group == group and lane in (None, one.lane)}
         anybody = set(kinds.values())
         work = [
-            kind
-            for kind in ("training", "values", "logprob", "generation", "evaluation", "checkpoint")
-            if kind in mine
+            kind for kind in ("training", "values", "logprob", "generation", "evaluation", "checkpoint") if kind in mine
         ]
         waits = [
             *(["sync"] if any(one.name == "sync.transfer" for one in on) else []),
-            *(
-                kind
-                for kind in ("switch", *nearest[group].split(), "checkpoint", "evaluation")
-                if kind in anybody
-            ),
+            *(kind for kind in ("switch", *nearest[group].split(), "checkpoint", "evaluation") if kind in anybody),
             "other",
         ]
         if work:
@@ -356,9 +346,7 @@ def test_of_a_schedule_without_slack_the_path_is_the_longest_chain(
         uid = f"q{number}"
         # In each of the engine's slots one group follows the other.
         rolled.append(
-            add(
-                "rollout.group", "rollout", roll, rolled[-slots:][:1] if number >= slots else [], question=uid
-            )
+            add("rollout.group", "rollout", roll, rolled[-slots:][:1] if number >= slots else [], question=uid)
         )
         rewarded = add("reward.score", "driver", reward, [rolled[-1]], question=uid)
         scored.append(add("logprob.compute", "inference", score, [rewarded, *scored[-1:]], questions=[uid]))

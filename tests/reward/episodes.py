@@ -53,9 +53,7 @@ def episode(
         else:
             word = task.tags.information
             observation = f"\n\n<{word}>{found}</{word}>\n\n"
-        turns.append(
-            Turn(seen.text, seen.action, seen.content, observation, 1, 1, 0, 0.0, 0.0, error, tool=seen.tool)
-        )
+        turns.append(Turn(seen.text, seen.action, seen.content, observation, 1, 1, 0, 0.0, 0.0, error, tool=seen.tool))
         if isinstance(effect, End):
             break
     length = prompt_tokens + response_tokens

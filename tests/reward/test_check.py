@@ -85,9 +85,9 @@ def test_a_judge_that_is_not_used_is_not_checked() -> None:
 def test_an_overlong_buffer_fits_its_limit(limit: int | None, buffer: int, fine: bool) -> None:
     config = RewardConfig(terms={"overlong": -1.0}, overlong_limit=limit, overlong_buffer=buffer)
     found = problems(config, max_total_tokens=1000, max_prompt_tokens=400)
-    assert [problem.startswith(f"reward.overlong_buffer={buffer} is larger") for problem in found] == [
-        True
-    ] * (not fine)
+    assert [problem.startswith(f"reward.overlong_buffer={buffer} is larger") for problem in found] == [True] * (
+        not fine
+    )
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:

@@ -28,9 +28,7 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(example: str) -> RewardConfig:
-    config = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(RewardConfig), yaml.safe_load(example)["reward"])
-    )
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardConfig), yaml.safe_load(example)["reward"]))
     assert isinstance(config, RewardConfig)
     return config
 

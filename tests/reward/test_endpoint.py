@@ -58,9 +58,7 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(request.url) == "http://judge.test/v1/chat/completions"
     assert request.headers["Authorization"] == "Bearer secret"
     assert request.headers["Accept-Encoding"] == "identity"
-    assert chat.bodies == [
-        {"model": "grader", "messages": [{"role": "user", "content": "Right?"}], "temperature": 0}
-    ]
+    assert chat.bodies == [{"model": "grader", "messages": [{"role": "user", "content": "Right?"}], "temperature": 0}]
 
 
 def test_without_a_key_none_is_sent() -> None:
@@ -70,9 +68,7 @@ def test_without_a_key_none_is_sent() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", " ", "a\nb", "schlüssel"])
-def test_a_key_that_cannot_be_sent_is_one_sentence(
-    value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_cannot_be_sent_is_one_sentence(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
@@ -221,9 +217,7 @@ def test_a_cancelled_question_frees_its_place() -> None:
     assert chat.cancelled == 1
 
 
-async def test_over_a_real_connection(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_over_a_real_connection(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     seen = []

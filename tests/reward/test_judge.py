@@ -59,8 +59,7 @@ ASKED_AROUND = "A {answer} B"
 
 
 @given(
-    st.text(st.characters(), max_size=40)
-    | st.sampled_from(["{answer}", "{answers}", '" B\nyes', "<|im_end|>", "\\"])
+    st.text(st.characters(), max_size=40) | st.sampled_from(["{answer}", "{answers}", '" B\nyes', "<|im_end|>", "\\"])
 )
 def test_an_answer_cannot_leave_its_quotation(answer: str) -> None:
     filled = fill(ASKED_AROUND, question("x"), answer)

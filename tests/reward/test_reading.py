@@ -182,9 +182,7 @@ SUM = (think("sum", "3 + 4"), "7")
         ((SUM,), False),
     ],
 )
-def test_a_call_of_a_tool_is_a_round_as_a_search_is(
-    said: tuple[tuple[str, str] | str, ...], well: bool
-) -> None:
+def test_a_call_of_a_tool_is_a_round_as_a_search_is(said: tuple[tuple[str, str] | str, ...], well: bool) -> None:
     trajectory = episode(*said, tools=TOOLS)
     found = Reader(TagsConfig(), CompatConfig(), TOOLS).read(question("7", "Bamako"), trajectory)
     assert found.well_formed == well

@@ -59,9 +59,7 @@ async def test_parts_are_unweighted() -> None:
 
 
 async def test_without_terms_exact_match_alone_counts() -> None:
-    assert await scored(RewardConfig(), episode(SEARCH, RIGHT)) == Scored(
-        1.0, (0.0, 1.0), {"exact_match": 1.0}
-    )
+    assert await scored(RewardConfig(), episode(SEARCH, RIGHT)) == Scored(1.0, (0.0, 1.0), {"exact_match": 1.0})
     assert (await scored(RewardConfig(), episode(SEARCH, WRONG))).reward == 0.0
 
 
@@ -131,9 +129,7 @@ PIECES = st.sampled_from(
 )
 TEXTS = st.lists(PIECES | st.text(st.characters(), max_size=5), max_size=8).map("".join)
 EVERY_TERM = {
-    name: -0.3 if name in PENALTIES else 0.3
-    for name in pure_terms(RewardConfig(), TASK)
-    if name != "correct_answer"
+    name: -0.3 if name in PENALTIES else 0.3 for name in pure_terms(RewardConfig(), TASK) if name != "correct_answer"
 }
 
 
@@ -153,8 +149,6 @@ async def test_any_text_is_scored(
     result = await scored(config, trajectory, over_prompt=over_prompt, answer=answer)
     assert len(result.turn_rewards) == max(1, len(trajectory.turns))
     assert sum(result.turn_rewards) == pytest.approx(result.reward, abs=1e-9)
-    assert result.reward == pytest.approx(
-        sum(EVERY_TERM[name] * part for name, part in result.parts.items()), abs=1e-9
-    )
+    assert result.reward == pytest.approx(sum(EVERY_TERM[name] * part for name, part in result.parts.items()), abs=1e-9)
     assert result.parts["exact_match"] <= result.parts["f1"]
     assert result.parts["exact_match"] <= result.parts["sub_em"]

@@ -40,9 +40,7 @@ def test_what_was_kept_is_there_in_the_next_run(tmp_path: Path) -> None:
     second.close()
 
 
-@pytest.mark.parametrize(
-    "tail", [b'{"key": "b", "ye', b"\xff\xfe", b"{}", b"[1]", b'{"key": "b", "yes": 1}', b"\n\n"]
-)
+@pytest.mark.parametrize("tail", [b'{"key": "b", "ye', b"\xff\xfe", b"{}", b"[1]", b'{"key": "b", "yes": 1}', b"\n\n"])
 def test_lines_that_cannot_be_read_are_left_out(tail: bytes, tmp_path: Path) -> None:
     file = tmp_path / "verdicts.jsonl"
     file.write_bytes(b'{"key": "a", "yes": true}\n' + tail)
@@ -81,9 +79,7 @@ def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", [0, 3, OSError(28, "No space left on device")])
-def test_a_full_disk_is_one_sentence(
-    written: int | OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_sentence(written: int | OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(_file: int, _line: bytes) -> int:
         if isinstance(written, OSError):
             raise written

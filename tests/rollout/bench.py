@@ -83,9 +83,7 @@ class Bench:
         for version in set(generation.versions):
             reference = logprobs_of(self.models[version], ids)[len(input_ids) - 1 :].numpy()
             of_version = versions == version
-            np.testing.assert_allclose(
-                np.array(generation.logprobs)[of_version], reference[of_version], atol=1e-4
-            )
+            np.testing.assert_allclose(np.array(generation.logprobs)[of_version], reference[of_version], atol=1e-4)
 
 
 def endless(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:

@@ -37,9 +37,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         before = set(psutil.Process().children(recursive=True))
         root, handlers = logging.getLogger(), list(logging.getLogger().handlers)
         await worker.start()
-        assert (root.handlers, root.isEnabledFor(logging.WARNING)) == (handlers, True), (
-            "what is logged here stays"
-        )
+        assert (root.handlers, root.isEnabledFor(logging.WARNING)) == (handlers, True), "what is logged here stays"
         started = set(psutil.Process().children(recursive=True)) - before
         assert started
         yield Bench(worker, rollout, words, first, second, search)

@@ -246,9 +246,7 @@ async def test_who_listens_hears_every_token_as_it_comes(bench: Bench) -> None:
     assert all(part == alone.token_ids[: len(part)] for part in heard)
     lengths = [len(part) for part in heard]
     assert lengths == sorted(lengths)
-    assert len(set(lengths)) > len(alone.token_ids) / 2, (
-        "SGLang holds back only what may become a stop string"
-    )
+    assert len(set(lengths)) > len(alone.token_ids) / 2, "SGLang holds back only what may become a stop string"
 
 
 async def test_who_listens_and_leaves_ends_the_request(bench: Bench) -> None:

@@ -117,9 +117,7 @@ STEPS = ["pause", "begin_update", "load_bucket", "end_update", "checksums"]
     [(step, failure) for step in STEPS for failure in ("error", "cancellation")]
     + [(step, "refusal") for step in STEPS if step != "pause"],  # A pause is not answered.
 )
-async def test_a_switch_that_breaks_refuses_all_and_another_heals(
-    engine: Engine, step: str, failure: str
-) -> None:
+async def test_a_switch_that_breaks_refuses_all_and_another_heals(engine: Engine, step: str, failure: str) -> None:
     script: Script = engine._process  # type: ignore[assignment]
     script.broken, script.refuses = step, failure == "refusal"
     script.failure = ValueError("boom") if failure == "error" else None
@@ -185,9 +183,7 @@ async def test_a_bucket_without_room_is_refused_with_the_way_out(
     engine: Engine, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = [(NAME, torch.ones(4))]
-    bucket = (
-        pack_into(torch.empty(100, dtype=torch.uint8), tensors) if on_device else next(pack(tensors, 100))
-    )
+    bucket = pack_into(torch.empty(100, dtype=torch.uint8), tensors) if on_device else next(pack(tensors, 100))
 
     def take(*_args: object, **_named: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100 bytes.")

@@ -13,9 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pyt
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.6, -1), (1.0, 3), (0.6, 3)])
-async def test_logprobs_are_of_the_whole_vocabulary_whatever_is_cut(
-    bench: Bench, top_p: float, top_k: int
-) -> None:
+async def test_logprobs_are_of_the_whole_vocabulary_whatever_is_cut(bench: Bench, top_p: float, top_k: int) -> None:
     await bench.bring(bench.first)
     ids = bench.encode("France is")
     sampling = TurnSampling(temperature=1.7, top_p=top_p, top_k=top_k, max_new_tokens=60)

@@ -131,9 +131,7 @@ async def test_finish_ends_groups_on_the_old_version_and_holds_new_ones_back(ben
 
 
 @pytest.mark.usefixtures("greedily")
-async def test_continue_switches_between_the_turns_of_a_group(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_continue_switches_between_the_turns_of_a_group(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.worker, "_on_update", CONTINUE)
     old = await bench.bring(bench.first)
     new, total = await bench.stage(bench.second)
@@ -319,9 +317,7 @@ async def test_an_update_that_is_not_what_was_sent_is_refused(bench: Bench) -> N
 
 async def test_an_update_that_lacks_a_tensor_is_refused(bench: Bench) -> None:
     await bench.bring(bench.first)
-    tensors = [
-        (name, tensor) for name, tensor in bench.first.named_parameters() if name != "model.norm.weight"
-    ]
+    tensors = [(name, tensor) for name, tensor in bench.first.named_parameters() if name != "model.norm.weight"]
     buckets = list(pack(tensors, bucket_bytes=1 << 20))
     await bench.engine.begin_update(1001)
     for bucket in buckets:
@@ -354,9 +350,7 @@ async def test_an_engine_that_holds_something_else_refuses_and_recovers(
         update = asyncio.create_task(bench.engine.finish_update(version, total))
         await asyncio.sleep(0)
         waiting = asyncio.create_task(bench.engine.generate(bench.encode("Paris"), greedy(4), "waiting"))
-        with pytest.raises(
-            RunError, match=r"1 of its tensors .*first model\.layers\.1\.self_attn\.qkv_proj\.weight"
-        ):
+        with pytest.raises(RunError, match=r"1 of its tensors .*first model\.layers\.1\.self_attn\.qkv_proj\.weight"):
             await update
     for refused in (running, waiting, bench.worker.run_group(QUESTION, n_samples=2)):
         with pytest.raises(RunError, match="refused a weight update"):

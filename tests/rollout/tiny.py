@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 EOS = "<|endoftext|>"
 PASSAGE = '"Paris"\nParis is the capital and the largest city of France.'
 OBSERVATION = (
-    '\n\n<information>Doc 1(Title: "Paris") Paris is the capital and the largest city of France.'
-    "</information>\n\n"
+    '\n\n<information>Doc 1(Title: "Paris") Paris is the capital and the largest city of France.</information>\n\n'
 )
 QUERY = "capital of France"
 
@@ -42,9 +41,7 @@ FIRST = Trace(
     search=f"<think>I do not know.</think><search> {QUERY} </search>",
     answer="<think>It says so.</think><answer> Paris </answer>",
 )
-SECOND = Trace(
-    FIRST.prompt, f"<think>Let me look.</think><search> {QUERY} </search>", "<answer> Lyon </answer>"
-)
+SECOND = Trace(FIRST.prompt, f"<think>Let me look.</think><search> {QUERY} </search>", "<answer> Lyon </answer>")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

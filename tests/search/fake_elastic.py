@@ -49,11 +49,7 @@ class FakeElastic:
         wanted = re.search(r"vnd.elasticsearch.*compatible-with=(\d+)", headers.get("Accept", ""))
         if wanted and self.distribution == "opensearch" and body:
             return 406, error("status_exception", "Content-Type header is not supported")
-        if (
-            wanted
-            and self.distribution == "elasticsearch"
-            and int(wanted[1]) > int(self.version.split(".")[0])
-        ):
+        if wanted and self.distribution == "elasticsearch" and int(wanted[1]) > int(self.version.split(".")[0]):
             return 400, error("media_type_header_exception", "Invalid media-type value on headers [Accept]")
         if self.unavailable:
             self.unavailable -= 1
@@ -93,13 +89,9 @@ class FakeElastic:
             target = {"_index": action["index"]["_index"], "_id": action["index"]["_id"]}
             if self.reject_items:
                 self.reject_items -= 1
-                items.append(
-                    {"index": {**target, "status": 429, **error("es_rejected_execution_exception", "busy")}}
-                )
+                items.append({"index": {**target, "status": 429, **error("es_rejected_execution_exception", "busy")}})
             elif self.poison and self.poison in source["contents"]:
-                items.append(
-                    {"index": {**target, "status": 400, **error("document_parsing_exception", "unfit")}}
-                )
+                items.append({"index": {**target, "status": 400, **error("document_parsing_exception", "unfit")}})
             else:
                 self.documents[target["_index"]][target["_id"]] = source
                 self.written.append(target["_id"])
@@ -120,9 +112,7 @@ class FakeElastic:
             similarity["k1"],
             similarity["b"],
         )
-        best = sorted(scores, key=lambda key: (-scores[key], self.documents[name][key]["rlsys_row"]))[
-            : asked["size"]
-        ]
+        best = sorted(scores, key=lambda key: (-scores[key], self.documents[name][key]["rlsys_row"]))[: asked["size"]]
         hits = [
             {
                 "_index": name,

@@ -83,8 +83,7 @@ class Pages:
     """Two pages."""
 
     known: Mapping[str, Mapping[str, Any]] = {
-        url: {"url": url, "contents": f"page of {url}"}
-        for url in ("https://a.example/", "https://b.example/")
+        url: {"url": url, "contents": f"page of {url}"} for url in ("https://a.example/", "https://b.example/")
     }
 
     async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:

@@ -97,9 +97,7 @@ class Victim:
             waits.append(self.health())
         thread.join()
         waits.append(self.health())
-        return Cost(
-            _peak_mb(proc) - memory, self.cpu_s() - cpu_s, max(waits), len(waits), b"".join(answers)[:2000]
-        )
+        return Cost(_peak_mb(proc) - memory, self.cpu_s() - cpu_s, max(waits), len(waits), b"".join(answers)[:2000])
 
 
 def _peak_mb(proc: Path) -> float:

@@ -50,11 +50,7 @@ async def test_searches_of_a_real_server_are_played_without_it(
         assert search_metrics(player) == {"search_hits": 40, "search_misses": 0, "search_recorded": 0}
     header, *calls = rows(tmp_path / "new" / "tape.jsonl")
     assert header == {"rlsys_cassette": 1, "topk": 2, "server": served(health)}
-    assert (
-        {"kind", "passages", "corpus_sha256", "encoder", "faiss_type"}
-        <= header["server"].keys()
-        <= health.keys()
-    )
+    assert {"kind", "passages", "corpus_sha256", "encoder", "faiss_type"} <= header["server"].keys() <= health.keys()
     assert "queries" not in header["server"]
     assert len(calls) == 40
     assert sum("passages" in call for call in calls) == 20, "passages are stored once a query"
@@ -62,9 +58,7 @@ async def test_searches_of_a_real_server_are_played_without_it(
 
 QUERIES = st.sampled_from(["Mali", " Mali\n", "Chad", 'a "quoted"\nline', "São Tomé", "\ud800 half", "", " "])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-PASSAGES = st.lists(
-    st.builds(Passage, TEXT, TEXT, st.floats(allow_nan=False, allow_infinity=False)), max_size=3
-)
+PASSAGES = st.lists(st.builds(Passage, TEXT, TEXT, st.floats(allow_nan=False, allow_infinity=False)), max_size=3)
 RESULTS = st.one_of(
     st.builds(SearchResult, PASSAGES.map(tuple)),
     st.builds(SearchResult, error=st.just("no answer"), failure=st.sampled_from([None, *Failure])),
@@ -73,9 +67,7 @@ RESULTS = st.one_of(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asks=st.lists(st.tuples(QUERIES, RESULTS), max_size=12))
-def test_any_recording_plays_as_a_dictionary_would(
-    asks: list[tuple[str, SearchResult]], tmp_path: Path
-) -> None:
+def test_any_recording_plays_as_a_dictionary_would(asks: list[tuple[str, SearchResult]], tmp_path: Path) -> None:
     """The reference: the first result of a query that worked, else its first failure."""
     path = tmp_path / "tape.jsonl"
     path.unlink(missing_ok=True)
@@ -131,9 +123,7 @@ def test_queries_that_are_asked_once_draw_from_the_whole_distribution() -> None:
 
 
 @given(latencies=st.lists(st.floats(0, 100), min_size=1), share=st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
-def test_a_quantile_is_the_least_latency_that_so_many_calls_keep(
-    latencies: list[float], share: float
-) -> None:
+def test_a_quantile_is_the_least_latency_that_so_many_calls_keep(latencies: list[float], share: float) -> None:
     cassette = Cassette(Header(3))
     for latency_s in latencies:
         cassette.add(Call("Mali", found("Mali"), latency_s))

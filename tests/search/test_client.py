@@ -59,9 +59,7 @@ async def test_passages_are_those_of_brute_force(
 
 
 @pytest.mark.parametrize(("max_coalesced", "posts"), [(64, 4), (1, 200)])
-async def test_searches_of_one_moment_share_requests(
-    retriever: DenseRetriever, max_coalesced: int, posts: int
-) -> None:
+async def test_searches_of_one_moment_share_requests(retriever: DenseRetriever, max_coalesced: int, posts: int) -> None:
     front = Front(create_app(retriever))
     with serving(front, free_port()) as url:
         async with SearchClient(url, max_coalesced=max_coalesced) as client:
@@ -181,9 +179,7 @@ async def test_a_silent_server_costs_the_time_out_and_no_more() -> None:
     silent = await asyncio.start_server(lambda _reader, _writer: asyncio.sleep(60), "127.0.0.1", 0)
     async with (
         silent,
-        SearchClient(
-            f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", retries=0, timeout_s=0.2
-        ) as client,
+        SearchClient(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", retries=0, timeout_s=0.2) as client,
     ):
         start = time.monotonic()
         result = await client.search("Mali")
@@ -239,7 +235,5 @@ def test_a_wrong_url_is_one_sentence(urls: str | list[str], sentence: str) -> No
 
 @pytest.mark.parametrize(("urls", "after_s"), [(["http://a"], 1.0), (["http://a", "http://b"], 30.0)])
 def test_hedging_that_cannot_be_is_refused(urls: list[str], after_s: float) -> None:
-    with pytest.raises(
-        UserError, match=f"hedge_after_s={after_s:g} is of no use with {len(urls)} search url"
-    ):
+    with pytest.raises(UserError, match=f"hedge_after_s={after_s:g} is of no use with {len(urls)} search url"):
         SearchClient(urls, hedge_after_s=after_s, timeout_s=30.0)

@@ -35,10 +35,7 @@ class Urls(Gated):
     def find(self, prepared: Any, topk: int) -> list[list[Any]]:
         lines = super().find(prepared, topk)
         return [
-            [
-                hit._replace(document={**hit.document, "url": f"https://a/{row}"})
-                for row, hit in enumerate(line)
-            ]
+            [hit._replace(document={**hit.document, "url": f"https://a/{row}"}) for row, hit in enumerate(line)]
             for line in lines
         ]
 
@@ -76,9 +73,7 @@ async def test_asearcher_and_rlinf_query_and_access(url: str) -> None:
         wanted = {"urls": ["https://a.example/", "https://gone.example/"]}
         async with session.post(f"{url}/access", json=wanted, timeout=timeout) as response:
             response.raise_for_status()
-            pages = [
-                page["contents"] if page is not None else "" for page in (await response.json())["result"]
-            ]
+            pages = [page["contents"] if page is not None else "" for page in (await response.json())["result"]]
     assert documents == [["Mali"] * 5]
     assert urls == [[f"https://a/{row}" for row in range(5)]]
     assert pages == ["page of https://a.example/", ""]
@@ -159,16 +154,12 @@ async def test_a_client_that_hangs_up_is_not_searched_for(small: tuple[str, Gate
             return int((await response.json())["pending"])
 
     async with aiohttp.ClientSession() as session:
-        first = threading.Thread(
-            target=raw, args=(address, POST + "Content-Length: 22\n\n", b'{"queries": ["stays"]}')
-        )
+        first = threading.Thread(target=raw, args=(address, POST + "Content-Length: 22\n\n", b'{"queries": ["stays"]}'))
         first.start()
         await until(lambda: gated.seen == [["stays"]])
         host, port = address.removeprefix("http://").split(":")
         leaving = socket.create_connection((host, int(port)))
-        leaving.sendall(
-            (POST + "Content-Length: 22\n\n").replace("\n", "\r\n").encode() + b'{"queries": ["leave"]}'
-        )
+        leaving.sendall((POST + "Content-Length: 22\n\n").replace("\n", "\r\n").encode() + b'{"queries": ["leave"]}')
         while await pending() == 0:
             pass
         leaving.close()
@@ -199,9 +190,7 @@ def described(retriever: DenseRetriever) -> Any:
         ("/metrics", "GET"),
     ],
 )
-def test_the_description_is_true(
-    described: Any, path: str, method: str, mode: schemathesis.GenerationMode
-) -> None:
+def test_the_description_is_true(described: Any, path: str, method: str, mode: schemathesis.GenerationMode) -> None:
     """All of schemathesis' checks: valid bodies are answered as described, invalid ones refused, never a 500."""
     if mode.is_negative and method == "GET":
         return  # nothing to send that could be wrong

@@ -189,9 +189,7 @@ def test_verify_finds_the_change_that_open_cannot_see(path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(place=st.integers(0, 8000), bit=st.integers(0, 7))
-def test_a_damaged_sidecar_is_never_trusted(
-    tmp_path_factory: pytest.TempPathFactory, place: int, bit: int
-) -> None:
+def test_a_damaged_sidecar_is_never_trusted(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
     path = tmp_path_factory.mktemp("damaged") / "corpus.jsonl"
     path.write_text("".join(row(number, "text") + "\n" for number in range(500)))
     assert scans(path)

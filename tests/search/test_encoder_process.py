@@ -89,7 +89,5 @@ def test_a_process_that_only_asks_loads_no_library_of_models() -> None:
         "e = EncoderSpec('minilm').start(); e.encode_queries(['Mali']); e.close(); "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
-    done = run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ.copy()
-    )
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ.copy())
     assert done.stdout == "[]\n", done.stderr

@@ -64,9 +64,7 @@ def bytes_and_end(padding_side: str) -> PreTrainedTokenizerFast:
         single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 256)]
     )
     end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=end, pad_token=end, padding_side=padding_side
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end, padding_side=padding_side)
 
 
 def alone(model: Any, text: str) -> Any:
@@ -151,9 +149,7 @@ def test_a_folder_of_sentence_transformers_is_read_as_it_reads_it(
     torch.manual_seed(0)
     trunk = Transformer(str(save(BertModel(BertConfig(**TINY)), tmp_path / "trunk")), max_seq_length=256)
     modules = [trunk, Pool(16, pooling), *([Normalize()] if normalize else [])]
-    reference = SentenceTransformer(
-        modules=modules, prompts={"query": "ask: ", "document": "say: "}, device="cpu"
-    )
+    reference = SentenceTransformer(modules=modules, prompts={"query": "ask: ", "document": "say: "}, device="cpu")
     folder = tmp_path / "nameless"
     reference.save(str(folder))
     encoder = Encoder.load(str(folder))
@@ -252,9 +248,7 @@ def test_unknown_devices_and_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_a_model_cannot_take_is_refused(tmp_path: Path) -> None:
     for tokens in (0, 513):
-        with pytest.raises(
-            UserError, match=f"max_tokens {tokens} is out of range: model 'minilm' takes 1 to 512"
-        ):
+        with pytest.raises(UserError, match=f"max_tokens {tokens} is out of range: model 'minilm' takes 1 to 512"):
             Encoder.load("minilm", max_tokens=tokens)
     folder = save(BertForSequenceClassification(BertConfig(**TINY)), tmp_path / "ms-marco-minilm")
     with pytest.raises(UserError, match="it is a reranker and gives no vectors"):

@@ -36,9 +36,7 @@ def same(result: SearchResult, undisturbed: SearchResult) -> bool:
         result.error == undisturbed.error == ""
         and [(one.id, one.contents) for one in result.passages]
         == [(one.id, one.contents) for one in undisturbed.passages]
-        and np.allclose(
-            [one.score for one in result.passages], [one.score for one in undisturbed.passages], atol=1e-5
-        )
+        and np.allclose([one.score for one in result.passages], [one.score for one in undisturbed.passages], atol=1e-5)
     )
 
 
@@ -80,9 +78,7 @@ async def test_a_server_is_killed_under_load_and_comes_back(
     assert alone.counts.failures == both.counts.failures == {}
 
 
-async def load(
-    client: SearchClient, queries: list[str], stop: asyncio.Event
-) -> list[tuple[int, SearchResult]]:
+async def load(client: SearchClient, queries: list[str], stop: asyncio.Event) -> list[tuple[int, SearchResult]]:
     """Several callers that ask until `stop`; all they got, each with the row of its query."""
     got: list[tuple[int, SearchResult]] = []
 
@@ -162,9 +158,7 @@ SAYINGS = {
 
 
 @pytest.mark.parametrize("name", SAYINGS)
-async def test_a_bad_replica_costs_nothing_and_alone_it_is_a_typed_failure(
-    name: str, server: SearchServer
-) -> None:
+async def test_a_bad_replica_costs_nothing_and_alone_it_is_a_typed_failure(name: str, server: SearchServer) -> None:
     async with listening(SAYINGS[name]) as bad:
         async with SearchClient([bad, server.url], retries=0, max_coalesced=1) as client:
             results = await asyncio.gather(*(client.search(f"country {row}") for row in range(30)))

@@ -150,9 +150,7 @@ def test_an_opened_hybrid_fuses_its_two_parts(hybrid_dir: Path, queries: list[st
     found = [part.find(part.prepare(queries), 100) for part in parts]
     for hits, *sides in zip(hybrid.find(hybrid.prepare(queries), 5), *found, strict=True):
         ids = [[hit.document["id"] for hit in side] for side in sides]
-        expected = {
-            key: sum(1 / (61 + side.index(key)) for side in ids if key in side) for key in {*ids[0], *ids[1]}
-        }
+        expected = {key: sum(1 / (61 + side.index(key)) for side in ids if key in side) for key in {*ids[0], *ids[1]}}
         assert [hit.score for hit in hits] == pytest.approx(sorted(expected.values())[:-6:-1])
         assert [expected[hit.document["id"]] for hit in hits] == pytest.approx([hit.score for hit in hits])
     assert (hybrid_dir / "dense" / "corpus.jsonl").samefile(hybrid_dir / "bm25" / "corpus.jsonl")
@@ -163,9 +161,7 @@ def test_only_the_part_that_changes_is_built_again(copy: Path, corpus_path: Path
     before = (copy / "dense" / "index.faiss").stat().st_ino
     assert not build_hybrid(corpus, encoder, copy)
     stages: set[str] = set()
-    assert build_hybrid(
-        corpus, encoder, copy, None, LexicalOptions(k1=1.5), lambda *step: stages.add(step[0])
-    )
+    assert build_hybrid(corpus, encoder, copy, None, LexicalOptions(k1=1.5), lambda *step: stages.add(step[0]))
     assert stages == {"tokenise"}
     assert (copy / "dense" / "index.faiss").stat().st_ino == before
     assert HybridRetriever.open(copy).describe()["bm25"]["k1"] == 1.5

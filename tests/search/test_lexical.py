@@ -52,16 +52,12 @@ def reference(passages: Sequence[Sequence[Any]], query: Sequence[Any], k1: float
 
 
 def write(path: Path, texts: Sequence[str]) -> Path:
-    path.write_text(
-        "".join(json.dumps({"id": row, "contents": text}) + "\n" for row, text in enumerate(texts))
-    )
+    path.write_text("".join(json.dumps({"id": row, "contents": text}) + "\n" for row, text in enumerate(texts)))
     return path
 
 
 def make(folder: Path, texts: Sequence[str], **options: Any) -> LexicalRetriever:
-    build_lexical(
-        Corpus.open(write(folder / "corpus.jsonl", texts)), folder / "index", LexicalOptions(**options)
-    )
+    build_lexical(Corpus.open(write(folder / "corpus.jsonl", texts)), folder / "index", LexicalOptions(**options))
     return LexicalRetriever.open(folder / "index", threads=2)
 
 
@@ -354,9 +350,7 @@ def test_damaged_postings_end_in_a_sentence_and_not_the_process(bm25_dir: Path, 
     folders = [str(shutil.copytree(bm25_dir, tmp_path / str(number))) for number in range(len(DAMAGED))]
     for damage, folder in zip(DAMAGED, folders, strict=True):
         damage(Path(folder))
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *folders], capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, check=False)
     assert ended.stdout.splitlines() == [f"{folder} True" for folder in folders], ended.stderr
     assert ended.returncode == 0
 

@@ -42,8 +42,7 @@ def test_no_other_cut_of_the_sorted_rows_costs_less(lengths: list[int], fixed: i
     inner = range(1, len(rows))
     cuts = (cut for count in range(len(rows)) for cut in combinations(inner, count))
     cheapest = min(
-        priced(lengths, [rows[a:b] for a, b in zip((0, *cut), (*cut, len(rows)), strict=True)], cost)
-        for cut in cuts
+        priced(lengths, [rows[a:b] for a, b in zip((0, *cut), (*cut, len(rows)), strict=True)], cost) for cut in cuts
     )
     found = [bucket.tolist() for bucket in length_buckets(lengths, cost)]
     assert priced(lengths, found, cost) == cheapest
@@ -55,9 +54,7 @@ def test_lines_hold_each_row_once_and_have_room_for_it(lengths: list[int], width
     assert sorted(row for line in lines for row in line) == list(range(len(lengths)))
     filled = [sum(lengths[row] for row in line) for line in lines]
     assert max(filled) <= width
-    assert len([tokens for tokens in filled if 2 * tokens <= width]) <= 1, (
-        "two such lines would have fitted in one"
-    )
+    assert len([tokens for tokens in filled if 2 * tokens <= width]) <= 1, "two such lines would have fitted in one"
 
 
 @given(LENGTHS, COSTS, st.booleans())
@@ -70,9 +67,7 @@ def test_a_plan_has_each_row_once(lengths: list[int], cost: PassCost, share: boo
 def test_short_texts_share_lines_and_long_ones_of_a_length_do_not() -> None:
     cost = PassCost(most_tokens=2048, fixed_tokens=20)
     (queries,) = plan([5, 9, 12, 7, 6, 11, 8, 6], cost, share=True)
-    assert [sorted(line) for line in queries] == [[1, 2, 5], [0, 3, 4, 6, 7]], (
-        "12 + 11 + 9 and the rest are 32"
-    )
+    assert [sorted(line) for line in queries] == [[1, 2, 5], [0, 3, 4, 6, 7]], "12 + 11 + 9 and the rest are 32"
     (passages,) = plan([180] * 8, cost, share=True)
     assert all(len(line) == 1 for line in passages)
 
@@ -95,9 +90,7 @@ def test_a_bert_gives_a_text_in_a_shared_line_the_states_that_it_has_alone() -> 
     assert shares_lines(model)
     assert not shares_lines(transformers.RobertaModel(transformers.RobertaConfig(vocab_size=99, **shape)))
     for other in ({"attn_implementation": "eager"}, {"is_decoder": True}):
-        assert not shares_lines(
-            transformers.BertModel(transformers.BertConfig(vocab_size=99, **shape, **other))
-        )
+        assert not shares_lines(transformers.BertModel(transformers.BertConfig(vocab_size=99, **shape, **other)))
     texts = [torch.randint(1, 99, (length,)).tolist() for length in (3, 8, 1, 5, 2)]
     lines: Lines = [[1, 0], [3, 2, 4]]
     batch = Batch.of([[texts[row] for row in line] for line in lines], filler=0)

@@ -116,9 +116,7 @@ def test_the_key_of_a_key_of_a_url_is_stable() -> None:
     assert page_key(f"http://{key}") == key
 
 
-@pytest.mark.parametrize(
-    "bad", ['{"contents": "text"}', '{"url": 5, "contents": "text"}', '{"url": "u"}', "x"]
-)
+@pytest.mark.parametrize("bad", ['{"contents": "text"}', '{"url": 5, "contents": "text"}', '{"url": "u"}', "x"])
 def test_a_bad_page_is_named_when_the_file_is_opened(tmp_path: Path, bad: str) -> None:
     path = write(tmp_path / "pages.jsonl", [page("u")])
     path.write_text(path.read_text() + bad + "\n")

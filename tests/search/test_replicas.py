@@ -34,9 +34,7 @@ class Histories(RuleBasedStateMachine):
         trail = data.draw(st.sampled_from(self.trails))
         chosen = self.replicas.pick(trail)
         rows = [row for row in range(3) if self.state[row] is not State.foreign]
-        fresh = [
-            row for row in rows if self.state[row] is State.healthy and not self.failed(row, trail.failed)
-        ]
+        fresh = [row for row in rows if self.state[row] is State.healthy and not self.failed(row, trail.failed)]
         if not fresh:
             fresh = [row for row in rows if not self.failed(row, trail.broken)]
         if not fresh:
@@ -152,9 +150,7 @@ def test_hedges_keep_their_share_at_any_moment(spends: list[bool], every: int, m
         taken.append(taken[-1] + (spend and budget.take()))
     for start in range(len(taken)):
         saved = min(most, 1 + start / every)
-        assert all(
-            taken[end] - taken[start] <= saved + (end - start) / every for end in range(start, len(taken))
-        )
+        assert all(taken[end] - taken[start] <= saved + (end - start) / every for end in range(start, len(taken)))
 
 
 def test_hedges_are_saved_up_to_the_most() -> None:
@@ -178,9 +174,7 @@ def test_hedges_are_saved_up_to_the_most() -> None:
         ({"corpus_sha256": "1"}, {"corpus_sha256": "2"}, ["corpus_sha256"]),
     ],
 )
-def test_only_what_both_say_can_differ(
-    one: dict[str, object], other: dict[str, object], keys: list[str]
-) -> None:
+def test_only_what_both_say_can_differ(one: dict[str, object], other: dict[str, object], keys: list[str]) -> None:
     assert differences(one, other) == keys
     assert sorted(differences(other, one)) == keys
 

@@ -45,9 +45,7 @@ def test_many_clients_at_once_keep_their_own_answers(server: SearchServer, queri
 
     def ask(row: int) -> Any:
         # Another topk than above, so that no answer is in the cache.
-        return post(server, queries=[fresh[row]], topk=1 + row % 2 * 2, return_scores=True).json()["result"][
-            0
-        ]
+        return post(server, queries=[fresh[row]], topk=1 + row % 2 * 2, return_scores=True).json()["result"][0]
 
     with ThreadPoolExecutor(32) as pool:
         alone = list(pool.map(ask, range(len(fresh))))

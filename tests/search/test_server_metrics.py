@@ -64,8 +64,7 @@ async def test_every_request_query_batch_and_stage_is_counted() -> None:
         }.items()
     )
     stages = {
-        stage: samples["stage_seconds_count", (("stage", stage),)]
-        for stage in ("prepare", "find", "rerank", "pages")
+        stage: samples["stage_seconds_count", (("stage", stage),)] for stage in ("prepare", "find", "rerank", "pages")
     }
     assert stages == {"prepare": 3, "find": 2, "rerank": 1, "pages": 1}
 

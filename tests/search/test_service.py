@@ -57,9 +57,7 @@ async def test_prepared_batches_do_not_pile_up_before_a_slow_search() -> None:
         await until(lambda: len(gated.seen) == 2)
         tasks += [ask(client, query) for query in "cdef"]
         await pending(client, 4)
-        assert gated.seen == [["a"], ["b"]], (
-            "one is found, one is prepared and waits, the rest is no batch yet"
-        )
+        assert gated.seen == [["a"], ["b"]], "one is found, one is prepared and waits, the rest is no batch yet"
         gated.may_find.set()
         await asyncio.gather(*tasks)
     assert gated.seen == [["a"], ["b"], ["c", "d", "e", "f"]]
@@ -90,9 +88,7 @@ async def test_requests_that_come_during_a_search_share_the_next_one() -> None:
         health = (await client.get("/health")).json()
     assert (health["batches"], health["queries"], health["cached"]) == (2, 41, 0)
     # Each topk on its own, each query of it once.
-    assert gated.found[1:] == [
-        ([f"q{row}" for row in range(20) if row % 4 == topk - 1], topk) for topk in (1, 2, 3, 4)
-    ]
+    assert gated.found[1:] == [([f"q{row}" for row in range(20) if row % 4 == topk - 1], topk) for topk in (1, 2, 3, 4)]
 
 
 async def test_an_answer_does_not_depend_on_its_batch(
@@ -100,17 +96,13 @@ async def test_an_answer_does_not_depend_on_its_batch(
 ) -> None:
     order = brute_force[1]
     async with in_process(retriever, ServerLimits(cache_entries=0, max_batch=64)) as client:
-        asked = [
-            ask(client, query, topk=1 + row % 5, return_scores=True) for row, query in enumerate(queries)
-        ]
+        asked = [ask(client, query, topk=1 + row % 5, return_scores=True) for row, query in enumerate(queries)]
         together = [answer.json()["result"][0] for answer in await asyncio.gather(*asked)]
         alone = (await ask(client, queries[7], topk=3, return_scores=True)).json()["result"][0]
     for row, line in enumerate(together):
         assert [hit["document"]["id"] for hit in line] == [f"c{place}" for place in order[row, : 1 + row % 5]]
     assert [hit["document"] for hit in alone] == [hit["document"] for hit in together[7]]
-    np.testing.assert_allclose(
-        [hit["score"] for hit in alone], [hit["score"] for hit in together[7]], atol=1e-6
-    )
+    np.testing.assert_allclose([hit["score"] for hit in alone], [hit["score"] for hit in together[7]], atol=1e-6)
 
 
 async def test_a_full_queue_turns_away_and_recovers() -> None:
@@ -169,9 +161,7 @@ async def test_a_body_has_values_up_to_a_limit(values: int) -> None:
     texts = [*map(str, range(values - 4)), '", [{1, 2}], \\"']
     async with in_process(Gated(), ServerLimits(max_values=10)) as client:
         answer = await ask(client, *texts)
-        assert (answer.status_code, "10 values" in answer.text) == (
-            (200, False) if values == 10 else (422, True)
-        )
+        assert (answer.status_code, "10 values" in answer.text) == ((200, False) if values == 10 else (422, True))
 
 
 async def test_a_request_that_takes_too_long_is_given_up_and_not_searched() -> None:
@@ -205,9 +195,7 @@ async def test_a_retriever_that_loses_a_line_is_a_fault_not_a_mix_up(monkeypatch
     ("value", "status"),
     [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)],
 )
-async def test_what_json_can_say_is_answered(
-    monkeypatch: pytest.MonkeyPatch, value: Any, status: int
-) -> None:
+async def test_what_json_can_say_is_answered(monkeypatch: pytest.MonkeyPatch, value: Any, status: int) -> None:
     gated = Gated()
     monkeypatch.setattr(gated, "find", lambda prepared, _: [[Hit(1.0, {"contents": value})]] * len(prepared))
     async with in_process(gated, ServerLimits()) as client:
@@ -311,19 +299,14 @@ async def test_access_gives_pages_in_order_and_null() -> None:
 async def test_health_says_what_is_loaded() -> None:
     async with in_process(Gated(), ServerLimits(), reranker=Lengths(), pages=Pages()) as client:
         health = (await client.get("/health")).json()
-    assert (
-        health.items()
-        >= {"kind": "gated", "passages": 7, "reranker": {"model": "lengths"}, "pages": True}.items()
-    )
+    assert health.items() >= {"kind": "gated", "passages": 7, "reranker": {"model": "lengths"}, "pages": True}.items()
     assert health["uptime_s"] >= 0
 
 
 TOKEN = "s3cret"
 
 
-@pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer wrong", "Basic s3cret", "s3cret", "Bearer s3cret2"]
-)
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Basic s3cret", "s3cret", "Bearer s3cret2"])
 async def test_without_the_token_only_health_answers_and_says_little(header: str | None) -> None:
     gated = Gated()
     headers = {} if header is None else {"Authorization": header}

@@ -94,9 +94,7 @@ def test_all_servers_dead_or_silent_is_a_typed_failure_in_bounded_time() -> None
         (500, SearchResult((), "http://a: status 500: a bad query", Failure.broken)),
     ],
 )
-def test_bad_queries_are_found_by_halving_and_the_others_get_theirs(
-    status: int, failed: SearchResult
-) -> None:
+def test_bad_queries_are_found_by_halving_and_the_others_get_theirs(status: int, failed: SearchResult) -> None:
     server = Behind(refuses={"q5": status, "q40": status})
 
     async def work() -> list[SearchResult]:
@@ -232,9 +230,7 @@ def test_the_health_of_several_is_refused_where_they_differ() -> None:
     assert run_virtually(work({}, SERVES, None, SERVES | {"kind": "dense"})) == SERVES
     with pytest.raises(UserError, match="http://s0 passages=7 and http://s2 passages=8: give only"):
         run_virtually(work(SERVES, SERVES, SERVES | {"passages": 8}))
-    with pytest.raises(
-        RunError, match=r"http://s0 is not healthy: refused; .*http://s1 is not healthy: status 404"
-    ):
+    with pytest.raises(RunError, match=r"http://s0 is not healthy: refused; .*http://s1 is not healthy: status 404"):
         run_virtually(work({}, None))
 
 
@@ -358,9 +354,7 @@ def test_whatever_happens_each_search_gets_its_own_answer(
 
         async with client:
             trouble = [happen(servers[row], at, what) for row, at, what in events if not (good and row == 0)]
-            results, _ = await asyncio.gather(
-                asyncio.gather(*map(later, range(60))), asyncio.gather(*trouble)
-            )
+            results, _ = await asyncio.gather(asyncio.gather(*map(later, range(60))), asyncio.gather(*trouble))
         for row, result in enumerate(results):
             failed = result.failure in (Failure.unavailable, Failure.broken) and result.error
             assert result == found(f"q{row}") or (failed and not good)

@@ -52,9 +52,7 @@ class Told:
 
 
 def found(*contents: str) -> bytes:
-    hits = [
-        {"document": {"id": str(row), "contents": text}, "score": 1.0} for row, text in enumerate(contents)
-    ]
+    hits = [{"document": {"id": str(row), "contents": text}, "score": 1.0} for row, text in enumerate(contents)]
     return orjson.dumps({"result": [hits]})
 
 
@@ -134,10 +132,7 @@ def test_passages_have_a_length_and_a_number() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"result": [[{"document": {"id": '
-        + b"[" * 1000
-        + b"]" * 1000
-        + b', "contents": ""}, "score": 1}]]}',
+        b'{"result": [[{"document": {"id": ' + b"[" * 1000 + b"]" * 1000 + b', "contents": ""}, "score": 1}]]}',
         b'{"result": [[{"document": {"id": 1, "contents": ""}, "score": "' + b"x" * 1_000_000 + b'"}]]}',
     ],
 )

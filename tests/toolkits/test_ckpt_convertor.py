@@ -69,9 +69,7 @@ def test_help_names_the_arguments(script: str, tmp_path: Path) -> None:
     done = run(script, "--help", cwd=tmp_path, COLUMNS="120")
     assert done.returncode == 0
     words = (
-        ("{checkpoint} {out} {original}", "--shard-size")
-        if script.startswith("mg2hf")
-        else ("{src} {dst}", "--values")
+        ("{checkpoint} {out} {original}", "--shard-size") if script.startswith("mg2hf") else ("{src} {dst}", "--values")
     )
     assert all(word in done.stdout for word in words)
 
@@ -83,9 +81,7 @@ def test_help_names_the_arguments(script: str, tmp_path: Path) -> None:
         ("hf2mg_1.5b.sh", ("no where", "out"), "no where has no config.json"),
     ],
 )
-def test_a_missing_path_is_one_sentence(
-    script: str, arguments: tuple[str, ...], named: str, tmp_path: Path
-) -> None:
+def test_a_missing_path_is_one_sentence(script: str, arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
     done = run(script, *arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(named)

@@ -21,9 +21,7 @@ SMALL = st.recursive(
     lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(
         lambda parts: (
             f"({parts[0][0]} {parts[1]} {parts[2][0]})",
-            {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__}[parts[1]](
-                parts[0][1], parts[2][1]
-            ),
+            {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__}[parts[1]](parts[0][1], parts[2][1]),
         )
     ),
     max_leaves=8,

@@ -58,8 +58,6 @@ async def test_the_first_example_is_true() -> None:
 def test_the_price_of_a_call_falls_on_its_turn() -> None:
     scope: dict[str, object] = {}
     exec(blocks("python")[1], scope)
-    said = episode(
-        ("<sum>1</sum>", "1"), ("<search>a</search>", "b"), "<answer>c</answer>", tools={"sum": "sum"}
-    )
+    said = episode(("<sum>1</sum>", "1"), ("<search>a</search>", "b"), "<answer>c</answer>", tools={"sum": "sum"})
     assert scope["call_price"](question("c"), said) == [1.0, 0.0, 0.0]  # type: ignore[operator]
     assert scope["call_price"](question("c"), episode()) == 0.0  # type: ignore[operator]

@@ -82,9 +82,7 @@ def test_all_problems_are_told_at_once() -> None:
 def test_a_module_that_breaks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_tool_module.py").write_text("raise RuntimeError('line one\\nline two')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        UserError, match=r"broken_tool_module cannot be imported \(RuntimeError: line one line two\)"
-    ):
+    with pytest.raises(UserError, match=r"broken_tool_module cannot be imported \(RuntimeError: line one line two\)"):
         find_tool("broken_tool_module.Tool")
 
 

@@ -94,9 +94,7 @@ def test_a_change_of_state_alone_is_no_other_version(tmp_path: Path) -> None:
     assert status["states"] == {}
 
 
-@pytest.mark.parametrize(
-    "name", ["evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"]
-)
+@pytest.mark.parametrize("name", ["evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"])
 def test_a_file_that_is_being_written_is_no_other_version(tmp_path: Path, name: str) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder)

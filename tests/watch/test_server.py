@@ -126,10 +126,7 @@ def test_what_is_not_there(address: str, path: str, status: int) -> None:
 def test_another_name_is_refused(address: str, path: str) -> None:
     answer = get(address, path, Host="evil.example")
     assert answer.status_code == 421
-    assert (
-        answer.text
-        == "This server is not called 'evil.example': ask it by its address or this machine's name.\n"
-    )
+    assert answer.text == "This server is not called 'evil.example': ask it by its address or this machine's name.\n"
 
 
 def test_nothing_can_be_sent(address: str) -> None:
@@ -185,9 +182,7 @@ def test_a_port_that_is_taken_and_a_folder_that_is_no_run_are_one_sentence(tmp_p
         assert re.fullmatch(
             rf"cannot serve at 127.0.0.1:{port} \(.*in use\): choose another .*port\n", refusal(run, port)
         )
-    assert re.fullmatch(
-        r".* is no run: it has neither config.yaml nor metrics.jsonl; .*\n", refusal(tmp_path, 0)
-    )
+    assert re.fullmatch(r".* is no run: it has neither config.yaml nor metrics.jsonl; .*\n", refusal(tmp_path, 0))
 
 
 def test_other_machines_are_let_in_only_when_asked_for_and_that_is_said(run: Path) -> None:

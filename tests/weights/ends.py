@@ -267,8 +267,7 @@ class Group:
 
     async def call_each(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
         calls = [
-            asyncio.to_thread(end.call, method, *args)
-            for end, args in zip(self.processes, arguments, strict=True)
+            asyncio.to_thread(end.call, method, *args) for end, args in zip(self.processes, arguments, strict=True)
         ]
         return list(await asyncio.gather(*calls))
 

@@ -82,9 +82,7 @@ def shapes_of(arch: Architecture, values: bool = False) -> dict[str, tuple[int, 
     return shapes
 
 
-def checkpoint_of(
-    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
+def checkpoint_of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Every element has bits of its own, infinities and NaNs among them."""
     sizes = [prod(shape) for shape in shapes.values()]
     assert sum(sizes) <= 2**16, "bfloat16 has no more numbers"
@@ -102,9 +100,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
 
 
-def expected_shard(
-    arch: Architecture, name: str, checkpoint: dict[str, Tensor], rank: int, tp: int
-) -> Tensor:
+def expected_shard(arch: Architecture, name: str, checkpoint: dict[str, Tensor], rank: int, tp: int) -> Tensor:
     """What Megatron's layers read under `name` on a TP rank, put together row by row."""
     layer = name.split(".")[2] if name.startswith("decoder.layers") else ""
     block = f"model.layers.{layer}."
@@ -151,9 +147,7 @@ def expected_shard(
     ]
 
 
-def gather(
-    weights: WeightMap, names: list[str], checkpoint: dict[str, Tensor], tp: int
-) -> dict[str, list[Tensor]]:
+def gather(weights: WeightMap, names: list[str], checkpoint: dict[str, Tensor], tp: int) -> dict[str, list[Tensor]]:
     """The shards of all TP ranks of one stage and expert block, held against what Megatron reads."""
     shards: dict[str, list[Tensor]] = {name: [] for name in names}
     for rank in range(tp):
@@ -163,9 +157,7 @@ def gather(
         assert loader.missing() == []
         for name in names:
             cut = (rank, tp) if weights.entry(name).expert is None else (0, 1)
-            assert same(shards[name][rank], expected_shard(weights.architecture, name, checkpoint, *cut)), (
-                name
-            )
+            assert same(shards[name][rank], expected_shard(weights.architecture, name, checkpoint, *cut)), name
     return shards
 
 

@@ -34,9 +34,7 @@ def flat(data: bytes) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @given(several=st.lists(st.binary(max_size=200), max_size=4))
 def test_it_is_what_it_is_said_to_be(several: list[bytes]) -> None:
-    assert hash_pieces([flat(data) for data in several]) == [
-        [defined(data)] if data else [] for data in several
-    ]
+    assert hash_pieces([flat(data) for data in several]) == [[defined(data)] if data else [] for data in several]
 
 
 def test_long_ones_are_hashed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,9 +113,7 @@ def test_any_file_is_one_that_the_library_reads(
 def test_views_are_written_as_they_read(tmp_path: Path) -> None:
     whole = torch.arange(24.0).view(4, 6)
     views = {"columns": whole[:, 2:4], "turned": whole.T}
-    write_safetensors(
-        tmp_path / "model.safetensors", [spec_of(*item) for item in views.items()], iter(views.items())
-    )
+    write_safetensors(tmp_path / "model.safetensors", [spec_of(*item) for item in views.items()], iter(views.items()))
     back = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(back[name], view) for name, view in views.items())
 

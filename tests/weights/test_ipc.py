@@ -74,9 +74,7 @@ def test_a_receiver_reads_where_the_sender_wrote(tmp_path: Path) -> None:
     assert torch.equal(arrived.flat, room[: parcel.nbytes]), "the same memory, not a copy"
 
 
-def test_devices_are_waited_for_before_others_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_are_waited_for_before_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     handle = transport._handle
     monkeypatch.setattr(transport, "await_device", lambda device: events.append(f"wait {device}"))
@@ -123,9 +121,7 @@ def test_a_sender_that_was_killed_is_named(tmp_path: Path) -> None:
         source.call("begin_export")
         parcel = source.call("next_parcel", 0)
         source.kill()
-        with pytest.raises(
-            RunError, match=r"rollout rank 0 cannot open the weights .* process \d+ .* is gone"
-        ):
+        with pytest.raises(RunError, match=r"rollout rank 0 cannot open the weights .* process \d+ .* is gone"):
             sinks[0].call("load_bucket", parcel)
 
 

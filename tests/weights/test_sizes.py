@@ -33,13 +33,9 @@ SIZES = {
 }
 CONFIGS = {
     "vocabulary": Qwen2Config(vocab_size=501, intermediate_size=52, num_key_value_heads=2, **SIZES),
-    "tied": LlamaConfig(
-        vocab_size=501, intermediate_size=52, num_key_value_heads=2, tie_word_embeddings=True, **SIZES
-    ),
+    "tied": LlamaConfig(vocab_size=501, intermediate_size=52, num_key_value_heads=2, tie_word_embeddings=True, **SIZES),
     "gate and up": LlamaConfig(vocab_size=100, intermediate_size=301, num_key_value_heads=2, **SIZES),
-    "query, key, value": Qwen3Config(
-        vocab_size=100, intermediate_size=52, num_key_value_heads=6, head_dim=24, **SIZES
-    ),
+    "query, key, value": Qwen3Config(vocab_size=100, intermediate_size=52, num_key_value_heads=6, head_dim=24, **SIZES),
     "gate and up of an expert": Qwen3MoeConfig(
         vocab_size=100,
         intermediate_size=999,

@@ -12,9 +12,7 @@ from rlsys.errors import UserError
 from rlsys.weights.stages import chunk_layers, expert_block, stage_layers
 
 
-def _megatron(
-    layers: int, pp: int, virtual: int | None, first: int | None, last: int | None
-) -> TransformerConfig:
+def _megatron(layers: int, pp: int, virtual: int | None, first: int | None, last: int | None) -> TransformerConfig:
     return TransformerConfig(
         num_layers=layers,
         hidden_size=8,
@@ -61,9 +59,7 @@ def test_chunks_that_are_no_model_are_refused(counts: list[list[int]]) -> None:
         chunk_layers(4, counts)
 
 
-@pytest.mark.parametrize(
-    ("layers", "pp", "pp_layers"), [(5, 2, None), (5, 2, [5]), (5, 2, [5, 0]), (5, 2, [2, 2])]
-)
+@pytest.mark.parametrize(("layers", "pp", "pp_layers"), [(5, 2, None), (5, 2, [5]), (5, 2, [5, 0]), (5, 2, [2, 2])])
 def test_impossible_stages_are_refused(layers: int, pp: int, pp_layers: list[int] | None) -> None:
     with pytest.raises(UserError, match="pp"):
         stage_layers(layers, pp, pp_layers)

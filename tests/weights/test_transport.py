@@ -99,9 +99,7 @@ def test_a_sender_that_was_killed_leaves_no_shared_memory_and_readers_are_told(t
         sinks[0].call("load_bucket", parcels[0])
         assert source.call("files_in_shared_memory") == [], "memory without a name ends with its users"
         source.kill()
-        with pytest.raises(
-            RunError, match=r"rollout rank 0 cannot open .* of actor rank 0, process \d+ .*gone"
-        ):
+        with pytest.raises(RunError, match=r"rollout rank 0 cannot open .* of actor rank 0, process \d+ .*gone"):
             sinks[0].call("load_bucket", parcels[1])
 
 
@@ -119,9 +117,7 @@ def test_receivers_of_a_broadcast_are_told_that_the_sender_was_killed(tmp_path: 
         source.kill()
         started = time.monotonic()
         for rank, sink in enumerate(sinks):
-            with pytest.raises(
-                RunError, match=f"bucket 2 .* did not reach rollout rank {rank}: actor rank 0 is gone"
-            ):
+            with pytest.raises(RunError, match=f"bucket 2 .* did not reach rollout rank {rank}: actor rank 0 is gone"):
                 sink.answer()
         assert time.monotonic() - started < 40, "a closed connection is noticed before the time-out"
 
@@ -176,9 +172,7 @@ def test_a_member_that_does_not_come_is_named_by_those_that_wait(tmp_path: Path)
         sinks[0].ask("open_transport", replace(broadcast, rank=2))
         with pytest.raises(RunError, match=r"^rollout rank 0 and rollout rank 2 did not come within 2 s"):
             source.answer()
-        with pytest.raises(
-            RunError, match=r"rollout rank (0 and rollout rank 2 did not come|1 did not meet actor)"
-        ):
+        with pytest.raises(RunError, match=r"rollout rank (0 and rollout rank 2 did not come|1 did not meet actor)"):
             sinks[0].answer()
 
 
@@ -198,9 +192,7 @@ def test_a_receiver_that_hangs_is_named_by_the_sender(tmp_path: Path) -> None:
 def test_a_file_that_does_not_come_is_waited_for_and_then_named(tmp_path: Path) -> None:
     receiver = open_receiver(replace(spec(SyncMode.disk, 1, tmp_path, timeout_s=0.2), rank=1))
     missing = Parcel(1, (), 10, str(tmp_path / "bucket-000001"))
-    with pytest.raises(
-        RunError, match=r"rollout rank 0 has waited 0\.2 s for .*bucket-000001: actor rank 0 is gone"
-    ):
+    with pytest.raises(RunError, match=r"rollout rank 0 has waited 0\.2 s for .*bucket-000001: actor rank 0 is gone"):
         receiver.receive(missing)
     (tmp_path / "bucket-000001").write_bytes(b"1234567")
     with pytest.raises(RunError, match="bucket-000001 3 bytes short"):

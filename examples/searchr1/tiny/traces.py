@@ -97,8 +97,7 @@ def write_drill(contents: Sequence[str], items: Sequence[tuple[str, str, str]]) 
     takes longest to learn is practised on few tokens.
     """
     asked = [
-        f"<search> {place} </search>\n{_answer(state(relation, value), value)}\n"
-        for place, relation, value in items
+        f"<search> {place} </search>\n{_answer(state(relation, value), value)}\n" for place, relation, value in items
     ]
     return observation(contents) + "".join(asked)
 

@@ -152,9 +152,7 @@ def ship(shop: Workshop, model: Qwen2ForCausalLM, out: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and vectors")
     parser.add_argument("--out", type=Path, help="where to write the policy")
     parser.add_argument("--stages", nargs="*", choices=list(STAGES), default=list(STAGES))

@@ -105,9 +105,7 @@ def _draw(
         for relation in COUNTRY_RELATIONS
         if country.values(relation)
     ]
-    about_cities = [
-        one_hop(city, relation, rng.randrange(1 << 16)) for city in own for relation in CITY_RELATIONS
-    ]
+    about_cities = [one_hop(city, relation, rng.randrange(1 << 16)) for city in own for relation in CITY_RELATIONS]
     two = rng.sample([q for q in chained if q.entity not in q.answers], round(two_hop_share * count))
     wanted = count - len(two)
     of_countries = rng.sample(about_countries, min(len(about_countries), wanted // 2))
@@ -153,9 +151,7 @@ def _keep(path: Path, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("data/tiny_world"))
     parser.add_argument("--seed", type=int, default=WorldSpec().seed)
     options = parser.parse_args(arguments)

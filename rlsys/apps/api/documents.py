@@ -25,9 +25,7 @@ Documents = str | Path | Sequence[Path] | Sequence[str | Mapping[str, Any]]
 """A file or folder, several, or the documents themselves: texts, or mappings with "text"."""
 
 
-def index_documents(
-    kind: str, documents: Documents, index: Path, settings: Mapping[str, Any], chunk_size: int
-) -> None:
+def index_documents(kind: str, documents: Documents, index: Path, settings: Mapping[str, Any], chunk_size: int) -> None:
     """Build the index folder `index` of `documents`, unless it is there.
 
     Raises UserError for an index of others, which stays as it is with what lies beside it.

@@ -74,11 +74,7 @@ def training_files(train: Data, heldout: Data | None, count: int | None, seed: i
     asked = read_data(heldout, "eval_data")
     both = apart(trained.texts, asked.texts, "train_data", "eval_data")
     dropped = sum(both)
-    path = (
-        write_rows(_others(trained, both), folder, f"{trained.name}-train")
-        if dropped
-        else trained.path(folder)
-    )
+    path = write_rows(_others(trained, both), folder, f"{trained.name}-train") if dropped else trained.path(folder)
     return Files(path, asked.path(folder), both.count(False), dropped)
 
 
@@ -91,9 +87,7 @@ def read_data(data: Data, name: str) -> Rows:
     if isinstance(data, str | Path):
         return _read_file(Path(data))
     if not isinstance(data, Sequence):
-        raise UserError(
-            f"{name} is a {type(data).__name__}: give a path, a list of rows or a list of questions."
-        )
+        raise UserError(f"{name} is a {type(data).__name__}: give a path, a list of rows or a list of questions.")
     rows = [_row_of(one) if isinstance(one, Question) else one for one in data]
     lines = [(line, _plain(row, f"{name}, line {line}")) for line, row in enumerate(rows, start=1)]
     return _checked(Path(name), lines, None)
@@ -150,9 +144,7 @@ def _plain(value: Any, where: str) -> Any:
         return {str(key): _plain(inner, where) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner, where) for inner in value]
-    raise UserError(
-        f"{where} holds a {type(value).__name__}, which JSON cannot: leave it out, or write it as text."
-    )
+    raise UserError(f"{where} holds a {type(value).__name__}, which JSON cannot: leave it out, or write it as text.")
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:

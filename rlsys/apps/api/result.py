@@ -155,9 +155,7 @@ class TrainingResult:
         out = _new_folder(self.run_dir)
         with self.search_backend.serving(self.run_dir / "logs") as search:
             settings = [f"{key}={quoted(value)}" for key, value in search.items()]
-            _rlsys(
-                "eval", "-c", self.settings.config, *given, f"--out={out}", *self.settings.lasting, *settings
-            )
+            _rlsys("eval", "-c", self.settings.config, *given, f"--out={out}", *self.settings.lasting, *settings)
         return EvaluationResult(out)
 
     def save_pretrained(self, folder: str | Path) -> Path:

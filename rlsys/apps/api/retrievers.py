@@ -249,9 +249,7 @@ class WebSearch:
             raise UserError(f"provider={self.provider} is unknown: give one of {', '.join(PROVIDERS)}.")
         rate = self.requests_per_second
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
-            raise UserError(
-                f"requests_per_second={rate!r} is no rate: give a number above 0, or None for no limit."
-            )
+            raise UserError(f"requests_per_second={rate!r} is no rate: give a number above 0, or None for no limit.")
         Keys.of(PROVIDERS[self.provider], os.environ)
 
     @contextmanager

@@ -68,9 +68,7 @@ def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[st
     for override in overrides:
         for key, argument in by_key.items():
             if _sets(override, key):
-                raise UserError(
-                    f"overrides: {override} is what {argument} says already: give it as {argument} alone."
-                )
+                raise UserError(f"overrides: {override} is what {argument} says already: give it as {argument} alone.")
     made = [f"{key}={quoted(value)}" for one in given for key, value in one.values.items()]
     passing = frozenset(key for one in given if one.passing for key in one.values)
     return Settings(config, (*made, *overrides), passing)
@@ -152,9 +150,7 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
                 raise UserError(f"reward_config: {name}={value!r} must be a mapping, such as {name}={{...}}.")
             known = {one.name for one in fields(hint)} if is_dataclass(hint) else set(value)
             if unknown := sorted(set(value) - known):
-                raise UserError(
-                    f"reward_config: {name} has no {unknown[0]}: it has {', '.join(sorted(known))}."
-                )
+                raise UserError(f"reward_config: {name} has no {unknown[0]}: it has {', '.join(sorted(known))}.")
             settings |= {f"reward.{name}.{key}": inner for key, inner in value.items()}
         elif hint is not None:
             settings[f"reward.{name}"] = value

@@ -74,9 +74,7 @@ class SearchR1Trainer:
         output_dir: str | Path = "outputs",
     ) -> None:
         if isinstance(overrides, str):
-            raise UserError(
-                f'overrides="{overrides}" is one text: give a list of settings such as ["trainer.seed=1"].'
-            )
+            raise UserError(f'overrides="{overrides}" is one text: give a list of settings such as ["trainer.seed=1"].')
         backend = NoSearch() if search_backend is None else search_backend
         if isinstance(backend, type) or not isinstance(backend, SearchBackend):
             raise UserError(

@@ -112,9 +112,7 @@ class Conversation:
         finally:
             if not playing.done():
                 playing.cancel()
-                await asyncio.wait(
-                    [asyncio.gather(playing, return_exceptions=True)], timeout=2 * CANCEL_GRACE_S
-                )
+                await asyncio.wait([asyncio.gather(playing, return_exceptions=True)], timeout=2 * CANCEL_GRACE_S)
 
     def _question(self, text: str) -> Question:
         """Raises UserError for one that cannot be asked."""
@@ -195,9 +193,7 @@ class _Play:
             spoken = turn.text
         self._tell_text(segments.end())
         seconds = perf_counter() - started
-        self._say(
-            Acted(self._turn, turn.action.value, turn.tool, turn.content, len(generation.token_ids), seconds)
-        )
+        self._say(Acted(self._turn, turn.action.value, turn.tool, turn.content, len(generation.token_ids), seconds))
         return generation
 
     async def search(self, query: str) -> SearchResult:

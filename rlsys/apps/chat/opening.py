@@ -54,9 +54,7 @@ async def opened(
     async with AsyncExitStack() as stack:
         work = Path(stack.enter_context(TemporaryDirectory(prefix="rlsys-chat-")))
         searches = config.search.enabled and config.task.max_turns > 0
-        server = (
-            stack.enter_context(serving(config.search, config.cluster.threads, work)) if searches else None
-        )
+        server = stack.enter_context(serving(config.search, config.cluster.threads, work)) if searches else None
         if server is not None and not server.started:
             say("asks the search server")
             await _require(server)

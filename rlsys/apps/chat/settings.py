@@ -111,9 +111,7 @@ def _config(origin: Path | None, wanted: Wanted, notes: list[str]) -> RunConfig:
     config = _with_run(here, origin, notes)
     tools = ", ".join(config.task.tools)
     if tools and not any(_is_run(folder) for folder in list(origin.parents)[:_UP]):
-        notes.append(
-            f"Its tools are left out, for no run's folder is around it: {tools}; -c names a config with them."
-        )
+        notes.append(f"Its tools are left out, for no run's folder is around it: {tools}; -c names a config with them.")
         return replace(config, task=replace(config.task, tools=[]))
     if tools:
         notes.append(f"Its tools are used, which are code on this machine: {tools}.")
@@ -192,9 +190,7 @@ def _searched(search: SearchConfig, wanted: Wanted) -> SearchConfig:
     alone = replace(search, replicas=[], hedge_after_s=None)
     if wanted.search_url is not None:
         if not is_url(wanted.search_url):
-            raise UserError(
-                f"--search-url {wanted.search_url} is no address: write it like http://127.0.0.1:8000."
-            )
+            raise UserError(f"--search-url {wanted.search_url} is no address: write it like http://127.0.0.1:8000.")
         token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else search.token_env
         return replace(alone, url=wanted.search_url, token_env=token_env)
     if wanted.index is not None:
@@ -241,10 +237,6 @@ def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:
     template = None if file is None else template_of(file)
     if template is not None:
         return template
-    why = (
-        f"{task.train_path} is not here"
-        if file is None
-        else f"The prompts of {file} have no template in common"
-    )
+    why = f"{task.train_path} is not here" if file is None else f"The prompts of {file} have no template in common"
     notes.append(f"{why}, so Search-R1's prompt is used; --prompt names another.")
     return search_prompt

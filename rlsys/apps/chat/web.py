@@ -104,9 +104,7 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
         except ValidationError as problem:
             first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "The body"
-            return _error(
-                422, f"{where}: {first['msg']}; send a question, and a temperature from 0 to 10 or null."
-            )
+            return _error(422, f"{where}: {first['msg']}; send a question, and a temperature from 0 to 10 or null.")
         return StreamingResponse(_stream(opened, asking), media_type="text/event-stream")
 
     return app

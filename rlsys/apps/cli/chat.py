@@ -26,14 +26,10 @@ DEFAULT_PORT = 8801
 _SEARCH, _WEB = "Search", "Page"
 
 
-ModelPath = Annotated[
-    Path, typer.Option(help="Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor).")
-]
+ModelPath = Annotated[Path, typer.Option(help="Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor).")]
 Asked = Annotated[
     str | None,
-    typer.Argument(
-        help="Without one, questions are read: from a prompt, or a line each where they are piped in."
-    ),
+    typer.Argument(help="Without one, questions are read: from a prompt, or a line each where they are piped in."),
 ]
 Config = Annotated[
     str | None,
@@ -50,9 +46,7 @@ Original = Annotated[
 SearchUrl = Annotated[str | None, typer.Option(help="A running search server.", rich_help_panel=_SEARCH)]
 Index = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder of `rlsys search index`, which is served for the chat.", rich_help_panel=_SEARCH
-    ),
+    typer.Option(help="Folder of `rlsys search index`, which is served for the chat.", rich_help_panel=_SEARCH),
 ]
 Engine = Annotated[
     str | None, typer.Option(help="sglang (the default on a GPU) or transformers (the default on a CPU).")
@@ -60,18 +54,14 @@ Engine = Annotated[
 Prompt = Annotated[
     Path | None, typer.Option(help="Text file with {question} in it, in place of the prompt of training.")
 ]
-MaxTurns = Annotated[
-    int | None, typer.Option(min=0, help="Most searches of an answer; that of training by default.")
-]
+MaxTurns = Annotated[int | None, typer.Option(min=0, help="Most searches of an answer; that of training by default.")]
 Temperature = Annotated[float | None, typer.Option(help="0, the default, is greedy.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One event a line, for programs.")]
 Web = Annotated[bool, typer.Option("--web", help="Serve a page to ask from.", rich_help_panel=_WEB)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_WEB)]
 Host = Annotated[
     str,
-    typer.Option(
-        help="Another address than this machine's own shows the page to others.", rich_help_panel=_WEB
-    ),
+    typer.Option(help="Another address than this machine's own shows the page to others.", rich_help_panel=_WEB),
 ]
 
 
@@ -125,14 +115,10 @@ def _require_fitting(question: str | None, as_json: bool, web: bool) -> None:
     if web and (question is not None or as_json):
         raise UserError("--web takes its questions from the page: leave out the question and --json.")
     if question is None and not web and sys.stdin is None:
-        raise UserError(
-            "There is no standard input to read questions from, for it is closed: give a question."
-        )
+        raise UserError("There is no standard input to read questions from, for it is closed: give a question.")
 
 
-async def _answer(
-    model: Model, settings: Settings, engine: EngineName, question: str | None, *, as_json: bool
-) -> None:
+async def _answer(model: Model, settings: Settings, engine: EngineName, question: str | None, *, as_json: bool) -> None:
     """One question, those that are typed, or those that come through a pipe."""
     from rich.console import Console
 
@@ -170,9 +156,7 @@ async def _serve(model: Model, settings: Settings, engine: EngineName, host: str
             number = sock.getsockname()[1]
             if not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
                 print(f"Whoever reaches {host}:{number} can ask: no password is asked for.", file=sys.stderr)
-            print(
-                f"Ask at http://{f'[{host}]' if ':' in host else host}:{number} (Ctrl-C ends it).", flush=True
-            )
+            print(f"Ask at http://{f'[{host}]' if ':' in host else host}:{number} (Ctrl-C ends it).", flush=True)
             await serve(ready, sock, host)
 
 

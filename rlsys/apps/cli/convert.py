@@ -32,9 +32,7 @@ Out = Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")
 Megatron = Annotated[
     Path, typer.Argument(help="Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, an iter_*.")
 ]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16 in place of what each tensor has.")
-]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 in place of what each tensor has.")]
 ShardSize = Annotated[str, typer.Option(help="Most bytes of one file, such as 500MB or 5GB.")]
 Processes = Annotated[
     int | None,
@@ -42,9 +40,7 @@ Processes = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(
-        help="The original Hugging Face folder: its config and tokenizer. Its weights are not read."
-    ),
+    typer.Option(help="The original Hugging Face folder: its config and tokenizer. Its weights are not read."),
 ]
 
 
@@ -78,9 +74,7 @@ def mg2hf(
 def hf2mg(
     src: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
     dst: Out,
-    tp: Annotated[
-        int, typer.Option(help="Tensor parallel size that it is laid out for; it loads in any.")
-    ] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size that it is laid out for; it loads in any.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline parallel size that it is laid out for.")] = 1,
     pp_layers: Annotated[
         str | None, typer.Option(help="Layers of each stage where they are uneven, such as 10,9,9.")

@@ -26,9 +26,7 @@ Split = Annotated[
 ]
 Source = Annotated[
     Path | None,
-    typer.Option(
-        "--from", help="A file, or a folder of <set>/<split>.jsonl, that is here already: no download."
-    ),
+    typer.Option("--from", help="A file, or a folder of <set>/<split>.jsonl, that is here already: no download."),
 ]
 Revision = Annotated[str, typer.Option(help="Branch, tag or commit of the data set on the Hub.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Take the first so many rows.")]
@@ -49,15 +47,11 @@ def _command(name: str) -> Callable[..., None]:
 
 
 for _name, _set in SETS.items():
-    prepare.command(_name, help=f"{_name}: {', '.join(_set.splits)}; {_set.hops} hop questions.")(
-        _command(_name)
-    )
+    prepare.command(_name, help=f"{_name}: {', '.join(_set.splits)}; {_set.hops} hop questions.")(_command(_name))
 
 
 @prepare.command("all", help="The evaluated split of all seven sets.")
-def every(
-    out: Folder = Path("data"), source: Source = None, revision: Revision = "main", limit: Limit = None
-) -> None:
+def every(out: Folder = Path("data"), source: Source = None, revision: Revision = "main", limit: Limit = None) -> None:
     """Prepare all sets."""
     _prepare_sets(list(SETS.values()), out, None, source, revision, limit)
 
@@ -66,9 +60,7 @@ def every(
 def own(
     file: Annotated[Path, typer.Argument(help="The file.")],
     out: File,
-    name: Annotated[
-        str | None, typer.Option(help="What the set is called; the file's name by default.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="What the set is called; the file's name by default.")] = None,
     split: Annotated[str, typer.Option(help="train, dev or test.")] = "train",
     question_field: Annotated[str | None, typer.Option(help="Field of the question.")] = None,
     answers_field: Annotated[str | None, typer.Option(help="Field of the accepted answers.")] = None,
@@ -126,9 +118,7 @@ def _prepare_sets(
     from rlsys.apps.data.prepare import prepare_file
 
     if source is not None and source.is_file() and len(splits or ()) > 1:
-        raise UserError(
-            f"--from {source} is one file, and --split names {len(splits or ())}: give the folder of both."
-        )
+        raise UserError(f"--from {source} is one file, and --split names {len(splits or ())}: give the folder of both.")
     for one in sets:
         for split in splits or [one.evaluated]:
             if split not in one.splits:
@@ -156,9 +146,7 @@ def _local(source: Path, name: str, split: str) -> Path:
     places = [source, source / name / f"{split}.jsonl", source / f"{split}.jsonl"]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise UserError(
-            f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that has it."
-        )
+        raise UserError(f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that has it.")
     return found
 
 
@@ -177,9 +165,7 @@ def _download(folder: Path, revision: str, name: str, split: str) -> Path:
     except RunError as problem:
         raise RunError(f"{problem}; files that are here already are taken by --from") from problem
     require_space(folder, downloader.missing(target))
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True)
-    ) as bar:
+    with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(file, total=target.size)
         return downloader.fetch(target, lambda count: bar.advance(task, count))
 
@@ -207,8 +193,6 @@ def split(
     from rlsys.apps.data.split import split_file
 
     if chosen is not None and holdout is not None:
-        raise UserError(
-            f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them."
-        )
+        raise UserError(f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them.")
     trained, held = split_file(file, train, heldout, holdout, seed, chosen)
     typer.echo(f"{train}: {trained:,} questions; {heldout}: {held:,} questions")

@@ -44,9 +44,7 @@ class Part:
 
 
 def command(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="With --for: settings such as trainer.steps=5.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="With --for: settings such as trainer.steps=5.")] = None,
     config_name: Annotated[
         str | None,
         typer.Option("--for", help="A config that is to run here: all that it needs, and nothing else."),
@@ -59,9 +57,7 @@ def command(
         bool,
         typer.Option("--launched", help="With --for: `rlsys launch` will start it, with search servers."),
     ] = False,
-    strict: Annotated[
-        bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")
-    ] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")] = False,
 ) -> None:
     """Look at everything and show it."""
     if config_name is not None:

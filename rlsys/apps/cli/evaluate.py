@@ -50,17 +50,11 @@ def command(
     ] = None,
     hf: Annotated[
         Path | None,
-        typer.Option(
-            "--hf", help="Of a Megatron checkpoint: the Hugging Face folder that training began with."
-        ),
+        typer.Option("--hf", help="Of a Megatron checkpoint: the Hugging Face folder that training began with."),
     ] = None,
     data: Data = None,
-    data_dir: Annotated[Path, typer.Option(help="Where `rlsys data prepare` has put the sets.")] = Path(
-        "data"
-    ),
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Most questions of each set; eval.limit by default.")
-    ] = None,
+    data_dir: Annotated[Path, typer.Option(help="Where `rlsys data prepare` has put the sets.")] = Path("data"),
+    limit: Annotated[int | None, typer.Option(min=1, help="Most questions of each set; eval.limit by default.")] = None,
     baseline: Annotated[
         str,
         typer.Option(
@@ -72,15 +66,11 @@ def command(
     samples: Annotated[
         int | None, typer.Option(help="Answers to each question, for pass@k; eval.samples by default.")
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; eval.temperature by default.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; eval.temperature by default.")] = None,
     shown: Annotated[
         int, typer.Option("--show", min=0, help="Right answers, and wrong ones, of each set on the page.")
     ] = 20,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to write to; eval-<time> in output_dir by default.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; eval-<time> in output_dir by default.")] = None,
 ) -> None:
     """Evaluate a model."""
     settings, names = _told_apart(words or [], data or [])

@@ -45,9 +45,7 @@ app.command("eval", help="Ask a model sets of questions, and say how well it ans
 app.command("chat", help="Ask a model, and see how it thinks, searches and answers.")(chat.command)
 app.command("own", help="Train and evaluate on documents and questions of one's own.")(own.command)
 app.command("report", help="Make a page of a run, or of several side by side.")(report.command)
-app.command("watch", help="Serve the page of a run while it goes on, and its figures to Prometheus.")(
-    watch.command
-)
+app.command("watch", help="Serve the page of a run while it goes on, and its figures to Prometheus.")(watch.command)
 app.add_typer(audit.app, name="audit")
 app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")

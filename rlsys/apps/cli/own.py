@@ -40,9 +40,7 @@ def command(
     prompt: Prompt = None,
     tool: Tool = None,
     kind: Annotated[str, typer.Option(help="Of the index: dense, bm25 or hybrid.")] = "dense",
-    encoder: Annotated[
-        str | None, typer.Option(help="minilm (the default), or a Hugging Face encoder.")
-    ] = None,
+    encoder: Annotated[str | None, typer.Option(help="minilm (the default), or a Hugging Face encoder.")] = None,
     devices: Annotated[
         str | None, typer.Option(help="cpu, or how many GPUs; by default all that are here, or what -c says.")
     ] = None,

@@ -42,30 +42,20 @@ Normalize = Annotated[
     bool | None,
     typer.Option("--normalize/--no-normalize", help="In place of the family's.", rich_help_panel=ENCODER),
 ]
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Cut passages and queries there (256).", rich_help_panel=ENCODER)
-]
+MaxTokens = Annotated[int | None, typer.Option(help="Cut passages and queries there (256).", rich_help_panel=ENCODER)]
 Device = Annotated[str | None, typer.Option(help="cpu (the default), cuda, cuda:1.", rich_help_panel=ENCODER)]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        help="float32, float16 or bfloat16, which is faster on a CPU with AMX.", rich_help_panel=ENCODER
-    ),
+    typer.Option(help="float32, float16 or bfloat16, which is faster on a CPU with AMX.", rich_help_panel=ENCODER),
 ]
 Workers = Annotated[int | None, typer.Option(help="Processes that encode (1).", rich_help_panel=ENCODER)]
 FaissType = Annotated[
     str | None,
     typer.Option(help="Flat (exact, the default), HNSW64, IVF4096,PQ64, ...", rich_help_panel=FAISS),
 ]
-Nprobe = Annotated[
-    int | None, typer.Option(help="Lists of an IVF index that a query visits.", rich_help_panel=FAISS)
-]
-EfSearch = Annotated[
-    int | None, typer.Option(help="Breadth of a search in HNSW (128).", rich_help_panel=FAISS)
-]
-MaxTrainRows = Annotated[
-    int | None, typer.Option(help="Most vectors that FAISS learns from.", rich_help_panel=FAISS)
-]
+Nprobe = Annotated[int | None, typer.Option(help="Lists of an IVF index that a query visits.", rich_help_panel=FAISS)]
+EfSearch = Annotated[int | None, typer.Option(help="Breadth of a search in HNSW (128).", rich_help_panel=FAISS)]
+MaxTrainRows = Annotated[int | None, typer.Option(help="Most vectors that FAISS learns from.", rich_help_panel=FAISS)]
 EmbeddingsDtype = Annotated[
     str | None, typer.Option(help="float32, or float16 for half the disk.", rich_help_panel=FAISS)
 ]
@@ -81,9 +71,7 @@ K1 = Annotated[
     float | None,
     typer.Option(help="How slowly a repeated word stops to count more (0.9).", rich_help_panel=BM25),
 ]
-B = Annotated[
-    float | None, typer.Option(help="How much a long passage loses, 0 to 1 (0.4).", rich_help_panel=BM25)
-]
+B = Annotated[float | None, typer.Option(help="How much a long passage loses, 0 to 1 (0.4).", rich_help_panel=BM25)]
 Stopwords = Annotated[str | None, typer.Option(help="Words left out: en or none.", rich_help_panel=BM25)]
 Url = Annotated[str | None, typer.Option(help="Address, without credentials.", rich_help_panel=SERVER)]
 IndexName = Annotated[str | None, typer.Option(help="Name of the index there.", rich_help_panel=SERVER)]
@@ -157,9 +145,7 @@ def ingest(
     from rlsys.search.ingest.sources import Fields
 
     fields = Fields(text_field, title_field, id_field)
-    summary = ingest(
-        sources, out, Chunking(size, overlap, tokenizer), fields, drop_duplicates=drop_duplicates
-    )
+    summary = ingest(sources, out, Chunking(size, overlap, tokenizer), fields, drop_duplicates=drop_duplicates)
     table = Table(show_header=False)
     for name, value in summary.rows():
         table.add_row(name, Text(value))

@@ -121,9 +121,7 @@ def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
         )
         for name, tensor in side.tensors():
             loader.feed(name, tensor)
-        outputs = forward(
-            model, [_batch(row[None]) for row in tokens], lambda output, _: output.float().cpu()
-        )
+        outputs = forward(model, [_batch(row[None]) for row in tokens], lambda output, _: output.float().cpu())
     made = torch.cat(outputs)
     return made[:, None] if side.values else made[:, : side.architecture.vocab]
 

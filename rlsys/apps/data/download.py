@@ -134,9 +134,7 @@ class Downloader:
                 yield
         except OSError as problem:
             reason = problem.strerror or problem
-            raise UserError(
-                f"{self._folder} cannot be written ({reason}): choose another folder"
-            ) from problem
+            raise UserError(f"{self._folder} cannot be written ({reason}): choose another folder") from problem
 
     def _part(self, target: Target) -> Path:
         return self._folder / f"{target.name}.part"

@@ -71,9 +71,7 @@ class Hub:
                     )
                     names = sorted(name for name in listed if fnmatchcase(name, pattern))
                     if not names:
-                        raise UserError(
-                            f"data set {dataset} has no file {pattern} at {revision}: see its page"
-                        )
+                        raise UserError(f"data set {dataset} has no file {pattern} at {revision}: see its page")
                 for name in names:
                     revision, file = self._describe(dataset, name, revision)
                     files.append(file)
@@ -88,9 +86,7 @@ class Hub:
                 f"{url} comes without commit, size or checksum, so it could not be verified: "
                 "check HF_ENDPOINT, or unset it"
             )
-        pinned = hf_hub_url(
-            dataset, name, repo_type="dataset", revision=found.commit_hash, endpoint=self.endpoint
-        )
+        pinned = hf_hub_url(dataset, name, repo_type="dataset", revision=found.commit_hash, endpoint=self.endpoint)
         return found.commit_hash, RemoteFile(name, pinned, found.size, str(found.etag))
 
 
@@ -101,9 +97,7 @@ def _explained(dataset: str, revision: str) -> Iterator[None]:
     except OfflineModeIsEnabled as problem:
         raise UserError("HF_HUB_OFFLINE forbids downloads: unset it") from problem
     except GatedRepoError as problem:
-        raise UserError(
-            f"data set {dataset} is gated: ask for access on its page, then set HF_TOKEN"
-        ) from problem
+        raise UserError(f"data set {dataset} is gated: ask for access on its page, then set HF_TOKEN") from problem
     except RepositoryNotFoundError as problem:
         raise UserError(
             f"data set {dataset} does not exist or is private: check the name, or set HF_TOKEN"
@@ -116,12 +110,8 @@ def _explained(dataset: str, revision: str) -> Iterator[None]:
         raise UserError(_first_line(problem)) from problem
     except HfHubHTTPError as problem:
         if problem.response.status_code in (401, 403):
-            raise UserError(
-                f"data set {dataset} may not be read: check HF_TOKEN ({_first_line(problem)})"
-            ) from problem
-        raise RunError(
-            f"the Hub does not answer for {dataset}: {_first_line(problem)}; try later"
-        ) from problem
+            raise UserError(f"data set {dataset} may not be read: check HF_TOKEN ({_first_line(problem)})") from problem
+        raise RunError(f"the Hub does not answer for {dataset}: {_first_line(problem)}; try later") from problem
     except httpx.HTTPError as problem:
         raise RunError(
             f"the Hub cannot be reached for {dataset} ({_first_line(problem) or type(problem).__name__}): "

@@ -102,9 +102,7 @@ def _prepare(sources: Sequence[Path], out: Path, questions: Callable[[], Iterabl
     try:
         rows, sha256 = _write(partial, questions())
         if not rows:
-            raise UserError(
-                f"{', '.join(map(str, sources))} has no question: give a file with at least one row."
-            )
+            raise UserError(f"{', '.join(map(str, sources))} has no question: give a file with at least one row.")
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
@@ -169,16 +167,10 @@ def _question(made: _Made, line: int, row: Any) -> Question:
         raise UserError(f"{where} is not an object: write one JSON object a line.")
     text = _field(row, made.fields.question)
     if not isinstance(text, str) or not text.strip():
-        raise UserError(
-            f"{where} has no question: {_named(made.fields.question)} must be a text that is not empty."
-        )
+        raise UserError(f"{where} has no question: {_named(made.fields.question)} must be a text that is not empty.")
     answers = _field(row, made.fields.answers)
     answers = [answers] if isinstance(answers, str) else answers
-    if (
-        not isinstance(answers, list)
-        or not answers
-        or not all(isinstance(one, str) and one.strip() for one in answers)
-    ):
+    if not isinstance(answers, list) or not answers or not all(isinstance(one, str) and one.strip() for one in answers):
         raise UserError(
             f"{where} has no answer: {_named(made.fields.answers)} must be a text or a list of texts, none of them empty."
         )

@@ -47,9 +47,7 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
         tools = EpisodeTools(generator, search, codec, config.task)
 
         async def ask(question: Question, sample: int, temperature: float) -> Trajectory:
-            sampling = of_answers(
-                config.rollout.sampling, temperature, as_rollouts=config.compat.sampled_validation
-            )
+            sampling = of_answers(config.rollout.sampling, temperature, as_rollouts=config.compat.sampled_validation)
             return await run_episode(question, sample, tools, sampling, config.rollout.episode_timeout_s)
 
         yield ask

@@ -53,9 +53,7 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
         )
     if (path / CONFIG).is_file():
         if hf is not None:
-            raise UserError(
-                f"--hf goes with a Megatron checkpoint, and {path} is a Hugging Face folder: leave it out."
-            )
+            raise UserError(f"--hf goes with a Megatron checkpoint, and {path} is a Hugging Face folder: leave it out.")
         return Model(path, None)
     here = path.resolve()
     saved, folder = (here.parent, path) if step_of(here) is None else (here, path / _ACTOR)

@@ -26,11 +26,7 @@ EVERY, RIGHT, WRONG = "all", "right", "wrong"
 def render_page(evaluation: Evaluation, sets: Sequence[SetFigures], shown: int, seed: int) -> str:
     """The page, with at most `shown` right and as many wrong answers of each of `sets`, drawn with `seed`."""
     parts = list(evaluation.by_source.values())
-    picked = [
-        (number, one)
-        for number, part in enumerate(parts)
-        for one in _pick(part.answered, shown, Random(seed))
-    ]
+    picked = [(number, one) for number, part in enumerate(parts) for one in _pick(part.answered, shown, Random(seed))]
     verdicts = {f"is-{name}": name for name in (EVERY, RIGHT, WRONG)}
     names = {"of-all": "all sets"} | {f"of-{number}": title_of(one.name) for number, one in enumerate(sets)}
     page = Tree.Element("html", {"lang": "en"})
@@ -76,9 +72,7 @@ def _head(sets: int) -> Tree.Element:
     _add(head, "meta", **{"http-equiv": "Content-Security-Policy", "content": POLICY})
     _add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
     _add(head, "title", "Answers of an evaluation")
-    _add(head, "style").text = STYLE + filter_rules(
-        sets
-    )  # No text of others: what is in here is not escaped.
+    _add(head, "style").text = STYLE + filter_rules(sets)  # No text of others: what is in here is not escaped.
     return head
 
 

@@ -44,7 +44,9 @@ pre.error { color: var(--wrong); }
 .none { display: none; color: var(--soft); }
 """
 
-_CHOSEN = "{chosen} ~ nav label[for={name}] {{ background: var(--text); color: var(--back); border-color: var(--text); }}\n"
+_CHOSEN = (
+    "{chosen} ~ nav label[for={name}] {{ background: var(--text); color: var(--back); border-color: var(--text); }}\n"
+)
 _FOCUS = "#{name}:focus-visible ~ nav label[for={name}] {{ outline: 2px solid var(--accent); outline-offset: 2px; }}\n"
 
 
@@ -52,16 +54,13 @@ def filter_rules(sets: int) -> str:
     """Rules that hide what is not chosen, for so many sets: their articles have the class `set-N`, their button the id
     `of-N`; verdicts are the classes `right` and `wrong`, the buttons `is-right` and `is-wrong`."""
     buttons = ["is-all", "is-right", "is-wrong", "of-all", *(f"of-{number}" for number in range(sets))]
-    rules = [
-        _CHOSEN.format(chosen=f"#{name}:checked", name=name) + _FOCUS.format(name=name) for name in buttons
-    ]
+    rules = [_CHOSEN.format(chosen=f"#{name}:checked", name=name) + _FOCUS.format(name=name) for name in buttons]
     rules += [
         f"#is-{chosen}:checked ~ main article.{other} {{ display: none; }}\n"
         for chosen, other in (("right", "wrong"), ("wrong", "right"))
     ]
     rules += [
-        f"#of-{number}:checked ~ main article:not(.set-{number}) {{ display: none; }}\n"
-        for number in range(sets)
+        f"#of-{number}:checked ~ main article:not(.set-{number}) {{ display: none; }}\n" for number in range(sets)
     ]
     return "\n" + "".join(rules) + _empty_rules(sets)
 
@@ -70,9 +69,7 @@ def _empty_rules(sets: int) -> str:
     """Say that nothing is left where no article has both of what is chosen."""
     rules = ["main:not(:has(article)) .none { display: block; }\n"]
     for verdict in ("right", "wrong"):
-        rules.append(
-            f"#is-{verdict}:checked ~ main:not(:has(article.{verdict})) .none {{ display: block; }}\n"
-        )
+        rules.append(f"#is-{verdict}:checked ~ main:not(:has(article.{verdict})) .none {{ display: block; }}\n")
         rules += [
             f"#is-{verdict}:checked ~ #of-{number}:checked ~ main:not(:has(article.{verdict}.set-{number})) .none "
             "{ display: block; }\n"

@@ -50,9 +50,7 @@ def find_sources(data: Sequence[str], folder: Path) -> list[Source]:
     missing = [name for name in names if name in SETS and not _file_of(name, folder).is_file()]
     if missing:
         where = "" if folder == Path("data") else f" --out {shlex.quote(str(folder))}"
-        commands = [
-            f"rlsys data prepare {name}{where}" for name in ([ALL] if missing == list(SETS) else missing)
-        ]
+        commands = [f"rlsys data prepare {name}{where}" for name in ([ALL] if missing == list(SETS) else missing)]
         raise UserError(
             f"--data {' '.join(missing)}: there is no {', '.join(str(_file_of(name, folder)) for name in missing)}; run "
             f"`{' && '.join(commands)}`, or say with --data-dir where prepared sets are."

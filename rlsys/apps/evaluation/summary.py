@@ -86,9 +86,7 @@ def _figures(name: str, part: Evaluation, *, split: bool = True) -> SetFigures:
         return estimate([fmean(map(value, answers)) for answers in questions])
 
     def passed(k: int) -> Estimate:
-        return estimate(
-            [pass_at(k, len(answers), sum(one.em == 1 for one in answers)) for answers in questions]
-        )
+        return estimate([pass_at(k, len(answers), sum(one.em == 1 for one in answers)) for answers in questions])
 
     return SetFigures(
         name=name,
@@ -102,7 +100,5 @@ def _figures(name: str, part: Evaluation, *, split: bool = True) -> SetFigures:
         tokens=fmean(one.tokens for one in part.answered),
         search_errors=sum(one.search_errors for one in part.answered),
         pass_at={k: passed(k) for k in tries(samples)},
-        by_hop=tuple(_figures(hop, of_hop, split=False) for hop, of_hop in hops.items())
-        if len(hops) > 1
-        else (),
+        by_hop=tuple(_figures(hop, of_hop, split=False) for hop, of_hop in hops.items()) if len(hops) > 1 else (),
     )

@@ -27,9 +27,7 @@ def render_table(sets: Sequence[SetFigures]) -> RenderableType:
     parts.append(Text(NOTE, "dim"))
     failed = sum(one.search_errors for one in sets)
     if failed:
-        parts.append(
-            Text(f"{failed} searches failed: these figures are not those of the whole search.", "red")
-        )
+        parts.append(Text(f"{failed} searches failed: these figures are not those of the whole search.", "red"))
     return Group(*parts)
 
 

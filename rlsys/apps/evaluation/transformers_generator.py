@@ -96,9 +96,7 @@ class TransformersGenerator:
         """Append tokens to every request until each is finished."""
         tokens, mask = self._left_padded([request.input_ids for request in batch])
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        temperatures = torch.tensor(
-            [[request.sampling.temperature or 1.0] for request in batch], device=self._device
-        )
+        temperatures = torch.tensor([[request.sampling.temperature or 1.0] for request in batch], device=self._device)
         cache = None
         while not all(request.finish for request in batch):
             output = self._model(
@@ -159,9 +157,7 @@ def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as problem:
         reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
-        raise UserError(
-            f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder."
-        ) from problem
+        raise UserError(f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder.") from problem
     lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     if lacking:
         raise UserError(

@@ -57,9 +57,7 @@ async def find_wanted(
     if baseline not in SEARCHING:
         ignored.append("search")
     elif baseline is not Baseline.none and not config.search.enabled:
-        problems.append(
-            f"--baseline {baseline} searches, and search.enabled=false: set it to true, or leave it out."
-        )
+        problems.append(f"--baseline {baseline} searches, and search.enabled=false: set it to true, or leave it out.")
     in_config = [problem for problem in find_problems(config) if not _is_about(problem, *ignored)]
     problems += [problem.sentence for problem in in_config]
     unreachable = ""

@@ -118,9 +118,7 @@ def require_sound(config: RunConfig, *, knows_model: bool) -> None:
 def _require_file(file: Path, argument: str) -> None:
     if not file.is_file():
         what = "is no file" if file.exists() else "does not exist"
-        raise UserError(
-            f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv."
-        )
+        raise UserError(f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv.")
     if file.suffix not in _QUESTIONS:
         raise UserError(
             f"{argument} {file} is of no kind that can be read ({', '.join(_QUESTIONS)}): convert it, or rename it if it "

@@ -96,9 +96,7 @@ def commands(wish: Wish) -> Iterator[Words]:
     if ended is None:
         raise RunError(f"{note} does not name the folder of a finished run: run the same command again.")
     run_dir, checkpoint = ended
-    evaluation = (
-        run_dir / f"eval-{checkpoint.parent.name}-{_digest(json.dumps(_but_resume(as_dict(config))))}"
-    )
+    evaluation = run_dir / f"eval-{checkpoint.parent.name}-{_digest(json.dumps(_but_resume(as_dict(config))))}"
     if not (evaluation / "results.json").is_file():
         given = ("--model", str(checkpoint), "--out", str(evaluation))
         yield "eval", "-c", settings.config, *given, *settings.overrides

@@ -73,9 +73,7 @@ class NodeAgent:
             if one["state"] == State.wrong and not one["what"].startswith(_OF_THE_HEAD)
         ]
 
-    def serve(
-        self, index: str, host: str, port: int, topk: int, device: str, threads: int | None, token: str
-    ) -> str:
+    def serve(self, index: str, host: str, port: int, topk: int, device: str, threads: int | None, token: str) -> str:
         """Start a search server that asks for `token`; its address. It may not answer yet.
 
         Raises UserError if the port is taken.

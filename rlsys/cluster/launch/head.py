@@ -47,9 +47,7 @@ async def lead(task: Task, role: Role, say: Say) -> int:
     """
     host = own_address(role)
     if answers(host, role.port, LOOK_S):
-        raise UserError(
-            f"--head: port {role.port} of {host} is taken already: end what uses it, or give another."
-        )
+        raise UserError(f"--head: port {role.port} of {host} is taken already: end what uses it, or give another.")
     say(f"node 0 starts Ray at {host}:{role.port}")
     until = time.monotonic() + task.wait_s
     arguments = [

@@ -36,9 +36,7 @@ def _position(wanted: str, hosts: Sequence[tuple[int, str]]) -> int:
         if wanted in (str(rank), host, host.partition(".")[0]):
             return position
     there = ", ".join(f"{rank} ({host})" for rank, host in hosts)
-    raise UserError(
-        f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name."
-    )
+    raise UserError(f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name.")
 
 
 def search_settings(

@@ -10,9 +10,7 @@ from rlsys.config.schema import Device, Mode, Packing, ParallelConfig, RunConfig
 from rlsys.weights.families import Architecture
 
 
-def parallel_problems(
-    group: str, parallel: ParallelConfig, world: int, model: Architecture
-) -> Iterator[Problem]:
+def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: Architecture) -> Iterator[Problem]:
     """What a Megatron group of `world` ranks cannot be, for this model."""
     key = f"{group}.parallel"
     if min(parallel.tp, parallel.pp, parallel.cp, parallel.ep) < 1:
@@ -125,9 +123,7 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
             "change one of them.",
         )
     elif model.heads % tp:
-        yield Problem(
-            "rollout.engine.tp", f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads."
-        )
+        yield Problem("rollout.engine.tp", f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads.")
     if config.cluster.device is Device.cpu and tp > 1:
         yield Problem(
             "rollout.engine.tp",

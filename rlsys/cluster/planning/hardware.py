@@ -68,9 +68,7 @@ def memory_problems(config: RunConfig, plan: Mapping[str, Any]) -> Iterator[Prob
         return
     names, needed = fullest_device(config, plan)
     if needed > have * USABLE:
-        smaller = " and ".join(
-            "rollout.engine.tp" if name == ROLLOUT else f"{name}.parallel.tp" for name in names
-        )
+        smaller = " and ".join("rollout.engine.tp" if name == ROLLOUT else f"{name}.parallel.tp" for name in names)
         budgets = [f"{name}.micro_batch_tokens" for name in names if name != ROLLOUT]
         yield Problem(
             "cluster.device_memory_gib",

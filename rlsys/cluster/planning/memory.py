@@ -47,9 +47,7 @@ class GroupMemory:
     """The pipeline stage that it is of."""
 
 
-def group_memory(
-    config: RunConfig, architecture: Architecture, group: str, load: Load | None = None
-) -> GroupMemory:
+def group_memory(config: RunConfig, architecture: Architecture, group: str, load: Load | None = None) -> GroupMemory:
     """Of one rank of `group` (actor, inference, critic or rollout), of its fullest pipeline stage.
 
     `load` are the micro-batches of a Megatron group; without it, the largest that the config allows.

@@ -49,9 +49,7 @@ def shape_of(model_path: str) -> Path:
         if found.is_dir():
             return found
     known = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
-    raise UserError(
-        f"model.path is {model_path}, whose shape is not among {known}; add {folder}/config.json."
-    )
+    raise UserError(f"model.path is {model_path}, whose shape is not among {known}; add {folder}/config.json.")
 
 
 def tables() -> str:
@@ -75,13 +73,9 @@ def _table(config: RunConfig) -> Iterator[str]:
     yield f"### {config.name}\n"
     recompute = "activations recomputed" if config.model.recompute else "no recomputation"
     yield f"{Path(config.model.path).name}, {devices}, {cluster.mode}, {recompute}.\n"
-    used = [
-        part for part in _COLUMNS if any(part in group["memory_gib"] for group in plan["groups"].values())
-    ]
+    used = [part for part in _COLUMNS if any(part in group["memory_gib"] for group in plan["groups"].values())]
     yield (
-        "| GiB of a rank | ranks | tp pp cp ep dp | "
-        + " | ".join(_COLUMNS[part] for part in used)
-        + " | **fullest** |"
+        "| GiB of a rank | ranks | tp pp cp ep dp | " + " | ".join(_COLUMNS[part] for part in used) + " | **fullest** |"
     )
     yield "| --- " * (len(used) + 4) + "|"
     for name, group in plan["groups"].items():

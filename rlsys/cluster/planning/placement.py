@@ -50,9 +50,7 @@ def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> 
     ranks = {group: parse_ranks(placement[group], f"cluster.placement.{group}") for group in GROUPS}
     if with_critic:
         placed = placement.get(CRITIC)
-        ranks[CRITIC] = (
-            ranks["actor"] if placed is None else parse_ranks(placed, f"cluster.placement.{CRITIC}")
-        )
+        ranks[CRITIC] = ranks["actor"] if placed is None else parse_ranks(placed, f"cluster.placement.{CRITIC}")
     return ranks
 
 

@@ -97,11 +97,7 @@ def overlap(config: RunConfig) -> str:
     """Which stages run at the same time."""
     kind, algorithm = config.trainer.schedule.kind, config.algorithm
     if config.cluster.mode is Mode.collocated:
-        frees = (
-            ""
-            if config.cluster.device is Device.gpu
-            else "; an engine on a CPU frees nothing while it sleeps"
-        )
+        frees = "" if config.cluster.device is Device.gpu else "; an engine on a CPU frees nothing while it sleeps"
         return f"stages take turns on the same devices{frees}"
     if kind is Schedule.sequential:
         return "no stages overlap"

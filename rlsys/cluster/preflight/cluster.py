@@ -38,9 +38,7 @@ def devices_here(config: RunConfig, ranks: int, seen: RayCluster | Unseen | None
     return ranks if config.cluster.nodes == 1 or per_node is None else min(ranks, per_node)
 
 
-def ray_findings(
-    config: RunConfig, ranks: int, seen: RayCluster | Unseen | None, probes: Probes
-) -> Iterator[Finding]:
+def ray_findings(config: RunConfig, ranks: int, seen: RayCluster | Unseen | None, probes: Probes) -> Iterator[Finding]:
     """Of the cluster that the run joins, or of the one that it starts; `ranks` devices are to be there."""
     cluster = config.cluster
     if seen is None:
@@ -86,9 +84,7 @@ def _nodes(config: RunConfig, seen: RayCluster) -> Finding:
     if len(seen.nodes) >= wanted:
         return ok(RAY, found)
     there = ", ".join(node.address for node in seen.nodes)
-    return wrong(
-        RAY, f"{found}: {there}", f"run `ray start --address={config.cluster.address}` on those missing"
-    )
+    return wrong(RAY, f"{found}: {there}", f"run `ray start --address={config.cluster.address}` on those missing")
 
 
 def _devices(config: RunConfig, seen: RayCluster, ranks: int) -> Finding:

@@ -77,7 +77,5 @@ def _landmarks(settings: CheckpointConfig, steps: int) -> int:
     """Checkpoints that keep_every holds: those of steps that it and the interval divide, at most."""
     if settings.keep_every is None:
         return 0
-    saved = {step for step in range(1, steps + 1) if settings.interval and step % settings.interval == 0} | {
-        steps
-    }
+    saved = {step for step in range(1, steps + 1) if settings.interval and step % settings.interval == 0} | {steps}
     return sum(step % settings.keep_every == 0 for step in saved)

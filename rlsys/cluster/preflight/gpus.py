@@ -79,9 +79,7 @@ def interface_findings(probes: Probes) -> Iterator[Finding]:
 def nccl_findings(here: Capabilities) -> Iterator[Finding]:
     """How far its presence goes; `rlsys.observe.capabilities` says where it is absent."""
     if here.nccl:
-        yield note(
-            "NCCL", f"in torch {here.torch}; whether cards and machines reach each other shows at the start"
-        )
+        yield note("NCCL", f"in torch {here.torch}; whether cards and machines reach each other shows at the start")
 
 
 def _number(seen: Gpus, wanted: int) -> Finding:
@@ -99,14 +97,10 @@ def _number(seen: Gpus, wanted: int) -> Finding:
 def _driver(driver: str, cuda: str | None) -> Finding:
     what = "CUDA driver"
     if cuda is None:
-        return wrong(
-            what, f"{driver}, and torch is built without CUDA", "install torch as requirements/gpu.txt says"
-        )
+        return wrong(what, f"{driver}, and torch is built without CUDA", "install torch as requirements/gpu.txt says")
     oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
     if oldest is None:
-        return unknown(
-            what, f"{driver}; what CUDA {cuda} needs is not known here", "look at NVIDIA's release notes"
-        )
+        return unknown(what, f"{driver}; what CUDA {cuda} needs is not known here", "look at NVIDIA's release notes")
     if int(driver.split(".")[0]) < oldest:
         return wrong(
             what,

@@ -44,9 +44,7 @@ def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
     except UserError as problem:
         return wrong(key, str(problem)), None
     except OSError as problem:
-        return wrong(
-            key, f"{path} cannot be read ({problem.strerror})", "make it readable for this user"
-        ), None
+        return wrong(key, f"{path} cannot be read ({problem.strerror})", "make it readable for this user"), None
     size = path.stat().st_size / GIB
     return ok(key, f"{path}: {spoken(size)}, the first row is a question with an answer"), question
 

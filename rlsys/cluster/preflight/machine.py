@@ -67,9 +67,7 @@ class ThisMachine:
         """Addresses of each network interface that is up."""
         up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
         return {
-            name: [one.address for one in addresses]
-            for name, addresses in psutil.net_if_addrs().items()
-            if name in up
+            name: [one.address for one in addresses] for name, addresses in psutil.net_if_addrs().items() if name in up
         }
 
     def variable(self, name: str) -> str | None:

@@ -78,9 +78,7 @@ def _spill(probes: Probes) -> Finding:
     if not disk.writable:
         return wrong(what, f"{disk.folder} cannot be written by this user", "set TMPDIR to another folder")
     if used >= _FULL or disk.free_gib < _LOGS_GIB:
-        return wrong(
-            what, f"{found}; from {_FULL:.0%} on Ray spills nothing to it", "free some, or set TMPDIR"
-        )
+        return wrong(what, f"{found}; from {_FULL:.0%} on Ray spills nothing to it", "free some, or set TMPDIR")
     return ok(what, found)
 
 

@@ -37,11 +37,7 @@ def search_findings(config: RunConfig, question: str, machines: int, probes: Pro
     answers = probes.search(search, question or _QUESTION)
     for answer in answers:
         yield _answered(search, answer)
-    if (
-        len(answers) > 1
-        and not any(answer.error for answer in answers)
-        and (differs := probes.search_differs(search))
-    ):
+    if len(answers) > 1 and not any(answer.error for answer in answers) and (differs := probes.search_differs(search)):
         yield wrong(SERVER, differs)
     if machines > 1:
         yield from _from_elsewhere(search)
@@ -88,9 +84,7 @@ def _index(folder: Path) -> Finding:
     files = [file for file in folder.iterdir() if file.is_file()]
     empty = [file.name for file in files if not file.stat().st_size]
     if empty:
-        return wrong(
-            INDEX, f"{folder / empty[0]} is empty", "build the index again with `rlsys search index`"
-        )
+        return wrong(INDEX, f"{folder / empty[0]} is empty", "build the index again with `rlsys search index`")
     size = sum(file.stat().st_size for file in files) / GIB
     rows = manifest.get("rows")
     passages = f", {rows:,} passages" if isinstance(rows, int) else ""

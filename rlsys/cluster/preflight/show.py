@@ -51,9 +51,7 @@ def verdict(name: str, findings: Sequence[Finding]) -> str:
 
 
 def _table(name: str, findings: Sequence[Finding]) -> Table:
-    table = Table(
-        title=f"rlsys doctor --for {name}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    table = Table(title=f"rlsys doctor --for {name}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("what", overflow="fold", max_width=22)
     table.add_column("found", overflow="fold")

@@ -164,7 +164,5 @@ async def evaluate(
         return answered
 
     async with asyncio.TaskGroup() as tasks:
-        asked = [
-            tasks.create_task(one(question, sample)) for question in questions for sample in range(samples)
-        ]
+        asked = [tasks.create_task(one(question, sample)) for question in questions for sample in range(samples)]
     return Evaluation(step, tuple(task.result() for task in asked))

@@ -27,9 +27,7 @@ def heldout_score(config: RunConfig) -> Callable[[Trajectory, Question], Scores]
 
 def heldout_questions(config: RunConfig) -> list[Question]:
     """Those that a run holds out. Raises UserError if `compat.validation_batch` leaves none."""
-    return whole_batches(
-        read_questions(config.task.eval_path, config.eval.limit), config.compat.validation_batch
-    )
+    return whole_batches(read_questions(config.task.eval_path, config.eval.limit), config.compat.validation_batch)
 
 
 def whole_batches(questions: list[Question], batch: int | None) -> list[Question]:

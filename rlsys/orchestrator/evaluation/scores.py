@@ -45,7 +45,5 @@ def token_f1(answer: str, accepted: Sequence[str]) -> float:
     """F1 of words as HotpotQA's script has it, and FlashRAG after it: SQuAD's (1606.05250), but an answer of yes or no
     shares nothing with any other, so that "no" earns nothing from "no one"."""
     said = normalize(answer)
-    comparable = [
-        gold for gold in accepted if said == (norm := normalize(gold)) or not {said, norm} & _CLOSED
-    ]
+    comparable = [gold for gold in accepted if said == (norm := normalize(gold)) or not {said, norm} & _CLOSED]
     return f1(answer, comparable)

@@ -26,9 +26,7 @@ _log = logging.getLogger(__name__)
 class Engines:
     """The workers of all engines. Belongs to the event loop in which it is made."""
 
-    def __init__(
-        self, workers: WorkerGroup, router: Router, on_death: Callable[[Mapping[str, str]], None]
-    ) -> None:
+    def __init__(self, workers: WorkerGroup, router: Router, on_death: Callable[[Mapping[str, str]], None]) -> None:
         """`on_death` is told of the groups that are lost with an engine, by key: why."""
         self.workers = workers
         self.last_words = ""
@@ -80,9 +78,7 @@ class Engines:
             raise NoEngineLeft(f"every rollout engine has died. The last one: {self.last_words}")
         return {engine: answer for found in answers for engine, answer in found.items()}
 
-    async def tell(
-        self, engine: int, method: str, *args: Any, timeout_s: float | None = None
-    ) -> dict[int, Any]:
+    async def tell(self, engine: int, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
         """The engine and its answer; nothing if it has died, which is not an error while others live."""
         try:
             return {engine: await self.ask(engine, method, *args, timeout_s=timeout_s)}

@@ -283,9 +283,7 @@ async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) ->
     timeout_s = config.cluster.start_timeout_s
     address = await workers.free_address(timeout_s)
     size = len(workers.ranks)
-    meetings = [
-        (rank, size, *address, config.cluster.device, config.cluster.call_timeout_s) for rank in range(size)
-    ]
+    meetings = [(rank, size, *address, config.cluster.device, config.cluster.call_timeout_s) for rank in range(size)]
     await workers.build(_build, [(kind, config, meeting) for meeting in meetings], timeout_s)
 
 

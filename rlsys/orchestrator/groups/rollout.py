@@ -134,9 +134,7 @@ class Reserved:
 class RolloutGroup:
     """All engines as one generator. Belongs to the event loop in which it is made."""
 
-    def __init__(
-        self, workers: WorkerGroup, config: RunConfig, tracer: Tracer, episodes: EpisodeSpans
-    ) -> None:
+    def __init__(self, workers: WorkerGroup, config: RunConfig, tracer: Tracer, episodes: EpisodeSpans) -> None:
         """`episodes` is told when the episodes of groups generated and searched."""
         self.workers = workers
         self.step = 0
@@ -167,9 +165,7 @@ class RolloutGroup:
         """Groups that the living engines may generate at a time; none those that are set aside."""
         return max(1, self._slots // self._samples) * (len(self.living) - len(self._router.aside))
 
-    async def run_group(
-        self, question: Question, ticket: int, begun: Sequence[Begun] = ()
-    ) -> list[Trajectory]:
+    async def run_group(self, question: Question, ticket: int, begun: Sequence[Begun] = ()) -> list[Trajectory]:
         """`algorithm.n_samples` sampled episodes of `question`; those that are `begun` go on.
 
         `ticket` names the group for `under_way`. Raises GroupLost if they cannot be had while the run can go on.
@@ -177,9 +173,7 @@ class RolloutGroup:
         key = self._key(question)
         # A resumed run may ask for fewer than were begun.
         kept = tuple(one for one in begun if one.sample < self._samples)
-        asked = _Asked(
-            key, question.uid, self._samples, "run_group", (question, self._samples, key, kept), False
-        )
+        asked = _Asked(key, question.uid, self._samples, "run_group", (question, self._samples, key, kept), False)
         self._rolling[key] = _Rolling(ticket, kept)
         try:
             found: list[Trajectory] = await self._run(asked)
@@ -232,9 +226,7 @@ class RolloutGroup:
         """Counts since the start: the group's own, and those of the living engines as flat keys by engine."""
         answers = await self._engines.tell_all("metrics")
         figures = {
-            f"engine/{engine}/{name}": value
-            for engine, found in answers.items()
-            for name, value in found.items()
+            f"engine/{engine}/{name}": value for engine, found in answers.items() for name, value in found.items()
         }
         return figures | {
             "rollout/engines": len(self.living),

@@ -92,9 +92,7 @@ class Switching:
                 self._router.close(engine)
             self._router.put_back(engine)
         self._advance()
-        tasks = [
-            asyncio.ensure_future(self._catch_up(engine)) for engine in engines if engine in self._staged
-        ]
+        tasks = [asyncio.ensure_future(self._catch_up(engine)) for engine in engines if engine in self._staged]
         self._catching_up |= set(tasks)
         for task in tasks:
             task.add_done_callback(self._catching_up.discard)

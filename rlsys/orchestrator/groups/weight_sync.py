@@ -172,9 +172,7 @@ class WeightSync:
         self._say(f"switches the engines to version {version}")
         try:
             with self._tracer.span("sync.switch", step=version):
-                await asyncio.gather(
-                    *(receiver.finish_update(version, held.digest) for receiver in self._at_switch)
-                )
+                await asyncio.gather(*(receiver.finish_update(version, held.digest) for receiver in self._at_switch))
             report = replace(held, switch_s=time.perf_counter() - started)
             self.reports.append(report)
             self._transferred = None

@@ -55,19 +55,13 @@ def group_figures(groups: Sequence[Group]) -> dict[str, float]:
     Answers are compared as exact match does, over the episodes that gave one; a group without any says nothing.
     """
     answered = [
-        [normalize(answer) for answer in _answers(group.samples)]
-        for group in groups
-        if _answers(group.samples)
+        [normalize(answer) for answer in _answers(group.samples)] for group in groups if _answers(group.samples)
     ]
     responses = [[_response(sample.trajectory) for sample in group.samples] for group in groups]
     return {
         "group/without_spread": fmean(not group.has_spread for group in groups),
         "group/distinct_responses": fmean(len(set(found)) / len(found) for found in responses),
-        **(
-            {"group/distinct_answers": fmean(len(set(found)) / len(found) for found in answered)}
-            if answered
-            else {}
-        ),
+        **({"group/distinct_answers": fmean(len(set(found)) / len(found) for found in answered)} if answered else {}),
     }
 
 
@@ -162,9 +156,7 @@ def staleness_figures(groups: Sequence[Group], version: int) -> dict[str, float]
     sampled = versions[versions >= 0]
     newest = int(sampled.max(initial=0))
     if newest > version:
-        raise ValueError(
-            f"A token of version {newest} cannot be trained on by version {version}: it is later."
-        )
+        raise ValueError(f"A token of version {newest} cannot be trained on by version {version}: it is later.")
     counts = np.bincount(version - sampled, minlength=1)
     tokens = max(1, len(sampled))
     return {

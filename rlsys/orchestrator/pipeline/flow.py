@@ -170,9 +170,7 @@ class Flow:
         """
         groups: list[Group] = []
         while not groups:
-            await self._until(
-                lambda: self._stopping or bool(self._scored), lambda: say(f"waits for {self._behind()}")
-            )
+            await self._until(lambda: self._stopping or bool(self._scored), lambda: say(f"waits for {self._behind()}"))
             if self._stopping:
                 raise RuntimeError("A group was waited for after the pipeline was stopped.")
             while self._scored and len(groups) < most:
@@ -212,8 +210,7 @@ class Flow:
                 self._again[ticket] = state.begun.get(ticket.number, ())
         self._rolled.update((tickets[number], group) for number, group in state.rolled.items())
         self._scored = [
-            _Scored(tickets[number].oldest, number, tickets[number], group)
-            for number, group in state.scored.items()
+            _Scored(tickets[number].oldest, number, tickets[number], group) for number, group in state.scored.items()
         ]
 
     async def _roll_all(self, tasks: asyncio.TaskGroup) -> None:

@@ -126,9 +126,7 @@ def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
     """[seq] KL to the reference policy of trained tokens, 0 elsewhere."""
     policy, reference, mask = _old_logprobs(sample), sample.ref_logprobs, sample.trajectory.loss_mask
     if reference is None:
-        raise ValueError(
-            f"{_name(sample)} has no log-probs of the reference policy to take a KL off its reward."
-        )
+        raise ValueError(f"{_name(sample)} has no log-probs of the reference policy to take a KL off its reward.")
     kl = np.zeros(len(mask))
     trained = [torch.from_numpy(one[mask].astype(np.float64)) for one in (policy, reference)]
     kl[mask] = estimate(estimator, *trained).numpy()

@@ -94,9 +94,7 @@ async def _apply(learners: Mapping[str, Learner]) -> dict[str, float]:
     return {f"{name}/{key}": value for name, task in applied.items() for key, value in task.result().items()}
 
 
-async def _worth_a_call(
-    supply: _Supply, learners: Sequence[Learner], missing: int, cut: MiniBatches
-) -> list[Group]:
+async def _worth_a_call(supply: _Supply, learners: Sequence[Learner], missing: int, cut: MiniBatches) -> list[Group]:
     """Groups for one call: enough to fill every learner, or all that the mini-batch still lacks."""
     held: list[Group] = []
     samples: list[Sample] = []

@@ -116,8 +116,6 @@ def divergence_figures(samples: Sequence[Sample]) -> dict[str, float]:
 def _trained(samples: Sequence[Sample], arrays: Iterable[Floats | None]) -> NDArray[np.float64]:
     """[trained tokens] of all samples, in float64; a sample without an array is left out."""
     found = [
-        array[sample.trajectory.loss_mask]
-        for sample, array in zip(samples, arrays, strict=True)
-        if array is not None
+        array[sample.trajectory.loss_mask] for sample, array in zip(samples, arrays, strict=True) if array is not None
     ]
     return np.concatenate([np.empty(0), *found]).astype(np.float64)

@@ -35,9 +35,7 @@ class Generator(Protocol):
     def waits_for(self) -> str:
         """What all that is under way waits for, as far as is known; empty where some of it is generated."""
 
-    async def run_group(
-        self, question: Question, ticket: int, begun: Sequence[Begun] = ()
-    ) -> list[Trajectory]:
+    async def run_group(self, question: Question, ticket: int, begun: Sequence[Begun] = ()) -> list[Trajectory]:
         """All episodes of one question, those of them that were `begun` earlier from where they were.
 
         Raises GroupLost if they cannot be had; frees all on cancellation.

@@ -61,11 +61,7 @@ def _own(name: str) -> Iterator[str]:
 
 def _unknown(name: str, known: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = (
-        f"did you mean {close[0]}?"
-        if close
-        else f"known are {', '.join(known)}, and package.module.function."
-    )
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}, and package.module.function."
     return f"reward.terms.{name} is not a term: {hint}"
 
 
@@ -95,9 +91,7 @@ def _overlong(config: RewardConfig, task: TaskConfig) -> Iterator[str]:
     given = config.overlong_limit
     limit = task.max_total_tokens - task.max_prompt_tokens if given is None else given
     if config.overlong_buffer > limit:
-        meant = (
-            "which task.max_total_tokens less task.max_prompt_tokens leaves" if given is None else "its limit"
-        )
+        meant = "which task.max_total_tokens less task.max_prompt_tokens leaves" if given is None else "its limit"
         yield (
             f"reward.overlong_buffer={config.overlong_buffer} is larger than {limit}, {meant}, so that an empty "
             "response would be too long: lower it."

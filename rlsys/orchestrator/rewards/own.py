@@ -70,12 +70,8 @@ class Calls:
         async with self._slots if plain else contextlib.nullcontext():
             try:
                 async with asyncio.timeout(self.timeout_s) as limit:
-                    result = (
-                        function(*arguments) if not plain else await in_daemon_thread(function, *arguments)
-                    )
-                    return (
-                        await self._loop.result_of(_wait(result)) if inspect.isawaitable(result) else result
-                    )
+                    result = function(*arguments) if not plain else await in_daemon_thread(function, *arguments)
+                    return await self._loop.result_of(_wait(result)) if inspect.isawaitable(result) else result
             except TimeoutError:
                 if limit.expired():
                     raise OverdueError from None
@@ -118,9 +114,7 @@ class OwnTerm:
             return reading.at_end(float(values))
         turns = len(reading.trajectory.turns)
         if len(values) not in (turns, reading.slots):
-            raise self._mistake(
-                reading, result, f"one number for each of the {turns} turns is wanted, or one alone"
-            )
+            raise self._mistake(reading, result, f"one number for each of the {turns} turns is wanted, or one alone")
         return [float(value) for value in values] or [0.0]
 
     def _mistake(self, reading: Reading, result: Any, wanted: str) -> RunError:

@@ -62,9 +62,7 @@ class Rewards:
         Raises RunError where the judge does not answer or a term of the user's own fails.
         """
         reading = self._reader.read(question, trajectory)
-        values = {
-            name: self._bounded(name, reading, await term(reading)) for name, term in self._terms.items()
-        }
+        values = {name: self._bounded(name, reading, await term(reading)) for name, term in self._terms.items()}
         parts = {name: math.fsum(of_turns) for name, of_turns in values.items()}
         return Scored(
             reward=math.fsum(self._weights[name] * part for name, part in parts.items()),

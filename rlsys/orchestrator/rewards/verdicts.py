@@ -63,9 +63,7 @@ class Verdicts:
         try:
             whole = os.write(self._file, line) == len(line)
         except OSError as error:
-            raise RunError(
-                f"reward.judge.cache_path={self._path} cannot be written: {error.strerror}."
-            ) from error
+            raise RunError(f"reward.judge.cache_path={self._path} cannot be written: {error.strerror}.") from error
         if not whole:
             raise RunError(f"reward.judge.cache_path={self._path} cannot be written: its disk is full.")
 

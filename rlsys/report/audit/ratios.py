@@ -64,11 +64,7 @@ class LogRatios:
         """Of all stretches, or of those that the trained policy itself drew."""
 
         def of(kind: str) -> Spread:
-            found = [
-                values
-                for name, current, values in self._values
-                if name == kind and (current or not same_version)
-            ]
+            found = [values for name, current, values in self._values if name == kind and (current or not same_version)]
             return spread(np.concatenate(found) if found else [])
 
         return Bias(differing=of("differing"), after_change=of("after_change"), same=of("same"))

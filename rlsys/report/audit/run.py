@@ -46,9 +46,7 @@ def open_codec(folder: Path) -> Codec:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as problem:  # Of a damaged file, whatever the libraries below stumble over.
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        raise UserError(
-            f"The tokenizer in {folder} cannot be opened ({reason}); give a whole one."
-        ) from problem
+        raise UserError(f"The tokenizer in {folder} cannot be opened ({reason}); give a whole one.") from problem
     return Codec(tokenizer)
 
 

@@ -66,11 +66,7 @@ def sentences(found: TokenAudit) -> Iterator[str]:
         yield f"{found.special_lost:,} special tokens were drawn that the text does not hold."
     if found.unknown_turns:
         yield f"Of {found.unknown_turns:,} turns it is not known which tokens were drawn: they are left out."
-    if (
-        found.bias is not None
-        and found.bias.differing.mean is not None
-        and found.bias.same.mean_abs is not None
-    ):
+    if found.bias is not None and found.bias.differing.mean is not None and found.bias.same.mean_abs is not None:
         yield (
             f"A stretch that differs has a log-ratio of {found.bias.differing.mean:+.2f} nats on average, where the "
             f"numerics of one and the same token come to {found.bias.same.mean_abs:.1e}."
@@ -82,9 +78,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="italic"
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="italic")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table

@@ -245,9 +245,7 @@ class _Tally:
         if self._mode is TokenMode.retokenize:
             self._ratios.add_same(turn.one, tokens, logprobs)
 
-    def _differs(
-        self, turn: _Turn, found: Stretch, tokens: Span, place: Place, drawn: tuple[str, ...]
-    ) -> None:
+    def _differs(self, turn: _Turn, found: Stretch, tokens: Span, place: Place, drawn: tuple[str, ...]) -> None:
         """Note a stretch that differs, and its log-ratio where both sides are the text of it and trained."""
         log_ratio = None
         if not found.whole:

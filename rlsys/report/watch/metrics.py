@@ -50,9 +50,7 @@ def _of_run(run: RunFolder, life: Life) -> Iterator[Metric]:
     yield InfoMetricFamily(
         "rlsys_run", "What is watched.", {"run": run.name, "name": _writable(str(run.config.get("name", "")))}
     )
-    phase = GaugeMetricFamily(
-        "rlsys_run_phase", "1 for how far the run is, 0 for the others.", labels=["phase"]
-    )
+    phase = GaugeMetricFamily("rlsys_run_phase", "1 for how far the run is, 0 for the others.", labels=["phase"])
     for one in Phase:
         phase.add_metric([one], float(one is life.phase))
     yield phase
@@ -111,9 +109,7 @@ def _states(run: RunFolder, life: Life) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _of_step(run: RunFolder) -> Iterator[Metric]:
     """The figures of the last step."""
-    figures = GaugeMetricFamily(
-        "rlsys_figure", "A figure of the last step, see docs/metrics.md.", labels=["name"]
-    )
+    figures = GaugeMetricFamily("rlsys_figure", "A figure of the last step, see docs/metrics.md.", labels=["name"])
     engines: dict[str, UnknownMetricFamily] = {}
     for name, value in _figures(run):
         if found := _ENGINE.fullmatch(name):
@@ -130,9 +126,7 @@ def _of_step(run: RunFolder) -> Iterator[Metric]:
 def _figures(run: RunFolder) -> list[tuple[str, float]]:
     row = run.rows[-1] if run.rows else {}
     return [
-        (_writable(name), value)
-        for name, value in row.items()
-        if name not in ("step", "time") and _is_figure(value)
+        (_writable(name), value) for name, value in row.items() if name not in ("step", "time") and _is_figure(value)
     ]
 
 

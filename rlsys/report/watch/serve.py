@@ -35,9 +35,7 @@ def serve_run(path: Path, host: str, port: int, say: Callable[[str], None]) -> N
     with bind(host, port) as sock, suppress(KeyboardInterrupt):
         app = create_app(run, own_names(host), closing)
         # What is asked is nobody's news; what fails is.
-        config = LimitedConfig(
-            app, PAGE_CONNECTIONS, log_level=logging.WARNING, timeout_graceful_shutdown=_SHUTDOWN_S
-        )
+        config = LimitedConfig(app, PAGE_CONNECTIONS, log_level=logging.WARNING, timeout_graceful_shutdown=_SHUTDOWN_S)
         address, number = sock.getsockname()[:2]
         try:
             sock.listen(config.backlog)

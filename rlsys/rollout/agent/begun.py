@@ -41,9 +41,7 @@ class PartialEpisode:
     def generations(self) -> Iterator[tuple[Turn, slice, bool]]:
         """Each turn, where its tokens are, and whether it ended itself."""
         ends = accumulate((turn.generated_tokens for turn in self.turns), initial=0)
-        for turn, (start, end), ended in zip(
-            self.turns, pairwise(ends), self.ended_itself.tolist(), strict=True
-        ):
+        for turn, (start, end), ended in zip(self.turns, pairwise(ends), self.ended_itself.tolist(), strict=True):
             yield turn, slice(start, end), ended
 
 

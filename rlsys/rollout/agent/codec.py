@@ -37,9 +37,7 @@ class Codec:
                 f"The tokenizer of {name!r} gives no character offsets; use a fast tokenizer (tokenizer.json)."
             )
         if tokenizer.eos_token_id is None:
-            raise UserError(
-                f"The tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config."
-            )
+            raise UserError(f"The tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config.")
         self._tokenizer = tokenizer
         self.eos_id: int = tokenizer.eos_token_id
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)
@@ -61,9 +59,7 @@ class Codec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""
-        text: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def prompt(self, question: str) -> str:

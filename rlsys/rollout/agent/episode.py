@@ -201,9 +201,7 @@ class Episode:
         whole = self._whole
         if not whole:
             return None
-        return partial_episode(
-            self._question.uid, self._sample, self._turns[:whole], self._generations[:whole]
-        )
+        return partial_episode(self._question.uid, self._sample, self._turns[:whole], self._generations[:whole])
 
     async def run(self) -> Finish:
         """Take turns until the episode ends."""
@@ -352,9 +350,7 @@ def _as_sample(inputs: list[int], generation: Generation) -> Sample:
     )
 
 
-def _as_turn(
-    parsed: Parsed, generation: Generation, prompt_tokens: int, began_ns: int, generate_s: float
-) -> Turn:
+def _as_turn(parsed: Parsed, generation: Generation, prompt_tokens: int, began_ns: int, generate_s: float) -> Turn:
     return Turn(
         text=parsed.text,
         action=parsed.action,

@@ -77,6 +77,5 @@ class EpisodeGroup:
     def trajectories(self) -> list[Trajectory]:
         """Of every sample, in order; an episode that has not ended is aborted."""
         return [
-            self._ended.get(sample) or self._episodes[sample].trajectory(Finish.ABORTED)
-            for sample in self._samples
+            self._ended.get(sample) or self._episodes[sample].trajectory(Finish.ABORTED) for sample in self._samples
         ]

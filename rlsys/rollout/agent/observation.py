@@ -62,9 +62,7 @@ class Observer:
 
         `error` is empty for a search that worked. Raises `ValueError` below `wrapper_tokens`.
         """
-        return self.tell(
-            render_error(error) if error else render_passages(contents) or NOTHING_FOUND, max_tokens
-        )
+        return self.tell(render_error(error) if error else render_passages(contents) or NOTHING_FOUND, max_tokens)
 
     def tell(self, body: str, max_tokens: int) -> str:
         """The observation that says `body`, limited as that of a search is."""

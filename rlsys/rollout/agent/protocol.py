@@ -82,9 +82,7 @@ class Protocol:
         tags = task.tags
         self._acts = {**({tags.search: ""} if searches else {}), **tools}
         """Tag -> name of the tool, empty for the search."""
-        self._element = re.compile(
-            rf"<({'|'.join(map(re.escape, (*self._acts, tags.answer)))})>(.*?)</\1>", re.DOTALL
-        )
+        self._element = re.compile(rf"<({'|'.join(map(re.escape, (*self._acts, tags.answer)))})>(.*?)</\1>", re.DOTALL)
         self._answer_tag = tags.answer
         self._max_turns = task.max_turns
         self._invalid_message = task.invalid_message

@@ -167,9 +167,7 @@ class Appended:
     def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
         """See `Context.close`."""
         closing = self._codec.eos_id if end_with_eos and self._eos is None else None
-        return _record(
-            self._tokens, self._owners, self._turns, self._prompt_length, self._response, closing, limit
-        )
+        return _record(self._tokens, self._owners, self._turns, self._prompt_length, self._response, closing, limit)
 
 
 def _owners(spans: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]]) -> list[int]:

@@ -109,8 +109,7 @@ def resolve_family(
     files = read_sentence_transformers(folder)
     if files is None:
         raise UserError(
-            f"{folder} has no modules.json to read the family of encoder {name!r} from: "
-            f"give {_choices(FAMILIES)}"
+            f"{folder} has no modules.json to read the family of encoder {name!r} from: give {_choices(FAMILIES)}"
         )
     return family, overrides.apply(files)
 
@@ -129,9 +128,7 @@ def family_of_name(name: str) -> str | None:
 def _detect(name: str, folder: Path, overrides: Overrides) -> tuple[str, Family]:
     key, files = family_of_name(name), read_sentence_transformers(folder)
     if key is None and files is None:
-        raise UserError(
-            f"the family of encoder {name!r} cannot be told from its name: give {_choices(FAMILIES)}"
-        )
+        raise UserError(f"the family of encoder {name!r} cannot be told from its name: give {_choices(FAMILIES)}")
     if key is None:
         assert files is not None
         return SENTENCE_TRANSFORMERS, files
@@ -155,14 +152,11 @@ def read_sentence_transformers(folder: Path) -> Family | None:
     try:
         kinds = {str(module["type"]).rsplit(".", 1)[-1]: folder / module["path"] for module in modules}
     except (TypeError, KeyError):
-        raise UserError(
-            f"{folder / 'modules.json'} is no list of modules: give the encoder's family"
-        ) from None
+        raise UserError(f"{folder / 'modules.json'} is no list of modules: give the encoder's family") from None
     strange = kinds.keys() - {"Transformer", "Pooling", "Normalize"}
     if strange or "Pooling" not in kinds:
         raise UserError(
-            f"{folder / 'modules.json'} lists {', '.join(kinds)}: "
-            "only Transformer, Pooling and Normalize are supported"
+            f"{folder / 'modules.json'} lists {', '.join(kinds)}: only Transformer, Pooling and Normalize are supported"
         )
     prompts_file = folder / "config_sentence_transformers.json"
     prompts = (read_json(prompts_file).get("prompts") or {}) if prompts_file.is_file() else {}

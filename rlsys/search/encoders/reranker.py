@@ -35,9 +35,7 @@ class Reranker:
         self._sigmoid = _has_sigmoid(name, loaded)
 
     @classmethod
-    def load(
-        cls, name: str, *, max_tokens: int = 512, device: str = "cpu", dtype: str | None = None
-    ) -> Reranker:
+    def load(cls, name: str, *, max_tokens: int = 512, device: str = "cpu", dtype: str | None = None) -> Reranker:
         """Load a Hugging Face folder, or a model that is in the local Hugging Face cache.
 
         `max_tokens` cuts pairs, the longer of the two first, special tokens included. `dtype` (float32, float16,
@@ -62,9 +60,7 @@ class Reranker:
         scores = np.empty(len(pairs))
         lengths = [len(ids) for ids in columns["input_ids"]]
         for rows in length_buckets(lengths, pass_cost(self._model.device)):
-            scores[rows] = self._forward(
-                {name: [column[row] for row in rows] for name, column in columns.items()}
-            )
+            scores[rows] = self._forward({name: [column[row] for row in rows] for name, column in columns.items()})
         found: list[float] = scores.tolist()
         return found
 

@@ -128,9 +128,7 @@ def work(pipe: Connection) -> None:
         except UserError as error:
             pipe.send(error)
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
-            pipe.send(
-                RunError(f"an encoding worker on {spec.device} failed: {type(error).__name__}: {error}")
-            )
+            pipe.send(RunError(f"an encoding worker on {spec.device} failed: {type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":

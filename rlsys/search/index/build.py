@@ -63,9 +63,7 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.embeddings_dtype not in DTYPES:
-            raise UserError(
-                f"embeddings dtype {self.embeddings_dtype!r} is unknown: choose one of {', '.join(DTYPES)}"
-            )
+            raise UserError(f"embeddings dtype {self.embeddings_dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
         if self.workers < 1:
             raise UserError(f"workers {self.workers} is out of range: give 1 or more")
 
@@ -193,9 +191,7 @@ def _texts(corpus: Corpus, writer: ChunkWriter, chunks: list[int]) -> Iterator[t
         yield chunk, [passage["contents"] for passage in corpus.fetch(writer.rows_of(chunk))]
 
 
-def _filled(
-    planned: Manifest, embeddings: Embeddings, options: BuildOptions, progress: OnProgress
-) -> faiss.Index:
+def _filled(planned: Manifest, embeddings: Embeddings, options: BuildOptions, progress: OnProgress) -> faiss.Index:
     """The FAISS index with all vectors of the embeddings in it."""
     index = new_index(planned.faiss_type, planned.dimension)
     if not index.is_trained:

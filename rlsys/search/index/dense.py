@@ -76,11 +76,7 @@ class DenseRetriever:
         # Fetched together, so that reads from a disk overlap; a row of -1 stands for nothing found.
         passages = iter(self._corpus.fetch(rows[rows >= 0].tolist()))
         return [
-            [
-                Hit(score, next(passages))
-                for score, row in zip(line_scores, line_rows, strict=True)
-                if row >= 0
-            ]
+            [Hit(score, next(passages)) for score, row in zip(line_scores, line_rows, strict=True) if row >= 0]
             for line_scores, line_rows in zip(scores.tolist(), rows.tolist(), strict=True)
         ]
 

@@ -88,9 +88,7 @@ class ChunkWriter:
         chunks = -(-embeddings.rows // CHUNK_ROWS)
         if not flags.exists():
             flags.write_bytes(bytes(chunks))
-        self._done = np.frombuffer(flags.read_bytes().ljust(chunks, b"\0")[:chunks], dtype=np.uint8).astype(
-            bool
-        )
+        self._done = np.frombuffer(flags.read_bytes().ljust(chunks, b"\0")[:chunks], dtype=np.uint8).astype(bool)
         self._vectors = embeddings.path.open("r+b")
         self._flags = flags.open("r+b")
 

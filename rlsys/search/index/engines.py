@@ -148,9 +148,7 @@ class Engine:
     def _failure(self, status: object, reason: str, index: str) -> Exception:
         where = f"{self.kind} at {self.url}"
         if not isinstance(status, int):
-            return RunError(
-                f"{where} gave no answer ({reason}): check that it runs and that the URL is right"
-            )
+            return RunError(f"{where} gave no answer ({reason}): check that it runs and that the URL is right")
         if status in (401, 403):
             return UserError(
                 f"{where} refused the credentials ({status}, {reason}): set RLSYS_SEARCH_API_KEY, or "

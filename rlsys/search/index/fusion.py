@@ -58,8 +58,7 @@ def fuse(
     keys = dict.fromkeys(key for place in places for key in place)
     ranks = {key: tuple(place.get(key, math.inf) for place in places) for key in keys}
     scores = {
-        key: math.fsum(factor / (k + rank) for factor, rank in zip(factors, ranks[key], strict=True))
-        for key in keys
+        key: math.fsum(factor / (k + rank) for factor, rank in zip(factors, ranks[key], strict=True)) for key in keys
     }
     best = sorted(keys, key=lambda key: (-scores[key], ranks[key]))[:topk]
     return [(key, scores[key]) for key in best]
@@ -149,9 +148,7 @@ class HybridRetriever:
             on_failure.callback(words.close)
             opened = cls(vectors, words)
             if opened.describe()["corpus_sha256"] != manifest.get("corpus_sha256"):
-                raise UserError(
-                    f"the parts of {folder} are not of the manifest's corpus: build the index again"
-                )
+                raise UserError(f"the parts of {folder} are not of the manifest's corpus: build the index again")
             on_failure.pop_all()
         return opened
 

@@ -230,8 +230,7 @@ class LexicalRetriever:
         """The known words of each query as numbers, repeated as often as they are asked."""
         known = self._vocabulary
         return [
-            np.array([known[word] for word in self._words(query) if word in known], dtype=np.int32)
-            for query in queries
+            np.array([known[word] for word in self._words(query) if word in known], dtype=np.int32) for query in queries
         ]
 
     def find(self, prepared: list[Rows], topk: int) -> list[list[Hit]]:
@@ -276,9 +275,7 @@ def _load(folder: Path) -> tuple[Postings, Mapping[str, int], int]:
             for name in ("indptr", "indices", "data")
         )
         vocabulary = dict(orjson.loads((folder / "vocab.index.json").read_bytes()))
-        np.fromiter(
-            vocabulary.values(), dtype=np.int32, count=len(vocabulary)
-        )  # raises for what is no number
+        np.fromiter(vocabulary.values(), dtype=np.int32, count=len(vocabulary))  # raises for what is no number
         passages = orjson.loads((folder / "params.index.json").read_bytes())["num_docs"]
     # As many kinds as there are ways in which numpy and JSON can find something else than was written.
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:

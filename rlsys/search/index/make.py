@@ -60,9 +60,7 @@ def recipe(kind: str, settings: Mapping[str, Any]) -> Recipe:
 
     encoder = given(_ENCODER)
     return Recipe(
-        replace(
-            DEFAULT_ENCODER, **{"name" if key == "encoder" else key: value for key, value in encoder.items()}
-        ),
+        replace(DEFAULT_ENCODER, **{"name" if key == "encoder" else key: value for key, value in encoder.items()}),
         BuildOptions(**given(_DENSE)),
         LexicalOptions(**given((*_WEIGHTS, "stopwords"))),
         **given(("url", "index_name")),
@@ -115,9 +113,7 @@ def _hybrid(corpus: Corpus, out: str | Path, made: Recipe, progress: OnProgress)
 def _remote(engine: str) -> Callable[[Corpus, str | Path, Recipe, OnProgress], bool]:
     def load(corpus: Corpus, out: str | Path, made: Recipe, progress: OnProgress) -> bool:
         if made.url is None or made.index_name is None:
-            raise UserError(
-                f"an index of kind {engine} lies on a server: give its url and an index_name there"
-            )
+            raise UserError(f"an index of kind {engine} lies on a server: give its url and an index_name there")
         k1, b = made.lexical.k1, made.lexical.b
         return build_remote(corpus, out, made.url, made.index_name, engine, progress, k1=k1, b=b)
 

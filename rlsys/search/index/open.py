@@ -55,9 +55,7 @@ def open_retriever(
         from rlsys.search.index.remote import RemoteRetriever
 
         return RemoteRetriever.open(folder)
-    raise UserError(
-        f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it"
-    )
+    raise UserError(f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it")
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -58,9 +58,7 @@ class _Rate(ProgressColumn):
 class Lines:
     """Progress as lines of text, at most one every ten seconds and one at the end of each stage."""
 
-    def __init__(
-        self, write: Callable[[str], None], unit: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, write: Callable[[str], None], unit: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
         self._unit = unit
         self._clock = clock

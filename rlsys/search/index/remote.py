@@ -120,9 +120,7 @@ def build_remote(
         server.close()
 
 
-def _load(
-    server: Engine, manifest: RemoteManifest, corpus: Corpus, loaded: Path, progress: OnProgress | None
-) -> None:
+def _load(server: Engine, manifest: RemoteManifest, corpus: Corpus, loaded: Path, progress: OnProgress | None) -> None:
     """Send the blocks that `loaded` does not count, and count them there."""
     done = int(loaded.read_text()) if loaded.is_file() else 0
     if server.meta(manifest.index) is None:
@@ -211,9 +209,7 @@ def _check(server: Engine, manifest: RemoteManifest, folder: str | Path) -> None
     if meta is None:
         raise UserError(f"{server.kind} at {server.url} has no index {manifest.index!r}: load it again")
     if meta != manifest.meta() or server.count(manifest.index) != manifest.rows:
-        raise UserError(
-            f"index {manifest.index!r} at {server.url} has changed since {folder} was made: load it again"
-        )
+        raise UserError(f"index {manifest.index!r} at {server.url} has changed since {folder} was made: load it again")
 
 
 def _search(query: str, topk: int) -> dict[str, Any]:

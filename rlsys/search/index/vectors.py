@@ -103,9 +103,7 @@ def reserve(index: faiss.Index, rows: int) -> None:
             layer.codes.resize(0)
 
 
-def settle(
-    index: faiss.Index, asked: Settings, *, faiss_type: str, recorded: Settings | None = None
-) -> Settings:
+def settle(index: faiss.Index, asked: Settings, *, faiss_type: str, recorded: Settings | None = None) -> Settings:
     """The settings that hold: those asked for, else the recorded ones, else the type's defaults.
 
     By default sqrt(nlist) lists are visited, 8 at least, and graphs are searched with breadth 128. Raises
@@ -121,13 +119,9 @@ def settle(
         if value is None:
             continue
         if not there:
-            raise UserError(
-                f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out"
-            )
+            raise UserError(f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out")
         if value < 1 or value > (_NEVER if most is None else most):
-            raise UserError(
-                f"{key}={value} is out of range: give 1 to {most or 'as many as there are passages'}"
-            )
+            raise UserError(f"{key}={value} is out of range: give 1 to {most or 'as many as there are passages'}")
     for key, value in asdict(recorded).items():
         if value is not None and not 1 <= value <= _NEVER:
             raise UserError(f"the manifest's {key}={value} is out of range: build the index again")
@@ -142,9 +136,7 @@ def settle(
 class Vectors:
     """An index that is ready to be searched, by one thread at a time."""
 
-    def __init__(
-        self, index: faiss.Index, settings: Settings, *, depth: int = DEPTH, gpu: bool = False
-    ) -> None:
+    def __init__(self, index: faiss.Index, settings: Settings, *, depth: int = DEPTH, gpu: bool = False) -> None:
         self.settings = settings
         self._index = index
         self._depth = depth
@@ -180,9 +172,7 @@ class Vectors:
         try:
             index = faiss.read_index(str(path), flags)
         except RuntimeError as error:
-            raise UserError(
-                f"{path} is missing or damaged ({_reason(error)}): build the index again"
-            ) from None
+            raise UserError(f"{path} is missing or damaged ({_reason(error)}): build the index again") from None
         _require_inner_product(index, str(path))
         if depth < 1:
             raise UserError(f"depth {depth} is out of range: give 1 or more")
@@ -262,9 +252,7 @@ def require_gpu(index: faiss.Index) -> None:
     """Raise UserError unless this FAISS has a GPU to use and the index can be put there."""
     if gpu_count() == 0:
         has = "sees no GPU" if hasattr(faiss, "StandardGpuResources") else "is built without GPU support"
-        raise UserError(
-            f"faiss_gpu is asked for, but this FAISS {has}: install faiss-gpu-cu12, or leave it out"
-        )
+        raise UserError(f"faiss_gpu is asked for, but this FAISS {has}: install faiss-gpu-cu12, or leave it out")
     held = [_name(layer) for layer in _layers(index) if _name(layer) not in _GPU_TYPES]
     if held:
         raise UserError(

@@ -231,6 +231,4 @@ def _nothing(sources: Sequence[Path], summary: Summary) -> str:
     reasons = Counter(entry.reason for entry in summary.skipped)
     passed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     told = f" (passed over: {passed})" if passed else ""
-    return (
-        f"{', '.join(map(str, sources))} holds no document{told}: give text, Markdown, jsonl or parquet files"
-    )
+    return f"{', '.join(map(str, sources))} holds no document{told}: give text, Markdown, jsonl or parquet files"

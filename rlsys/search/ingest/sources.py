@@ -202,9 +202,7 @@ def _row_document(file: File, place: str, number: int, row: Any, names: Fields) 
         )
     text = row[text_field]
     if not isinstance(text, str):
-        raise UserError(
-            f"{where} has no text in {text_field!r} but {type(text).__name__}: it must be a string"
-        )
+        raise UserError(f"{where} has no text in {text_field!r} but {type(text).__name__}: it must be a string")
     if not text.strip():
         return Skipped(f"{file.name} {place}", "empty text")
     identity = f"{file.name}:{number}" if id_field is None else row[id_field]

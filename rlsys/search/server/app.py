@@ -97,12 +97,8 @@ def create_app(
     async def show_metrics(_: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    app = FastAPI(
-        title="rlsys search server", version="1", redoc_url=None, lifespan=lifespan, telemetry=_NO_TELEMETRY
-    )
-    app.add_middleware(
-        Gate, metrics=metrics, paths=PATHS, max_requests=limits.max_requests, token=token, trusts=trusts
-    )
+    app = FastAPI(title="rlsys search server", version="1", redoc_url=None, lifespan=lifespan, telemetry=_NO_TELEMETRY)
+    app.add_middleware(Gate, metrics=metrics, paths=PATHS, max_requests=limits.max_requests, token=token, trusts=trusts)
     table = _Routes(app, limits, secured=token is not None)
     table.post("/retrieve", RetrieveRequest, RankedAnswer, lambda asked: service.retrieve(asked))
     table.post(
@@ -165,9 +161,7 @@ class _Routes:
                 asked = self._contract.parse(asks, await _read_body(request, self._limits, held))
                 return _written({"result": await _unless_gone(request, answer(asked))})
             except Refused as error:
-                return failure(
-                    error.status, str(error), {"Connection": "close"} if error.status in (408, 413) else {}
-                )
+                return failure(error.status, str(error), {"Connection": "close"} if error.status in (408, 413) else {})
             except Busy as error:
                 return failure(429, str(error))
             except Unavailable as error:
@@ -249,9 +243,7 @@ class _Held:
         if size <= SMALL_BODY_BYTES:
             return
         if size - self._bytes > self._room.free:
-            raise Busy(
-                f"large bodies take all room already: try again later, or send {SMALL_BODY_BYTES} bytes at most"
-            )
+            raise Busy(f"large bodies take all room already: try again later, or send {SMALL_BODY_BYTES} bytes at most")
         self._room.free -= size - self._bytes
         self._bytes = size
 

@@ -35,9 +35,7 @@ _MADE = ("family", "pooling", "query_prefix", "normalize", "max_tokens")
 """What a folder of rlsys knows of its encoder, and a FAISS file from elsewhere does not."""
 
 
-def serve_index(
-    arguments: Sequence[str] | None = None, program: str = "python -m rlsys.search.server"
-) -> int:
+def serve_index(arguments: Sequence[str] | None = None, program: str = "python -m rlsys.search.server") -> int:
     """Serve an index folder, or a FAISS file with its corpus, until a signal; returns the exit status."""
     parser = argparse.ArgumentParser(prog=program, description="Serve a search index over HTTP.")
     add = parser.add_argument
@@ -201,6 +199,4 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     for field in fields(ServerLimits):
         flag = f"--{field.name.replace('_', '-')}"
-        limits.add_argument(
-            flag, type=type(field.default), default=field.default, metavar="N", help="(%(default)s)"
-        )
+        limits.add_argument(flag, type=type(field.default), default=field.default, metavar="N", help="(%(default)s)")

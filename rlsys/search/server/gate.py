@@ -100,9 +100,7 @@ class Gate:
 def failure(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
     """The answer that says in one sentence why there is none; one that may be retried says when."""
     retry = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
-    return Response(
-        orjson.dumps({"detail": reason}), status, retry | (headers or {}), media_type="application/json"
-    )
+    return Response(orjson.dumps({"detail": reason}), status, retry | (headers or {}), media_type="application/json")
 
 
 def _credentials(scope: Scope) -> bytes:

@@ -60,6 +60,4 @@ class ServerLimits:
             value = getattr(self, field.name)
             zero = field.name in _MAY_BE_ZERO
             if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-                raise UserError(
-                    f"{field.name} {value} is out of range: give {'0 or more' if zero else 'more than 0'}"
-                )
+                raise UserError(f"{field.name} {value} is out of range: give {'0 or more' if zero else 'more than 0'}")

@@ -54,9 +54,7 @@ class Reranking:
         """What reranks."""
         return self._reranker.describe()
 
-    async def rank(
-        self, queries: Sequence[str], texts: Sequence[Sequence[str]]
-    ) -> list[list[tuple[int, float]]]:
+    async def rank(self, queries: Sequence[str], texts: Sequence[Sequence[str]]) -> list[list[tuple[int, float]]]:
         """For each query the places of its texts and their scores, best first.
 
         Raises what the reranker and `Batcher.submit` raise.

@@ -103,8 +103,7 @@ class Retrieval:
             by_topk.setdefault(topk, {})[query] = None
         with self._metrics.stage("prepare"):
             return [
-                _Group(topk, list(queries), self._retriever.prepare(list(queries)))
-                for topk, queries in by_topk.items()
+                _Group(topk, list(queries), self._retriever.prepare(list(queries))) for topk, queries in by_topk.items()
             ]
 
     def _find(self, groups: list[_Group], asks: list[Ask]) -> list[list[Hit]]:

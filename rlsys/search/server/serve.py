@@ -90,9 +90,7 @@ def serve_parts(
             trusts=_trusting(host, sock, allowed_hosts),
         )
         # Requests that are turned away, and clients that ask now and then, have connections too.
-        config = LimitedConfig(
-            app, 2 * limits.max_requests, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S
-        )
+        config = LimitedConfig(app, 2 * limits.max_requests, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S)
         address, number = sock.getsockname()[:2]
         try:
             sock.listen(config.backlog)

@@ -79,9 +79,7 @@ class SearchService:
         if not asked.rerank:
             found = await self._answer(self._retrieval.find(asked.queries, topk))
         elif self._reranking is None:
-            raise Refused(
-                422, "rerank: this server has no reranker; leave it out, or start the server with one"
-            )
+            raise Refused(422, "rerank: this server has no reranker; leave it out, or start the server with one")
         else:
             found = await self._answer(self._retrieve_reranked(self._reranking, asked.queries, topk))
         if asked.return_scores:
@@ -144,9 +142,7 @@ class SearchService:
         if self._reranking is not None:
             await self._reranking.close()
 
-    async def _retrieve_reranked(
-        self, reranking: Reranking, queries: Sequence[str], topk: int
-    ) -> list[list[Hit]]:
+    async def _retrieve_reranked(self, reranking: Reranking, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         candidates = max(topk, self._limits.rerank_candidates)
         self._check_pairs(len(queries) * candidates)
         found = await self._retrieval.find(queries, candidates)
@@ -188,9 +184,7 @@ class SearchService:
             raise Unavailable(f"the search failed: {error}") from None
         except Exception as error:  # noqa: BLE001  a fault of what was loaded must not end as a bare 500
             if time_limit.expired():
-                raise Unavailable(
-                    f"no answer within {self._limits.request_timeout_s:g} s: try again"
-                ) from None
+                raise Unavailable(f"no answer within {self._limits.request_timeout_s:g} s: try again") from None
             _log.exception("a search failed")
             raise Unavailable(f"the search failed ({type(error).__name__}): see the server's log") from None
 

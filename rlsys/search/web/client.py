@@ -81,13 +81,10 @@ class Keys:
             value = environ.get(credential.variable, "").strip()
             if not value:
                 raise UserError(
-                    f"{credential.variable} is not set: web search by {provider.name} needs it"
-                    " in the environment"
+                    f"{credential.variable} is not set: web search by {provider.name} needs it in the environment"
                 )
             if not (value.isascii() and value.isprintable()):
-                raise UserError(
-                    f"{credential.variable} holds characters that no key has: set it to the key alone"
-                )
+                raise UserError(f"{credential.variable} holds characters that no key has: set it to the key alone")
             found[credential.place][credential.name] = value
         return cls(found["header"], found["parameter"])
 
@@ -164,9 +161,7 @@ class ProviderClient:
         retrying = AsyncRetrying(
             stop=stop_after_attempt(limits.tries),
             wait=_wait_s,
-            retry=retry_if_exception(
-                lambda error: isinstance(error, _Again) and error.after_s < limits.timeout_s
-            ),
+            retry=retry_if_exception(lambda error: isinstance(error, _Again) and error.after_s < limits.timeout_s),
             before_sleep=lambda state: failed.append(str(state.outcome and state.outcome.exception())),
             sleep=self._pause,
             reraise=True,
@@ -200,9 +195,7 @@ class ProviderClient:
             async with asyncio.timeout(self._limits.try_timeout_s):
                 response = await self._http.send(request, stream=True)
                 try:
-                    body = await read_body(
-                        response.headers, response.aiter_raw(), _MAX_ANSWER_BYTES, Encoding.gzip
-                    )
+                    body = await read_body(response.headers, response.aiter_raw(), _MAX_ANSWER_BYTES, Encoding.gzip)
                 finally:
                     await response.aclose()
         except TimeoutError:

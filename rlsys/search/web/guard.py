@@ -179,9 +179,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
             texts = [host] if _literal(host) is not None else await self._resolve(host, port)
             addresses = [ipaddress.ip_address(text) for text in texts]
         except (OSError, ValueError) as error:
-            raise httpx.ConnectError(
-                f"the name {host} cannot be resolved ({error})", request=request
-            ) from None
+            raise httpx.ConnectError(f"the name {host} cannot be resolved ({error})", request=request) from None
         if not addresses:
             raise httpx.ConnectError(f"the name {host} has no address", request=request)
         for address in addresses:

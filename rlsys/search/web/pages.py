@@ -44,15 +44,12 @@ class WebPages:
     async def _fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
         places = asyncio.Semaphore(_AT_ONCE)
         pages = {
-            url: asyncio.create_task(self._page(url, rank, places))
-            for rank, url in enumerate(dict.fromkeys(urls))
+            url: asyncio.create_task(self._page(url, rank, places)) for rank, url in enumerate(dict.fromkeys(urls))
         }
         if not pages:
             return []
         try:
-            _, late = await asyncio.wait(
-                pages.values(), timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION
-            )
+            _, late = await asyncio.wait(pages.values(), timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for page in pages.values():
                 page.cancel()

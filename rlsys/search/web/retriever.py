@@ -98,9 +98,7 @@ class WebRetriever:
 
     async def _find(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         pages: dict[str, Page] = {}
-        found = await asyncio.gather(
-            *(self._hits(query, topk, pages) for query in queries), return_exceptions=True
-        )
+        found = await asyncio.gather(*(self._hits(query, topk, pages) for query in queries), return_exceptions=True)
         failures = [hits for hits in found if isinstance(hits, BaseException)]
         if not failures:
             return [hits for hits in found if not isinstance(hits, BaseException)]

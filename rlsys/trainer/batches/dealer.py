@@ -98,9 +98,7 @@ class Dealer:
 
     def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
         frame = self._frame
-        return collate(
-            samples, self._pad_id, frame.multiple_of, frame.packed, self._mask_of, frame.room_multiple
-        )
+        return collate(samples, self._pad_id, frame.multiple_of, frame.packed, self._mask_of, frame.room_multiple)
 
 
 def flops_of(architecture: Architecture) -> Flops:

@@ -25,9 +25,7 @@ class Flops:
     per_square: float = 0.0
 
     @classmethod
-    def transformer(
-        cls, layers: int, hidden: int, attention: int, key_value: int, ffn: int, vocab: int
-    ) -> Flops:
+    def transformer(cls, layers: int, hidden: int, attention: int, key_value: int, ffn: int, vocab: int) -> Flops:
         """Of a model with gated MLPs; `attention` and `key_value` are heads times their dimension."""
         projections = 2 * hidden * (attention + key_value)
         mlp = 3 * hidden * ffn

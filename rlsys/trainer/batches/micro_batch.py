@@ -103,9 +103,7 @@ class MicroBatch:
     def split(self, values: NDArray) -> list[NDArray]:
         """`values` [rows, width] as one array [length] for each sequence, in order."""
         flat = values.ravel()
-        return [
-            flat[start : start + length] for start, length in zip(self._starts, self.lengths, strict=True)
-        ]
+        return [flat[start : start + length] for start, length in zip(self._starts, self.lengths, strict=True)]
 
     @property
     def _starts(self) -> NDArray[np.int64]:
@@ -183,9 +181,7 @@ def _joined(picks: Sequence[Picks | None]) -> Picks | None:
     found = [one for one in picks if one is not None]
     if not found or len(found) < len(picks):
         return None
-    return Picks(
-        np.concatenate([one.tokens for one in found]), np.concatenate([one.logprobs for one in found])
-    )
+    return Picks(np.concatenate([one.tokens for one in found]), np.concatenate([one.logprobs for one in found]))
 
 
 def _weighted_advantage(sample: Sample) -> Floats:

@@ -68,9 +68,7 @@ def load_values(path: Path, kind: type[T]) -> T:
     except FileNotFoundError as problem:
         raise UserError(f"{path} does not exist: give a checkpoint that is whole.") from problem
     except Exception as problem:  # Whatever a damaged file makes its readers raise.
-        raise UserError(
-            f"{path} is damaged ({_first_line(problem)}): take an earlier checkpoint."
-        ) from problem
+        raise UserError(f"{path} is damaged ({_first_line(problem)}): take an earlier checkpoint.") from problem
     try:
         loaded: T = _decoded(tree, kind, members)
     except (TypeError, ValueError, LookupError, AttributeError) as problem:

@@ -24,9 +24,7 @@ def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
         _require_torch_dist(folder)
         return TorchDistCheckpoint(folder)
     if (folder / METADATA).is_file():
-        raise UserError(
-            f"{folder} has {METADATA} but no {BACKEND}: it was not written to the end; give another."
-        )
+        raise UserError(f"{folder} has {METADATA} but no {BACKEND}: it was not written to the end; give another.")
     if any(folder.glob("mp_rank_*")):
         return LegacyCheckpoint(folder)
     raise UserError(
@@ -43,9 +41,7 @@ def _resolve(folder: Path) -> Path:
         latest = note.read_text().strip()
         named = folder / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
         if not named.is_dir() or named.parent != folder:
-            raise UserError(
-                f"{note} names {latest}, but {named} is not there; give the folder of a checkpoint."
-            )
+            raise UserError(f"{note} names {latest}, but {named} is not there; give the folder of a checkpoint.")
         return named
     saved = sorted(path for path in folder.glob("iter_*") if path.is_dir())
     if len(saved) > 1:

@@ -101,9 +101,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
                     f"{folder} has {name} in different dtypes on different ranks; give a checkpoint of one run."
                 )
         stages = max(len(file.models) for file in files.values())
-        layout = f"tp {grid.tp}, pp {grid.pp}, ep {grid.ep}" + (
-            f", {stages} virtual stages" if stages > 1 else ""
-        )
+        layout = f"tp {grid.tp}, pp {grid.pp}, ep {grid.ep}" + (f", {stages} virtual stages" if stages > 1 else "")
         super().__init__(folder, next(iter(files.values())).step, layout)
 
     def names(self) -> Mapping[str, Stored]:
@@ -138,26 +136,16 @@ def _read_file(file: Path) -> RankFile:
         loaded, locate = find_tensors(file, stream, is_inert=lambda name: bool(_TOLERATED.fullmatch(name)))
     if not isinstance(loaded, dict):
         raise UserError(f"{file} holds no checkpoint of Megatron's; give another folder.")
-    chunks = {
-        int(named[1] or 0): value for key, value in loaded.items() if (named := _MODEL.fullmatch(str(key)))
-    }
+    chunks = {int(named[1] or 0): value for key, value in loaded.items() if (named := _MODEL.fullmatch(str(key)))}
     if not chunks or sorted(chunks) != list(range(len(chunks))):
-        raise UserError(
-            f"{file} holds {', '.join(map(str, loaded))}, but no model; give a checkpoint of a model."
-        )
+        raise UserError(f"{file} holds {', '.join(map(str, loaded))}, but no model; give a checkpoint of a model.")
     models = []
     for _, chunk in sorted(chunks.items()):
         if not isinstance(chunk, dict) or not all(isinstance(name, str) for name in chunk):
-            raise UserError(
-                f"{file} holds no weights by name where a model should be; give another checkpoint."
-            )
+            raise UserError(f"{file} holds no weights by name where a model should be; give another checkpoint.")
         if "language_model" in chunk:
-            raise UserError(
-                f"{file} is of Megatron's old models, which are not read; convert it to Megatron-core."
-            )
-        weights = {
-            name: value for name, value in chunk.items() if isinstance(value, Tensor) and is_weight(name)
-        }
+            raise UserError(f"{file} is of Megatron's old models, which are not read; convert it to Megatron-core.")
+        weights = {name: value for name, value in chunk.items() if isinstance(value, Tensor) and is_weight(name)}
         models.append({_WRAPPERS.sub("", name): locate(tensor) for name, tensor in weights.items()})
     step = loaded.get("iteration")
     known = isinstance(step, int) and 0 <= step < _SHOWN
@@ -187,8 +175,7 @@ def _grid(folder: Path, files: dict[Rank, RankFile]) -> Grid:
     """Raises UserError if a rank of a regular layout is missing."""
     said = next(iter(files.values())).sizes
     sizes = {
-        axis: max(1 + max(getattr(rank, axis) for rank in files), said.get(axis, 1))
-        for axis in ("tp", "pp", "ep")
+        axis: max(1 + max(getattr(rank, axis) for rank in files), said.get(axis, 1)) for axis in ("tp", "pp", "ep")
     }
     for axis, size in sizes.items():
         # Nothing is counted out for such a size, for anything may be said.
@@ -236,11 +223,7 @@ def _assemble(files: dict[Rank, RankFile], grid: Grid) -> dict[str, list[OnDisk]
 
 def _of_chunk(files: dict[Rank, RankFile], stage: int, chunk: int) -> list[tuple[Rank, dict[str, OnDisk]]]:
     """One virtual stage of a pipeline rank, as each of its tensor and expert ranks has it."""
-    return [
-        (rank, file.models[chunk])
-        for rank, file in files.items()
-        if rank.pp == stage and chunk < len(file.models)
-    ]
+    return [(rank, file.models[chunk]) for rank, file in files.items() if rank.pp == stage and chunk < len(file.models)]
 
 
 def _holders(grid: Grid) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:

@@ -67,13 +67,9 @@ class OnDisk:
         try:
             flat = take(self.file, self.offset, count * itemsize)
         except OSError as error:
-            raise UserError(
-                f"{self.file} cannot be read ({error.strerror}); complete the checkpoint."
-            ) from error
+            raise UserError(f"{self.file} cannot be read ({error.strerror}); complete the checkpoint.") from error
         except ValueError as error:
-            raise UserError(
-                f"{self.file} is cut short; complete the checkpoint, or copy it again."
-            ) from error
+            raise UserError(f"{self.file} is cut short; complete the checkpoint, or copy it again.") from error
         return flat.view(self.dtype).as_strided(self.shape, self.stride)
 
 
@@ -125,15 +121,11 @@ def find_tensors(
         TypeError,
         KeyError,
     ) as error:
-        raise UserError(
-            f"{file} is damaged or cut short; complete the checkpoint, or copy it again."
-        ) from error
+        raise UserError(f"{file} is damaged or cut short; complete the checkpoint, or copy it again.") from error
 
     def locate(tensor: Tensor) -> OnDisk:
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise UserError(
-                f"{file} has a sparse or quantised tensor, which is not read; give another checkpoint."
-            )
+            raise UserError(f"{file} has a sparse or quantised tensor, which is not read; give another checkpoint.")
         storage: Any = tensor.untyped_storage()
         offset = start + storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize
         return OnDisk(file, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)

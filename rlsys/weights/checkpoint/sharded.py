@@ -28,9 +28,7 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
     read_about(folder)
     require_sound(folder)
     try:
-        state, unused, lacking = dist_checkpointing.load(
-            sharded_state, str(folder), strict=StrictHandling.RETURN_ALL
-        )
+        state, unused, lacking = dist_checkpointing.load(sharded_state, str(folder), strict=StrictHandling.RETURN_ALL)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise _as_user_error(folder, error) from error
     for names, what in (

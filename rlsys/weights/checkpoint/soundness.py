@@ -45,9 +45,7 @@ def require_sound(folder: Path) -> None:
         known = (LAYER_STATE in key, blake2b(content).digest())
         if known not in seen:
             held, _ = find_tensors(file, io.BytesIO(content))
-            if LAYER_STATE in key and any(
-                isinstance(leaf, Tensor) and leaf.numel() for leaf in tree_leaves(held)
-            ):
+            if LAYER_STATE in key and any(isinstance(leaf, Tensor) and leaf.numel() for leaf in tree_leaves(held)):
                 raise UserError(
                     f"{file} holds {key}, which Transformer Engine would unpickle; it is not read, for it could run "
                     "code. Use a checkpoint that was saved without FP8."

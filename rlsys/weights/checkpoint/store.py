@@ -90,9 +90,7 @@ class CheckpointStore:
         _remove(old)
         return final
 
-    def prune(
-        self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()
-    ) -> None:
+    def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
         """Delete what `keep` does not hold, but no step that is `spared`. What cannot be deleted stays hidden, for `recover` to try again."""
         saved = self.saved()
         stay = keep.kept([one.step for one in saved], score_of) | {*spared}

@@ -108,9 +108,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
                 place = self._locate(name, piece, stored.dtype).rows(begin, end)
                 found.append(((first + begin - start, *piece.at[1:]), place))
         if sum(prod(place.shape) for _, place in found) != prod((stop - start, *shape[1:])):
-            raise UserError(
-                f"{self.folder / METADATA} does not say where all of {name} is; use another checkpoint."
-            )
+            raise UserError(f"{self.folder / METADATA} does not say where all of {name} is; use another checkpoint.")
         if len(found) == 1:
             return found[0][1].read()
         whole = torch.empty((stop - start, *shape[1:]), dtype=stored.dtype)
@@ -124,9 +122,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         if not file.is_file():
             raise UserError(f"{file} is not there, but holds {name}; complete the checkpoint.")
         if file.stat().st_size < piece.start + piece.length:
-            raise UserError(
-                f"{file} is cut short, and {name} was in it; complete the checkpoint, or copy it again."
-            )
+            raise UserError(f"{file} is cut short, and {name} was in it; complete the checkpoint, or copy it again.")
         with file.open("rb") as stream:
             view: Any = _create_file_view(stream, piece.start, piece.length)
             tensor, locate = find_tensors(file, view, piece.start)

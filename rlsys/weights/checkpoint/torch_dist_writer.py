@@ -163,9 +163,7 @@ class TorchDistWriter:
         pieces = 2 * tp if cut is Cut.GATE_UP else tp
         size = shape[dimension]
         if size % pieces:
-            raise UserError(
-                f"tp is {self._tp}, which does not divide {entry.name} of {list(shape)}; lower tp."
-            )
+            raise UserError(f"tp is {self._tp}, which does not divide {entry.name} of {list(shape)}; lower tp.")
         bounds = {piece * (size // pieces) for piece in range(pieces + 1)}
         if cut is Cut.VOCAB:
             # Padding is a piece of its own, so that the matrix need not be copied to a larger one.
@@ -178,9 +176,7 @@ class TorchDistWriter:
         shape, before = self._shape(entry), 0
         for whole in self._wholes(entry, parts):
             if whole.dtype != self._dtypes[entry.name]:
-                raise ValueError(
-                    f"{entry.name} is {whole.dtype}, not {self._dtypes[entry.name]} as was said."
-                )
+                raise ValueError(f"{entry.name} is {whole.dtype}, not {self._dtypes[entry.name]} as was said.")
             after = before + whole.shape[dimension]
             for start, end in pairwise(bounds):
                 if before <= start < after:

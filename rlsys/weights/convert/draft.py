@@ -118,9 +118,7 @@ def claim(out: Path) -> Iterator[Draft]:
         except BlockingIOError:
             raise UserError(f"Another process converts in {home}; wait for it, or end it.") from None
         except OSError as error:
-            raise UserError(
-                f"Nothing can be written to {out} ({error.strerror}); give another folder."
-            ) from None
+            raise UserError(f"Nothing can be written to {out} ({error.strerror}); give another folder.") from None
         draft = Draft(out, home)
         stack.callback(draft.abandon)
         yield draft

@@ -39,9 +39,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
             "or use weights that are not quantised."
         )
     made = tensor.to(dtype)
-    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool(
-        (made.isinf() & tensor.isfinite()).any()
-    ):
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((made.isinf() & tensor.isfinite()).any()):
         raise UserError(f"{name} has numbers that {name_of(dtype)} cannot hold; give another --dtype.")
     return made
 

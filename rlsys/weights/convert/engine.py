@@ -70,9 +70,7 @@ class Outcome:
     """Sentences for the user."""
 
 
-def run(
-    conversion: Conversion, out: Path, processes: int | None = None, show: OnBytes | None = None
-) -> Outcome:
+def run(conversion: Conversion, out: Path, processes: int | None = None, show: OnBytes | None = None) -> Outcome:
     """Make the folder `out`, which must not exist.
 
     At most `processes` write (None: one for each core, if there is enough to do); with one, none is started.

@@ -140,9 +140,7 @@ class ToHf:
             whole = len(runs) == 1
             name = "model.safetensors" if whole else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
             one.sort(key=lambda pair: -pair[1][0].dtype.itemsize)
-            yield Shard(
-                name, tuple(entry for entry, _ in one), tuple(spec for _, specs in one for spec in specs)
-            )
+            yield Shard(name, tuple(entry for entry, _ in one), tuple(spec for _, specs in one for spec in specs))
 
     def _specs(self, entry: Entry) -> list[TensorSpec]:
         dtype = self.dtype or self.checkpoint.dtype(entry)

@@ -49,9 +49,7 @@ class IpcSender:
         """See `Sender`."""
         if not self._slots.pieces:
             size = self._spec.bucket_bytes
-            self._slots.pieces = [
-                torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)
-            ]
+            self._slots.pieces = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         return self._slots.room()
 
     def send(self, bucket: Bucket) -> Parcel:
@@ -98,9 +96,7 @@ class IpcReceiver:
         assert isinstance(place, DevicePlace)
         self.release()
         if place.host != self._host:
-            raise RunError(
-                f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host; use broadcast."
-            )
+            raise RunError(f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host; use broadcast.")
         try:
             self._memory = _opened(place.handles[self._spec.rank - 1], self._device)
         except (RuntimeError, OSError, EOFError) as problem:

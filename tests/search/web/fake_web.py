@@ -33,10 +33,8 @@ ENVIRON = {
 ARTICLE = "".join(
     f"<p>{text}</p>"
     for text in (
-        "Rivers carry water from mountains to the sea, and most old towns were founded beside one of them. "
-        * 6,
-        "The lighthouse of Kalmar was built in 1852 by the engineer Astrid Holm, who also drew its lamp. "
-        * 3,
+        "Rivers carry water from mountains to the sea, and most old towns were founded beside one of them. " * 6,
+        "The lighthouse of Kalmar was built in 1852 by the engineer Astrid Holm, who also drew its lamp. " * 3,
         "Bread was the main food of the region, together with fish, cheese and a soup of white cabbage. " * 6,
     )
 )
@@ -176,9 +174,7 @@ class FakeWeb:
             return RedirectResponse(bytes.fromhex(name[3:]).decode())
         if name.startswith("hop/"):
             left = int(name[4:])
-            answer = (
-                RedirectResponse(f"/page/hop/{left - 1}") if left else Response(HTML, media_type="text/html")
-            )
+            answer = RedirectResponse(f"/page/hop/{left - 1}") if left else Response(HTML, media_type="text/html")
             answer.set_cookie("seen", "yes")
             return answer
         return PAGES[name.split("/")[0]]()

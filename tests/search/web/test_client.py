@@ -100,9 +100,7 @@ async def test_a_page_that_is_found_twice_counts_once(web: FakeWeb, clock: Clock
     assert await search(client_of(web, "serper", clock)) == ["http://a/"]
 
 
-async def test_queries_are_cut_to_what_providers_take_and_blank_ones_are_not_sent(
-    web: FakeWeb, clock: Clock
-) -> None:
+async def test_queries_are_cut_to_what_providers_take_and_blank_ones_are_not_sent(web: FakeWeb, clock: Clock) -> None:
     for query in ["", " \n\t", "\ud800"]:
         assert await search(client_of(web, "brave", clock), query) == []
     assert web.asked == []
@@ -114,14 +112,8 @@ async def test_queries_are_cut_to_what_providers_take_and_blank_ones_are_not_sen
 
 @pytest.mark.parametrize("variable", ENVIRON)
 @pytest.mark.parametrize("value", [None, "", "  ", "kéy", "two\nlines"])
-def test_a_missing_or_impossible_key_is_one_sentence_about_its_variable(
-    variable: str, value: str | None
-) -> None:
-    environ = (
-        ENVIRON | {variable: value}
-        if value is not None
-        else {k: v for k, v in ENVIRON.items() if k != variable}
-    )
+def test_a_missing_or_impossible_key_is_one_sentence_about_its_variable(variable: str, value: str | None) -> None:
+    environ = ENVIRON | {variable: value} if value is not None else {k: v for k, v in ENVIRON.items() if k != variable}
     name = variable.split("_")[0].lower()
     with pytest.raises(UserError, match=f"^{variable} ") as caught:
         Keys.of(PROVIDERS[name], environ)
@@ -257,9 +249,7 @@ async def test_requests_keep_to_the_rate(web: FakeWeb, clock: Clock) -> None:
     assert clock.now() - start == pytest.approx(8 / 4)
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_concurrent": 0}, {"tries": 0}, {"timeout_s": 0}, {"requests_per_second": 0}]
-)
+@pytest.mark.parametrize("limits", [{"max_concurrent": 0}, {"tries": 0}, {"timeout_s": 0}, {"requests_per_second": 0}])
 def test_limits_that_cannot_work_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="is out of range: give more than 0"):
         ProviderLimits(**limits)

@@ -39,9 +39,7 @@ def test_scripts_and_menus_are_no_text() -> None:
     assert page.text == extract(HTML.encode(), "text/html", None).text  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"   ", b"<html><body></body></html>", b"<html><script>x()</script></html>"]
-)
+@pytest.mark.parametrize("body", [b"", b"   ", b"<html><body></body></html>", b"<html><script>x()</script></html>"])
 @pytest.mark.parametrize("media_type", ["text/html", "application/xhtml+xml"])
 def test_a_page_without_text_is_none(body: bytes, media_type: str) -> None:
     assert extract(body, media_type, None) is None
@@ -98,9 +96,7 @@ def test_clean_text_has_no_controls_and_can_be_sent(text: str) -> None:
     assert all(line.strip() == line != "" for line in cleaned.split("\n")) or cleaned == ""
 
 
-@given(
-    st.binary(max_size=200), st.sampled_from([None, "utf-8", "utf-16", "utf-7", "big5", "idna", "punycode"])
-)
+@given(st.binary(max_size=200), st.sampled_from([None, "utf-8", "utf-16", "utf-7", "big5", "idna", "punycode"]))
 def test_any_bytes_are_text(body: bytes, charset: str | None) -> None:
     assert isinstance(decode(body, charset), str)
 
@@ -153,9 +149,7 @@ async def test_a_worker_cannot_take_all_memory_or_write_what_it_held() -> None:
         await workers.close()
 
 
-@given(
-    st.lists(st.lists(st.sampled_from("abcde"), max_size=30).map(" ".join), max_size=8), st.integers(1, 20)
-)
+@given(st.lists(st.lists(st.sampled_from("abcde"), max_size=30).map(" ".join), max_size=8), st.integers(1, 20))
 def test_passages_keep_every_word_in_order_within_their_length(paragraphs: list[str], words: int) -> None:
     text = "\n".join(paragraphs)
     found = passages(text, words)

@@ -40,9 +40,7 @@ async def fetch(web: FakeWeb, path: str, limits: FetchLimits | None = None) -> F
     ],
 )
 async def test_pages_are_fetched(web: FakeWeb, name: str, media_type: str) -> None:
-    assert await fetch(web, f"/page/{name}") == Fetched(
-        HTML.encode(), media_type, "utf-8" if "x" not in name else None
-    )
+    assert await fetch(web, f"/page/{name}") == Fetched(HTML.encode(), media_type, "utf-8" if "x" not in name else None)
 
 
 @pytest.mark.parametrize(

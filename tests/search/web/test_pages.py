@@ -89,9 +89,7 @@ async def test_what_nobody_waits_for_is_not_read_any_more() -> None:
         asyncio.CancelledError
     ] * 3
     await until(lambda: reader.reading == [])
-    assert [page is not None for page in await pages.fetch([f"fast {row}" for row in range(20)])] == [
-        True
-    ] * 20
+    assert [page is not None for page in await pages.fetch([f"fast {row}" for row in range(20)])] == [True] * 20
     pages.close()
     assert reader.closed
 

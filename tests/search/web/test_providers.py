@@ -140,9 +140,7 @@ def test_what_is_no_answer_is_not_an_empty_one(name: str, body: Any) -> None:
     ],
 )
 def test_a_section_of_the_wrong_type_is_named(name: str, body: Any) -> None:
-    with pytest.raises(
-        MalformedAnswer, match=r"`(items|queries|organic_results|answer_box|organic|web|value)`"
-    ):
+    with pytest.raises(MalformedAnswer, match=r"`(items|queries|organic_results|answer_box|organic|web|value)`"):
         PROVIDERS[name].parse(body)
 
 
@@ -151,12 +149,8 @@ _json = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                ["items", "organic", "organic_results", "web", "results", "webPages", "value", "title"]
-            )
-            | st.sampled_from(
-                ["link", "url", "snippet", "answer_box", "error", "search_metadata", "queries"]
-            ),
+            st.sampled_from(["items", "organic", "organic_results", "web", "results", "webPages", "value", "title"])
+            | st.sampled_from(["link", "url", "snippet", "answer_box", "error", "search_metadata", "queries"]),
             inner,
             max_size=4,
         )
