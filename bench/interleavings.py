@@ -72,7 +72,7 @@ def _seen(simulation: Simulation) -> Counter[str]:
     dropped = Counter(f"dropped: {reason}" for _, reason in record.dropped)
     counts = {
         f"runs that end by {simulation.script.ending}": 1,
-        "tickets": len(record.tickets),
+        "tickets": len(record.prompt_groups),
         "groups trained": len(record.trained),
         "of them with tokens of several versions": record.mixed_groups,
         "answers that came twice or too late": record.late_answers,
@@ -85,11 +85,11 @@ def _seen(simulation: Simulation) -> Counter[str]:
 def _seen_saved(lives: Sequence[Simulation]) -> Counter[str]:
     """What was under way in the lives of a run when they were saved."""
     counts: Counter[str] = Counter()
-    for state in (life.saved.state.flow for life in lives if life.saved is not None):
+    for state in (life.saved.state.pipeline for life in lives if life.saved is not None):
         counts += Counter(
             {
                 "runs killed and resumed": 1,
-                "saved: groups that roll": len(state.ledger.rolling),
+                "saved: groups that roll": len(state.scheduler.rolling),
                 "saved: of them with something begun": len(state.begun),
                 "saved: groups that wait for scores": len(state.rolled),
                 "saved: groups that are scored": len(state.scored),

@@ -1,10 +1,10 @@
-"""What the scheduler itself costs: the real ledger, flow and learner's loop between workers that answer at once.
+"""What the scheduler itself costs: the real scheduler, pipeline and learner's loop between workers that answer at once.
 
     python -m bench.scheduler          # about two minutes on one core
 
 A run with a staleness of 1 keeps two steps' worth of trajectories in flight; it trains `STEPS` steps. Counted
 are seconds of the processor for each trajectory trained, the best of `REPEATS`, with Python's garbage collector
-and without: the collector walks over all that is alive, which is not the scheduler's doing. The baseline is the
+and without: the collector walks over all that is alive, which is not the scheduler's activity. The baseline is the
 smallest run: a scheduler whose cost grows as n log n would cost log(100,000) / log(1,000) = 1.67 times as much a
 trajectory at the largest. `held` is the most memory that Python held, in a run of its own; the trajectories of a
 group are one, so that it is nearly the book-keeping alone.
@@ -31,11 +31,11 @@ from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Finish, Trajectory
-from rlsys.orchestrator.pipeline.flow import Bites, Flow, Handlers
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
-from rlsys.orchestrator.pipeline.ledger import Ledger
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
+from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.orchestrator.pipeline.workers import Say
-from rlsys.rollout.agent.begun import Begun
+from rlsys.rollout.agent.tokens import EpisodeProgress
 
 RESULT = Path("outputs/bench/scheduler.json")
 IN_FLIGHT, GROUP_SIZES = (1_000, 10_000, 100_000), (8, 1)
@@ -73,7 +73,7 @@ class Instant:
         self._size = group_size
         self._scores = Scores(np.zeros(TOKENS, np.float32))
 
-    async def run_group(self, _: Question, _ticket: int, _begun: Sequence[Begun] = ()) -> list[Trajectory]:
+    async def run_group(self, _: Question, _ticket: int, _begun: Sequence[EpisodeProgress] = ()) -> list[Trajectory]:
         """The same trajectories for every question."""
         self.running += 1
         self.most_running = max(self.running, self.most_running)
@@ -81,7 +81,7 @@ class Instant:
         self.running -= 1
         return [_trajectory(self.version)] * self._size
 
-    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+    async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
         """Nothing is ever half done."""
         return {}
 
@@ -155,25 +155,25 @@ async def _train(per_step: int, group_size: int) -> Instant:
     """The driver, with a new version at every engine as soon as a step is closed."""
     workers = Instant(2 * per_step, group_size)
     prompts = PromptSource([Question(f"q:{number}", "?", ("yes",)) for number in range(1000)], seed=0)
-    flow = Flow(
-        Ledger(per_step, max_staleness=1),
+    pipeline = RolloutPipeline(
+        StalenessScheduler(per_step, max_staleness=1),
         prompts,
         workers,
         workers,
         Handlers(_reward, lambda group: group),
-        Bites(1, BITE),
+        ScoreBatchSize(1, BITE),
         workers,
         _say,
     )
     cut = MiniBatches([per_step])
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(flow.run())
+        tasks.create_task(pipeline.run())
         for step in range(1, STEPS + 1):
-            await learn(flow, {"actor": workers}, workers, cut, _say("actor"))
+            await learn(pipeline, {"actor": workers}, workers, cut, _say("actor"))
             workers.version = step
-            flow.publish(step)
-            flow.ledger.ended()
-        flow.stop()
+            pipeline.publish(step)
+            pipeline.scheduler.ended()
+        pipeline.stop()
     return workers
 
 

@@ -41,7 +41,7 @@ from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig, SyncMode
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.groups.weight_sync import WeightSync
+from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.weights.buckets import Bucket, digest, unpack
 from rlsys.weights.families import Architecture
 from rlsys.weights.transport import Parcel, Sender, TransportSpec, open_receiver, open_sender

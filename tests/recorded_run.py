@@ -50,17 +50,18 @@ from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
 from rlsys.files import sha256_of
 from rlsys.observe.progress import Progress
-from rlsys.orchestrator.groups.megatron import Checkpoints, InferenceGroup, TrainedGroup, launch_megatron
-from rlsys.orchestrator.groups.residence import Residence
-from rlsys.orchestrator.groups.weight_sync import WeightSync
-from rlsys.orchestrator.pipeline.flow import Flow, Handlers
+from rlsys.orchestrator.evaluator import Evaluator
+from rlsys.orchestrator.megatron_groups import Checkpoints, InferenceGroup, TrainedGroup, launch_megatron
+from rlsys.orchestrator.offloading import OffloadManager
 from rlsys.orchestrator.pipeline.grouping import finish, reward_group
-from rlsys.orchestrator.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
-from rlsys.orchestrator.record import RunRecord
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
+from rlsys.orchestrator.pipeline.schedule import make_scheduler, score_batch_size
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, find_origin, folder_of
 from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.run import Groups, Run
+from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.saving import Saver
-from rlsys.orchestrator.session import Session
+from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.train import train
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from tests.megatron import reference
@@ -116,14 +117,14 @@ class Episodes(Playback):
         self.capacity = GROUPS
 
     async def run_group(self, question: Question, *_: Any) -> list[Trajectory]:
-        """See `RolloutGroup`."""
+        """See `EnginePool`."""
         version = self._version
         await asyncio.sleep(0)
         self._fate("episode")
         return self._recording[question.uid, version]
 
     async def answer(self, question: Question, *_: Any) -> Trajectory:
-        """See `RolloutGroup`."""
+        """See `EnginePool`."""
         self._fate("evaluating")
         return self._recording[question.uid, self._version][0]
 
@@ -190,19 +191,19 @@ class MortalStore(CheckpointStore):
         self._fate("pruned")
 
 
-class MortalSession(Session):
-    """The session of a run that may end here."""
+class MortalRun(Run):
+    """A run that may end here."""
 
     fate: Fate
 
-    async def transfer_weights(self, version: int) -> None:
-        """See `Session`."""
-        await super().transfer_weights(version)
+    async def push_weights(self, version: int) -> None:
+        """See `Run`."""
+        await super().push_weights(version)
         self.fate("transferred")
 
-    async def switch_weights(self, version: int) -> None:
-        """See `Session`."""
-        await super().switch_weights(version)
+    async def activate_weights(self, version: int) -> None:
+        """See `Run`."""
+        await super().activate_weights(version)
         self.fate("switched")
 
 
@@ -248,39 +249,39 @@ def settings(model: Path, outputs: Path) -> RunConfig:
 @asynccontextmanager
 async def opened(
     pipes: Sequence[Any], fate: Fate, config: RunConfig, run_dir: Path, origin: Origin | None
-) -> AsyncIterator[Session]:
-    """A session as `open_session` opens it, of recorded episodes and without Ray."""
+) -> AsyncIterator[Run]:
+    """A run as `open_run` opens it, of recorded episodes and without Ray."""
     state = origin.state if origin else None
     groups = {"inference": HostedGroup("inference", pipes[:1]), "actor": HostedGroup("actor", pipes[1:])}
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(Progress(Console(file=io.StringIO())))
-        run = RunRecord(config, run_dir, progress, None, origin.history if origin else None, str)
+        run = RunLogger(config, run_dir, progress, None, origin.history if origin else None, str)
         stack.callback(run.close)
         for name, group in groups.items():
             await launch_megatron(group, name, config)  # type: ignore[arg-type]
         session = _session(config, run_dir, run, groups, fate, origin)
-        await session.sync.open()
+        await session.weights.open()
         if origin:
             await session.load(origin)
         yield session
-        torch.save(session.rollout.weights, run_dir / "weights.pt")  # type: ignore[attr-defined]
+        torch.save(session.groups.engines.weights, run_dir / "weights.pt")  # type: ignore[attr-defined]
     assert state is None or state.step <= STEPS
 
 
 def _session(
     config: RunConfig,
     run_dir: Path,
-    record_of_run: RunRecord,
+    record_of_run: RunLogger,
     groups: dict[str, HostedGroup],
     fate: Fate,
     origin: Origin | None,
-) -> Session:
+) -> Run:
     state = origin.state if origin else None
     recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
     tracer, seen = record_of_run.tracers["driver"], Outcome(events=[""])
     dealers = {name: make_dealer(config, name, len(group.ranks)) for name, group in groups.items()}
     prompts = PromptSource(QUESTIONS, SEED, state.prompts if state else None)
-    devices, kl = Residence({}, tracer), kl_control(config.algorithm)
+    devices, kl = OffloadManager({}, tracer), kl_control(config.algorithm)
     if state:
         kl.restore(state.kl)
     handlers = Handlers(
@@ -291,35 +292,33 @@ def _session(
     scorer = MortalScorer(groups["inference"], dealers["inference"], no_pause, seen)  # type: ignore[arg-type]
     learner = MortalLearner(groups["actor"], dealers["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
     takes = InferenceGroup(groups["inference"], dealers["inference"], tracer)  # type: ignore[arg-type]
-    MortalScorer.fate = MortalLearner.fate = MortalSession.fate = fate
+    MortalScorer.fate = MortalLearner.fate = MortalRun.fate = fate
     learner.checkpoints = MortalCheckpoints(learner, fate)
     store = MortalStore(run_dir / CHECKPOINTS, fate)
-    flow = Flow(
-        make_ledger(config), prompts, rollout, scorer, handlers, bites(config), devices, record_of_run.say,
+    pipeline = RolloutPipeline(
+        make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices,
         state.pipeline if state else None,
     )  # fmt: skip
-    return MortalSession(
+    trained = Groups(rollout, learner, devices, takes)
+    saver = Saver(
+        store, Keep(2, None, best=False), record_of_run.em_of, devices.need, background=True,
+        newest=origin.checkpoint.folder if origin else None,
+    )  # fmt: skip
+    search: Any = NoSearch()
+    evaluator = Evaluator(config, record_of_run, search, rollout, QUESTIONS[:3], trained.count_to, saver.awaited)
+    return MortalRun(
         config=config,
-        record=record_of_run,
-        search=NoSearch(),  # type: ignore[arg-type]
-        prompts=prompts,
-        heldout=QUESTIONS[:3],
-        rollout=rollout,
-        inference=takes,
-        trained={"actor": learner},
-        sync=WeightSync(groups["actor"], [rollout], config.cluster, run_dir, tracer, [takes]),  # type: ignore[arg-type]
-        devices=devices,
+        log=record_of_run,
+        search=search,
+        groups=trained,
+        pipeline=pipeline,
+        weights=WeightSync(groups["actor"], [rollout], config.cluster, run_dir, tracer, [takes]),  # type: ignore[arg-type]
+        evaluator=evaluator,
+        saver=saver,
         rewards=Rewards(config.reward, config.task, config.compat),
         kl=kl,
-        flow=flow,
-        cut=mini_batches(config),
-        on_policy=is_on_policy(config),
         questions_sha256=sha256_of(Path(config.task.train_path)),
-        saver=Saver(
-            store, Keep(2, None, best=False), record_of_run.em_of, devices.need, background=True,
-            newest=origin.checkpoint.folder if origin else None,
-        ),
-    )  # fmt: skip
+    )
 
 
 def main(model: Path, outputs: Path, moment: str | None, count: int) -> None:

@@ -1,6 +1,6 @@
 """A run of the real pipeline and real Megatron workers on recorded episodes, under a virtual clock.
 
-The session, the driver's step, flow, ledger, dealers, weight sync, actor and log-prob worker are the real
+The session, the driver's step, pipeline, scheduler, dealers, weight sync, actor and log-prob worker are the real
 ones. Episodes are played back after seeded waits, and seeded waits lie around every call for log-probs or
 training; so the seed decides which group arrives when, what shares a call or a micro-batch, and what runs at
 the same time.
@@ -28,18 +28,16 @@ from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.groups.megatron import ActorGroup, InferenceGroup, launch_megatron, scores_of
-from rlsys.orchestrator.groups.residence import Residence
-from rlsys.orchestrator.groups.weight_sync import WeightSync
-from rlsys.orchestrator.pipeline.flow import Flow, Handlers
+from rlsys.orchestrator.megatron_groups import ActorGroup, InferenceGroup, launch_megatron, scores_of
+from rlsys.orchestrator.offloading import OffloadManager
 from rlsys.orchestrator.pipeline.grouping import finish, reward_group
-from rlsys.orchestrator.pipeline.ledger import Ended
-from rlsys.orchestrator.pipeline.schedule import bites, is_on_policy, make_ledger, mini_batches
-from rlsys.orchestrator.pipeline.workers import Say
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
+from rlsys.orchestrator.pipeline.schedule import make_scheduler, score_batch_size
+from rlsys.orchestrator.pipeline.scheduler import Ended
 from rlsys.orchestrator.rewards.reward import Rewards
-from rlsys.orchestrator.session import Session
-from rlsys.rollout.agent.begun import Begun
-from rlsys.train import one_step
+from rlsys.orchestrator.run import Groups, Run
+from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.trainer.batches.dealer import Dealer
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.weights.buckets import unpack
@@ -84,7 +82,7 @@ class Outcome:
         self.events[-1] += event
 
     def begin_step(self) -> None:
-        """See `RunRecord`."""
+        """See `RunLogger`."""
         self.events.append("")
 
     def step(
@@ -94,20 +92,16 @@ class Outcome:
         updates: Sequence[Mapping[str, float]],
         _figures: Mapping[str, float],
     ) -> list[Alarm]:
-        """See `RunRecord`."""
+        """See `RunLogger`."""
         self.trained.append([group.question.uid for group in groups])
         self.updates += updates
         return []
 
     async def trajectories(self, _: int, _groups: Sequence[Group]) -> None:
-        """See `RunRecord`."""
+        """See `RunLogger`."""
 
     def prompts(self, _: int, _ended: Iterable[Ended]) -> None:
-        """See `RunRecord`."""
-
-    def say(self, *_: str) -> Say:
-        """See `RunRecord`."""
-        return lambda _: None
+        """See `RunLogger`."""
 
 
 class Playback:
@@ -128,8 +122,10 @@ class Playback:
         # With fewer places than groups, those that wait for one could not keep to their wave.
         self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
 
-    async def run_group(self, question: Question, _ticket: int, _begun: Sequence[Begun] = ()) -> list[Trajectory]:
-        """See `RolloutGroup`."""
+    async def run_group(
+        self, question: Question, _ticket: int, _begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
+        """See `EnginePool`."""
         version = self._version
         place = self._begun % self._groups
         self._begun += 1
@@ -137,7 +133,7 @@ class Playback:
         self._seen.happened("r")
         return self._recording[question.uid, version]
 
-    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+    async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
         """What is played back is whole, or has not begun."""
         return {}
 
@@ -161,7 +157,7 @@ class Playback:
         self._version = version
 
     async def metrics(self) -> dict[str, float]:
-        """See `RolloutGroup`."""
+        """See `EnginePool`."""
         return {}
 
 
@@ -243,16 +239,21 @@ def run(
         for name, group in groups.items():
             await launch_megatron(group, name, config)  # type: ignore[arg-type]
         session = _session(config, recording, questions, arrivals, groups, learner, seen)
-        await session.sync.open()
-        await session.transfer_weights(version=0)
-        await session.switch_weights(version=0)
+        await session.weights.open()
+        await session.push_weights(version=0)
+        await session.activate_weights(version=0)
         async with asyncio.TaskGroup() as background:
-            background.create_task(session.flow.run())
+            background.create_task(session.pipeline.run())
             for step in range(1, config.trainer.steps + 1):
-                _, switched, _ = await one_step(session, step, background)
-            await switched
-            session.flow.stop()
-        seen.weights = session.rollout.weights
+                groups_of_step, updates = await session.train_step(step)
+                await session.push_weights(version=step)
+                activated = background.create_task(session.activate_weights(version=step))
+                if session.on_policy:
+                    await activated
+                await session.log_step(step, groups_of_step, updates)
+            await activated
+            session.pipeline.stop()
+        seen.weights = session.groups.engines.weights
 
     run_virtually(steps())
     return seen
@@ -270,7 +271,7 @@ def _session(
     tracer, pauses = Tracer("test"), Pauses(arrivals.seed)
     dealers = {name: make_dealer(config, name, len(group.ranks)) for name, group in groups.items()}
     prompts = PromptSource(questions, config.trainer.seed)
-    devices = Residence({}, tracer)
+    devices = OffloadManager({}, tracer)
     rewards, kl = Rewards(config.reward, config.task, config.compat), kl_control(config.algorithm)
     handlers = Handlers(
         functools.partial(reward_group, rewards=rewards),
@@ -279,26 +280,19 @@ def _session(
     rollout: Any = Playback(config, recording, arrivals, seen)
     scorer = Scorer(groups["inference"], dealers["inference"], pauses, seen)
     takes = InferenceGroup(groups["inference"], dealers["inference"], tracer)
-    stand_ins: dict[str, Any] = {
-        "record": seen,
-        "search": NoSearch(),
-        "rollout": rollout,
-        "inference": takes,
-        "saver": None,
-        "trained": {"actor": learner(groups["actor"], dealers["actor"], tracer, pauses, seen)},
-    }
-    return Session(
+    trained = learner(groups["actor"], dealers["actor"], tracer, pauses, seen)
+    pipeline = RolloutPipeline(
+        make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices
+    )
+    stand_ins: dict[str, Any] = {"log": seen, "search": NoSearch(), "evaluator": None, "saver": None}
+    return Run(
         config=config,
-        prompts=prompts,
-        heldout=[],
-        sync=WeightSync(groups["actor"], [rollout], config.cluster, Path(), tracer, [takes]),
-        devices=devices,
+        groups=Groups(rollout, trained, devices, takes),
+        pipeline=pipeline,
+        weights=WeightSync(groups["actor"], [rollout], config.cluster, Path(), tracer, [takes]),
         rewards=rewards,
         kl=kl,
-        flow=Flow(make_ledger(config), prompts, rollout, scorer, handlers, bites(config), devices, seen.say),
-        cut=mini_batches(config),
         questions_sha256="",
-        on_policy=is_on_policy(config),
         **stand_ins,
     )
 

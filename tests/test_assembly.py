@@ -10,8 +10,8 @@ import pytest
 
 from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.observe.guards import GuardsState
-from rlsys.orchestrator.assembly import _progress
-from rlsys.orchestrator.record import History
+from rlsys.orchestrator.run import _progress
+from rlsys.orchestrator.run_logger import History
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rlsys.config.compose import load_config
 from rlsys.errors import RunError, UserError
 from rlsys.observe.capabilities import detect
 from rlsys.observe.progress import Progress
-from rlsys.orchestrator.record import RunRecord
+from rlsys.orchestrator.run_logger import RunLogger
 
 POLICY = Path(__file__).resolve().parents[1] / "examples/searchr1/tiny/policy"
 
@@ -77,7 +77,7 @@ class World:
         checkpoint = run_dir / "checkpoints" / f"global_step_{config.trainer.steps}" / "actor"
         note.write_text(str(run_dir))
         run_dir.mkdir(parents=True, exist_ok=True)
-        RunRecord(config, run_dir, Progress()).close()
+        RunLogger(config, run_dir, Progress()).close()
         if self.killed:
             raise KeyboardInterrupt
         checkpoint.mkdir(parents=True, exist_ok=True)

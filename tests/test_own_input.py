@@ -111,7 +111,7 @@ def test_settings_that_cannot_be_used(world: World, more: dict[str, object], sen
 
 def test_devices_that_are_not_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Capabilities(torch="2.9", nccl=True, sglang_kernel="1", torch_memory_saver="1")
-    monkeypatch.setattr("rlsys.orchestrator.starting.detect", lambda: here)
+    monkeypatch.setattr("rlsys.orchestrator.run.detect", lambda: here)
     assert_said("cluster.device=gpu, and torch 2.9, .* finds no CUDA device", refused(world, devices=4))
 
 

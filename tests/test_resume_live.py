@@ -79,9 +79,9 @@ def test_every_prompt_is_trained_or_dropped_once_across_a_kill(tmp_path: Path) -
 
     assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
     ends = rows(folder / "prompts.jsonl")
-    tickets = Counter(row["ticket"] for row in ends)
-    assert set(tickets.values()) == {1}, "a ticket has ended twice"
-    assert set(tickets) == set(range(max(tickets) + 1)), "a ticket is lost"
+    prompt_groups = Counter(row["ticket"] for row in ends)
+    assert set(prompt_groups.values()) == {1}, "a prompt_group has ended twice"
+    assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt_group is lost"
     trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
     assert sum(trained.values()) == STEPS * GROUPS
     assert set(trained.values()) == {1}, "the world has more prompts than are trained: each comes once"

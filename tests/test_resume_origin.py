@@ -24,9 +24,9 @@ from rlsys.files import claim, sha256_of
 from rlsys.observe.environment import environment
 from rlsys.observe.guards import GuardsState
 from rlsys.observe.kept import kept_steps, write_kept
-from rlsys.orchestrator.pipeline.ledger import Ledger
-from rlsys.orchestrator.record import LOGS, History
+from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
+from rlsys.orchestrator.run_logger import LOGS, History
 from rlsys.weights.checkpoint.codec import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore
 from tests.pipeline.bare import Bare
@@ -85,11 +85,11 @@ class Outputs:
         return published
 
     def state(self, run_dir: Path, step: int) -> RunState:
-        flow, _ = Bare().flow(Ledger(1, 0))
+        pipeline, _ = Bare().pipeline(StalenessScheduler(1, 0))
         logs = {name: (run_dir / name).stat().st_size for name in LOGS}
         return RunState(
             step=step,
-            pipeline=flow.state({}),
+            pipeline=pipeline.state({}),
             prompts=SourceState(3 * step, (question(1),)),
             kl={"coef": 0.25},
             history=History(step, logs, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",)), ()),

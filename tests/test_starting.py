@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlsys.config.compose import load_config
-from rlsys.orchestrator import starting
+from rlsys.orchestrator import run as starting
 
 
 def test_where_a_run_goes_on_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
+import inspect
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +27,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from rlsys.cluster.bundles import Seat
-from rlsys.cluster.host import AsyncHost, SyncHost
+from rlsys.cluster.network import interface_settings, own_addresses, promised_port
 from rlsys.cluster.runtime import RESOURCE, device_ids, hosts_of, within
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
@@ -137,12 +141,20 @@ class WorkerGroup:
         refs = [rank.handle.call.remote(method, *args) for rank, args in zip(self.ranks, arguments, strict=True)]
         return await self._gather(refs, f"to finish {method}", timeout_s)
 
-    async def call_rank(self, index: int, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call `method` on one rank."""
+    async def call_rank(
+        self,
+        index: int,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        until: asyncio.Future[str] | None = None,
+    ) -> Any:
+        """Call `method` on one rank. Raises RankDied once `until` is done, whose result is the reason."""
+        if until is not None and until.done():
+            raise RankDied(until.result(), index)
         rank = self.ranks[index]
-        return (await self._gather([rank.handle.call.remote(method, *args)], f"to finish {method}", timeout_s, [rank]))[
-            0
-        ]
+        ref = rank.handle.call.remote(method, *args)
+        return (await self._gather([ref], f"to finish {method}", timeout_s, [rank], until))[0]
 
     def kill(self) -> None:
         """End every worker process at once."""
@@ -164,14 +176,21 @@ class WorkerGroup:
         purpose: str,
         timeout_s: float | None,
         ranks: Sequence[Rank] | None = None,
+        until: asyncio.Future[str] | None = None,
     ) -> list[Any]:
-        """Results of `refs`; the first failure or the time-out ends the wait."""
+        """Results of `refs`; the first failure, the time-out or `until` ends the wait."""
         ranks = self.ranks if ranks is None else ranks
         limit = self._timeout_s if timeout_s is None else timeout_s
         waits = [asyncio.wrap_future(ref.future()) for ref in refs]
         names = dict(zip(waits, ranks, strict=False))
         try:
-            done, missing = await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            if until is None:
+                done, missing = await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            else:
+                done, missing = await asyncio.wait([*waits, until], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                if not waits[0].done() and until.done():
+                    raise RankDied(until.result(), ranks[0].number)
+                done, missing = done - {until}, missing - {until}
             if any(_may_be_bereaved(wait.exception()) for wait in done):
                 later, missing = await _until_death(missing)
                 done |= later
@@ -187,6 +206,61 @@ class WorkerGroup:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+class _Shell:
+    """A worker's process: empty until a plain object is built in it, whose methods are then called.
+
+    Everything that the process writes goes to its own log file, native libraries' output included.
+    """
+
+    def __init__(self, log: str, path: list[str]) -> None:
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        faulthandler.enable(file=2)
+        self._worker: Any = None
+        self._promised: list[socket.socket] = []
+        # The groups of torch and SGLang meet on the network that Ray's nodes meet on: of one machine, its loopback.
+        os.environ.update(interface_settings(ray.util.get_node_ip_address(), own_addresses()))
+
+    def free_address(self) -> tuple[str, int]:
+        """This machine's address in the cluster and a port that is nobody else's until one of this run listens at it."""
+        self._promised.append(promised_port())
+        return ray.util.get_node_ip_address(), int(self._promised[-1].getsockname()[1])
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self._worker, name)
+        return method
+
+
+class SyncHost(_Shell):
+    """Carries out one call at a time."""
+
+    def build(self, factory: Callable[..., Any], *args: Any) -> None:
+        """Make the worker."""
+        self._worker = factory(*args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker."""
+        return self._method(method)(*args)
+
+
+class AsyncHost(_Shell):
+    """Carries out many calls at a time on one event loop."""
+
+    async def build(self, factory: Callable[..., Any], *args: Any) -> None:
+        """Make the worker; a `start` coroutine method of it is awaited."""
+        self._worker = factory(*args)
+        await self._worker.start()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker, awaiting what is awaitable."""
+        result = self._method(method)(*args)
+        return await result if inspect.isawaitable(result) else result
 
 
 def share(value: Any) -> Any:

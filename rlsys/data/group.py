@@ -22,7 +22,7 @@ ANSWER_TERMS = frozenset({"exact_match", "correct_answer", "sub_em", "f1", "form
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class TopkLogprobs:
     """The most likely tokens in the place of each trained token, for a KL term that sums over them."""
 
     tokens: NDArray[np.int32]
@@ -39,7 +39,7 @@ class Scores:
     """[seq] log-probs under the policy; 0 where nothing is trained."""
     reference: Floats | None = None
     """[seq] log-probs under the reference policy; None without one."""
-    picks: Picks | None = None
+    picks: TopkLogprobs | None = None
     values: Floats | None = None
     """[seq] what the critic expects before the token is known; None without a critic."""
     version: int | None = None
@@ -64,7 +64,7 @@ class Sample:
     """[seq] under the reference policy."""
     weights: Floats | None = None
     """[seq] what each token's advantage counts for, correcting for an older sampler; None is 1 for all."""
-    picks: Picks | None = None
+    picks: TopkLogprobs | None = None
     values: Floats | None = None
     """[seq] the critic's, before the update; None without a critic."""
     returns: Floats | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -27,9 +28,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlsys.observe.status import State, Status, StatusFile, ending
+from rlsys.observe.status import WAIT_PREFIX, State, Status, StatusFile, ending, reported_to
 
-WAIT_PREFIX = "waits"
 PLAIN_INTERVAL_S = 10.0
 """Between plain lines of one step; a new step always gets a line."""
 REFRESH_PER_S = 4.0
@@ -78,8 +78,11 @@ class Progress:
         self._printed_step = -1
         self._printed_at = float("-inf")
         self._live: Live | None = None
+        self._reporting: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> Self:
+        self._reporting = reported_to(lambda stage, text: self.update(states={stage: text}))
+        self._reporting.__enter__()
         if self.console.is_terminal:
             self._live = Live(
                 console=self.console,
@@ -95,6 +98,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._reporting.__exit__(None, None, None)
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,8 +1,14 @@
-"""status.json: what a run is doing now, for programs, and how it ended.
+"""The status of a run: what each stage does now, reported by whoever does it, and `status.json` for programs.
 
-Contract: the file is whole at any time, as new as `INTERVAL_S`, and written again at least every `HEARTBEAT_S` while
-the process lives, so that one that was killed shows by the age of its file. It is a comfort: a disk that refuses it is
-warned of once and does not end the run. How the run ended is written on a full disk too, over what is in the file (only
+`show("waits for rollouts", "inference")` reports a stage, `with stage("saves a checkpoint", "actor.checkpoint"):` one that
+ends with its body. Both reach the reporter that `reported_to` has bound to the current context (a run's `Progress`, which
+feeds the progress line and `status.json`) and the log, and need no argument passed down: tasks and threads that asyncio
+starts inherit the context. "waits for ..." is a wait and names its cause; any other text is work; an empty one ends what
+the stage had reported. A name before a dot is the group: "critic" and "critic.values" are parts of one group.
+
+Contract of the file: it is whole at any time, as new as `INTERVAL_S`, and written again at least every `HEARTBEAT_S` while
+the process lives, so that one that was killed shows by the age of its file. It is best effort: on a disk error it
+warns once, and the run goes on. How the run ended is written on a full disk too, over what is in the file (only
 then may a kill leave it damaged). Times are seconds since the epoch.
 """
 
@@ -15,8 +21,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +38,45 @@ HEARTBEAT_S = 5.0
 """Between two writes of what has not changed."""
 FINISHED, FAILED = "finished", "failed: "
 
+WAIT_PREFIX = "waits"
+Report = Callable[[str, str], None]
+"""Takes the name of a stage and what it does now."""
+
 _log = logging.getLogger(__name__)
+_report: ContextVar[Report] = ContextVar("report", default=lambda _stage, _text: None)
+
+
+def show(text: str, *stages: str) -> None:
+    """Report that `stages` do `text`, until they report something else."""
+    for name in stages:
+        _log.log(logging.DEBUG if not text or text.startswith(WAIT_PREFIX) else logging.INFO, "%s: %s", name, text)
+        _report.get()(name, text)
+
+
+@contextmanager
+def stage(text: str, *stages: str, span: AbstractContextManager[Any] | None = None) -> Iterator[Any]:
+    """Report that `stages` do `text` while the body runs, and record its time as `span`; yields what the span does."""
+    show(text, *stages)
+    try:
+        with span or nullcontext() as args:
+            yield args
+    finally:
+        show("", *stages)
+
+
+@contextmanager
+def reported_to(report: Report) -> Iterator[None]:
+    """Send what the body and the tasks that it starts report to `report`."""
+    token = _report.set(report)
+    try:
+        yield
+    finally:
+        _report.reset(token)
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: "1 group", "6 groups"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(frozen=True, slots=True)

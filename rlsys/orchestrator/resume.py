@@ -30,8 +30,8 @@ from rlsys.errors import RunError, UserError
 from rlsys.files import Claimed, claim, read_yaml, sha256_of, write_atomically
 from rlsys.observe.environment import RUN, changes, environment
 from rlsys.observe.kept import copy_kept
-from rlsys.orchestrator.pipeline.flow import FlowState
-from rlsys.orchestrator.record import EVALUATIONS, LOGS, History, new_run_dir
+from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
+from rlsys.orchestrator.run_logger import EVALUATIONS, LOGS, History, new_run_dir
 from rlsys.weights.checkpoint.codec import load_values, save_values
 from rlsys.weights.checkpoint.store import MANIFEST, CheckpointStore, Saved, check, step_of
 
@@ -52,7 +52,7 @@ class RunState:
 
     step: int
     """Steps done."""
-    pipeline: FlowState
+    pipeline: PipelineState
     prompts: SourceState
     kl: Mapping[str, float]
     history: History

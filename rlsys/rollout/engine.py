@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -31,15 +31,20 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-from rlsys.config.schema import Device, EngineConfig, TaskConfig
+from rlsys.config.schema import Device, EngineConfig, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError, UserError
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.agent.episode import Generation, TurnSampling
-from rlsys.rollout.held_weights import CPU_WIDTH_PADDING, Hasher, Layout, sha256_prefix
+from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.episode import Activity, EpisodeGroup, EpisodeTools, Generation, TurnSampling
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.rollout.liveness import EngineDied, Liveness
-from rlsys.rollout.requests import Heard, as_generation, sampling_params
-from rlsys.rollout.staging import StagedVersion
+from rlsys.rollout.requests import Heard, as_generation, followed, in_training, of_answers, sampling_params
+from rlsys.rollout.search_tool import open_tool, search_metrics
+from rlsys.rollout.staged_weights import CPU_WIDTH_PADDING, Hasher, Layout, StagedVersion, sha256_prefix
 from rlsys.weights.buckets import Bucket, ChecksumError
+from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
 
 if TYPE_CHECKING:
     from rlsys.rollout.sglang_process import Answer, SglangProcess
@@ -153,12 +158,13 @@ class Engine:
         if self._asleep or self._refusal:
             raise RunError(self._asleep_reason if self._asleep else self._refusal)
         own, params = f"{rid}~{next(self._rids)}", sampling_params(sampling, self._eos_id)
-        sglang = self._sglang
-        call = sglang.stream(input_ids, params, own, heard) if heard else sglang.generate(input_ids, params, own)
-        request = asyncio.create_task(self._answer(call))
+        call = self._sglang.engine.async_generate(
+            input_ids=input_ids, sampling_params=params, return_logprob=True, rid=own, stream=heard is not None
+        )
+        request = asyncio.create_task(followed(call, heard) if heard else call)
         self._enter(request)
         try:
-            await asyncio.wait({request})
+            await self._running.first_of(request)
             generation = as_generation(self._outcome(request))
         except BaseException:
             self.counts.aborted += 1
@@ -289,11 +295,15 @@ class Engine:
             raise RunError(f"The engine on {self._model_path} is not running.")
         return self._process
 
-    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """What SGLang answers to `call`. Raises RunError once one of its processes is gone."""
+    @property
+    def _running(self) -> Liveness:
         if self._liveness is None:
             raise RunError(f"The engine on {self._model_path} is not running.")
-        return await self._liveness.guard(call)
+        return self._liveness
+
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """What SGLang answers to `call`. Raises RunError once one of its processes is gone."""
+        return await self._running.guard(call)
 
     def _launch(self) -> SglangProcess:
         """Blocking part of `start`; runs in a thread."""
@@ -466,3 +476,250 @@ def _kill_children_except(before: set[int]) -> None:
     for child in psutil.Process().children(recursive=True):
         if child.pid not in before:
             child.kill()
+
+
+class DrainLock:
+    """Reader-drain lock: calls go through side by side; who closes it blocks new calls and waits for those in flight.
+
+    Open from the start. It opens again however the closing ends.
+    """
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._open.set()
+        self._empty.set()
+        self._closing = asyncio.Lock()
+        self._inside = 0
+
+    @asynccontextmanager
+    async def inside(self) -> AsyncIterator[None]:
+        """Enter, once the gate is open, and leave at the end."""
+        while not self._open.is_set():  # It may close between the event and this task's turn.
+            await self._open.wait()
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self._empty.set()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Let nobody in and wait until nobody is inside; one caller after the other."""
+        async with self._closing:
+            self._open.clear()
+            try:
+                await self._empty.wait()
+                yield
+            finally:
+                self._open.set()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFlight:
+    """A group that has not been returned."""
+
+    key: str
+    group: EpisodeGroup
+    until_aborted: asyncio.Timeout
+    """Expires when it is aborted."""
+
+
+class RolloutWorker:
+    """The worker of one rollout process: groups of episodes on its own engine. `start` it first; `stop` leaves no process.
+
+    Contract:
+    - All methods belong to one event loop and may be called concurrently.
+    - All episodes and turns of a group run on this worker's engine, so later turns and siblings find their
+      prefix in its cache. Never more than `max_episodes` run at once.
+    - `run_group` returns as many trajectories as were asked for, or raises. An episode that takes longer than
+      `episode_timeout_s`, or whose group is aborted, comes back with what it had, whatever the engine does. Episodes
+      that were begun elsewhere go on, with all of that time before them.
+    - A new version is taken in and staged while episodes run. At the switch, `on_update` says what becomes of
+      groups in flight: with `finish` they end on the old version, new groups wait, and all tokens of a group
+      have one version; with `continue` they pause, and each token tells its version.
+
+    `search.url` must name a running server, unless `search.enabled` is false. Workers with different `seed` sample differently.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        rollout: RolloutConfig,
+        task: TaskConfig,
+        search: SearchConfig,
+        device: Device,
+        seed: int,
+        *,
+        on_update: OnUpdate = OnUpdate.finish,
+        memory_saver: bool = False,
+        sampled_answers: bool = False,
+    ) -> None:
+        """`memory_saver` lets `sleep` free the device's memory, for groups that share devices.
+
+        `sampled_answers` draws answers as in training, whatever temperature is asked for.
+        """
+        self._sampled_answers = sampled_answers
+        self._rollout = rollout
+        self._on_update = on_update
+        self._search = open_tool(search) if search.enabled else None
+        self.engine = Engine(model_path, rollout.engine, device, seed, memory_saver)
+        self.engine.require_room(task)
+        codec = Codec(AutoTokenizer.from_pretrained(model_path))
+        self._tools = EpisodeTools(self.engine, self._search, codec, task)
+        self._slots = asyncio.Semaphore(rollout.max_episodes)
+        self._draining = DrainLock()
+        self._receiver: Receiver | None = None
+        self._receiving = asyncio.Lock()
+        self._in_flight: set[_InFlight] = set()
+        self._episodes = 0
+        self._aborted = 0
+        self._drain_s = 0.0
+
+    async def start(self) -> None:
+        """Start the engine. Raises RunError if it does not come up in time."""
+        await self.engine.start()
+
+    async def run_group(
+        self,
+        question: Question,
+        n_samples: int,
+        key: str = "",
+        progress: Sequence[EpisodeProgress] = (),
+        *,
+        first: int = 0,
+        sampling: TurnSampling | None = None,
+    ) -> list[Trajectory]:
+        """`n_samples` episodes of one question, side by side, drawn as in training unless `sampling` says otherwise.
+
+        They are its samples from `first` on. `key` names the group for `abort_group` and `in_flight`; `progress` has the
+        episodes of it that were begun elsewhere, each at most once. Raises UserError for a question that is too long and
+        RunError for an engine that has refused.
+        """
+        drawn = sampling or in_training(self._rollout.sampling)
+        group = EpisodeGroup(question, range(first, first + n_samples), self._tools, drawn, progress)
+        running: _InFlight | None = None
+        try:
+            async with asyncio.timeout(None) as until_aborted:
+                running = _InFlight(key, group, until_aborted)
+                self._in_flight.add(running)
+                async with self._draining.inside():
+                    await group.play(self._slots, self._rollout.episode_timeout_s)
+        except TimeoutError:
+            if not until_aborted.expired():
+                raise
+        finally:
+            if running:
+                self._in_flight.remove(running)
+        trajectories = group.trajectories()
+        self._episodes += len(trajectories)
+        self._aborted += sum(trajectory.finish is Finish.ABORTED for trajectory in trajectories)
+        return trajectories
+
+    async def answer(self, question: Question, sample: int = 0, temperature: float = 0.0, key: str = "") -> Trajectory:
+        """One episode of an evaluation, as number `sample` of its question. Temperature 0 is greedy.
+
+        Otherwise as `run_group`; with `sampled_answers` it is drawn as in training.
+        """
+        sampling = of_answers(self._rollout.sampling, temperature, as_rollouts=self._sampled_answers)
+        return (await self.run_group(question, 1, key, first=sample, sampling=sampling))[0]
+
+    async def abort_group(self, key: str) -> None:
+        """End the groups and answers that were started as `key`, if any: their calls return at once.
+
+        Episodes that had ended stay as they are; the others are `Finish.ABORTED` and hold the turns that
+        were complete.
+        """
+        for running in self._in_flight:
+            if running.key == key and not running.until_aborted.expired():
+                running.until_aborted.reschedule(asyncio.get_running_loop().time())
+
+    def in_flight(self, keys: Sequence[str]) -> dict[str, tuple[EpisodeProgress, ...]]:
+        """Of those groups of `keys` that run here: the episodes that have ended or have a whole turn."""
+        return {running.key: running.group.begun() for running in self._in_flight if running.key in keys}
+
+    def activity(self) -> Activity:
+        """What all episodes here are at, at this moment."""
+        return Activity(self.engine.busy, dict(+self._tools.awaited))
+
+    async def open_transport(self, spec: TransportSpec) -> None:
+        """Meet the sender of the weights, in place of an earlier one. Raises RunError if it does not come."""
+        await self._close_transport()
+        self._receiver = await asyncio.to_thread(open_receiver, spec)
+
+    async def begin_update(self, version: int) -> None:
+        """See `Engine.begin_update`."""
+        await self.engine.begin_update(version)
+
+    async def load_bucket(self, parcel: Parcel) -> None:
+        """Take a bucket from the transport; see `Engine.load_bucket`."""
+        if self._receiver is None:
+            raise RunError("Weights came to a rollout worker without a transport; call open_transport first.")
+        async with self._receiving:
+            bucket = await asyncio.to_thread(self._receiver.receive, parcel)
+            await self.engine.load_bucket(bucket)  # Copies: the bytes are lent.
+            del bucket
+            await asyncio.to_thread(self._receiver.release)
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        """Switch to the new version; see `Engine.finish_update`.
+
+        With `OnUpdate.finish` it first waits for the groups in flight, each turn of which may still run.
+        """
+        if self._on_update is not OnUpdate.finish:
+            await self.engine.finish_update(version, digest)
+            return
+        started = perf_counter()
+        async with self._draining.closed():
+            self._drain_s += perf_counter() - started
+            await self.engine.finish_update(version, digest)
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await self.engine.wake()
+
+    def metrics(self) -> dict[str, float]:
+        """Sums since the start, and ratios of them. Seconds end in `_s`, shares are of 1.
+
+        `pause_s` is time in which nothing was generated because of a switch; `drain_s` time before it in
+        which groups in flight ended and no group began. `asleep_frees_memory` is 0 where sleep frees none.
+        """
+        counts = self.engine.counts
+        return {
+            "episodes": self._episodes,
+            "episodes_aborted": self._aborted,
+            "requests": counts.requests,
+            "requests_running": self.engine.running,
+            "requests_aborted": counts.aborted,
+            "prompt_tokens": counts.prompt_tokens,
+            "generated_tokens": counts.generated_tokens,
+            "tokens_per_s": counts.generated_tokens / counts.busy_s if counts.busy_s else 0.0,
+            "cached_fraction": counts.cached_tokens / max(counts.prompt_tokens, 1),
+            "updates": counts.updates,
+            "update_s": counts.update_s,
+            "update_bytes": counts.update_bytes,
+            "pause_s": counts.pause_s,
+            "drain_s": self._drain_s,
+            "asleep_frees_memory": float(self.engine.frees_memory),
+            "version": self.engine.version,
+            **(search_metrics(self._search) if self._search else {}),
+        }
+
+    async def stop(self) -> None:
+        """End the transport, the search client and the engine's processes. May be called again."""
+        await self._close_transport()
+        if self._search:
+            await self._search.close()
+        await self.engine.stop()
+
+    async def _close_transport(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await asyncio.to_thread(receiver.close)

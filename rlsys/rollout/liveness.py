@@ -33,12 +33,16 @@ class Liveness:
         """Await `call`. Raises EngineDied, and cancels it, as soon as a process is gone."""
         task = asyncio.ensure_future(call)
         try:
-            await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise EngineDied(f"{self._name} died: its process {self._death.result()} is gone.")
+            await self.first_of(task)
             return task.result()
         finally:
             task.cancel()
+
+    async def first_of(self, task: asyncio.Task[Any]) -> None:
+        """Wait until `task` has ended, in whatever way. Raises EngineDied if a process is gone before."""
+        await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise EngineDied(f"{self._name} died: its process {self._death.result()} is gone.")
 
     def stop(self) -> None:
         """Watch no more."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any, Protocol
 
+from rlsys.config.schema import SamplingConfig
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 
@@ -19,6 +20,19 @@ class Streaming(Protocol):
         self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
     ) -> Generation:
         """As an episode's `Generator`; `heard` is called in the event loop while the tokens come."""
+
+
+def in_training(rollouts: SamplingConfig) -> TurnSampling:
+    """Of the turns of rollouts."""
+    return TurnSampling(rollouts.temperature, rollouts.top_p, rollouts.top_k, tuple(rollouts.stop))
+
+
+def of_answers(rollouts: SamplingConfig, temperature: float, *, as_rollouts: bool) -> TurnSampling:
+    """Of the turns of an evaluation: at `temperature`, 0 is greedy, from the whole vocabulary.
+
+    `as_rollouts`, which is `compat.sampled_validation`, draws them as in training, whatever temperature is asked for.
+    """
+    return in_training(rollouts) if as_rollouts else TurnSampling(temperature, stop=tuple(rollouts.stop))
 
 
 def sampling_params(sampling: TurnSampling, eos_id: int) -> dict[str, Any]:
@@ -40,14 +54,14 @@ def token_ids(output: dict[str, Any]) -> list[int]:
     return [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
 
 
-async def followed(parts: AsyncIterable[dict[str, Any]], heard: Heard) -> dict[str, Any]:
-    """The last of an answer's `parts`, which is the whole; `heard` is told of each.
+async def followed(call: Awaitable[AsyncIterable[dict[str, Any]]], heard: Heard) -> dict[str, Any]:
+    """The last part of a streamed answer, which is the whole; `heard` is told of each.
 
     Raises RunError, with SGLang's reason, for a request that was refused or given up, and where nothing came. One that
     somebody here has aborted is an answer, as far as it came.
     """
     output: dict[str, Any] = {}
-    async for output in parts:
+    async for output in await call:
         finish = output["meta_info"].get("finish_reason") or {}
         if finish.get("status_code"):
             raise RunError(f"SGLang has not answered: {str(finish.get('message')).rstrip('.')}.")

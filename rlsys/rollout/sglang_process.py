@@ -31,7 +31,6 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.requests import Heard, followed
 from rlsys.weights.buckets import Bucket
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 
@@ -61,8 +60,8 @@ class SglangProcess:
         descriptor, port = listener(_HERE, 0)
         self._store = dist.TCPStore(_HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         with _environment(_on_loopback(port)):
-            self._engine = (_CpuEngine if on_cpu else Engine)(**arguments)
-        self._manager = self._engine.tokenizer_manager
+            self.engine = (_CpuEngine if on_cpu else Engine)(**arguments)
+        self._manager = self.engine.tokenizer_manager
 
     async def freeze_gc(self) -> None:
         """Take what was loaded at the start out of garbage collection, here and in the children.
@@ -70,20 +69,6 @@ class SglangProcess:
         SGLang collects each time it empties the prefix cache, and that walks all objects.
         """
         await self._manager.freeze_gc()
-
-    async def generate(self, input_ids: list[int], sampling: dict[str, Any], rid: str) -> dict[str, Any]:
-        """SGLang's answer for one request, log-probs of the output included."""
-        output: dict[str, Any] = await self._engine.async_generate(
-            input_ids=input_ids, sampling_params=sampling, return_logprob=True, rid=rid
-        )
-        return output
-
-    async def stream(self, input_ids: list[int], sampling: dict[str, Any], rid: str, heard: Heard) -> dict[str, Any]:
-        """As `generate`, and `heard` is told what there is as it comes. Raises as `followed`."""
-        parts = await self._engine.async_generate(
-            input_ids=input_ids, sampling_params=sampling, return_logprob=True, rid=rid, stream=True
-        )
-        return await followed(parts, heard)
 
     def running(self) -> list[str]:
         """Ids of the requests under way."""
@@ -154,7 +139,7 @@ class SglangProcess:
     def shutdown(self) -> None:
         """End SGLang's processes, and all other children of this process; blocks until they are gone."""
         ended = [child.pid for child in psutil.Process().children(recursive=True)]
-        self._engine.shutdown()
+        self.engine.shutdown()
         # SGLang kills and does not join; asking for the living joins the dead.
         multiprocessing.active_children()
         # The killed could not remove what they shared: how busy the engine was, and semaphores, which bear their number.

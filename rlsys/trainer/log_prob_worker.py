@@ -42,7 +42,7 @@ DevicePicks = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class PickPlan:
+class TopkPlan:
     """The most likely tokens that a KL term sums over."""
 
     k: int
@@ -61,7 +61,7 @@ class LogProbWorker:
         temperature: float,
         seed: int,
         reference: ReferencePlan | None = None,
-        picks: PickPlan | None = None,
+        picks: TopkPlan | None = None,
     ) -> None:
         """Join the group and load the model at `model.path`, as version 0 of the policy and as reference.
 

@@ -23,7 +23,7 @@ from rlsys.trainer.anchor import ReferencePlan
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.divergence import divergence_of
-from rlsys.trainer.log_prob_worker import LogProbWorker, PickPlan
+from rlsys.trainer.log_prob_worker import LogProbWorker, TopkPlan
 from rlsys.trainer.parallel import Rendezvous
 from rlsys.trainer.results import Accumulated, Applied, LogProbs
 from rlsys.trainer.sending import Sending
@@ -180,12 +180,12 @@ def reference_plan(algorithm: AlgorithmConfig) -> ReferencePlan | None:
     )
 
 
-def pick_plan(algorithm: AlgorithmConfig) -> PickPlan | None:
+def pick_plan(algorithm: AlgorithmConfig) -> TopkPlan | None:
     """The tokens that the KL term sums over; None if it sums over none, or over the whole vocabulary."""
     k = algorithm.kl_topk_tokens
     if k is None or not sums_over_vocabulary(algorithm):
         return None
-    return PickPlan(k, forward=algorithm.kl_estimator is KlEstimator.full_forward)
+    return TopkPlan(k, forward=algorithm.kl_estimator is KlEstimator.full_forward)
 
 
 Process = InferenceProcess | ActorProcess | CriticProcess

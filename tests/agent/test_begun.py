@@ -17,10 +17,9 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import RunError
-from rlsys.rollout.agent.begun import Begun, PartialEpisode
 from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.episode import Episode, EpisodeTools, Generation, TurnSampling, run_episode
-from rlsys.rollout.agent.group import EpisodeGroup
+from rlsys.rollout.agent.episode import Episode, EpisodeGroup, EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result
 
@@ -70,7 +69,7 @@ def task(**changes: Any) -> TaskConfig:
     return TaskConfig(train_path="", eval_path="", **{"max_turns": 3, **changes})
 
 
-def same(one: Begun, other: Begun) -> bool:
+def same(one: EpisodeProgress, other: EpisodeProgress) -> bool:
     """All fields but timings; numbers bit for bit."""
     if type(one) is not type(other):
         return False
@@ -190,7 +189,7 @@ def test_an_episode_goes_on_only_as_itself() -> None:
             Episode(question, sample, tools, DRAWN, begun)
 
 
-def group(world: World, samples: Sequence[int] = range(4), begun: Sequence[Begun] = ()) -> EpisodeGroup:
+def group(world: World, samples: Sequence[int] = range(4), begun: Sequence[EpisodeProgress] = ()) -> EpisodeGroup:
     return EpisodeGroup(QUESTION, samples, EpisodeTools(world, world, CODECS[0], task()), DRAWN, begun)
 
 

@@ -11,8 +11,7 @@ from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.doing import Doing, common_wait
-from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.rollout.agent.episode import Activity, EpisodeTools, Generation, TurnSampling, common_wait, run_episode
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result
 
@@ -24,16 +23,16 @@ SAID = ["<search>who</search>", "<calculator> 6 * 7 </calculator>", "<answer> 42
     ("found", "cause"),
     [
         ([], ""),
-        ([Doing(False, {})], ""),
-        ([Doing(False, {"search": 2})], "search"),
-        ([Doing(False, {"search": 0})], ""),
-        ([Doing(False, {"search": 2}), Doing(False, {})], "search"),
-        ([Doing(False, {"search": 2}), Doing(True, {})], ""),
-        ([Doing(True, {"search": 2})], ""),
-        ([Doing(False, {"search": 2}), Doing(False, {"clock": 1, "search": 1})], "clock and search"),
+        ([Activity(False, {})], ""),
+        ([Activity(False, {"search": 2})], "search"),
+        ([Activity(False, {"search": 0})], ""),
+        ([Activity(False, {"search": 2}), Activity(False, {})], "search"),
+        ([Activity(False, {"search": 2}), Activity(True, {})], ""),
+        ([Activity(True, {"search": 2})], ""),
+        ([Activity(False, {"search": 2}), Activity(False, {"clock": 1, "search": 1})], "clock and search"),
     ],
 )
-def test_all_wait_where_none_generates(found: list[Doing], cause: str) -> None:
+def test_all_wait_where_none_generates(found: list[Activity], cause: str) -> None:
     assert common_wait(found) == cause
 
 

@@ -15,8 +15,7 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import UserError
 from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
-from rlsys.rollout.agent.within import within
+from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode, within
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result
 

@@ -17,12 +17,20 @@ from rlsys.config.schema import TagsConfig, TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import UserError
-from rlsys.rollout.agent.begun import PartialEpisode
-from rlsys.rollout.agent.calling import MOST_CHARS, Called, call_tool
 from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.episode import Episode, EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.rollout.agent.episode import (
+    MOST_CHARS,
+    Called,
+    Episode,
+    EpisodeTools,
+    Generation,
+    TurnSampling,
+    call_tool,
+    run_episode,
+)
 from rlsys.rollout.agent.observation import Observer
 from rlsys.rollout.agent.protocol import Call, Protocol, State
+from rlsys.rollout.agent.tokens import PartialEpisode
 from rlsys.rollout.tools.interface import Tool
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import Hit, Result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import scheduler
-from rlsys.orchestrator.pipeline.ledger import Ledger
+from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 
 
 def test_two_steps_are_in_flight() -> None:
@@ -13,6 +13,8 @@ def test_two_steps_are_in_flight() -> None:
 
 
 def test_a_pipeline_that_runs_no_step_ahead_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "Ledger", lambda per_step, **_: Ledger(per_step, max_staleness=0))
+    monkeypatch.setattr(
+        scheduler, "StalenessScheduler", lambda per_step, **_: StalenessScheduler(per_step, max_staleness=0)
+    )
     with pytest.raises(RuntimeError, match="2 groups were in flight, not 4"):
         scheduler.run(2, 1)

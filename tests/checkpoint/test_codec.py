@@ -20,14 +20,14 @@ from hypothesis.strategies import SearchStrategy
 from numpy.typing import NDArray
 
 from rlsys.algorithms.advantages import Units
-from rlsys.data.group import Group, Picks, Sample
+from rlsys.data.group import Group, Sample, TopkLogprobs
 from rlsys.data.question import Question
 from rlsys.data.source import SourceState
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.errors import RunError, UserError
-from rlsys.orchestrator.pipeline.flow import FlowState
-from rlsys.orchestrator.pipeline.ledger import LedgerState, Reason, TicketState
-from rlsys.rollout.agent.begun import PartialEpisode
+from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
+from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, SchedulerState
+from rlsys.rollout.agent.tokens import PartialEpisode
 from rlsys.weights.checkpoint.codec import load_values, save_values
 from tests.pipeline.build import same
 
@@ -83,7 +83,7 @@ SAMPLES = st.builds(
     old_logprobs=st.none() | FLOATS,
     ref_logprobs=st.none() | FLOATS,
     weights=st.none() | FLOATS,
-    picks=st.none() | st.builds(Picks, array(np.int32, 2), array(np.float32, 2)),
+    picks=st.none() | st.builds(TopkLogprobs, array(np.int32, 2), array(np.float32, 2)),
     values=st.none() | FLOATS,
     returns=st.none() | FLOATS,
     units=st.none() | st.builds(Units, array(np.float64), array(np.int64), array(np.int64)),
@@ -91,11 +91,11 @@ SAMPLES = st.builds(
     kl_coef=st.floats(),
 )
 GROUPS = st.builds(Group, QUESTIONS, st.lists(SAMPLES, max_size=2).map(tuple))
-TICKETS = st.lists(st.builds(TicketState, COUNTS, QUESTIONS, COUNTS), max_size=2).map(tuple)
+TICKETS = st.lists(st.builds(PromptGroupState, COUNTS, QUESTIONS, COUNTS), max_size=2).map(tuple)
 STATES = st.builds(
-    FlowState,
-    ledger=st.builds(
-        LedgerState,
+    PipelineState,
+    scheduler=st.builds(
+        SchedulerState,
         COUNTS,
         COUNTS,
         COUNTS,
@@ -118,9 +118,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(state=STATES)
 @settings(max_examples=100, deadline=None)
-def test_any_state_of_the_pipeline_comes_back_bit_for_bit(file: Path, state: FlowState) -> None:
+def test_any_state_of_the_pipeline_comes_back_bit_for_bit(file: Path, state: PipelineState) -> None:
     save_values(file, state)
-    assert same(load_values(file, FlowState), state)
+    assert same(load_values(file, PipelineState), state)
 
 
 @given(state=st.builds(SourceState, COUNTS, st.lists(QUESTIONS, max_size=3).map(tuple)))

@@ -14,8 +14,8 @@ from typing import Any
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
-from rlsys.rollout.agent.begun import Begun
-from rlsys.rollout.agent.doing import Doing
+from rlsys.rollout.agent.episode import Activity
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.build import trajectory
 from tests.pipeline.virtual_time import now
 
@@ -38,9 +38,9 @@ class Worker:
         self.staged: int | None = None
         self.running: dict[str, int] = {}
         """Key -> episodes."""
-        self.begun: dict[str, tuple[Begun, ...]] = {}
+        self.begun: dict[str, tuple[EpisodeProgress, ...]] = {}
         """Key -> what it was given of a group."""
-        self.doing = Doing(False, {})
+        self.activity = Activity(False, {})
         self.most_episodes = 0
         self.log: list[tuple[str, tuple[Any, ...]]] = []
         self.pending: dict[asyncio.Future[Any], str | None] = {}
@@ -75,7 +75,7 @@ class Worker:
 
 
 class Engines:
-    """As much of a WorkerGroup as RolloutGroup uses."""
+    """As much of a WorkerGroup as EnginePool uses."""
 
     def __init__(
         self,
@@ -95,7 +95,16 @@ class Engines:
         self._seconds = seconds
         self._failures = failures or {}
 
-    async def call_rank(self, index: int, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def call_rank(
+        self,
+        index: int,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        until: asyncio.Future[str] | None = None,
+    ) -> Any:
+        if until is not None and until.done():
+            raise RankDied(until.result(), index)
         worker = self.ranks[index]
         if worker.killed:
             self.breaches.append(f"{method} was asked of engine {index} after it was given up")
@@ -107,7 +116,10 @@ class Engines:
         elif not worker.silent:
             getattr(self, f"_{method}", self._plain)(worker, call, method, args)
         limit = CALL_TIMEOUT_S if timeout_s is None else timeout_s
-        done, _ = await asyncio.wait({call}, timeout=limit)
+        waits = {call} if until is None else {call, until}
+        done, _ = await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if until is not None and until.done() and not call.done():
+            raise RankDied(until.result(), index)
         if not done:
             raise RankSilent(f"waited {limit:.0f} s for rollout rank {index} to finish {method}.", index)
         return call.result()
@@ -126,8 +138,8 @@ class Engines:
     def _plain(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
         self._later(worker, call, self._seconds(method, args), self._failures.get(method))
 
-    def _doing(self, worker: Worker, call: asyncio.Future[Any], _method: str, _args: tuple[Any, ...]) -> None:
-        worker.answer(call, worker.doing)
+    def _activity(self, worker: Worker, call: asyncio.Future[Any], _method: str, _args: tuple[Any, ...]) -> None:
+        worker.answer(call, worker.activity)
 
     def _run_group(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
         question, samples, key, begun = args
@@ -153,7 +165,7 @@ class Engines:
         worker.pending[call] = key
         worker.most_episodes = max(worker.most_episodes, sum(worker.running.values()))
 
-    def _under_way(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
+    def _in_flight(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
         """Of each group, what it was given, and by now the first episode."""
         found = {}
         for key in worker.running.keys() & worker.begun.keys() & set(args[0]):

@@ -8,8 +8,7 @@ from collections import Counter
 from math import ceil
 from typing import Any
 
-from rlsys.orchestrator.groups.engines import PING_TIMEOUT_S
-from rlsys.orchestrator.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, Reserved
+from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, Reserved
 from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside
 from tests.groups.engines import NEVER, Engines
 from tests.groups.test_rollout import SAMPLES, TIMEOUT_S, make

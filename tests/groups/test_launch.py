@@ -11,7 +11,7 @@ from rlsys.cluster.planning.placement import overlaps, parse_placement
 from rlsys.config.algorithm import AlgorithmConfig, Baseline
 from rlsys.config.schema import ClusterConfig, EngineConfig, RolloutConfig, RunConfig
 from rlsys.errors import UserError
-from rlsys.orchestrator.groups.launch import holdings
+from rlsys.orchestrator.worker_groups import holdings
 
 PLACEMENT = {"actor": "0-1", "inference": "2", "rollout": "3-6"}
 PPO = AlgorithmConfig(baseline=Baseline.critic)

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
-from rlsys.orchestrator.groups.rollout import Reserved, RolloutGroup
+from rlsys.orchestrator.engine_pool import EnginePool, Reserved
 from rlsys.orchestrator.pipeline.routing import NoEngineLeft, NoneSetAside
 from tests.groups.engines import Engines
 from tests.groups.test_rollout import ask, at, make, settle, taking
@@ -18,7 +18,7 @@ from tests.pipeline.build import question
 from tests.pipeline.virtual_time import now, run_virtually
 
 
-async def update(group: RolloutGroup, version: int) -> None:
+async def update(group: EnginePool, version: int) -> None:
     """A whole update, as `WeightSync` does it."""
     await group.begin_update(version)
     await group.load_bucket(version)
@@ -29,7 +29,7 @@ async def evaluate(reserved: Reserved, numbers: Sequence[int]) -> list[Trajector
     return await asyncio.gather(*(reserved.answer(question(100 + number)) for number in numbers))
 
 
-async def hold(group: RolloutGroup, until: float, engines: int = 1) -> Reserved:
+async def hold(group: EnginePool, until: float, engines: int = 1) -> Reserved:
     """An evaluation that asks nothing and ends then."""
     async with group.reserve(engines) as reserved:
         await asyncio.sleep(until - now())

@@ -16,10 +16,9 @@ from rlsys.data.trajectory import Action, Turn
 from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
 from rlsys.observe.timeline import EpisodeSpans
-from rlsys.orchestrator.groups.engines import PING_TIMEOUT_S
-from rlsys.orchestrator.groups.rollout import ABORT_TIMEOUT_S, MARGIN_S, RolloutGroup
+from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, EnginePool
 from rlsys.orchestrator.pipeline.routing import GroupLost, NoEngineLeft
-from rlsys.rollout.agent.doing import Doing
+from rlsys.rollout.agent.episode import Activity
 from rlsys.rollout.liveness import EngineDied
 from tests.groups.engines import NEVER, Engines
 from tests.pipeline.build import question
@@ -30,14 +29,14 @@ TIMEOUT_S = 600.0
 LIMIT_S = TIMEOUT_S + MARGIN_S
 
 
-def make(engines: Engines, slots: int = 8) -> tuple[RolloutGroup, Tracer]:
+def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
     """A group of two questions at a time on each engine."""
     config = RunConfig(
         rollout=RolloutConfig(max_episodes=slots, episode_timeout_s=TIMEOUT_S),
         algorithm=AlgorithmConfig(n_samples=SAMPLES),
     )
     tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
-    return RolloutGroup(engines, config, tracer, EpisodeSpans()), tracer  # type: ignore[arg-type]
+    return EnginePool(engines, config, tracer, EpisodeSpans()), tracer  # type: ignore[arg-type]
 
 
 def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
@@ -56,7 +55,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def ask(group: RolloutGroup, count: int) -> list[Any]:
+async def ask(group: EnginePool, count: int) -> list[Any]:
     """`count` questions at once: of each, (what came, when)."""
 
     async def one(number: int) -> Any:
@@ -335,7 +334,7 @@ def test_an_update_that_takes_too_long_on_a_living_engine_ends_the_run() -> None
             await group.load_bucket(1)
         engines.ranks[0].silent = engines.ranks[1].silent = True
         with pytest.raises(NoEngineLeft, match="answers nothing any more: waited 1800 s"):
-            await group.sleep()
+            await group.offload()
 
     run_virtually(story())
 
@@ -356,7 +355,7 @@ def test_when_episodes_generated_and_searched_is_told_of_groups_alone() -> None:
         engines, episodes = Searching(2, taking(run_group=10, answer=10)), EpisodeSpans()
         config = RunConfig(algorithm=AlgorithmConfig(n_samples=SAMPLES))
         tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
-        group = RolloutGroup(engines, config, tracer, episodes)  # type: ignore[arg-type]
+        group = EnginePool(engines, config, tracer, episodes)  # type: ignore[arg-type]
         asked = asyncio.gather(ask(group, 1), group.answer(question(7)))
         await at(4, engines.die, 1)
         await asked
@@ -381,20 +380,20 @@ def test_what_rollouts_wait_for_is_what_no_engine_that_rolls_can_do_without() ->
 
         first, second, third = engines.ranks
         await look()  # Nothing goes on.
-        first.doing = Doing(False, {"search": 3})
+        first.activity = Activity(False, {"search": 3})
         await look()
-        second.doing = Doing(False, {"calculator": 1, "search": 0})
+        second.activity = Activity(False, {"calculator": 1, "search": 0})
         await look()
-        third.doing = Doing(True, {"search": 8})
+        third.activity = Activity(True, {"search": 8})
         await look()
         async with group.reserve(1):
-            third.doing, first.doing = Doing(False, {}), Doing(True, {})
+            third.activity, first.activity = Activity(False, {}), Activity(True, {})
             assert group._router.aside == {0}
             await look()  # What is set aside answers an evaluation.
             second.silent = True
             await look()
         second.silent = False
-        first.doing = Doing(False, {"search": 3})
+        first.activity = Activity(False, {"search": 3})
         engines.die(1)
         await look()  # Whether it is dead is for others to find out; of what is silent nothing is known.
         return seen

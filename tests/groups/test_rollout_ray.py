@@ -16,7 +16,7 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, Device, RolloutConfig, RunConfig
 from rlsys.observe.spans import Tracer
 from rlsys.observe.timeline import EpisodeSpans
-from rlsys.orchestrator.groups.rollout import RolloutGroup
+from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.pipeline.routing import NoEngineLeft
 from tests.groups.toy_engine import ToyEngine
 from tests.pipeline.build import question, trajectory
@@ -28,7 +28,7 @@ CONFIG = RunConfig(
 )
 
 
-async def until_running(group: RolloutGroup, counts: dict[int, int]) -> dict[str, float]:
+async def until_running(group: EnginePool, counts: dict[int, int]) -> dict[str, float]:
     """Wait until each engine has so many groups under way."""
     while True:
         figures = await group.metrics()
@@ -37,14 +37,14 @@ async def until_running(group: RolloutGroup, counts: dict[int, int]) -> dict[str
         await asyncio.sleep(0.05)
 
 
-async def until_it_fails(group: RolloutGroup) -> None:
+async def until_it_fails(group: EnginePool) -> None:
     """A process that is killed may answer a little longer."""
     while True:
         await group.run_group(question(5), 5)
 
 
 async def scenario(workers: WorkerGroup) -> None:
-    group = RolloutGroup(workers, CONFIG, Tracer("rollout"), EpisodeSpans())  # type: ignore[arg-type]
+    group = EnginePool(workers, CONFIG, Tracer("rollout"), EpisodeSpans())  # type: ignore[arg-type]
     begun = [(trajectory(uid=f"q:{number}", sample=1),) for number in range(4)]
     cancelled, *asked = [
         asyncio.ensure_future(group.run_group(question(number), number, begun[number])) for number in range(4)
@@ -54,8 +54,8 @@ async def scenario(workers: WorkerGroup) -> None:
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     assert (await until_running(group, {0: 1, 1: 2}))["engine/0/aborted"] == 1
-    told = await group.under_way()
-    assert {ticket: [one.question_uid for one in found] for ticket, found in told.items()} == {
+    told = await group.in_flight()
+    assert {prompt_group: [one.question_uid for one in found] for prompt_group, found in told.items()} == {
         number: [f"q:{number}"] for number in (1, 2, 3)
     }
     os.kill(int(figures["engine/1/pid"]), signal.SIGKILL)

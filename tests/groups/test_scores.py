@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.group import Floats, Sample, Scores
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.groups.megatron import (
+from rlsys.orchestrator.megatron_groups import (
     CriticGroup,
     EngineLogprobs,
     InferenceGroup,

@@ -14,8 +14,8 @@ import pytest
 from rlsys.config.schema import ClusterConfig, Device, ParallelConfig, SyncMode
 from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.groups.megatron import InferenceGroup
-from rlsys.orchestrator.groups.weight_sync import SyncReport, WeightSync
+from rlsys.orchestrator.megatron_groups import InferenceGroup
+from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
 from rlsys.trainer.batches.dealer import Dealer
 from rlsys.weights.buckets import ChecksumError
 from rlsys.weights.transport import Parcel, TransportSpec
@@ -152,7 +152,7 @@ async def test_the_next_bucket_is_gathered_while_the_last_is_read_and_no_earlier
 ) -> None:
     sync, *_ = make(events, tmp_path)
     await sync.open()
-    await sync.transfer(7)
+    await sync.push(7)
     assert [event for event in events if "inference" not in event] == [
         "rollout begins 7",
         "gather 1, 0 taken",
@@ -168,43 +168,43 @@ async def test_the_next_bucket_is_gathered_while_the_last_is_read_and_no_earlier
 
 async def test_a_version_is_used_at_once_or_at_the_switch(events: list[str], tmp_path: Path) -> None:
     sync, *_ = make(events, tmp_path)
-    await sync.transfer(1)
+    await sync.push(1)
     assert "inference uses 1 digest" in events
     assert "rollout uses 1 digest" not in events
     assert sync.reports == []
-    await sync.switch(1)
+    await sync.activate(1)
     assert events[-1] == "rollout uses 1 digest"
     assert [report.version for report in sync.reports] == [1]
     with pytest.raises(RunError, match="Version 1 cannot be switched to"):
-        await sync.switch(1)
+        await sync.activate(1)
 
 
 async def test_a_transfer_waits_for_the_switch_before_it(events: list[str], tmp_path: Path) -> None:
     sync, _, rollout, _ = make(events, tmp_path)
     rollout.may_finish.clear()
-    await sync.transfer(1)
-    switching = asyncio.create_task(sync.switch(1))
-    following = asyncio.create_task(sync.transfer(2))
+    await sync.push(1)
+    switching = asyncio.create_task(sync.activate(1))
+    following = asyncio.create_task(sync.push(2))
     await asyncio.sleep(0.1)
     assert "inference begins 2" not in events
     rollout.may_finish.set()
     await following
     assert switching.done()
     assert events.index("rollout uses 1 digest") < events.index("rollout begins 2")
-    await sync.switch(2)
+    await sync.activate(2)
     assert [report.version for report in sync.reports] == [1, 2]
 
 
 async def test_a_switch_that_fails_or_does_not_end_stops_the_next_transfer(events: list[str], tmp_path: Path) -> None:
     sync, _, rollout, _ = make(events, tmp_path, timeout_s=0.1)
-    await sync.transfer(1)
+    await sync.push(1)
     with pytest.raises(RunError, match=r"waited 0 s to send version 2: version 1 is not in use"):
-        await sync.transfer(2)
+        await sync.push(2)
     rollout.failure = RunError("engine 0 refused version 1")
     with pytest.raises(RunError, match="engine 0 refused"):
-        await sync.switch(1)
+        await sync.activate(1)
     with pytest.raises(RunError, match="the switch to version 1 failed"):
-        await sync.transfer(2)
+        await sync.push(2)
 
 
 async def test_every_living_process_has_its_place_and_a_death_opens_anew(events: list[str], tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ class Workers:
 
 @pytest.fixture
 def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGroup:
-    monkeypatch.setattr("rlsys.orchestrator.groups.megatron.share", lambda value: value)
+    monkeypatch.setattr("rlsys.orchestrator.megatron_groups.share", lambda value: value)
     dealer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True)
     workers: Any = Workers(events)
     return InferenceGroup(workers, dealer, Tracer("inference"))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
-from rlsys.rollout.agent.begun import Begun
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.build import trajectory
 
 
@@ -19,14 +19,16 @@ class ToyEngine:
     def __init__(self, number: int) -> None:
         self.number = number
         self.groups: dict[str, asyncio.Task[None]] = {}
-        self.begun: dict[str, tuple[Begun, ...]] = {}
+        self.begun: dict[str, tuple[EpisodeProgress, ...]] = {}
         self.aborted: list[str] = []
 
     async def start(self) -> None:
         """Nothing takes long here."""
         self.gate = asyncio.Event()
 
-    async def run_group(self, question: Question, n_samples: int, key: str, begun: Sequence[Begun]) -> list[Trajectory]:
+    async def run_group(
+        self, question: Question, n_samples: int, key: str, begun: Sequence[EpisodeProgress]
+    ) -> list[Trajectory]:
         """Trajectories whose only token is the engine's number."""
         self.begun[key] = tuple(begun)
         self.groups[key] = asyncio.ensure_future(self._wait())
@@ -41,7 +43,7 @@ class ToyEngine:
         self.groups[key].cancel()
         self.aborted.append(key)
 
-    def under_way(self, keys: Sequence[str]) -> dict[str, tuple[Begun, ...]]:
+    def in_flight(self, keys: Sequence[str]) -> dict[str, tuple[EpisodeProgress, ...]]:
         """What each group was given."""
         return {key: self.begun[key] for key in keys if key in self.groups}
 

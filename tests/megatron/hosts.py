@@ -84,7 +84,7 @@ _BUILD, _PORT = "build", "port"
 
 def _fork_all(pipes: list[Connection]) -> None:
     """Fork a process for each pipe. This one only waits: it must not have begun to compute when it forks."""
-    for module in ("rlsys.orchestrator.groups.megatron", "rlsys.trainer.processes", "tests.megatron.harness"):
+    for module in ("rlsys.orchestrator.megatron_groups", "rlsys.trainer.processes", "tests.megatron.harness"):
         importlib.import_module(module)
 
     context = mp.get_context("fork")

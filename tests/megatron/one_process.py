@@ -71,7 +71,7 @@ class Expected:
     divisor: int
     figures: dict[str, float]
     """Of the statistics, reduced."""
-    bites: dict[str, bool]
+    score_batch_size: dict[str, bool]
     """What the case is about -> whether these samples have it."""
 
 
@@ -96,12 +96,12 @@ class OneProcess:
         self.n = len(self.y)
 
     def expected(self, config: AlgorithmConfig) -> Expected:
-        surrogate, figures, bites = self._surrogate(config)
+        surrogate, figures, score_batch_size = self._surrogate(config)
         means = {"policy_loss": self._aggregated(surrogate, config)[0]}
         terms = {"policy": means["policy_loss"]}
         if config.kl_coef:
             kl, about_kl = self._kl(config)
-            bites |= about_kl
+            score_batch_size |= about_kl
             means["kl_loss"] = self._aggregated(kl, config)[0]
             terms["kl"] = config.kl_coef * means["kl_loss"]
         entropy = -(self.log_p.exp() * self.log_p).sum(-1)
@@ -115,7 +115,7 @@ class OneProcess:
             terms={term: float(vector_norm(flat(of))) for term, of in of_terms.items()},
             divisor=self._aggregated(surrogate, config)[1],
             figures={**figures, **{name: float(value.detach()) for name, value in means.items()}},
-            bites=bites,
+            score_batch_size=score_batch_size,
         )
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
@@ -158,31 +158,34 @@ class OneProcess:
         counts = {"clip_fraction_low": low, "clip_fraction_high": high}
         if config.dual_clip is not None:
             counts["dual_clip_fraction"] = (advantage < 0) & (ratio > config.dual_clip)
-        bites = {name: bool(mask.any()) for name, mask in counts.items()}
-        return loss, figures | {name: float(mask.sum()) / self.n for name, mask in counts.items()}, bites
+        score_batch_size = {name: bool(mask.any()) for name, mask in counts.items()}
+        return loss, figures | {name: float(mask.sum()) / self.n for name, mask in counts.items()}, score_batch_size
 
     def _kl(self, config: AlgorithmConfig) -> tuple[Tensor, dict[str, bool]]:
-        weight, bites = torch.ones(()), {}
+        weight, score_batch_size = torch.ones(()), {}
         if config.use_kl_iw:
             lower, upper = config.kl_iw_clip_lower or 0.0, config.kl_iw_clip_upper or float("inf")
             ratio = (self.p - self.old).exp().detach()
             weight = ratio.clamp(lower, upper)
-            bites = {"weight below": bool((ratio < lower).any()), "weight above": bool((ratio > upper).any())}
+            score_batch_size = {
+                "weight below": bool((ratio < lower).any()),
+                "weight above": bool((ratio > upper).any()),
+            }
         if not config.kl_estimator.startswith("full_"):
-            return weight * self._estimate(config.kl_estimator), bites
+            return weight * self._estimate(config.kl_estimator), score_batch_size
         forward = config.kl_estimator is KlEstimator.full_forward
         first, second = (self.log_r, self.log_p) if forward else (self.log_p, self.log_r)
         shares = first.exp() * (first - second)
         if config.kl_topk_tokens is None:
-            return shares.sum(-1), bites
+            return shares.sum(-1), score_batch_size
         # As the log-prob group saw them: its policy is the one that sampled.
         picks = (self.log_r if forward else self.log_old).topk(config.kl_topk_tokens).indices
         picked = (picks == self.y[:, None]).any(-1)
-        bites |= {"sampled is picked": bool(picked.any()), "sampled is in the tail": bool((~picked).any())}
+        score_batch_size |= {"sampled is picked": bool(picked.any()), "sampled is in the tail": bool((~picked).any())}
         head = shares.gather(1, picks).sum(-1)
         if not config.kl_use_tail_sampling:
-            return head, bites
-        return head + weight * torch.where(picked, 0.0, self._tail(config.kl_topk_tail, forward)), bites
+            return head, score_batch_size
+        return head + weight * torch.where(picked, 0.0, self._tail(config.kl_topk_tail, forward)), score_batch_size
 
     def _estimate(self, estimator: str) -> Tensor:
         log_w, unit = self.r - self.p, (self.p - self.p.detach()).exp()

@@ -27,12 +27,12 @@ from rlsys.config.schema import (
 )
 from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.groups.megatron import InferenceGroup, launch_megatron
-from rlsys.orchestrator.groups.weight_sync import WeightSync
+from rlsys.orchestrator.megatron_groups import InferenceGroup, launch_megatron
+from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.trainer import parallel as groups
 from rlsys.trainer.anchor import Anchor, ReferencePlan
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.log_prob_worker import LogProbWorker, PickPlan
+from rlsys.trainer.log_prob_worker import LogProbWorker, TopkPlan
 from rlsys.trainer.model import PolicyModel
 from rlsys.trainer.results import LogProbs
 from rlsys.weights.buckets import digest, pack, unpack
@@ -87,7 +87,7 @@ class Bench:
         parallel: ParallelConfig,
         plan: ReferencePlan | None,
         dtype: Dtype = Dtype.float32,
-        picks: PickPlan | None = None,
+        picks: TopkPlan | None = None,
     ) -> None:
         self._model, self._dtype = model, dtype
         self._config = ModelConfig(model, Layers.local, dtype)
@@ -318,7 +318,7 @@ async def test_without_a_reference_nothing_is_kept_of_one(model: str, pipes: lis
         for purpose in ("save", "load", "export")
     ]
     with pytest.raises(AssertionError, match=r"ValueError: .* there is none"):
-        await start(pipes, "one", model, None, Dtype.float32, PickPlan(3, forward=True))
+        await start(pipes, "one", model, None, Dtype.float32, TopkPlan(3, forward=True))
 
 
 def dense(model: Path, batch: MicroBatch, padded: Sequence[MicroBatch]) -> Tensor:
@@ -344,7 +344,7 @@ async def test_picks_are_those_of_the_whole_vocabulary(
     padded += [reference.make_batches(2, seed=5)]
     filler = collate([], pad_id=0, multiple_of=4)
     batches = [padded[0][0], padded[1][0], reference.packed(*padded[2]), filler]
-    group = await start(pipes, size, model, FIXED, Dtype.float32, PickPlan(k, forward))
+    group = await start(pipes, size, model, FIXED, Dtype.float32, TopkPlan(k, forward))
     await group.call("update", 3)
     answers = [answer for answer in await group.call("compute", batches) if answer is not None]
     assert len(answers) == (2 if size == "dp2" else 1), "none but the processes that report"

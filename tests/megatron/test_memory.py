@@ -43,7 +43,7 @@ from rlsys.trainer.critic import Critic
 from rlsys.trainer.divergence import divergence_of
 from rlsys.trainer.kernels import kernel_settings
 from rlsys.trainer.learner import Learner
-from rlsys.trainer.log_prob_worker import LogProbWorker, PickPlan
+from rlsys.trainer.log_prob_worker import LogProbWorker, TopkPlan
 from rlsys.trainer.offload import gradient_buffers, training_state
 from rlsys.weights.families import read_architecture
 from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group
@@ -246,7 +246,7 @@ def _worker(case: Case, config: RunConfig, here: groups.Rendezvous) -> Learner |
     plan = ReferencePlan(algorithm.ref_policy_ema_tau, update_period=1, reset_period=None)
     k = algorithm.kl_topk_tokens
     if case.group == "inference":
-        picks = None if k is None else PickPlan(k, forward=False)
+        picks = None if k is None else TopkPlan(k, forward=False)
         return LogProbWorker(here, model, parallel, 1.0, seed=0, reference=plan, picks=picks)
     if case.group == "critic":
         loss = ValueLoss(clip=0.5)

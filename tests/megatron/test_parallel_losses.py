@@ -31,7 +31,7 @@ from rlsys.config.schema import (
     SamplingConfig,
 )
 from rlsys.data.group import Sample
-from rlsys.orchestrator.groups.megatron import scores_of
+from rlsys.orchestrator.megatron_groups import scores_of
 from rlsys.trainer import parallel as groups
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.anchor import ReferencePlan
@@ -263,7 +263,7 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_case_is_about_happens(case: str, truth: Truth) -> None:
     expected = truth(case)
-    assert all(expected.bites.values()), expected.bites
+    assert all(expected.score_batch_size.values()), expected.score_batch_size
     assert min(expected.terms.values()) > 0.05 * max(expected.terms.values()), expected.terms
 
 

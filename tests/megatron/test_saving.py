@@ -32,7 +32,7 @@ from rlsys.config.schema import (
 )
 from rlsys.errors import RunError, UserError
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.groups.megatron import ActorGroup, launch_megatron
+from rlsys.orchestrator.megatron_groups import ActorGroup, launch_megatron
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.anchor import ReferencePlan
 from rlsys.trainer.batches.dealer import Dealer
@@ -279,8 +279,8 @@ async def test_killed_at_any_moment_there_is_no_checkpoint_and_the_one_before_is
         killed, after = pipes[2 + 2 * number : 4 + 2 * number], tmp_path / f"after{number}"
         after.mkdir()
         os.mkfifo(after / name)
-        doomed = await start(killed, model)
-        pids = await doomed.call("pid")
+        unschedulable = await start(killed, model)
+        pids = await unschedulable.call("pid")
         for pipe in killed:
             pipe.send(("save", (str(after),)))
         # This opens when the processes come to write that file.

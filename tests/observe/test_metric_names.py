@@ -28,8 +28,8 @@ from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
 from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
-from rlsys.orchestrator.groups.megatron import ActorGroup, CriticGroup
-from rlsys.orchestrator.record import RunRecord
+from rlsys.orchestrator.megatron_groups import ActorGroup, CriticGroup
+from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.trainer.batches.flops import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 
@@ -134,7 +134,7 @@ def asked(step: int) -> Evaluation:
 @pytest.fixture
 def shown(tmp_path: Path) -> set[str]:
     """What trackers get of evaluations."""
-    record = RunRecord(RunConfig(tracking=TrackingConfig(wandb=False)), tmp_path, Progress())
+    record = RunLogger(RunConfig(tracking=TrackingConfig(wandb=False)), tmp_path, Progress())
     record.evaluation(asked(1))
     record.reference_evaluation(asked(1))
     record.close()
@@ -145,7 +145,7 @@ def shown(tmp_path: Path) -> set[str]:
 def row(tmp_path: Path) -> Mapping[str, float]:
     """A row of a run that has everything."""
     config = RunConfig(tracking=TrackingConfig(tensorboard=False, wandb=False))
-    record = RunRecord(config, tmp_path, Progress(), Flops(per_token=1.0))
+    record = RunLogger(config, tmp_path, Progress(), Flops(per_token=1.0))
     record.actor_peak = 1e15
     record.begin_step()
     for group, name in SPANS.items():

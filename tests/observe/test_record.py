@@ -32,8 +32,8 @@ from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
-from rlsys.orchestrator.pipeline.ledger import Ended, Reason, Stage
-from rlsys.orchestrator.record import History, RunRecord, update_figures
+from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, Stage
+from rlsys.orchestrator.run_logger import History, RunLogger, update_figures
 from rlsys.trainer.batches.flops import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 
@@ -71,7 +71,7 @@ class Run:
         )
         self.clock, self.printed, self.folder = Clock(), io.StringIO(), folder
         console = Console(file=self.printed, width=500)
-        self.record = RunRecord(config, folder, Progress(console), cost, history, str)
+        self.record = RunLogger(config, folder, Progress(console), cost, history, str)
         self.record.actor_peak = peak
         self.record.tracers |= {name: Tracer(name, self.clock) for name in self.record.tracers}
 

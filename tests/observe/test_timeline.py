@@ -41,7 +41,7 @@ def test_every_second_is_counted_once(episodes: list[list[tuple[int, int, int]]]
     whole = (start * S, (start + length) * S)
     found = episode_spans(whole, "engine 3", {"question": "q"}, [episode(*turns) for turns in episodes])
     within = set(range(start, start + length))
-    turns = [turn for one in episodes for turn in one if turn[0]]  # Begun at 0: it is not known when.
+    turns = [turn for one in episodes for turn in one if turn[0]]  # EpisodeProgress at 0: it is not known when.
     generating = {at for begun, generate, _ in turns for at in range(begun, begun + generate)} & within
     searching = {
         at

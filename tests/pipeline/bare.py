@@ -9,9 +9,9 @@ from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.pipeline.flow import Bites, Flow, FlowState, Handlers
-from rlsys.orchestrator.pipeline.ledger import Ledger
-from rlsys.rollout.agent.begun import Begun
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, PipelineState, RolloutPipeline, ScoreBatchSize
+from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.build import question, rewarded, trajectory
 
 
@@ -25,11 +25,13 @@ class Bare:
     """What the devices wait for before a rollout."""
     version = 0
 
-    async def run_group(self, asked: Question, _ticket: int, _begun: Sequence[Begun] = ()) -> list[Trajectory]:
+    async def run_group(
+        self, asked: Question, _ticket: int, _begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
         """One episode."""
         return [trajectory(uid=asked.uid, version=self.version)]
 
-    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+    async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
         """Groups are done as soon as they are begun."""
         return {}
 
@@ -57,9 +59,11 @@ class Bare:
         """Nought."""
         return Group(asked, tuple(rewarded(one, 0.0) for one in trajectories))
 
-    def flow(self, ledger: Ledger, state: FlowState | None = None) -> tuple[Flow, PromptSource]:
+    def pipeline(
+        self, scheduler: StalenessScheduler, state: PipelineState | None = None
+    ) -> tuple[RolloutPipeline, PromptSource]:
         """Five questions; groups are scored one by one."""
         prompts = PromptSource([question(number) for number in range(5)], seed=0)
         handlers = Handlers(self.reward, lambda group: group)
-        flow = Flow(ledger, prompts, self, self, handlers, Bites(1, 1), self, lambda _: lambda _: None, state)
-        return flow, prompts
+        pipeline = RolloutPipeline(scheduler, prompts, self, self, handlers, ScoreBatchSize(1, 1), self, state)
+        return pipeline, prompts

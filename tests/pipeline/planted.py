@@ -10,78 +10,77 @@ from typing import Any
 from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource, SourceState
-from rlsys.orchestrator.pipeline.flow import Bites, Flow, FlowState
-from rlsys.orchestrator.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
-from rlsys.orchestrator.pipeline.workers import Say, silent
-from rlsys.rollout.agent.begun import Begun
+from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState, RolloutPipeline, ScoreBatchSize
+from rlsys.orchestrator.pipeline.scheduler import PromptGroup, Reason, SchedulerState, Stage, StalenessScheduler
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.simulation import Parts
 from tests.pipeline.watched import Property
 
 
-class LosesGroup(Flow):
+class LosesGroup(RolloutPipeline):
     """A group is lost: the last of a bite of several is not scored."""
 
-    async def _score(self, bite: Sequence[tuple[Ticket, Group]]) -> None:
+    async def _score(self, bite: Sequence[tuple[PromptGroup, Group]]) -> None:
         await super()._score(bite[:1])
 
 
-class OffByOne(Ledger):
+class OffByOne(StalenessScheduler):
     """Staleness is off by one: a group counts as a version younger than it is."""
 
-    def finish_rolling(self, ticket: Ticket, oldest: int | None, has_spread: bool) -> Reason | None:
-        return super().finish_rolling(ticket, None if oldest is None else oldest + 1, has_spread)
+    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
+        return super().finish_rolling(prompt_group, None if oldest is None else oldest + 1, has_spread)
 
 
-class TrainsTwice(Flow):
+class TrainsTwice(RolloutPipeline):
     """A group is trained twice: the first of an earlier step in the place of another."""
 
     kept: Group | None = None
 
-    async def take(self, most: int, say: Say = silent) -> list[Group]:
-        groups = await super().take(most, say)
-        if self.ledger.version:
+    async def take(self, most: int, *stages: str) -> list[Group]:
+        groups = await super().take(most, *stages)
+        if self.scheduler.version:
             assert self.kept is not None
             return [self.kept, *groups[1:]]
         self.kept = self.kept or groups[0]
         return groups
 
 
-class TellsNobody(Flow):
+class TellsNobody(RolloutPipeline):
     """Who waits for a new version is not woken."""
 
     def publish(self, version: int) -> None:
-        self.ledger.publish(version)
+        self.scheduler.publish(version)
 
 
-class KeepsDoomed(Flow):
+class KeepsDoomed(RolloutPipeline):
     """Takes groups without a look at what has lost its place thereby."""
 
-    async def take(self, most: int, say: Say = silent) -> list[Group]:
+    async def take(self, most: int, *stages: str) -> list[Group]:
         self._sweep, sweep = self._changed.set, self._sweep
         try:
-            return await super().take(most, say)
+            return await super().take(most, *stages)
         finally:
             self._sweep = sweep
 
 
-class Churns(Ledger):
+class Churns(StalenessScheduler):
     """Every group that becomes ready ends all that still roll, and room for them is made again."""
 
-    def doomed(self) -> list[tuple[Ticket, Reason]]:
-        rolling = [ticket for ticket in self.outstanding if ticket.stage is Stage.rolling]
-        return super().doomed() or [(ticket, Reason.surplus) for ticket in rolling[1:]]
+    def unschedulable(self) -> list[tuple[PromptGroup, Reason]]:
+        rolling = [prompt_group for prompt_group in self.outstanding if prompt_group.stage is Stage.rolling]
+        return super().unschedulable() or [(prompt_group, Reason.surplus) for prompt_group in rolling[1:]]
 
 
-class KeepsPrompts(Flow):
+class KeepsPrompts(RolloutPipeline):
     """Prompts of groups that are too old are not given back."""
 
-    def _drop(self, ticket: Ticket, reason: Reason) -> None:
-        super()._drop(ticket, reason)
+    def _drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+        super()._drop(prompt_group, reason)
         if reason is Reason.stale:
-            self._prompts._given_back.pop()
+            self.prompts._given_back.pop()
 
 
-class RollsTooEarly(Ledger):
+class RollsTooEarly(StalenessScheduler):
     """Admits for a version that no engine has yet, and believes that the group is of that version."""
 
     def may_admit(self) -> bool:
@@ -91,79 +90,83 @@ class RollsTooEarly(Ledger):
         finally:
             self.published = published
 
-    def admit(self, question: Question) -> Ticket:
-        ticket = Ticket(self._admitted, question, self.version)
+    def admit(self, question: Question) -> PromptGroup:
+        prompt_group = PromptGroup(self._admitted, question, self.version)
         self._admitted += 1
-        self._rolling.add(ticket)
-        return ticket
+        self._rolling.add(prompt_group)
+        return prompt_group
 
-    def finish_rolling(self, ticket: Ticket, _: int | None, has_spread: bool) -> Reason | None:
-        return super().finish_rolling(ticket, None, has_spread)
+    def finish_rolling(self, prompt_group: PromptGroup, _: int | None, has_spread: bool) -> Reason | None:
+        return super().finish_rolling(prompt_group, None, has_spread)
 
 
-class TakesTooMany(Flow):
+class TakesTooMany(RolloutPipeline):
     """A mini-batch takes a group of the next."""
 
-    async def take(self, most: int, say: Say = silent) -> list[Group]:
-        return await super().take(min(most + 1, self.ledger.lacking), say)
+    async def take(self, most: int, *stages: str) -> list[Group]:
+        return await super().take(min(most + 1, self.scheduler.lacking), *stages)
 
 
-class Boundless(Ledger):
-    """Admits a ticket more than it may."""
+class Boundless(StalenessScheduler):
+    """Admits a prompt group more than it may."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.spare += 1
 
 
-class Undead(Ledger):
+class Undead(StalenessScheduler):
     """A group that was dropped while it rolled is welcome when it comes in all the same."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.undead: set[Ticket] = set()
+        self.undead: set[PromptGroup] = set()
 
-    def drop(self, ticket: Ticket, reason: Reason) -> None:
-        rolled = ticket.stage is Stage.rolling
-        super().drop(ticket, reason)
+    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+        rolled = prompt_group.stage is Stage.rolling
+        super().drop(prompt_group, reason)
         if rolled and reason is Reason.surplus:
-            ticket.stage = Stage.rolling
-            self.undead.add(ticket)
+            prompt_group.stage = Stage.rolling
+            self.undead.add(prompt_group)
 
-    def finish_rolling(self, ticket: Ticket, oldest: int | None, has_spread: bool) -> Reason | None:
-        if ticket in self.undead:
-            self._rolling.add(ticket)
-        return super().finish_rolling(ticket, oldest, has_spread)
+    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
+        if prompt_group in self.undead:
+            self._rolling.add(prompt_group)
+        return super().finish_rolling(prompt_group, oldest, has_spread)
 
-    def take(self, ticket: Ticket) -> None:
-        if ticket in self.undead:
-            self._ready.remove(ticket)
-            ticket.oldest = self.version
-            self._ready.add(ticket)
-        super().take(ticket)
+    def take(self, prompt_group: PromptGroup) -> None:
+        if prompt_group in self.undead:
+            self._ready.remove(prompt_group)
+            prompt_group.oldest = self.version
+            self._ready.add(prompt_group)
+        super().take(prompt_group)
 
-    def doomed(self) -> list[tuple[Ticket, Reason]]:
-        return [(ticket, reason) for ticket, reason in super().doomed() if ticket not in self.undead]
+    def unschedulable(self) -> list[tuple[PromptGroup, Reason]]:
+        return [
+            (prompt_group, reason)
+            for prompt_group, reason in super().unschedulable()
+            if prompt_group not in self.undead
+        ]
 
 
-class ForgetsAtUpdate(Ledger):
+class ForgetsAtUpdate(StalenessScheduler):
     """A new version makes it forget a group that rolls."""
 
     def publish(self, version: int) -> None:
         super().publish(version)
-        for ticket in self._rolling.tickets()[:1]:
-            self._rolling.remove(ticket)
+        for prompt_group in self._rolling.prompt_groups()[:1]:
+            self._rolling.remove(prompt_group)
 
 
-class ScoresTooEarly(Flow):
+class ScoresTooEarly(RolloutPipeline):
     """Scores what is there, also where stages must not overlap."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._bites = Bites(1, self._bites.most)
+        self._batch_size = ScoreBatchSize(1, self._batch_size.most)
 
 
-class ScoresUnrewarded(Flow):
+class ScoresUnrewarded(RolloutPipeline):
     """Takes the rollouts for ended as soon as the episodes are, while the last are still rewarded."""
 
     def _worth_scoring(self) -> bool:
@@ -177,7 +180,7 @@ class ScoresUnrewarded(Flow):
             self._rolling = rolling
 
 
-class KeepsRoom(Flow):
+class KeepsRoom(RolloutPipeline):
     """The engines have no room for another group while one is rewarded."""
 
     def _may_roll(self) -> bool:
@@ -188,7 +191,7 @@ class KeepsRoom(Flow):
             self._rewarding = rewarding
 
 
-class MixesUp(Flow):
+class MixesUp(RolloutPipeline):
     """Scores come back in the wrong order."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -202,75 +205,75 @@ class MixesUp(Flow):
 
 
 PLANTED: Sequence[tuple[Property, Parts]] = [
-    (Property.deadlock, Parts(flow=LosesGroup)),
-    (Property.livelock, Parts(ledger=Churns)),
-    (Property.waiting, Parts(flow=TellsNobody)),
-    (Property.waiting, Parts(flow=KeepsRoom)),
-    (Property.doomed, Parts(flow=KeepsDoomed)),
-    (Property.once, Parts(flow=TrainsTwice)),
-    (Property.conserved, Parts(flow=KeepsPrompts)),
-    (Property.staleness, Parts(ledger=OffByOne)),
-    (Property.on_policy, Parts(ledger=RollsTooEarly)),
-    (Property.step, Parts(flow=TakesTooMany)),
-    (Property.outstanding, Parts(ledger=Boundless)),
-    (Property.dropped, Parts(ledger=Undead)),
-    (Property.update, Parts(ledger=ForgetsAtUpdate)),
-    (Property.sequence, Parts(flow=ScoresTooEarly)),
-    (Property.sequence, Parts(flow=ScoresUnrewarded)),
-    (Property.own, Parts(flow=MixesUp)),
+    (Property.deadlock, Parts(pipeline=LosesGroup)),
+    (Property.livelock, Parts(scheduler=Churns)),
+    (Property.waiting, Parts(pipeline=TellsNobody)),
+    (Property.waiting, Parts(pipeline=KeepsRoom)),
+    (Property.unschedulable, Parts(pipeline=KeepsDoomed)),
+    (Property.once, Parts(pipeline=TrainsTwice)),
+    (Property.conserved, Parts(pipeline=KeepsPrompts)),
+    (Property.staleness, Parts(scheduler=OffByOne)),
+    (Property.on_policy, Parts(scheduler=RollsTooEarly)),
+    (Property.step, Parts(pipeline=TakesTooMany)),
+    (Property.outstanding, Parts(scheduler=Boundless)),
+    (Property.dropped, Parts(scheduler=Undead)),
+    (Property.update, Parts(scheduler=ForgetsAtUpdate)),
+    (Property.sequence, Parts(pipeline=ScoresTooEarly)),
+    (Property.sequence, Parts(pipeline=ScoresUnrewarded)),
+    (Property.own, Parts(pipeline=MixesUp)),
 ]
 """The property that each must be seen to break."""
 
 
-class RestartsNumbers(Ledger):
-    """Tickets are numbered from nought in each life."""
+class RestartsNumbers(StalenessScheduler):
+    """Prompt groups are numbered from nought in each life."""
 
-    def resume(self, state: LedgerState) -> None:
+    def resume(self, state: SchedulerState) -> None:
         super().resume(replace(state, admitted=0))
 
 
-class ForgetsReplaced(Ledger):
+class ForgetsReplaced(StalenessScheduler):
     """As many groups as in a whole step may be replaced once more."""
 
-    def resume(self, state: LedgerState) -> None:
+    def resume(self, state: SchedulerState) -> None:
         super().resume(replace(state, replaced=0))
 
 
-class ForgetsTickets(Ledger):
-    """Tickets that roll are not in the books any more."""
+class ForgetsTickets(StalenessScheduler):
+    """Prompt groups that roll are not in the books any more."""
 
-    def resume(self, state: LedgerState) -> None:
+    def resume(self, state: SchedulerState) -> None:
         super().resume(replace(state, rolling=()))
 
 
-class BeginsNoneAgain(Flow):
-    """Tickets that roll are in the books, and nothing is done about them."""
+class BeginsNoneAgain(RolloutPipeline):
+    """Prompt groups that roll are in the books, and nothing is done about them."""
 
-    def _resume(self, state: FlowState) -> None:
+    def _resume(self, state: PipelineState) -> None:
         super()._resume(state)
         self._again.clear()
 
 
-class BeginsLastFirst(Flow):
-    """The newest ticket is begun first."""
+class BeginsLastFirst(RolloutPipeline):
+    """The newest prompt group is begun first."""
 
-    def _resume(self, state: FlowState) -> None:
+    def _resume(self, state: PipelineState) -> None:
         super()._resume(state)
-        for ticket in reversed([*self._again]):
-            self._again.move_to_end(ticket)
+        for prompt_group in reversed([*self._again]):
+            self._again.move_to_end(prompt_group)
 
 
-class BeginsAnew(Flow):
+class BeginsAnew(RolloutPipeline):
     """What was begun is thrown away."""
 
-    def _resume(self, state: FlowState) -> None:
+    def _resume(self, state: PipelineState) -> None:
         super()._resume(replace(state, begun={}))
 
 
-class BelievesOldNews(Flow):
+class BelievesOldNews(RolloutPipeline):
     """Of groups that are rewarded, saves what the engines had said of them before."""
 
-    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
         self._rewarding, rewarding = {}, self._rewarding
         try:
             return super().state(begun)
@@ -278,10 +281,10 @@ class BelievesOldNews(Flow):
             self._rewarding = rewarding
 
 
-class ForgetsWhatWaits(Flow):
-    """Of a ticket that has not been begun again yet, what was begun in the life before last is forgotten."""
+class ForgetsWhatWaits(RolloutPipeline):
+    """Of a prompt group that has not been begun again yet, what was begun in the life before last is forgotten."""
 
-    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
         self._again, again = type(self._again).fromkeys(self._again, ()), self._again
         try:
             return super().state(begun)
@@ -289,10 +292,10 @@ class ForgetsWhatWaits(Flow):
             self._again = again
 
 
-class ForgetsWhatIsAsked(Flow):
+class ForgetsWhatIsAsked(RolloutPipeline):
     """And so it is of one that was handed to the engines, of which none has begun it yet."""
 
-    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
         self._begun, known = {}, self._begun
         try:
             return super().state(begun)
@@ -300,24 +303,24 @@ class ForgetsWhatIsAsked(Flow):
             self._begun = known
 
 
-class LosesScored(Flow):
+class LosesScored(RolloutPipeline):
     """Groups that might be taken are not saved."""
 
-    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
         return replace(super().state(begun), scored={})
 
 
-class LosesRolled(Flow):
+class LosesRolled(RolloutPipeline):
     """Groups that wait for their scores are not saved."""
 
-    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
         return replace(super().state(begun), rolled={})
 
 
-class LosesBite(Flow):
+class LosesBite(RolloutPipeline):
     """Groups that are being scored are not saved."""
 
-    def state(self, begun: Mapping[int, Sequence[Begun]]) -> FlowState:
+    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
         self._scoring, scoring = (), self._scoring
         try:
             return super().state(begun)
@@ -325,17 +328,17 @@ class LosesBite(Flow):
             self._scoring = scoring
 
 
-class ScoresLastFirst(Flow):
+class ScoresLastFirst(RolloutPipeline):
     """Groups that wait for their scores come back in the wrong order."""
 
-    def _resume(self, state: FlowState) -> None:
+    def _resume(self, state: PipelineState) -> None:
         super()._resume(replace(state, rolled=dict(reversed(state.rolled.items()))))
 
 
-class ForgetsLosses(Flow):
+class ForgetsLosses(RolloutPipeline):
     """Questions that have killed engines may kill as many again."""
 
-    def _resume(self, state: FlowState) -> None:
+    def _resume(self, state: PipelineState) -> None:
         super()._resume(replace(state, losses={}))
 
 
@@ -354,20 +357,20 @@ class AsksFromTheStart(PromptSource):
 
 
 PLANTED_IN_RESUMING: Sequence[tuple[Property, Parts]] = [
-    (Property.once, Parts(ledger=RestartsNumbers)),
-    (Property.replaced, Parts(ledger=ForgetsReplaced)),
-    (Property.resumed, Parts(ledger=ForgetsTickets)),
-    (Property.waiting, Parts(flow=BeginsNoneAgain)),
-    (Property.resumed, Parts(flow=BeginsLastFirst)),
-    (Property.resumed, Parts(flow=BeginsAnew)),
-    (Property.resumed, Parts(flow=BelievesOldNews)),
-    (Property.resumed, Parts(flow=ForgetsWhatWaits)),
-    (Property.resumed, Parts(flow=ForgetsWhatIsAsked)),
-    (Property.deadlock, Parts(flow=LosesScored)),
-    (Property.deadlock, Parts(flow=LosesRolled)),
-    (Property.deadlock, Parts(flow=LosesBite)),
-    (Property.order, Parts(flow=ScoresLastFirst)),
-    (Property.conserved, Parts(flow=ForgetsLosses)),
+    (Property.once, Parts(scheduler=RestartsNumbers)),
+    (Property.replaced, Parts(scheduler=ForgetsReplaced)),
+    (Property.resumed, Parts(scheduler=ForgetsTickets)),
+    (Property.waiting, Parts(pipeline=BeginsNoneAgain)),
+    (Property.resumed, Parts(pipeline=BeginsLastFirst)),
+    (Property.resumed, Parts(pipeline=BeginsAnew)),
+    (Property.resumed, Parts(pipeline=BelievesOldNews)),
+    (Property.resumed, Parts(pipeline=ForgetsWhatWaits)),
+    (Property.resumed, Parts(pipeline=ForgetsWhatIsAsked)),
+    (Property.deadlock, Parts(pipeline=LosesScored)),
+    (Property.deadlock, Parts(pipeline=LosesRolled)),
+    (Property.deadlock, Parts(pipeline=LosesBite)),
+    (Property.order, Parts(pipeline=ScoresLastFirst)),
+    (Property.conserved, Parts(pipeline=ForgetsLosses)),
     (Property.conserved, Parts(prompts=ForgetsGivenBack)),
     (Property.conserved, Parts(prompts=AsksFromTheStart)),
 ]

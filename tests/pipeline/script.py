@@ -17,7 +17,7 @@ class Ending(StrEnum):
     fail = "fail"
     """A worker fails."""
     stop = "stop"
-    """Somebody stops the flow in the middle."""
+    """Somebody stops the pipeline in the middle."""
     cancel = "cancel"
     """The whole run is cancelled."""
 
@@ -32,7 +32,7 @@ class Script:
     samples: int = 1
     steps: int = 2
     knows_end: bool = True
-    """The ledger is told how many steps there are."""
+    """The scheduler is told how many steps there are."""
     sequential: bool = False
     max_staleness: int = 0
     oversample: float = 1.0
@@ -81,12 +81,12 @@ class Script:
 
     @property
     def spare(self) -> int:
-        """Tickets beyond those that the steps need."""
+        """Prompt groups beyond those that the steps need."""
         return next(n for n in range(100) if self.groups_per_step + n >= self.oversample * self.groups_per_step)
 
     @property
     def most_outstanding(self) -> int:
-        """What the ledger promises."""
+        """What the scheduler promises."""
         return (self.max_staleness + 1) * self.groups_per_step + self.spare
 
     @classmethod

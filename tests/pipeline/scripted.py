@@ -18,9 +18,9 @@ from rlsys.data.group import Floats, Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.groups.residence import Residence, Tenant
+from rlsys.orchestrator.offloading import OffloadManager
 from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, Router
-from rlsys.rollout.agent.begun import Begun, PartialEpisode
+from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
 from rlsys.rollout.liveness import EngineDied
 from tests.pipeline.build import rewarded
 from tests.pipeline.script import Script
@@ -58,27 +58,27 @@ class _Engine:
 class _Play:
     """A group on an engine; `versions` are those of the turns that it has begun here."""
 
-    ticket: int
+    prompt_group: int
     question: Question
     engine: _Engine
     turns: int
     lengths: Sequence[int]
     """How many turns each episode has here; one that had ended before has none."""
-    before: Mapping[int, Begun]
+    before: Mapping[int, EpisodeProgress]
     """Sample -> what was begun of it elsewhere."""
     versions: list[int] = field(default_factory=list)
     aborted: bool = False
 
-    def begun(self) -> tuple[Begun, ...]:
+    def begun(self) -> tuple[EpisodeProgress, ...]:
         """Episodes that have ended or have whole turns; the last turn is under way."""
         whole = max(0, len(self.versions) - 1)
-        found: list[Begun] = []
+        found: list[EpisodeProgress] = []
         for sample, length in enumerate(self.lengths):
             versions = self._versions(sample, whole)
             if sample in self.before and isinstance(self.before[sample], Trajectory):
                 found.append(self.before[sample])
             elif whole and whole >= length:
-                found.append(_trajectory(self.question.uid, self.ticket, sample, versions))
+                found.append(_trajectory(self.question.uid, self.prompt_group, sample, versions))
             elif versions:
                 found.append(_partial(self.question.uid, sample, versions))
         return tuple(found)
@@ -86,7 +86,7 @@ class _Play:
     def trajectories(self) -> list[Trajectory]:
         """Some episodes end early; one that is aborted at once has no token that was sampled."""
         return [
-            _trajectory(self.question.uid, self.ticket, sample, self._versions(sample, len(self.versions)))
+            _trajectory(self.question.uid, self.prompt_group, sample, self._versions(sample, len(self.versions)))
             for sample in range(len(self.lengths))
         ]
 
@@ -113,15 +113,17 @@ class Engines:
         """Groups that the living engines have room for."""
         return max(1, self.script.slots // self.script.samples) * len(self.router.living)
 
-    async def run_group(self, question: Question, ticket: int, begun: Sequence[Begun] = ()) -> list[Trajectory]:
+    async def run_group(
+        self, question: Question, prompt_group: int, begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
         """All episodes of `question`. May wind down slowly if cancelled, or return its answer all the same."""
-        self.record.begin_group(ticket, begun)
+        self.record.begin_group(prompt_group, begun)
         play = None
         try:
             self.record.fail_if_due("generate")
             while True:
-                play = self._play(ticket, question, begun, await self._engine_of(str(ticket)))
-                answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
+                play = self._play(prompt_group, question, begun, await self._engine_of(str(prompt_group)))
+                answer = self._answers[prompt_group] = asyncio.get_running_loop().create_future()
                 self._start(play)
                 try:
                     return await answer
@@ -137,17 +139,17 @@ class Engines:
             raise
         finally:
             self.record.end("rollout")
-            self._answers.pop(ticket, None)
-            self.router.release(str(ticket))
+            self._answers.pop(prompt_group, None)
+            self.router.release(str(prompt_group))
             self._changed.set()
 
-    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
+    async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
         """Each engine is asked in its turn."""
-        found: dict[int, tuple[Begun, ...]] = {}
+        found: dict[int, tuple[EpisodeProgress, ...]] = {}
         for engine in self._engines:
             await self.script.pause("save")
-            here = {play.ticket: play.begun() for play in engine.plays}
-            said = {ticket: begun for ticket, begun in here.items() if begun}
+            here = {play.prompt_group: play.begun() for play in engine.plays}
+            said = {prompt_group: begun for prompt_group, begun in here.items() if begun}
             self.record.tell(said)
             found |= said
         return found
@@ -186,14 +188,14 @@ class Engines:
         await self._changed.until(has_turn)
         return self._engines[assigned[0]]
 
-    def _play(self, ticket: int, question: Question, begun: Sequence[Begun], engine: _Engine) -> _Play:
+    def _play(self, prompt_group: int, question: Question, begun: Sequence[EpisodeProgress], engine: _Engine) -> _Play:
         rng = self.script.rng
         turns, before = rng.randint(1, self.script.turns), {one.sample: one for one in begun}
         lengths = [
             0 if isinstance(before.get(sample), Trajectory) else rng.choice([turns, rng.randint(0, turns)])
             for sample in range(self.script.samples)
         ]
-        return _Play(ticket, question, engine, turns, lengths, before)
+        return _Play(prompt_group, question, engine, turns, lengths, before)
 
     def _start(self, play: _Play) -> None:
         if play.engine.updating:
@@ -217,11 +219,11 @@ class Engines:
         if play.aborted:
             return
         self._end(play)
-        answer = self._answers.get(play.ticket)
+        answer = self._answers.get(play.prompt_group)
         if answer is None or answer.done():
             self.record.late_answers += 1
         elif play.question.uid in self.script.poisoned:
-            self._fail(play.ticket, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
+            self._fail(play.prompt_group, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
         else:
             answer.set_result(play.trajectories())
 
@@ -230,9 +232,9 @@ class Engines:
         play.engine.plays.discard(play)
         self._changed.set()
 
-    def _fail(self, ticket: int, error: Exception) -> None:
-        if ticket in self._answers and not self._answers[ticket].done():
-            self._answers[ticket].set_exception(error)
+    def _fail(self, prompt_group: int, error: Exception) -> None:
+        if prompt_group in self._answers and not self._answers[prompt_group].done():
+            self._answers[prompt_group].set_exception(error)
 
     async def _switch(self, engine: _Engine, version: int) -> None:
         await self.script.pause("update")
@@ -264,7 +266,7 @@ class Scorer:
         """Log-probs and values that belong to each sample alone."""
         self.record.begin("inference")
         if not samples:
-            raise self.record.breach(Property.doomed, "the scorer is called for nothing")
+            raise self.record.breach(Property.unschedulable, "the scorer is called for nothing")
         for sample in samples:
             self.record.ask(ticket_of(sample), sample.trajectory.sample)
         await self.script.pause("score", len(samples))
@@ -339,8 +341,8 @@ class SharedDevices(Devices):
 
     def __init__(self, script: Script, record: Record) -> None:
         super().__init__(script, record)
-        members = {name: Tenant(partial(self._leave, name), partial(self._enter, name)) for name in GROUPS}
-        self._residence = Residence(members, Tracer("devices", clock=lambda: 0))
+        members = {name: (partial(self._leave, name), partial(self._enter, name)) for name in GROUPS}
+        self._residence = OffloadManager(members, Tracer("devices", clock=lambda: 0))
         record.resident = lambda: self._residence.ready
 
     async def _bring_in(self, *groups: str) -> None:
@@ -383,7 +385,7 @@ class Handling:
 
 
 def ticket_of(sample: Sample) -> int:
-    """The ticket that the sample comes from."""
+    """The prompt group that the sample comes from."""
     return int(sample.trajectory.response)
 
 
@@ -410,7 +412,7 @@ def _partial(uid: str, sample: int, versions: tuple[int, ...]) -> PartialEpisode
     )
 
 
-def _trajectory(uid: str, ticket: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
+def _trajectory(uid: str, prompt_group: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
     tokens, mask, with_prompt, turn_of_token, nothing = _arrays(versions)
     return Trajectory(
         question_uid=uid,
@@ -422,7 +424,7 @@ def _trajectory(uid: str, ticket: int, sample: int, versions: tuple[int, ...]) -
         versions=with_prompt,
         turn_of_token=turn_of_token,
         tokens_differing=0,
-        response=str(ticket),
+        response=str(prompt_group),
         turns=(),
         finish=Finish.ANSWER if versions else Finish.ABORTED,
     )

@@ -1,4 +1,4 @@
-"""Whole runs of the pipeline under a virtual clock: real ledger, flow, learner's loop, prompt source and router.
+"""Whole runs of the pipeline under a virtual clock: real scheduler, pipeline, learner's loop, prompt source and router.
 
 `simulate(seed)` scripts the workers by the seed (`scripted`), drives the run as the driver does, and holds the
 properties (`watched.Property`) against it; it raises `Breach` where one does not hold. `simulate_lives(seed)` has the
@@ -16,9 +16,16 @@ from dataclasses import dataclass, replace
 
 from rlsys.data.source import PromptSource, SourceState
 from rlsys.errors import root_cause
-from rlsys.orchestrator.pipeline.flow import MOST_LOSSES, Bites, Flow, FlowState, Handlers
+from rlsys.observe import status
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
-from rlsys.orchestrator.pipeline.ledger import Ended, Ledger, Reason
+from rlsys.orchestrator.pipeline.rollout_pipeline import (
+    MOST_LOSSES,
+    Handlers,
+    PipelineState,
+    RolloutPipeline,
+    ScoreBatchSize,
+)
+from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, StalenessScheduler
 from tests.pipeline.build import question
 from tests.pipeline.script import Ending, Script
 from tests.pipeline.scripted import Devices, Engines, Handling, Learner, Scorer, SharedDevices
@@ -33,8 +40,8 @@ MOST_TURNS = 20_000
 class Parts:
     """What a run is built from. Tests put something wrong here."""
 
-    ledger: type[Ledger] = Ledger
-    flow: type[Flow] = Flow
+    scheduler: type[StalenessScheduler] = StalenessScheduler
+    pipeline: type[RolloutPipeline] = RolloutPipeline
     prompts: type[PromptSource] = PromptSource
 
 
@@ -54,7 +61,7 @@ class Moment:
 class State:
     """What a file of the run would hold."""
 
-    flow: FlowState
+    pipeline: PipelineState
     prompts: SourceState
 
 
@@ -66,7 +73,7 @@ class Saved:
     record: Record
     """What was seen until it was saved."""
     ended: tuple[Ended, ...]
-    """What was written of the ends of tickets."""
+    """What was written of the ends of prompt_groups."""
 
 
 class Simulation:
@@ -86,30 +93,29 @@ class Simulation:
         self.engines = Engines(script, record)
         self.learners = {name: Learner(name, script, record) for name in ("actor", "critic")}
         self.devices = SharedDevices(script, record) if script.sequential else Devices(script, record)
-        self.ledger = watched(parts.ledger)(
+        self.scheduler = watched(parts.scheduler)(
             script.groups_per_step,
             script.max_staleness,
             script.oversample,
             script.max_replaced,
             script.steps if script.knows_end else None,
         )
-        self.ledger.record = record
+        self.scheduler.record = record
         handling = Handling(script, record)
-        self.flow = parts.flow(
-            self.ledger,
+        self.pipeline = parts.pipeline(
+            self.scheduler,
             self.prompts,
             self.engines,
             Scorer(script, record),
             Handlers(handling.reward, handling.finish),
-            Bites(script.least, script.most),
+            ScoreBatchSize(script.least, script.most),
             self.devices,
-            record.say,
-            *([saved.state.flow] if saved else []),
+            *([saved.state.pipeline] if saved else []),
         )
 
     def state(self) -> State:
         """With nothing said by the engines."""
-        return State(self.flow.state({}), self.prompts.state())
+        return State(self.pipeline.state({}), self.prompts.state())
 
     async def drive(self) -> None:
         """The driver: see `rlsys.train`."""
@@ -130,13 +136,17 @@ class Simulation:
                 raise
 
     async def _train(self) -> None:
+        with status.reported_to(self.record.report):
+            await self._steps()
+
+    async def _steps(self) -> None:
         script = self.script
         whole = list if script.whole else None
         cut = MiniBatches(script.sizes, whole)
         async with asyncio.TaskGroup() as background:
             version = self.record.version
-            if version > self.ledger.published:
-                self.flow.publish(version)
+            if version > self.scheduler.published:
+                self.pipeline.publish(version)
             background.create_task(self._flow())
             if script.ending is Ending.stop:
                 asyncio.get_running_loop().call_at(script.end_at, self._stop)
@@ -144,7 +154,7 @@ class Simulation:
             await self._save_if_due(version, published=True)
             for step in range(version + 1, script.steps + 1):
                 learners = {name: self.learners[name] for name in script.learning(step)}
-                groups, updates = await learn(self.flow, learners, self.devices, cut, self.record.say("actor"))
+                groups, updates = await learn(self.pipeline, learners, self.devices, cut)
                 assert updates == [{f"{name}/loss": 0.0 for name in learners}] * len(script.sizes)
                 self.record.returned(groups)
                 await self._save_if_due(step, published=False)
@@ -163,10 +173,10 @@ class Simulation:
         if self.saved or moment is None or (moment.steps, moment.published) != (steps, published):
             return
         await self.script.pause("save")
-        begun = await self.engines.under_way()
+        begun = await self.engines.in_flight()
         await self.script.pause("save")
-        ended = (*(self._earlier.ended if self._earlier else ()), *self.ledger.ended())
-        state = State(self.flow.state(begun), self.prompts.state())
+        ended = (*(self._earlier.ended if self._earlier else ()), *self.scheduler.ended())
+        state = State(self.pipeline.state(begun), self.prompts.state())
         self.saved = Saved(state, self.record.resumed(), ended)
         asyncio.get_running_loop().call_later(moment.killed_after_s, self._kill)
 
@@ -178,11 +188,11 @@ class Simulation:
     async def _switch(self, version: int) -> None:
         await self.devices.need("rollout")
         await self.engines.switch(version)
-        self.flow.publish(version)
+        self.pipeline.publish(version)
 
     async def _flow(self) -> None:
         try:
-            await self.flow.run()
+            await self.pipeline.run()
         finally:
             self.record.over = True
 
@@ -191,16 +201,16 @@ class Simulation:
 
     def _stop(self) -> None:
         self.record.over = True
-        self.flow.stop()
+        self.pipeline.stop()
 
     def check_idle(self) -> None:
         """Everybody waits, and time is about to move on: nobody waits for what is there."""
         record, waits = self.record, self.record.states
         if record.over or not waits:
             return
-        if self.ledger.doomed():
-            raise record.breach(Property.doomed, f"{self.ledger.doomed()} are kept")
-        may_roll = bool(record.again) or self.ledger.may_admit()
+        if self.scheduler.unschedulable():
+            raise record.breach(Property.unschedulable, f"{self.scheduler.unschedulable()} are kept")
+        may_roll = bool(record.again) or self.scheduler.may_admit()
         room = record.running < self.engines.capacity and may_roll
         if room and not self.devices.pending["rollout"]:
             raise record.breach(Property.waiting, "a prompt waits although it may be admitted")
@@ -223,11 +233,11 @@ class Simulation:
             raise Breach(Property.once, f"tickets {record.open} are neither trained nor dropped")
         if script.ending is Ending.finish and record.version != script.steps:
             raise Breach(Property.step, f"{record.version} steps of {script.steps} were closed")
-        if self.ledger.dropped != Counter(reason for _, reason in record.dropped):
-            raise Breach(Property.once, f"the ledger counts {self.ledger.dropped}")
-        ended = [*(self._earlier.ended if self._earlier else ()), *self.ledger.ended()]
+        if self.scheduler.dropped != Counter(reason for _, reason in record.dropped):
+            raise Breach(Property.once, f"the scheduler counts {self.scheduler.dropped}")
+        ended = [*(self._earlier.ended if self._earlier else ()), *self.scheduler.ended()]
         if [(one.number, one.end) for one in ended] != [*record.ended.items()]:
-            raise Breach(Property.once, f"the ledger tells of {ended}, not {record.ended}")
+            raise Breach(Property.once, f"the scheduler tells of {ended}, not {record.ended}")
         fresh = PromptSource(self.questions, seed=0)
         asked = Counter(fresh.next().uid for _ in range(self.prompts.position))
         found = Counter(one.uid for one in [*record.trained, *self.prompts.state().given_back]) + self._for_good()

@@ -26,7 +26,7 @@ from rlsys.config.algorithm import (
     KlPlace,
 )
 from rlsys.config.schema import CompatConfig
-from rlsys.data.group import Group, Picks, Sample, Scores
+from rlsys.data.group import Group, Sample, Scores, TopkLogprobs
 from rlsys.data.masks import response_tokens, trained_tokens, value_mask
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
@@ -172,7 +172,7 @@ def test_observations_that_take_part_belong_to_the_turn_before_them() -> None:
 
 
 def test_scores_are_kept_with_the_sample() -> None:
-    picks = Picks(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
+    picks = TopkLogprobs(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
     scores = Scores(*(np.full(2, fill, np.float32) for fill in (-1, -2)), picks, np.full(2, 3, np.float32))
     sample = rewarded(trajectory(), 1.0).with_scores(scores)
     assert sample.old_logprobs is scores.policy

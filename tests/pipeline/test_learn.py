@@ -12,10 +12,9 @@ import pytest
 from rlsys.config.algorithm import AlgorithmConfig, Baseline
 from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.data.group import Group, Sample
-from rlsys.orchestrator.pipeline.flow import Flow
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
+from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
 from rlsys.orchestrator.pipeline.schedule import mini_batches
-from rlsys.orchestrator.pipeline.workers import Say
 from tests.pipeline.build import question, rewarded, trajectory
 
 Event = tuple[str, int]
@@ -30,12 +29,12 @@ def groups(count: int) -> list[Group]:
 
 
 class OneAtATime:
-    """A flow in which groups are scored one after the other, each when it is waited for."""
+    """A pipeline in which groups are scored one after the other, each when it is waited for."""
 
     def __init__(self, made: Sequence[Group], events: list[Event]) -> None:
         self._made, self._events = list(made), events
 
-    async def take(self, most: int, _say: Say) -> list[Group]:
+    async def take(self, most: int, *_stages: str) -> list[Group]:
         assert most >= 1
         self._events.append(("scored", 1))
         return [self._made.pop(0)]
@@ -71,8 +70,8 @@ def run(cut: MiniBatches) -> tuple[list[Event], Logged]:
     events: list[Event] = []
     learner = Logged(events)
     made = groups(sum(cut.sizes))
-    flow = cast(Flow, cast(Any, OneAtATime(made, events)))
-    trained, updates = asyncio.run(learn(flow, {"critic": learner}, Everywhere(), cut, lambda _: None))
+    pipeline = cast(RolloutPipeline, cast(Any, OneAtATime(made, events)))
+    trained, updates = asyncio.run(learn(pipeline, {"critic": learner}, Everywhere(), cut))
     assert [group.question.uid for group in trained] == [group.question.uid for group in made] == learner.seen
     assert updates == [{"critic/lr": 1.0}] * len(cut.sizes)
     return events, learner

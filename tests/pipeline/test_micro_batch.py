@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from rlsys.data.group import Picks, Sample
+from rlsys.data.group import Sample, TopkLogprobs
 from rlsys.data.masks import response_tokens
 from rlsys.trainer.batches.micro_batch import collate, round_up
 from tests.pipeline.build import sample
@@ -123,7 +123,7 @@ def test_picks_are_in_the_order_of_targets(packed: bool) -> None:
     def picking(one: Sample) -> Sample:
         """The picks of a trained token are made from it."""
         trained = one.trajectory.tokens[one.trajectory.loss_mask]
-        return replace(one, picks=Picks(np.stack([trained, trained + 100], 1), -np.stack([trained] * 2, 1) / 2))
+        return replace(one, picks=TopkLogprobs(np.stack([trained, trained + 100], 1), -np.stack([trained] * 2, 1) / 2))
 
     batch = collate([picking(SHORT), picking(LONG)], pad_id=0, multiple_of=4, packed=packed)
     assert batch.pick_tokens is not None

@@ -14,11 +14,11 @@ from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import SourceState
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.pipeline.flow import Flow, FlowState
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
-from rlsys.orchestrator.pipeline.ledger import Ledger, LedgerState, Reason, TicketState
+from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState, RolloutPipeline
 from rlsys.orchestrator.pipeline.routing import GroupLost, Loss
-from rlsys.rollout.agent.begun import Begun
+from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, SchedulerState, StalenessScheduler
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.weights.checkpoint.codec import load_values, save_values
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, rewarded, same, trajectory
@@ -75,8 +75,8 @@ def test_the_state_of_what_has_resumed_a_state_is_that_state(tmp_path: Path) -> 
             assert same(loaded, state)
             assert same(Simulation(life.script, Parts(), replace(life.saved, state=loaded)).state(), state)
             found = {
-                **{name: getattr(state.flow, name) for name in ("losses", "begun", "rolled", "scored")},
-                **{name: getattr(state.flow.ledger, name) for name in ("rolling", "ready", "replaced")},
+                **{name: getattr(state.pipeline, name) for name in ("losses", "begun", "rolled", "scored")},
+                **{name: getattr(state.pipeline.scheduler, name) for name in ("rolling", "ready", "replaced")},
                 "given_back": state.prompts.given_back,
             }
             seen |= {name for name, value in found.items() if value}
@@ -90,12 +90,14 @@ class Slow(Bare):
 
     def __init__(self, roll_s: dict[int, float], reward_s: float = 0, score_s: float = 0) -> None:
         self.roll_s, self.reward_s, self.score_s = roll_s, reward_s, score_s
-        self.asked: list[tuple[int, tuple[Begun, ...]]] = []
+        self.asked: list[tuple[int, tuple[EpisodeProgress, ...]]] = []
 
-    async def run_group(self, asked: Question, ticket: int, begun: Sequence[Begun] = ()) -> list[Trajectory]:
-        self.asked.append((ticket, tuple(begun)))
-        await asyncio.sleep(self.roll_s.get(ticket, 0))
-        return [trajectory(uid=asked.uid, version=self.version, sample=ticket)]
+    async def run_group(
+        self, asked: Question, prompt_group: int, begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
+        self.asked.append((prompt_group, tuple(begun)))
+        await asyncio.sleep(self.roll_s.get(prompt_group, 0))
+        return [trajectory(uid=asked.uid, version=self.version, sample=prompt_group)]
 
     async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
         await asyncio.sleep(self.reward_s)
@@ -106,32 +108,34 @@ class Slow(Bare):
         return await super().compute(samples)
 
 
-def state_at(time: float, workers: Bare, ledger: Ledger, begun: dict[int, tuple[Begun, ...]]) -> FlowState:
-    """What a flow has under way at a time, after which it is stopped; `begun` is of any time before."""
+def state_at(
+    time: float, workers: Bare, scheduler: StalenessScheduler, begun: dict[int, tuple[EpisodeProgress, ...]]
+) -> PipelineState:
+    """What a pipeline has under way at a time, after which it is stopped; `begun` is of any time before."""
 
-    async def live() -> FlowState:
-        flow, _ = workers.flow(ledger)
+    async def live() -> PipelineState:
+        pipeline, _ = workers.pipeline(scheduler)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
+            tasks.create_task(pipeline.run())
             await asyncio.sleep(time)
-            state = flow.state(begun)
-            flow.stop()
+            state = pipeline.state(begun)
+            pipeline.stop()
         return state
 
     return run_virtually(live())
 
 
-def one_of(uid: str, ticket: int) -> Trajectory:
+def one_of(uid: str, prompt_group: int) -> Trajectory:
     """An episode of which an engine has told."""
-    return trajectory((7, 8, 9), uid=uid, sample=ticket)
+    return trajectory((7, 8, 9), uid=uid, sample=prompt_group)
 
 
 def test_each_group_is_saved_as_what_it_is_by_now() -> None:
-    """Ticket 0 takes 9 s to roll, 1 has rolled at 1 s, is rewarded at 3 s, and scored at 5 s."""
+    """PromptGroup 0 takes 9 s to roll, 1 has rolled at 1 s, is rewarded at 3 s, and scored at 5 s."""
     begun = {0: (one_of("q:0", 0),), 1: (one_of("q:1", 1),), 7: (one_of("q:7", 7),)}
 
-    def at(time: float) -> FlowState:
-        return state_at(time, Slow({0: 9, 1: 1}, 2, 2), Ledger(groups_per_step=2, max_staleness=0), begun)
+    def at(time: float) -> PipelineState:
+        return state_at(time, Slow({0: 9, 1: 1}, 2, 2), StalenessScheduler(groups_per_step=2, max_staleness=0), begun)
 
     rolling, rewarded_now, scoring, scored = at(0.5), at(2), at(4), at(6)
     assert {number: one[0].tokens.tolist() for number, one in rolling.begun.items()} == {
@@ -143,10 +147,10 @@ def test_each_group_is_saved_as_what_it_is_by_now() -> None:
         1: [1, 2],
     }
     for state in (rolling, rewarded_now):
-        assert ([one.number for one in state.ledger.rolling], state.ledger.ready) == ([0, 1], ())
+        assert ([one.number for one in state.scheduler.rolling], state.scheduler.ready) == ([0, 1], ())
     for state in (scoring, scored):
-        assert [*state.begun] == [one.number for one in state.ledger.rolling] == [0]
-        assert [one.number for one in state.ledger.ready] == [1]
+        assert [*state.begun] == [one.number for one in state.scheduler.rolling] == [0]
+        assert [one.number for one in state.scheduler.ready] == [1]
     assert ([*scoring.rolled], [*scoring.scored]) == ([1], [])
     assert ([*scored.rolled], [*scored.scored]) == ([], [1])
     assert scoring.rolled[1].samples[0].old_logprobs is None
@@ -154,88 +158,88 @@ def test_each_group_is_saved_as_what_it_is_by_now() -> None:
 
 
 def test_the_state_is_not_touched_by_what_comes_after() -> None:
-    async def live() -> tuple[FlowState, SourceState]:
-        flow, prompts = Slow({0: 5, 1: 5, 2: 1}).flow(Ledger(groups_per_step=2, max_staleness=1))
+    async def live() -> tuple[PipelineState, SourceState]:
+        pipeline, prompts = Slow({0: 5, 1: 5, 2: 1}).pipeline(StalenessScheduler(groups_per_step=2, max_staleness=1))
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
+            tasks.create_task(pipeline.run())
             await asyncio.sleep(2)
-            states = flow.state({}), prompts.state()
-            assert [len(states[0].ledger.rolling), len(states[0].scored)] == [2, 2]
-            flow.ledger.drop(flow.ledger.outstanding[0], Reason.lost)
+            states = pipeline.state({}), prompts.state()
+            assert [len(states[0].scheduler.rolling), len(states[0].scored)] == [2, 2]
+            pipeline.scheduler.drop(pipeline.scheduler.outstanding[0], Reason.lost)
             await asyncio.sleep(20)
-            flow.stop()
+            pipeline.stop()
         return states
 
     before, prompts = run_virtually(live())
-    assert [len(before.ledger.rolling), len(before.scored), len(before.ledger.dropped)] == [2, 2, 0]
+    assert [len(before.scheduler.rolling), len(before.scored), len(before.scheduler.dropped)] == [2, 2, 0]
     assert prompts.given_back == ()
 
 
 def test_in_the_middle_of_a_step_there_is_no_state() -> None:
     async def take_one() -> None:
-        flow, _ = Bare().flow(Ledger(groups_per_step=2, max_staleness=0))
+        pipeline, _ = Bare().pipeline(StalenessScheduler(groups_per_step=2, max_staleness=0))
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
-            await flow.take(1)
+            tasks.create_task(pipeline.run())
+            await pipeline.take(1)
             with pytest.raises(RuntimeError, match="step 0 was asked for after it had taken 1"):
-                flow.state({})
-            flow.stop()
+                pipeline.state({})
+            pipeline.stop()
 
     run_virtually(take_one())
 
 
-def resumed(**tickets: Any) -> FlowState:
-    """A run of some steps, now at version 3, with 9 tickets so far."""
-    books = {"rolling": (), "ready": (), "dropped": {}} | tickets.pop("ledger", {})
-    ledger = LedgerState(version=3, published=3, admitted=9, replaced=0, **books)
-    return FlowState(ledger, **{"losses": {}, "begun": {}, "rolled": {}, "scored": {}} | tickets)
+def resumed(**prompt_groups: Any) -> PipelineState:
+    """A run of some steps, now at version 3, with 9 prompt groups so far."""
+    books = {"rolling": (), "ready": (), "dropped": {}} | prompt_groups.pop("scheduler", {})
+    scheduler = SchedulerState(version=3, published=3, admitted=9, replaced=0, **books)
+    return PipelineState(scheduler, **{"losses": {}, "begun": {}, "rolled": {}, "scored": {}} | prompt_groups)
 
 
-def of(number: int, oldest: int = 3) -> TicketState:
-    """A ticket that is saved."""
-    return TicketState(number, question(number), oldest)
+def of(number: int, oldest: int = 3) -> PromptGroupState:
+    """A prompt group that is saved."""
+    return PromptGroupState(number, question(number), oldest)
 
 
 def group(number: int, version: int = 3) -> Group:
-    """A group of that ticket."""
+    """A group of that prompt_group."""
     return Group(question(number), (rewarded(trajectory(version=version), 0.0),))
 
 
 def test_what_was_under_way_goes_on_before_anything_new() -> None:
-    """Tickets 5 and 8 roll, 5 with an episode; 6 waits for its scores, 4 can be taken. Places are four, and one to spare."""
+    """Prompt groups 5 and 8 roll, 5 with an episode; 6 waits for its scores, 4 can be taken. Places are four, and one to spare."""
     state = resumed(
-        ledger={"rolling": (of(5), of(8)), "ready": (of(4), of(6))},
+        scheduler={"rolling": (of(5), of(8)), "ready": (of(4), of(6))},
         begun={5: (one_of("q:5", 5),)},
         rolled={6: group(6)},
         scored={4: group(4)},
     )
     workers = Slow({5: 1, 8: 1, 9: 1})
     workers.version = 3
-    ledger = Ledger(groups_per_step=4, max_staleness=0, oversample=1.25)
+    scheduler = StalenessScheduler(groups_per_step=4, max_staleness=0, oversample=1.25)
 
-    async def live(flow: Flow) -> list[str]:
+    async def live(pipeline: RolloutPipeline) -> list[str]:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
-            groups, _ = await learn(flow, {"actor": workers}, workers, MiniBatches([4]), lambda _: None)
-            flow.stop()
+            tasks.create_task(pipeline.run())
+            groups, _ = await learn(pipeline, {"actor": workers}, workers, MiniBatches([4]))
+            pipeline.stop()
         return [one.question.uid for one in groups]
 
-    assert run_virtually(live(workers.flow(ledger, state)[0])) == ["q:4", "q:6", "q:5", "q:8"]
-    assert [(ticket, len(begun)) for ticket, begun in workers.asked] == [(5, 1), (8, 0), (9, 0)]
-    assert (ledger.version, [*ledger.dropped]) == (4, [Reason.surplus])
+    assert run_virtually(live(workers.pipeline(scheduler, state)[0])) == ["q:4", "q:6", "q:5", "q:8"]
+    assert [(prompt_group, len(begun)) for prompt_group, begun in workers.asked] == [(5, 1), (8, 0), (9, 0)]
+    assert (scheduler.version, [*scheduler.dropped]) == (4, [Reason.surplus])
 
 
 def test_a_run_that_is_given_fewer_steps_drops_what_it_has_no_place_for() -> None:
-    state = resumed(ledger={"ready": (of(4), of(5), of(6))}, scored={n: group(n) for n in (4, 5, 6)})
+    state = resumed(scheduler={"ready": (of(4), of(5), of(6))}, scored={n: group(n) for n in (4, 5, 6)})
     workers = Bare()
-    flow, prompts = workers.flow(Ledger(groups_per_step=2, max_staleness=1, steps=4), state)
+    pipeline, prompts = workers.pipeline(StalenessScheduler(groups_per_step=2, max_staleness=1, steps=4), state)
 
     async def begin() -> list[str]:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
+            tasks.create_task(pipeline.run())
             await asyncio.sleep(1)
             given_back = [one.uid for one in prompts.state().given_back]
-            flow.stop()
+            pipeline.stop()
         return given_back
 
     assert run_virtually(begin()) == ["q:6"]
@@ -249,16 +253,17 @@ def test_a_question_that_was_lost_twice_is_not_given_back_a_third_time() -> None
             return await super().run_group(asked, *goes_on)
 
     workers = Losing({9: 5})
-    flow, prompts = workers.flow(
-        Ledger(groups_per_step=1, max_staleness=0), resumed(ledger={"rolling": (of(8),)}, losses={"q:8": 2})
+    pipeline, prompts = workers.pipeline(
+        StalenessScheduler(groups_per_step=1, max_staleness=0),
+        resumed(scheduler={"rolling": (of(8),)}, losses={"q:8": 2}),
     )
 
     async def begin() -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
+            tasks.create_task(pipeline.run())
             await asyncio.sleep(1)
             assert prompts.state().given_back == ()
-            assert flow.state({}).losses == {"q:8": 3}
-            flow.stop()
+            assert pipeline.state({}).losses == {"q:8": 3}
+            pipeline.stop()
 
     run_virtually(begin())

@@ -16,7 +16,7 @@ from rlsys.config.schema import CompatConfig, CriticConfig, RunConfig, TrainerCo
 from rlsys.data.group import Group, Scores
 from rlsys.data.masks import value_mask
 from rlsys.orchestrator.pipeline.grouping import finish
-from rlsys.orchestrator.pipeline.schedule import bites, learning, mini_batches
+from rlsys.orchestrator.pipeline.schedule import learning, mini_batches, score_batch_size
 from tests.pipeline.build import question, rewarded, trajectory
 
 
@@ -49,7 +49,7 @@ def test_every_group_is_in_one_mini_batch_and_sizes_differ_by_one_at_most(groups
     # Of the first so many mini-batches, none runs ahead of its share of the groups, or is a whole one behind it.
     for number, taken in enumerate(accumulate(sizes), start=1):
         assert taken <= Fraction(number * groups, count) < taken + 1
-    assert bites(config).most == max(sizes)
+    assert score_batch_size(config).most == max(sizes)
 
 
 @pytest.mark.parametrize(

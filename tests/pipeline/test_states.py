@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.pipeline.flow import Bites, Flow, Handlers
+from rlsys.observe import status
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
-from rlsys.orchestrator.pipeline.ledger import Ledger
-from rlsys.rollout.agent.begun import Begun
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
+from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, trajectory
 from tests.pipeline.virtual_time import run_virtually
 
 
 class Timed(Bare):
-    """Ticket 0 rolls for 2 s and ticket 1 for 5 s; a reward takes 2 s, scores 3 s, a group's training and the update 1 s."""
+    """PromptGroup 0 rolls for 2 s and prompt group 1 for 5 s; a reward takes 2 s, scores 3 s, a group's training and the update 1 s."""
 
     groups = ("inference", "critic")
 
-    async def run_group(self, asked: Question, ticket: int, _begun: Sequence[Begun] = ()) -> list[Trajectory]:
-        await asyncio.sleep((2, 5)[ticket])
+    async def run_group(
+        self, asked: Question, prompt_group: int, _begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
+        await asyncio.sleep((2, 5)[prompt_group])
         return [trajectory(uid=asked.uid)]
 
     async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
@@ -46,10 +49,7 @@ class Timed(Bare):
 def test_every_group_says_what_it_does_or_waits_for() -> None:
     workers, told = Timed(), {}
     prompts = PromptSource([question(number) for number in range(5)], seed=0)
-    ledger = Ledger(groups_per_step=2, max_staleness=0)
-
-    def say(voice: str) -> Callable[[str], None]:
-        return lambda text: told.update({voice: text})
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=0)
 
     async def look(at: float) -> dict[str, str]:
         await asyncio.sleep(at)
@@ -57,16 +57,17 @@ def test_every_group_says_what_it_does_or_waits_for() -> None:
 
     async def one_step() -> list[dict[str, str]]:
         handlers = Handlers(workers.reward, lambda group: group)
-        flow = Flow(ledger, prompts, workers, workers, handlers, Bites(1, 1), workers, say)
+        pipeline = RolloutPipeline(scheduler, prompts, workers, workers, handlers, ScoreBatchSize(1, 1), workers)
         looks = [asyncio.create_task(look(second + 0.5)) for second in range(13)]
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
-            await learn(flow, {"actor": workers}, workers, MiniBatches([2]), say("actor"))
+            tasks.create_task(pipeline.run())
+            await learn(pipeline, {"actor": workers}, workers, MiniBatches([2]))
             seen = [await look for look in looks]
-            flow.stop()
+            pipeline.stop()
         return seen
 
-    seen = run_virtually(one_step())
+    with status.reported_to(lambda stage, text: told.update({stage: text})):
+        seen = run_virtually(one_step())
     assert [set(one) for one in seen] == [{"rollout", "inference", "critic.values", "actor"}] * 13
     assert [one["rollout"] for one in seen] == [
         *["generates 2 groups"] * 2,
@@ -92,27 +93,25 @@ def test_every_group_says_what_it_does_or_waits_for() -> None:
 
 def test_rollouts_that_wait_for_what_they_asked_say_so() -> None:
     workers, told = Timed(), []
-    ledger = Ledger(groups_per_step=1, max_staleness=0)
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0)
     prompts = PromptSource([question(0), question(1)], seed=0)
     handlers = Handlers(workers.reward, lambda group: group)
 
-    def say(voice: str) -> Callable[[str], None]:
-        return told.append if voice == "rollout" else lambda _: None
-
     async def run() -> None:
-        flow = Flow(ledger, prompts, workers, workers, handlers, Bites(1, 1), workers, say)
-        flow.show_rollouts()
+        pipeline = RolloutPipeline(scheduler, prompts, workers, workers, handlers, ScoreBatchSize(1, 1), workers)
+        pipeline.show_rollouts()
         assert not told, "nothing rolls yet"
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
+            tasks.create_task(pipeline.run())
             for cause in ("", "search", "search", ""):
                 await asyncio.sleep(0.3)
                 workers.waits_for = cause
-                flow.show_rollouts()
-            flow.stop()
-            flow.show_rollouts()
+                pipeline.show_rollouts()
+            pipeline.stop()
+            pipeline.show_rollouts()
 
-    run_virtually(run())
+    with status.reported_to(lambda stage, text: told.append(text) if stage == "rollout" else None):
+        run_virtually(run())
     rolls = "generates 1 group"
     assert told == [
         rolls,

@@ -1,6 +1,6 @@
 """What is held against a simulated run, while it runs: the properties, and the record that they are read from.
 
-The record is kept apart from the ledger's own books: it sees tickets come and go, and what workers are given.
+The record is kept apart from the scheduler's own books: it sees prompt groups come and go, and what workers are given.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import cache
 
 from rlsys.data.group import Group
 from rlsys.data.question import Question
-from rlsys.orchestrator.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
-from rlsys.rollout.agent.begun import Begun
+from rlsys.orchestrator.pipeline.scheduler import PromptGroup, Reason, SchedulerState, Stage, StalenessScheduler
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.script import Script
 
 LEARNERS = ("actor", "critic")
@@ -28,20 +28,20 @@ class Property(StrEnum):
     deadlock = "something is always under way"
     livelock = "the run ends after boundedly many admissions"
     waiting = "no stage waits while there is work for it"
-    doomed = "what can no longer be trained is dropped at once"
-    once = "every ticket is trained once or dropped once, and scored at most once"
+    unschedulable = "what can no longer be trained is dropped at once"
+    once = "every prompt_group is trained once or dropped once, and scored at most once"
     conserved = "every prompt is trained, dropped for good or back in the source"
     staleness = "no trained token is staler than allowed"
     on_policy = "without staleness every token is sampled by the version that is trained"
     step = "every learner trains exactly the step's groups, in every optimiser step its share"
-    outstanding = "never more tickets are outstanding than allowed"
-    dropped = "nothing of a dropped ticket is scored or trained"
-    update = "a policy update loses no ticket and, if episodes finish first, splits no group"
+    outstanding = "never more prompt_groups are outstanding than allowed"
+    dropped = "nothing of a dropped prompt_group is scored or trained"
+    update = "a policy update loses no prompt_group and, if episodes finish first, splits no group"
     sequence = "in sequence, scoring waits for the last reward of the step, training for the last score"
     own = "every sample is trained with scores and weights of its own"
     order = "groups are scored in the order in which they became ready"
     replaced = "no more groups without spread are replaced in a step than allowed"
-    resumed = "a resumed run goes on with every ticket from what was begun of it, before it begins others"
+    resumed = "a resumed run goes on with every prompt_group from what was begun of it, before it begins others"
 
 
 class Breach(Exception):
@@ -69,18 +69,18 @@ class Record:
         self.late_answers = self.mixed_groups = 0
         self.lags: Counter[int] = Counter()
         """Versions between a trained token and the one that samples it -> tokens."""
-        self.tickets: dict[int, Ticket] = {}
+        self.prompt_groups: dict[int, PromptGroup] = {}
         self.open: set[int] = set()
         self.taken: list[int] = []
         """By the step under way."""
         self.trained: list[Question] = []
         """In steps that were closed."""
         self.dropped: list[tuple[Question, Reason]] = []
-        self.begun: dict[int, tuple[Begun, ...]] = {}
-        """Ticket -> what a run that is resumed now has to go on from; all episodes once they are done."""
+        self.begun: dict[int, tuple[EpisodeProgress, ...]] = {}
+        """PromptGroup -> what a run that is resumed now has to go on from; all episodes once they are done."""
         self._all_done: set[int] = set()
         self.again: list[int] = []
-        """Tickets that rolled when the run was saved; those that have been begun again have `gone_on`."""
+        """Prompt groups that rolled when the run was saved; those that have been begun again have `gone_on`."""
         self.gone_on: set[int] = set()
         self.unscored: dict[int, None] = {}
         """In the order in which they became ready."""
@@ -90,18 +90,18 @@ class Record:
         self.resident: Callable[[], Collection[str]] = lambda: GROUPS
         """Groups that are on the devices."""
         self.over = False
-        """The flow has ended; what goes on elsewhere no longer counts."""
+        """The pipeline has ended; what goes on elsewhere no longer counts."""
         self.broken: Breach | None = None
         """The first."""
         self.ended: dict[int, str] = {}
-        """Ticket -> `trained`, or why it was dropped; in this order."""
+        """PromptGroup -> `trained`, or why it was dropped; in this order."""
         self._ready: dict[int, None] = {}
         """Of them, those that are open, scored or not."""
         self._replaced = 0
         """In the step under way."""
         self._scored: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[str, int, int]] = set()
-        """(learner, ticket, sample)"""
+        """(learner, prompt group, sample)"""
         self._updates: dict[str, list[set[int]]] = {name: [set()] for name in LEARNERS}
         self._working: set[str] = set()
         self._worker_calls: Counter[str] = Counter()
@@ -112,13 +112,9 @@ class Record:
         self.broken = self.broken or Breach(broken, detail)
         return self.broken
 
-    def say(self, group: str) -> Callable[[str], None]:
-        """Notes what a stage says of itself."""
-
-        def note(text: str) -> None:
-            self.states[group] = text
-
-        return note
+    def report(self, stage: str, text: str) -> None:
+        """Note what a stage does."""
+        self.states[stage] = text
 
     def fail_if_due(self, worker: str) -> None:
         """Raise the failure that the script has for this call."""
@@ -140,26 +136,28 @@ class Record:
         later._scored = {(number, sample) for number, sample in self._scored if number not in later.unscored}
         return later
 
-    def resume(self, tickets: Sequence[Ticket]) -> None:
-        """The ledger has these tickets again."""
-        if {ticket.number for ticket in tickets} != self.open:
-            raise self.breach(Property.resumed, f"{tickets} instead of {self.open}")
-        self.tickets.update((ticket.number, ticket) for ticket in tickets)
+    def resume(self, prompt_groups: Sequence[PromptGroup]) -> None:
+        """The scheduler has these prompt groups again."""
+        if {prompt_group.number for prompt_group in prompt_groups} != self.open:
+            raise self.breach(Property.resumed, f"{prompt_groups} instead of {self.open}")
+        self.prompt_groups.update((prompt_group.number, prompt_group) for prompt_group in prompt_groups)
 
-    def begin_group(self, ticket: int, begun: Sequence[Begun]) -> None:
+    def begin_group(self, prompt_group: int, begun: Sequence[EpisodeProgress]) -> None:
         """A ticket's group is asked for, with what was begun of it."""
-        if self.again and ticket != self.again[0]:
-            raise self.breach(Property.resumed, f"ticket {ticket} begins before {self.again}")
-        if _facts(begun) != _facts(self.begun.get(ticket, ())):
-            raise self.breach(Property.resumed, f"ticket {ticket} goes on from {begun}")
+        if self.again and prompt_group != self.again[0]:
+            raise self.breach(Property.resumed, f"ticket {prompt_group} begins before {self.again}")
+        if _facts(begun) != _facts(self.begun.get(prompt_group, ())):
+            raise self.breach(Property.resumed, f"ticket {prompt_group} goes on from {begun}")
         if self.again:
             self.gone_on.add(self.again.pop(0))
         self.running += 1
         self.begin("rollout")
 
-    def tell(self, begun: Mapping[int, tuple[Begun, ...]]) -> None:
+    def tell(self, begun: Mapping[int, tuple[EpisodeProgress, ...]]) -> None:
         """An engine says what is begun on it. A group may run on there after another engine has answered."""
-        self.begun |= {ticket: found for ticket, found in begun.items() if ticket not in self._all_done}
+        self.begun |= {
+            prompt_group: found for prompt_group, found in begun.items() if prompt_group not in self._all_done
+        }
 
     def begin(self, stage: str) -> None:
         """A worker begins."""
@@ -175,71 +173,71 @@ class Record:
         else:
             self._working.remove(stage)
 
-    def admit(self, ticket: Ticket) -> None:
-        if ticket.number in self.tickets:
-            raise self.breach(Property.once, f"there are two tickets {ticket.number}")
-        self.tickets[ticket.number] = ticket
-        self.open.add(ticket.number)
+    def admit(self, prompt_group: PromptGroup) -> None:
+        if prompt_group.number in self.prompt_groups:
+            raise self.breach(Property.once, f"there are two prompt_groups {prompt_group.number}")
+        self.prompt_groups[prompt_group.number] = prompt_group
+        self.open.add(prompt_group.number)
         if len(self.open) > self.script.most_outstanding:
             raise self.breach(Property.outstanding, f"{len(self.open)} of {self.script.most_outstanding}")
-        if len(self.tickets) > self.most_admitted():
-            raise self.breach(Property.livelock, f"{len(self.tickets)} tickets")
+        if len(self.prompt_groups) > self.most_admitted():
+            raise self.breach(Property.livelock, f"{len(self.prompt_groups)} tickets")
 
     @contextmanager
-    def rewarding(self, ticket: int, episodes: Sequence[Begun]) -> Iterator[None]:
-        """All episodes of the ticket are done; they are being rewarded."""
-        self.begun[ticket] = tuple(episodes)
-        self._all_done.add(ticket)
+    def rewarding(self, prompt_group: int, episodes: Sequence[EpisodeProgress]) -> Iterator[None]:
+        """All episodes of the prompt group are done; they are being rewarded."""
+        self.begun[prompt_group] = tuple(episodes)
+        self._all_done.add(prompt_group)
         self.rewarded_now += 1
         try:
             yield
         finally:
             self.rewarded_now -= 1
 
-    def ready(self, ticket: Ticket) -> None:
-        self._ready[ticket.number] = self.unscored[ticket.number] = None
+    def ready(self, prompt_group: PromptGroup) -> None:
+        self._ready[prompt_group.number] = self.unscored[prompt_group.number] = None
 
-    def ask(self, ticket: int, sample: int) -> None:
+    def ask(self, prompt_group: int, sample: int) -> None:
         """The scorer is given a sample."""
-        if ticket in self.ended:
-            raise self.breach(Property.dropped, f"ticket {ticket} is scored")
-        if (ticket, sample) in self._scored:
-            raise self.breach(Property.once, f"sample {sample} of ticket {ticket} is scored again")
-        if ticket in self.unscored and ticket != next(iter(self.unscored)):
-            raise self.breach(Property.order, f"ticket {ticket} is scored before one of {[*self.unscored]}")
-        self._scored.add((ticket, sample))
-        self.unscored.pop(ticket, None)
+        if prompt_group in self.ended:
+            raise self.breach(Property.dropped, f"ticket {prompt_group} is scored")
+        if (prompt_group, sample) in self._scored:
+            raise self.breach(Property.once, f"sample {sample} of prompt_group {prompt_group} is scored again")
+        if prompt_group in self.unscored and prompt_group != next(iter(self.unscored)):
+            raise self.breach(Property.order, f"ticket {prompt_group} is scored before one of {[*self.unscored]}")
+        self._scored.add((prompt_group, sample))
+        self.unscored.pop(prompt_group, None)
 
-    def offer(self, ticket: int) -> None:
+    def offer(self, prompt_group: int) -> None:
         """A group is scored, and may be taken."""
-        self.offered.add(ticket)
+        self.offered.add(prompt_group)
 
-    def take(self, ticket: Ticket) -> None:
-        self.offered.discard(ticket.number)
-        del self._ready[ticket.number]
-        self.taken.append(ticket.number)
+    def take(self, prompt_group: PromptGroup) -> None:
+        self.offered.discard(prompt_group.number)
+        del self._ready[prompt_group.number]
+        self.taken.append(prompt_group.number)
 
-    def drop(self, ticket: Ticket, reason: Reason) -> None:
-        self._end(ticket, reason)
-        self.dropped.append((ticket.question, reason))
+    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+        self._end(prompt_group, reason)
+        self.dropped.append((prompt_group.question, reason))
         self._replaced += reason is Reason.no_spread
         if self._replaced > self.script.max_replaced:
             raise self.breach(Property.replaced, f"{self._replaced} of {self.script.max_replaced}")
-        self.offered.discard(ticket.number)
+        self.offered.discard(prompt_group.number)
         for numbers in (self.unscored, self._ready):
-            numbers.pop(ticket.number, None)
-        if ticket.number in self.again:
-            self.again.remove(ticket.number)
+            numbers.pop(prompt_group.number, None)
+        if prompt_group.number in self.again:
+            self.again.remove(prompt_group.number)
 
-    def train(self, learner: str, ticket: int, sample: int, versions: Sequence[int]) -> None:
+    def train(self, learner: str, prompt_group: int, sample: int, versions: Sequence[int]) -> None:
         """A learner is given a sample, with the versions of its trained tokens."""
         if not self.over:
-            self._check_training(learner, ticket, sample, [self.version - version for version in versions])
+            self._check_training(learner, prompt_group, sample, [self.version - version for version in versions])
         if learner == self._learning()[0]:
             self.lags.update(self.version - version for version in versions)
             self.mixed_groups += sample == 0 and len(set(versions)) > 1
-        self._accumulated.add((learner, ticket, sample))
-        self._updates[learner][-1].add(ticket)
+        self._accumulated.add((learner, prompt_group, sample))
+        self._updates[learner][-1].add(prompt_group)
 
     def update(self, learner: str) -> None:
         """A learner's optimiser steps."""
@@ -252,15 +250,15 @@ class Record:
     def close(self) -> None:
         """The step under way is closed."""
         for learner in self._learning():
-            trained = {ticket for name, ticket, _ in self._accumulated if name == learner}
+            trained = {prompt_group for name, prompt_group, _ in self._accumulated if name == learner}
             complete = len(self.taken) == self.script.groups_per_step and trained >= {*self.taken}
             if not self.over and not complete:
                 raise self.breach(
                     Property.step, f"step {self.version} took {self.taken}, the {learner} trained {trained}"
                 )
         for number in self.taken:
-            self._end(self.tickets[number], "trained")
-            self.trained.append(self.tickets[number].question)
+            self._end(self.prompt_groups[number], "trained")
+            self.trained.append(self.prompt_groups[number].question)
         self.taken, self._replaced = [], 0
         self._updates = {name: [set()] for name in LEARNERS}
         self.version += 1
@@ -283,26 +281,32 @@ class Record:
         if not self.over and (stage in self._working or (stage == "rollout" and self.running)):
             raise self.breach(Property.sequence, f"{stage} leaves the devices while it works")
 
-    def _end(self, ticket: Ticket, how: str) -> None:
-        if ticket.number in self.ended:
-            raise self.breach(Property.once, f"ticket {ticket.number} is {how} after {self.ended[ticket.number]}")
-        self.ended[ticket.number] = how
-        self.open.remove(ticket.number)
+    def _end(self, prompt_group: PromptGroup, how: str) -> None:
+        if prompt_group.number in self.ended:
+            raise self.breach(
+                Property.once, f"ticket {prompt_group.number} is {how} after {self.ended[prompt_group.number]}"
+            )
+        self.ended[prompt_group.number] = how
+        self.open.remove(prompt_group.number)
 
     def _learning(self) -> tuple[str, ...]:
         """In the step under way."""
         return self.script.learning(self.version + 1)
 
-    def _check_training(self, learner: str, ticket: int, sample: int, lags: Sequence[int]) -> None:
+    def _check_training(self, learner: str, prompt_group: int, sample: int, lags: Sequence[int]) -> None:
         if learner not in self._learning():
             raise self.breach(Property.step, f"the {learner} learns in step {self.version}")
-        if self.ended.get(ticket, "trained") != "trained":
-            raise self.breach(Property.dropped, f"ticket {ticket}, which was dropped as {self.ended[ticket]}")
-        if (learner, ticket, sample) in self._accumulated or ticket not in self.taken:
-            raise self.breach(Property.once, f"sample {sample} of ticket {ticket} is trained again or was not taken")
+        if self.ended.get(prompt_group, "trained") != "trained":
+            raise self.breach(
+                Property.dropped, f"ticket {prompt_group}, which was dropped as {self.ended[prompt_group]}"
+            )
+        if (learner, prompt_group, sample) in self._accumulated or prompt_group not in self.taken:
+            raise self.breach(
+                Property.once, f"sample {sample} of prompt_group {prompt_group} is trained again or was not taken"
+            )
         if lags and not 0 <= min(lags) <= max(lags) <= self.script.max_staleness:
             broken = Property.staleness if self.script.max_staleness else Property.on_policy
-            raise self.breach(broken, f"tokens of ticket {ticket} are {lags} versions old")
+            raise self.breach(broken, f"tokens of prompt_group {prompt_group} are {lags} versions old")
 
     def _check_sequence(self, stage: str) -> None:
         needed = {stage, "critic"} if stage == "inference" and self.script.critic else {stage}
@@ -313,7 +317,9 @@ class Record:
             raise self.breach(Property.sequence, f"{stage} begins while {others} work")
         if stage == "rollout":
             return
-        rolled = len(self.taken) + sum(self.tickets[n].stage is Stage.ready for n in self.open if n not in self.taken)
+        rolled = len(self.taken) + sum(
+            self.prompt_groups[n].stage is Stage.ready for n in self.open if n not in self.taken
+        )
         if self.running or self.rewarded_now or rolled != self.script.groups_per_step:
             raise self.breach(
                 Property.sequence,
@@ -323,38 +329,38 @@ class Record:
             raise self.breach(Property.sequence, f"training begins while {self.unscored} are not scored")
 
 
-def _facts(begun: Sequence[Begun]) -> list[tuple[type[Begun], int, list[int]]]:
+def _facts(begun: Sequence[EpisodeProgress]) -> list[tuple[type[EpisodeProgress], int, list[int]]]:
     """What tells begun episodes apart."""
     return [(type(one), one.sample, one.versions.tolist()) for one in begun]
 
 
-class _Watched(Ledger):
+class _Watched(StalenessScheduler):
     """Writes down what is done."""
 
     record: Record
 
-    def resume(self, state: LedgerState) -> None:
+    def resume(self, state: SchedulerState) -> None:
         super().resume(state)
         self.record.resume(self.outstanding)
 
-    def admit(self, question: Question) -> Ticket:
-        ticket = super().admit(question)
-        self.record.admit(ticket)
-        return ticket
+    def admit(self, question: Question) -> PromptGroup:
+        prompt_group = super().admit(question)
+        self.record.admit(prompt_group)
+        return prompt_group
 
-    def finish_rolling(self, ticket: Ticket, oldest: int | None, has_spread: bool) -> Reason | None:
-        reason = super().finish_rolling(ticket, oldest, has_spread)
+    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
+        reason = super().finish_rolling(prompt_group, oldest, has_spread)
         if reason is None:
-            self.record.ready(ticket)
+            self.record.ready(prompt_group)
         return reason
 
-    def take(self, ticket: Ticket) -> None:
-        super().take(ticket)
-        self.record.take(ticket)
+    def take(self, prompt_group: PromptGroup) -> None:
+        super().take(prompt_group)
+        self.record.take(prompt_group)
 
-    def drop(self, ticket: Ticket, reason: Reason) -> None:
-        super().drop(ticket, reason)
-        self.record.drop(ticket, reason)
+    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+        super().drop(prompt_group, reason)
+        self.record.drop(prompt_group, reason)
 
     def close_step(self) -> None:
         super().close_step()
@@ -368,6 +374,6 @@ class _Watched(Ledger):
 
 
 @cache
-def watched(ledger: type[Ledger]) -> type[_Watched]:
-    """`ledger`, its calls written down in its `record`."""
-    return type(f"Watched{ledger.__name__}", (_Watched, ledger), {})
+def watched(scheduler: type[StalenessScheduler]) -> type[_Watched]:
+    """`scheduler`, its calls written down in its `record`."""
+    return type(f"Watched{scheduler.__name__}", (_Watched, scheduler), {})

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from rlsys.config.schema import RolloutConfig
 from rlsys.data.question import Question
 from rlsys.rollout.agent.episode import Generation, TurnSampling
-from rlsys.rollout.engine import Engine
-from rlsys.rollout.worker import RolloutWorker
+from rlsys.rollout.engine import Engine, RolloutWorker
 from rlsys.weights.buckets import Bucket, digest, pack
 from tests.rollout import tiny
 

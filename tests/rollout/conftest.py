@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from rlsys.config.schema import Device, Dtype, EngineConfig, RolloutConfig, SearchConfig, TaskConfig
-from rlsys.rollout.worker import RolloutWorker
+from rlsys.rollout.engine import RolloutWorker
 from tests.rollout import tiny
 from tests.rollout.bench import Bench
 

@@ -12,8 +12,8 @@ import torch
 from rlsys.config.schema import TokenMode
 from rlsys.data.trajectory import Action, Finish
 from rlsys.errors import RunError
-from rlsys.rollout.agent.begun import PartialEpisode
 from rlsys.rollout.agent.episode import Generation, TurnSampling
+from rlsys.rollout.agent.tokens import PartialEpisode
 from tests.rollout import tiny
 from tests.rollout.bench import (
     QUESTION,
@@ -120,12 +120,12 @@ async def test_a_group_that_was_taken_out_goes_on(bench: Bench, monkeypatch: pyt
         patch.setattr(bench.engine, "generate", halting)
         first = asyncio.create_task(bench.worker.run_group(QUESTION, 3, "first"))
         await held.wait()
-        while len(begun := bench.worker.under_way(["first", "other"])["first"]) < 3:
+        while len(begun := bench.worker.in_flight(["first", "other"])["first"]) < 3:
             await asyncio.sleep(0.01)
         await bench.worker.abort_group("first")
         await first
     assert {type(one) for one in begun} >= {PartialEpisode}
-    assert bench.worker.under_way(["first"]) == {}
+    assert bench.worker.in_flight(["first"]) == {}
     requests, searches = bench.worker.metrics()["requests"], len(bench.search.asked)
     again = await bench.worker.run_group(QUESTION, 3, "again", begun[1:])
     assert bench.worker.metrics()["requests"] == requests + 4, "two begin again with their second turn"
@@ -184,14 +184,14 @@ async def test_an_engine_that_ignores_an_abort_does_not_keep_the_group(
     await bench.bring(bench.first)
     let_go = asyncio.Event()
 
-    async def deaf(*_args: object) -> None:
+    async def deaf(**_asked: object) -> None:
         while not let_go.is_set():
             try:
                 await let_go.wait()
             except asyncio.CancelledError:
                 continue
 
-    monkeypatch.setattr(bench.engine._sglang, "generate", deaf)
+    monkeypatch.setattr(bench.engine._sglang.engine, "async_generate", deaf)
     monkeypatch.setattr(bench.rollout, "episode_timeout_s", 0.2)
     group = await bench.worker.run_group(QUESTION, n_samples=2)
     assert [trajectory.finish for trajectory in group] == [Finish.ABORTED] * 2

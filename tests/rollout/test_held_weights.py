@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from rlsys.rollout.held_weights import HeldWeights, Layout, sha256_prefix
+from rlsys.rollout.staged_weights import HeldWeights, Layout, sha256_prefix
 
 PREFIX = "model.layers.0"
 

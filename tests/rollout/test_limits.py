@@ -11,7 +11,7 @@ from rlsys.config.schema import Device, EngineConfig, RolloutConfig, SearchConfi
 from rlsys.errors import UserError
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.cpu_standins import sgl_kernel
-from rlsys.rollout.worker import RolloutWorker
+from rlsys.rollout.engine import RolloutWorker
 from tests.rollout import tiny
 
 

@@ -18,8 +18,11 @@ def part(*tokens: int, finish: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 async def stream(*parts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    for one in parts:
-        yield one
+    async def told() -> AsyncIterator[dict[str, Any]]:
+        for part in parts:
+            yield part
+
+    return told()
 
 
 async def test_the_last_part_is_the_answer_and_all_are_heard() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlsys.config.schema import SamplingConfig
 from rlsys.rollout.agent.episode import TurnSampling
-from rlsys.rollout.sampling import in_training, of_answers
+from rlsys.rollout.requests import in_training, of_answers
 
 ROLLOUTS = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20, stop=["</a>"])
 

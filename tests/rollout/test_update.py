@@ -232,7 +232,7 @@ async def test_an_update_that_broke_off_is_forgotten(bench: Bench) -> None:
 async def test_weights_come_through_the_transport(
     bench: Bench, mode: SyncMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.rollout.worker.open_receiver", receiver_of)
+    monkeypatch.setattr("rlsys.rollout.engine.open_receiver", receiver_of)
     await bench.bring(bench.first)
     weights = dict(bench.second.named_parameters())
     parts = list(pack(weights.items(), bucket_bytes=40_000))

@@ -12,7 +12,7 @@ import yaml
 
 from rlsys.config.compose import schema_keys
 from rlsys.config.schema import TaskConfig
-from rlsys.rollout.agent.calling import call_tool
+from rlsys.rollout.agent.episode import call_tool
 from rlsys.rollout.agent.observation import render_call
 from rlsys.rollout.tools.calculator import Calculator
 from rlsys.rollout.tools.load import check_tools, open_tools

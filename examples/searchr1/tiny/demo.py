@@ -32,9 +32,9 @@ from rlsys.data.rows import read_questions
 from rlsys.errors import RunError
 from rlsys.observe.summary import write_summary
 from rlsys.observe.table import render_summary
-from rlsys.orchestrator.record import new_run_dir
 from rlsys.orchestrator.resume import CHECKPOINTS
-from rlsys.orchestrator.serving import serving
+from rlsys.orchestrator.run_logger import new_run_dir
+from rlsys.orchestrator.search_server import serving
 from rlsys.orchestrator.validate import validate
 from rlsys.search.client import SearchClient
 from rlsys.search.index.make import make_index

@@ -180,7 +180,7 @@ def _trained(config: RunConfig) -> tuple[Path, dict[str, Any]]:
     """Train as `rlsys train` does; the run's folder and its summary."""
     # Ray, transformers and the trackers take seconds to load, which a mistake need not wait for.
     from rlsys.files import claim
-    from rlsys.orchestrator.starting import ready_to_start
+    from rlsys.orchestrator.run import ready_to_start
     from rlsys.train import train
 
     run_dir, origin = ready_to_start(config, note)

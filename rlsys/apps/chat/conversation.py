@@ -35,14 +35,15 @@ from rlsys.data.trajectory import Finish
 from rlsys.errors import UserError
 from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import (
+    CANCEL_GRACE_S,
     Episode,
     EpisodeTools,
     Generation,
     SearchResult,
     SearchTool,
     TurnSampling,
+    within,
 )
-from rlsys.rollout.agent.within import CANCEL_GRACE_S, within
 from rlsys.rollout.requests import Streaming
 from rlsys.rollout.tools.interface import Tool
 from rlsys.rollout.tools.load import open_tools

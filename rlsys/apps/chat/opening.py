@@ -18,9 +18,9 @@ from rlsys.apps.evaluation.engines import NoSearch, open_codec, open_generator
 from rlsys.apps.evaluation.how import EngineName
 from rlsys.apps.evaluation.model import Model, as_hf
 from rlsys.config.schema import Device, RunConfig
-from rlsys.orchestrator.serving import Serving, serving, silent
+from rlsys.orchestrator.search_server import Serving, serving, silent
 from rlsys.rollout.agent.episode import SearchTool
-from rlsys.rollout.sampling import of_answers
+from rlsys.rollout.requests import of_answers
 from rlsys.rollout.search_tool import open_tool
 
 

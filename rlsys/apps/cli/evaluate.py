@@ -147,7 +147,7 @@ def _folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
     One that is made here, and holds nothing when what it was made for fails, goes again.
     """
     from rlsys.apps.evaluation.results import RESULTS
-    from rlsys.orchestrator.record import new_run_dir
+    from rlsys.orchestrator.run_logger import new_run_dir
 
     is_new = out is None or not out.exists()
     if out is None:

@@ -57,7 +57,7 @@ def _run(config: RunConfig, folder_to: Path | None) -> None:
     from rlsys.apps.running import run_to_end
     from rlsys.files import claim, write_atomically
     from rlsys.observe.table import render_summary
-    from rlsys.orchestrator.starting import ready_to_start
+    from rlsys.orchestrator.run import ready_to_start
     from rlsys.train import train
 
     run_dir, origin = ready_to_start(config, lambda text: typer.echo(f"Note: {text}", err=True))

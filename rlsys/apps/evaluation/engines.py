@@ -24,8 +24,7 @@ from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.evaluate import Ask
 from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, run_episode
-from rlsys.rollout.requests import Streaming
-from rlsys.rollout.sampling import of_answers
+from rlsys.rollout.requests import Streaming, of_answers
 from rlsys.rollout.search_tool import open_tool
 from rlsys.search.result import SearchResult
 

@@ -22,7 +22,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation, evaluate
 from rlsys.orchestrator.evaluation.heldout import heldout_score
-from rlsys.orchestrator.serving import serving
+from rlsys.orchestrator.search_server import serving
 from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.search_tool import open_tool
 

@@ -12,7 +12,7 @@ from rlsys.apps.evaluation.model import Model, find_model
 from rlsys.apps.evaluation.sets import Source, find_sources
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
-from rlsys.orchestrator.serving import Serving, silent
+from rlsys.orchestrator.search_server import Serving, silent
 from rlsys.orchestrator.validate import Problem, find_problems
 
 T = TypeVar("T")

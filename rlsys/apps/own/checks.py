@@ -18,7 +18,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.rows import read_rows
 from rlsys.data.template import own_template, tool_template
 from rlsys.errors import UserError
-from rlsys.orchestrator.starting import ready_to_start
+from rlsys.orchestrator.run import ready_to_start
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.tools.load import described
 from rlsys.search.encoders.files import resolve_folder

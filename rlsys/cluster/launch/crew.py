@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.cluster.asking import answer
-from rlsys.cluster.host import SyncHost
 from rlsys.cluster.launch.agent import NodeAgent
 from rlsys.cluster.launch.gathering import Gathering
 from rlsys.cluster.launch.ray_node import RayNode
 from rlsys.cluster.launch.task import Say
 from rlsys.cluster.machines import Machine, lost, machines, resident
 from rlsys.cluster.role import Role
-from rlsys.cluster.worker_group import Rank, RankDied, RankSilent, WorkerGroup
+from rlsys.cluster.worker_group import Rank, RankDied, RankSilent, SyncHost, WorkerGroup
 from rlsys.errors import RunError, UserError
 
 LOOK_S = 0.5

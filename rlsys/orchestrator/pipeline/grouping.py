@@ -24,11 +24,11 @@ from rlsys.data.group import Floats, Group, Sample
 from rlsys.data.masks import MaskOf, trained_tokens
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.pipeline.workers import Rewards
+from rlsys.orchestrator.pipeline.workers import RewardScorer
 from rlsys.orchestrator.rewards.scored import Scored
 
 
-async def reward_group(question: Question, trajectories: Sequence[Trajectory], rewards: Rewards) -> Group:
+async def reward_group(question: Question, trajectories: Sequence[Trajectory], rewards: RewardScorer) -> Group:
     """Reward every episode of `question`, all at once. The first failure, or cancellation, ends the others."""
     async with asyncio.TaskGroup() as tasks:
         scores = [tasks.create_task(rewards.score(question, one)) for one in trajectories]

@@ -7,10 +7,10 @@ from math import floor, inf
 
 from rlsys.config.derived import has_critic, max_staleness, mini_batch_sizes, needs_whole_mini_batch
 from rlsys.config.schema import RunConfig, Schedule
-from rlsys.orchestrator.pipeline.flow import Bites
 from rlsys.orchestrator.pipeline.grouping import over_mini_batch
 from rlsys.orchestrator.pipeline.learn import MiniBatches
-from rlsys.orchestrator.pipeline.ledger import Ledger
+from rlsys.orchestrator.pipeline.rollout_pipeline import ScoreBatchSize
+from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 
 
 def is_on_policy(config: RunConfig) -> bool:
@@ -18,22 +18,22 @@ def is_on_policy(config: RunConfig) -> bool:
     return max_staleness(config) == 0
 
 
-def make_ledger(config: RunConfig) -> Ledger:
-    """The ledger of a run that begins."""
+def make_scheduler(config: RunConfig) -> StalenessScheduler:
+    """The scheduler of a run that begins."""
     curation, groups = config.algorithm.curation, config.trainer.prompts_per_step
     replaced = floor(curation.max_replaced * groups) if curation.drop_no_spread else 0
-    return Ledger(groups, max_staleness(config), curation.oversample, replaced, config.trainer.steps)
+    return StalenessScheduler(groups, max_staleness(config), curation.oversample, replaced, config.trainer.steps)
 
 
-def bites(config: RunConfig) -> Bites:
+def score_batch_size(config: RunConfig) -> ScoreBatchSize:
     """Portions of the log-prob stage: what is there, up to the largest mini-batch.
 
     In sequence it gets the whole step, once all rollouts have ended, aborted ones included.
     """
     trainer = config.trainer
     if trainer.schedule.kind is Schedule.sequential:
-        return Bites(inf, trainer.prompts_per_step)
-    return Bites(1, max(mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)))
+        return ScoreBatchSize(inf, trainer.prompts_per_step)
+    return ScoreBatchSize(1, max(mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)))
 
 
 def mini_batches(config: RunConfig) -> MiniBatches:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rlsys.data.group import Sample, Scores
 from rlsys.data.question import Question
+from rlsys.data.source import SourceState
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.scored import Scored
-from rlsys.rollout.agent.begun import Begun
-
-Say = Callable[[str], None]
-"""Tells people what a stage does, or "waits for" and what; an empty text is the end of what it has to say."""
+from rlsys.rollout.agent.tokens import EpisodeProgress
 
 
-def silent(_: str) -> None:
-    """A `Say` that nobody hears."""
-
-
-def groups_of(count: int) -> str:
-    """`count` groups in words."""
-    return "1 group" if count == 1 else f"{count} groups"
-
-
-class Generator(Protocol):
+class GroupGenerator(Protocol):
     """The rollout group."""
 
     @property
@@ -35,24 +24,26 @@ class Generator(Protocol):
     def waits_for(self) -> str:
         """What all that is under way waits for, as far as is known; empty where some of it is generated."""
 
-    async def run_group(self, question: Question, ticket: int, begun: Sequence[Begun] = ()) -> list[Trajectory]:
+    async def run_group(
+        self, question: Question, prompt_group: int, begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
         """All episodes of one question, those of them that were `begun` earlier from where they were.
 
         Raises GroupLost if they cannot be had; frees all on cancellation.
         """
 
-    async def under_way(self) -> Mapping[int, tuple[Begun, ...]]:
-        """By ticket: what is begun of each group that is being generated, for a later `run_group` to go on from."""
+    async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
+        """By prompt group: what is begun of each group that is being generated, for a later `run_group` to go on from."""
 
 
-class Rewards(Protocol):
+class RewardScorer(Protocol):
     """What episodes are worth."""
 
     async def score(self, question: Question, trajectory: Trajectory) -> Scored:
         """The reward of one episode, and what it is made of. May ask others, and take its time."""
 
 
-class Scorer(Protocol):
+class SampleScorer(Protocol):
     """The inference group, and the critic where there is one."""
 
     @property
@@ -63,7 +54,7 @@ class Scorer(Protocol):
         """Log-probs and values in the order of `samples`."""
 
 
-class Learner(Protocol):
+class LearnerGroup(Protocol):
     """The actor, or the critic."""
 
     def enough(self, samples: Sequence[Sample]) -> bool:
@@ -84,6 +75,9 @@ class Prompts(Protocol):
 
     def give_back(self, question: Question) -> None:
         """Ask it again."""
+
+    def state(self) -> SourceState:
+        """What a resumed run needs to go on with the same prompts."""
 
 
 class Devices(Protocol):

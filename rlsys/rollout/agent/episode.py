@@ -12,12 +12,13 @@ out as of its last whole turn and go on later, elsewhere: see `begun.py`.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter, time_ns
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,17 +26,21 @@ from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.errors import UserError
-from rlsys.rollout.agent.begun import PartialEpisode, partial_episode
-from rlsys.rollout.agent.calling import call_tool
 from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.doing import SEARCH
 from rlsys.rollout.agent.observation import Observer, render_call
 from rlsys.rollout.agent.protocol import Call, End, Parsed, Say, State
 from rlsys.rollout.agent.protocol import Protocol as Rules
-from rlsys.rollout.agent.tokens import Sample, open_context
-from rlsys.rollout.agent.within import within
-from rlsys.rollout.tools.interface import Tool
+from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode, Sample, open_context, partial_episode
+from rlsys.rollout.tools.interface import Tool, ToolError
 from rlsys.rollout.tools.load import open_tools
+
+T = TypeVar("T")
+CANCEL_GRACE_S = 1.0
+"""For a cancelled call to end in order; then it is waited for no more."""
+MOST_CHARS = 100_000
+"""Of what a tool says: more is cut before anybody looks at it."""
+SEARCH = "search"
+"""As a name of what is awaited; the others are the names of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,3 +369,156 @@ def _as_turn(parsed: Parsed, generation: Generation, prompt_tokens: int, began_n
         began_ns=began_ns,
         tool=parsed.tool,
     )
+
+
+class EpisodeGroup:
+    """The episodes of one question, side by side. Play it once, on one event loop.
+
+    Every episode comes back: one that has ended before stays as it is, one with progress resumes, others begin; one that runs
+    out of time, or is not played to its end, is `Finish.ABORTED` and holds the turns that were complete. What `progress`
+    returns at any moment can be given to another group of the same question, which then ends as this one would have.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        samples: Sequence[int],
+        tools: EpisodeTools,
+        sampling: TurnSampling,
+        begun: Sequence[EpisodeProgress] = (),
+    ) -> None:
+        """`begun` is what there is already of some of the `samples`, in any order.
+
+        Raises UserError for a question that is too long, ValueError for `begun` that is not of this group.
+        """
+        known = {one.sample: one for one in begun}
+        if len(known) < len(begun) or not known.keys() <= set(samples):
+            raise ValueError(
+                f"Samples {[one.sample for one in begun]} were begun, of the samples {list(samples)} of "
+                f"question {question.uid}."
+            )
+        self._episodes: dict[int, Episode] = {}
+        """Those that have to be played."""
+        self._ended: dict[int, Trajectory] = {}
+        self._samples = tuple(samples)
+        for sample in samples:
+            one = known.get(sample)
+            if not isinstance(one, Trajectory):
+                self._episodes[sample] = Episode(question, sample, tools, sampling, one)
+            elif one.question_uid == question.uid:
+                self._ended[sample] = one
+            else:
+                raise ValueError(f"An episode of question {one.question_uid} is none of {question.uid}.")
+
+    async def play(self, slots: asyncio.Semaphore, timeout_s: float) -> None:
+        """Run each episode to its end, or for `timeout_s` seconds from when one of the `slots` is free for it."""
+
+        async def play(sample: int, episode: Episode) -> None:
+            async with slots:
+                finish = await within(asyncio.ensure_future(episode.run()), timeout_s=timeout_s)
+            self._ended[sample] = episode.trajectory(finish or Finish.ABORTED)
+
+        tasks = [asyncio.create_task(play(sample, episode)) for sample, episode in self._episodes.items()]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            # After an error or a cancellation, no sibling may go on unseen.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def begun(self) -> tuple[EpisodeProgress, ...]:
+        """Of each sample that has ended or has a whole turn, what there is; in the order of the samples."""
+        found = (self._ended.get(sample) or self._episodes[sample].begun() for sample in self._samples)
+        return tuple(one for one in found if one is not None)
+
+    def trajectories(self) -> list[Trajectory]:
+        """Of every sample, in order; an episode that has not ended is aborted."""
+        return [
+            self._ended.get(sample) or self._episodes[sample].trajectory(Finish.ABORTED) for sample in self._samples
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """A moment of one engine's episodes."""
+
+    busy: bool
+    """The engine generates, or holds requests back for a while."""
+    awaited: Mapping[str, int]
+    """What is outside the engine, by name -> episodes that wait for it."""
+
+
+def common_wait(found: Iterable[Activity]) -> str:
+    """What all that goes on waits for, in words; empty where an engine is busy, or nothing is awaited."""
+    awaited: set[str] = set()
+    for activity in found:
+        if activity.busy:
+            return ""
+        awaited.update(name for name, episodes in activity.awaited.items() if episodes)
+    return " and ".join(sorted(awaited))
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What came of a call."""
+
+    text: str
+    error: str = ""
+    """Why it failed, on one line; empty where it worked."""
+
+
+async def call_tool(tool: Tool, text: str) -> Called:
+    """What `tool` says to `text`, within its time-out: failures are returned, not raised."""
+    called = await within(_attempt(tool, text), timeout_s=tool.timeout_s)
+    return called or Called("", f"no answer within {tool.timeout_s:g} s")
+
+
+async def _attempt(tool: Tool, text: str) -> Called:
+    try:
+        said = await tool.call(text)
+    except ToolError as error:
+        return Called("", _reason(error) or "it gives no reason")
+    except asyncio.CancelledError:  # by the tool itself: once the time is over, nobody listens any more
+        return Called("", "it was cancelled")
+    # The tool is somebody else's, and the policy gets to read it; `exit()` in it must not end the worker.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return Called("", f"{type(error).__name__}: {_reason(error)}".rstrip(": "))
+    if not isinstance(said, str):
+        return Called("", f"it returned {type(said).__name__}, not text")
+    return Called(_encodable(said))
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, on one line; empty for one that cannot say it."""
+    try:
+        return " ".join(_encodable(str(error)).split())
+    except Exception:  # noqa: BLE001 (its __str__ is the tool's as well)
+        return ""
+
+
+def _encodable(text: str) -> str:
+    """`text` without what no tokenizer takes, lone surrogates, and no longer than is looked at."""
+    return text[:MOST_CHARS].encode("utf-8", "replace").decode("utf-8")
+
+
+async def within(
+    call: Coroutine[Any, Any, T] | asyncio.Task[T],
+    *,
+    timeout_s: float | None = None,
+    stop: asyncio.Future[None] | None = None,
+) -> T | None:
+    """What `call` returns, or None after `timeout_s` seconds or once `stop` is done.
+
+    The call is then cancelled. One that ignores this is left behind after `CANCEL_GRACE_S`.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        waits: list[asyncio.Future[Any]] = [task] if stop is None else [task, stop]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        if not task.done():
+            task.cancel()
+            # The gather takes note of an error, which nobody will ask for any more.
+            await asyncio.wait([asyncio.gather(task, return_exceptions=True)], timeout=CANCEL_GRACE_S)

@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.data.group import Floats, Picks, Sample
+from rlsys.data.group import Floats, Sample, TopkLogprobs
 from rlsys.data.masks import MaskOf, trained_tokens
 
 _NARROWEST = 2
@@ -45,7 +45,7 @@ class MicroBatch:
     returns: Floats | None = None
     """[rows, width] what it should have said."""
     pick_tokens: NDArray[np.int32] | None = None
-    """[targets, k] in the order of `targets`; see `Picks`."""
+    """[targets, k] in the order of `targets`; see `TopkLogprobs`."""
     pick_logprobs: Floats | None = None
     """[targets, k]"""
     packed: bool = False
@@ -176,12 +176,12 @@ def collate(
     )
 
 
-def _joined(picks: Sequence[Picks | None]) -> Picks | None:
+def _joined(picks: Sequence[TopkLogprobs | None]) -> TopkLogprobs | None:
     """Those of all samples; None where one has none, or there are no samples."""
     found = [one for one in picks if one is not None]
     if not found or len(found) < len(picks):
         return None
-    return Picks(np.concatenate([one.tokens for one in found]), np.concatenate([one.logprobs for one in found]))
+    return TopkLogprobs(np.concatenate([one.tokens for one in found]), np.concatenate([one.logprobs for one in found]))
 
 
 def _weighted_advantage(sample: Sample) -> Floats:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from rlsys.errors import RunError, UserError
 
 _TREE = "tree"
+KEY = "saved as"
 _SCALARS: Mapping[Any, tuple[type, ...]] = {
     bool: (bool, np.bool_),
     int: (int, np.integer),
@@ -118,7 +119,7 @@ def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
         return value.value
     if _is_record(origin):
         hints = _hints(origin)
-        return {name: _encoded(getattr(value, name), hints[name], arrays) for name in hints}
+        return {key: _encoded(getattr(value, name), hint, arrays) for key, (name, hint) in hints.items()}
     if issubclass(origin, Mapping):
         key, item = inner
         return [[_encoded(k, key, arrays), _encoded(v, item, arrays)] for k, v in value.items()]
@@ -147,7 +148,7 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
         hints = _hints(origin)
         if tree.keys() != hints.keys():
             raise TypeError(f"{sorted(tree.keys() ^ hints.keys())} are on one side only")
-        return origin(**{name: _decoded(tree[name], hints[name], members) for name in hints})
+        return origin(**{name: _decoded(tree[key], hint, members) for key, (name, hint) in hints.items()})
     if issubclass(origin, Mapping):
         key, item = inner
         return {_decoded(k, key, members): _decoded(v, item, members) for k, v in tree}
@@ -186,9 +187,10 @@ def _is_record(kind: Any) -> bool:
 
 
 @cache
-def _hints(kind: type[Any]) -> Mapping[str, Any]:
+def _hints(kind: type[Any]) -> Mapping[str, tuple[str, Any]]:
+    """Key in the file -> name and hint of the field. `field(metadata={KEY: ...})` keeps the key of a renamed field."""
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+    return {field.metadata.get(KEY, field.name): (field.name, hints[field.name]) for field in fields(kind)}
 
 
 def _first_line(problem: Exception) -> str:

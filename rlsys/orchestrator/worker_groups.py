@@ -12,17 +12,17 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from rlsys.cluster.bundles import plan_bundles
 from rlsys.cluster.planning.placement import CRITIC, parse_placement
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.derived import has_critic
-from rlsys.config.schema import Mode, RunConfig
-from rlsys.orchestrator.groups.megatron import launch_megatron
-from rlsys.orchestrator.groups.residence import Residence
-from rlsys.orchestrator.groups.rollout import make_worker
-from rlsys.orchestrator.pipeline.workers import Say
+from rlsys.config.schema import Device, Mode, RunConfig
+from rlsys.observe import status
+from rlsys.orchestrator.megatron_groups import launch_megatron
+from rlsys.orchestrator.offloading import OffloadManager
 
 STOP_TIMEOUT_S = 30.0
 
@@ -61,20 +61,16 @@ def _search_token(config: RunConfig) -> dict[str, str]:
 async def build_groups(
     config: RunConfig,
     groups: Mapping[str, WorkerGroup],
-    devices: Residence,
-    say: Mapping[str, Say],
+    devices: OffloadManager,
     done: int = 0,
 ) -> None:
-    """Make the workers of all groups. With `done` steps behind it, a run draws otherwise than at its beginning.
-
-    `say` has a voice for each group.
-    """
+    """Make the workers of all groups. With `done` steps behind it, a run draws otherwise than at its beginning."""
 
     async def build(name: str) -> None:
-        say[name]("starts")
+        status.show("starts", name)
         await _build(name, groups[name], config, done)
         await devices.built(name)
-        say[name]("waits for the other groups to start")
+        status.show("waits for the other groups to start", name)
 
     if config.cluster.mode is Mode.collocated:
         for name in groups:
@@ -84,14 +80,32 @@ async def build_groups(
             for name in groups:
                 builds.create_task(build(name))
     for name in groups:
-        say[name]("waits for weight sync" if name == "rollout" else "waits for rollouts")
+        status.show("waits for weight sync" if name == "rollout" else "waits for rollouts", name)
+
+
+def _rollout_worker(config: RunConfig, seed: int) -> Any:
+    """Build one engine's worker, in its own process; `search.url` names a running server."""
+    from rlsys.rollout.engine import RolloutWorker  # loads SGLang, which the driver has no use for
+
+    cluster = config.cluster
+    return RolloutWorker(
+        model_path=config.model.path,
+        rollout=config.rollout,
+        task=config.task,
+        search=config.search,
+        device=cluster.device,
+        seed=seed,
+        on_update=config.trainer.schedule.on_update,
+        memory_saver=cluster.mode is Mode.collocated and cluster.device is Device.gpu,
+        sampled_answers=config.compat.sampled_validation,
+    )
 
 
 async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) -> None:
     if name == "rollout":
         first = config.trainer.seed + done * len(group.ranks)
         arguments = [(config, first + rank) for rank in range(len(group.ranks))]
-        await group.build(make_worker, arguments, config.rollout.engine.start_timeout_s)
+        await group.build(_rollout_worker, arguments, config.rollout.engine.start_timeout_s)
     else:
         await launch_megatron(group, name, config)
 

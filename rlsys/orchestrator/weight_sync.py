@@ -1,9 +1,9 @@
 """Takes a new policy version from the actor to everybody who holds a copy, in two phases.
 
-- `transfer`: every receiver gets all buckets. The next one is gathered while the last one is received. The
+- `push`: every receiver gets all buckets. The next one is gathered while the last one is received. The
   sender's weights must not change meanwhile: the caller's affair. Receivers that use a version as soon as
-  they hold it (`at_once`: the inference group) finish here.
-- `switch`: the others, which hold the version aside and go on with the last one, begin to use it. That may
+  they hold it (`immediate`: the inference group) finish here.
+- `activate`: the others, which hold the version aside and go on with the last one, begin to use it. That may
   take long, for they may let their work end first; the next transfer waits for it.
 
 Both ends hash every tensor; a receiver that does not hold what was sent refuses the version and the run ends.
@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import ClusterConfig
 from rlsys.errors import RunError
+from rlsys.observe import status
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.pipeline.workers import Say, silent
 from rlsys.weights.transport import Parcel, TransportSpec
 
 
@@ -91,18 +91,17 @@ class WeightSync:
         cluster: ClusterConfig,
         run_dir: Path,
         tracer: Tracer,
-        at_once: Sequence[Receiver] = (),
-        say: Say = silent,
+        immediate: Sequence[Receiver] = (),
     ) -> None:
-        """`receivers` begin to use a version when told to `switch`, those `at_once` with the end of its transfer.
+        """`receivers` begin to use a version when told to `activate`, those `immediate` with the end of its transfer.
 
-        The processes of `sender` are `Sending`. `say` is told what is done and waited for.
+        The processes of `sender` are `Sending`.
         """
         self._sender = sender
-        self._at_switch, self._at_once = tuple(receivers), tuple(at_once)
+        self._deferred, self._immediate = tuple(receivers), tuple(immediate)
         self._cluster = cluster
         self._folder = run_dir / "weights"
-        self._tracer, self._say = tracer, say
+        self._tracer = tracer
         self._members: tuple[str, ...] = ()
         self._taken = 0
         self._copy_gb_s = 0.0
@@ -138,53 +137,53 @@ class WeightSync:
         self._copy_gb_s = self._copy_gb_s or speed
         self._members, self._taken = members, 0
 
-    async def transfer(self, version: int) -> SyncReport:
+    async def push(self, version: int) -> SyncReport:
         """Bring the sender's weights to every receiver, to be known as `version`.
 
         Waits for the last switch. Raises RunError if that failed or takes too long.
         """
         if not self._switched.is_set():
-            self._say("waits for the last switch")
+            status.show("waits for the last switch", "sync")
         await self._last_switch(version)
         if self._living_members() != self._members:
             await self.open()
-        self._say("waits for log-probs")
+        status.show("waits for log-probs", "sync")
         # Outside of what is measured: they may have to wait for work that is under way.
         await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
         started = time.perf_counter()
-        self._say(f"sends version {version}")
+        status.show(f"sends version {version}", "sync")
         with self._tracer.span("sync.transfer", step=version):
             sent_bytes, digest = await self._send_buckets()
-            await asyncio.gather(*(receiver.finish_update(version, digest) for receiver in self._at_once))
+            await asyncio.gather(*(receiver.finish_update(version, digest) for receiver in self._immediate))
         seconds = time.perf_counter() - started
         report = SyncReport(version, digest, sent_bytes, self._copy_gb_s, seconds)
         self._transferred = report
         self._switched.clear()
-        self._say("waits for the switch")
+        status.show("waits for the switch", "sync")
         return report
 
-    async def switch(self, version: int) -> SyncReport:
+    async def activate(self, version: int) -> SyncReport:
         """Let the receivers that hold `version` aside use it; returns when all do."""
         held = self._transferred
         if held is None or held.version != version:
             raise RunError(f"Version {version} cannot be switched to: it was not transferred last.")
         started = time.perf_counter()
-        self._say(f"switches the engines to version {version}")
+        status.show(f"switches the engines to version {version}", "sync")
         try:
             with self._tracer.span("sync.switch", step=version):
-                await asyncio.gather(*(receiver.finish_update(version, held.digest) for receiver in self._at_switch))
+                await asyncio.gather(*(receiver.finish_update(version, held.digest) for receiver in self._deferred))
             report = replace(held, switch_s=time.perf_counter() - started)
             self.reports.append(report)
             self._transferred = None
-            self._say("waits for training")
+            status.show("waits for training", "sync")
         finally:
             self._switched.set()
         return report
 
     async def send(self, version: int) -> SyncReport:
-        """Transfer and switch."""
-        await self.transfer(version)
-        return await self.switch(version)
+        """Push and activate."""
+        await self.push(version)
+        return await self.activate(version)
 
     def figures(self) -> dict[str, float]:
         """Of the version that was transferred last; until it is in use, of the switch before it."""
@@ -199,7 +198,7 @@ class WeightSync:
 
     @property
     def _all(self) -> tuple[Receiver, ...]:
-        return self._at_once + self._at_switch
+        return self._immediate + self._deferred
 
     def _living_members(self) -> tuple[str, ...]:
         ranks = [receiver.workers.ranks[rank] for receiver in self._all for rank in receiver.living]

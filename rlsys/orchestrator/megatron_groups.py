@@ -20,7 +20,7 @@ import numpy as np
 from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
-from rlsys.data.group import Floats, Picks, Sample, Scores
+from rlsys.data.group import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.trainer.batches.batcher import Plan
 from rlsys.trainer.batches.dealer import Dealer
@@ -262,10 +262,10 @@ def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
     """Of each sequence of `batch`."""
     nothing: list[None] = [None] * len(batch.lengths)
     references = nothing if result.reference is None else batch.split(result.reference)
-    picks: list[Picks] | list[None] = nothing
+    picks: list[TopkLogprobs] | list[None] = nothing
     if result.picks is not None and len(batch.lengths):  # np.split makes one part of nothing.
         ends = np.cumsum(batch.trained_lengths)[:-1]
-        picks = [Picks(*pair) for pair in zip(*(np.split(one, ends) for one in result.picks), strict=True)]
+        picks = [TopkLogprobs(*pair) for pair in zip(*(np.split(one, ends) for one in result.picks), strict=True)]
     parts = zip(batch.split(result.policy), references, picks, strict=True)
     return [Scores(policy, reference, picked) for policy, reference, picked in parts]
 

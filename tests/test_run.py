@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from rlsys.orchestrator.session import Session
+from rlsys.observe import status
+from rlsys.orchestrator.run import Run
 from tests.pipeline.virtual_time import now, run_virtually
 
 
@@ -23,18 +23,15 @@ def test_a_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() ->
     async def kept() -> None:
         said.append("kept")
 
-    async def under_way() -> None:
+    async def in_flight() -> None:
         said.append("the checkpoint's moment")
         raise _BeganError
 
-    def say(*voices: str) -> Any:
-        return lambda text: said.append(f"{', '.join(voices)}: {text}")
-
-    run = Session.__new__(Session)
-    run.record = SimpleNamespace(trajectories_kept=kept, say=say)  # type: ignore[assignment]
-    run.rollout = SimpleNamespace(under_way=under_way)  # type: ignore[assignment]
-    run.trained = {"actor": None}  # type: ignore[dict-item]
-    with pytest.raises(_BeganError):
+    run = Run.__new__(Run)
+    run.log = SimpleNamespace(trajectories_kept=kept)  # type: ignore[assignment]
+    run.groups = SimpleNamespace(engines=SimpleNamespace(in_flight=in_flight), trained={"actor": None})  # type: ignore[assignment]
+    reported = status.reported_to(lambda stage, text: said.append(f"{stage}: {text}"))
+    with reported, pytest.raises(_BeganError):
         asyncio.run(run.save(3))
     assert said == [
         "actor.trajectories: waits for trajectories to be written",
@@ -50,7 +47,7 @@ def test_what_rollouts_wait_for_is_looked_at_again_and_again() -> None:
 
     async def look() -> None:
         await asyncio.sleep(0.5)
-        run.rollout.waits_for = next(causes)
+        engines.waits_for = next(causes)
 
     async def watch() -> None:
         watching = asyncio.create_task(run.watch_rollouts())
@@ -59,8 +56,9 @@ def test_what_rollouts_wait_for_is_looked_at_again_and_again() -> None:
         with pytest.raises(asyncio.CancelledError):
             await watching
 
-    run = Session.__new__(Session)
-    run.rollout = SimpleNamespace(look=look)  # type: ignore[assignment]
-    run.flow = SimpleNamespace(show_rollouts=lambda: seen.append((now(), run.rollout.waits_for)))  # type: ignore[assignment]
+    run = Run.__new__(Run)
+    engines = SimpleNamespace(look=look, waits_for="")
+    run.groups = SimpleNamespace(engines=engines)  # type: ignore[assignment]
+    run.pipeline = SimpleNamespace(show_rollouts=lambda: seen.append((now(), engines.waits_for)))  # type: ignore[assignment]
     run_virtually(watch())
     assert seen == [(1.5, ""), (3.0, "search"), (4.5, "search"), (6.0, "")]

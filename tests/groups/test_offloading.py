@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.groups.megatron import ActorGroup, InferenceGroup
-from rlsys.orchestrator.groups.residence import Residence, Tenant
+from rlsys.orchestrator.megatron_groups import ActorGroup, InferenceGroup
+from rlsys.orchestrator.offloading import OffloadManager, Switch
 from rlsys.trainer.batches.dealer import Dealer
 from rlsys.trainer.results import Offloaded
 from tests.pipeline.virtual_time import now, run_virtually
@@ -35,7 +35,7 @@ class Device:
     fails: Callable[[], bool] = lambda: False
     seconds: Callable[[], float] = lambda: 1.0
 
-    def tenant(self, name: str) -> Tenant:
+    def tenant(self, name: str) -> tuple[Switch, Switch]:
         async def leave() -> dict[str, float]:
             self.log.append(f"-{name}")
             self.usable.discard(name)
@@ -50,7 +50,7 @@ class Device:
             await self._pass(name)
             self.usable.add(name)
 
-        return Tenant(leave, enter)
+        return leave, enter
 
     async def _pass(self, name: str) -> None:
         await asyncio.sleep(self.seconds())
@@ -58,12 +58,12 @@ class Device:
             raise SwitchError(name)
 
 
-def make(device: Device) -> tuple[Residence, Tracer]:
+def make(device: Device) -> tuple[OffloadManager, Tracer]:
     tracer = Tracer("driver", clock=lambda: int(now() * 1e9))
-    return Residence({name: device.tenant(name) for name in NAMES}, tracer), tracer
+    return OffloadManager({name: device.tenant(name) for name in NAMES}, tracer), tracer
 
 
-async def build(device: Device, residence: Residence) -> None:
+async def build(device: Device, residence: OffloadManager) -> None:
     """One group after another, as a driver does it."""
     for name in NAMES:
         device.on_it.add(name)
@@ -119,7 +119,7 @@ def test_the_record_says_what_a_switch_cost() -> None:
 def test_without_members_nothing_happens() -> None:
     async def scenario() -> None:
         tracer = Tracer("driver")
-        residence = Residence({}, tracer)
+        residence = OffloadManager({}, tracer)
         await residence.built("actor")
         await residence.need("actor", "rollout")
         await residence.need()
@@ -221,7 +221,7 @@ def test_a_megatron_group_is_a_tenant(kind: type[ActorGroup] | type[InferenceGro
     async def scenario() -> None:
         workers, tracer = Ranks(), Tracer("driver")
         group = kind(workers, Dealer.__new__(Dealer), Tracer("group"))  # type: ignore[arg-type]
-        residence = Residence({"it": Tenant(group.offload, group.restore)}, tracer)
+        residence = OffloadManager({"it": (group.offload, group.restore)}, tracer)
         await residence.built("it")
         await residence.need("it")
         assert workers.called == ["offload", "restore"]

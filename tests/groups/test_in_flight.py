@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlsys.orchestrator.groups.rollout import UNDER_WAY_TIMEOUT_S
-from rlsys.rollout.agent.begun import Begun
+from rlsys.orchestrator.engine_pool import IN_FLIGHT_TIMEOUT_S
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.groups.engines import NEVER, Engines
 from tests.groups.test_rollout import SAMPLES, make, settle, taking
 from tests.pipeline.build import question, trajectory
 from tests.pipeline.virtual_time import now, run_virtually
 
 
-def ended(number: int, *samples: int) -> tuple[Begun, ...]:
+def ended(number: int, *samples: int) -> tuple[EpisodeProgress, ...]:
     return tuple(trajectory(uid=f"q:{number}", sample=sample) for sample in samples)
 
 
-def what(begun: dict[int, tuple[Begun, ...]]) -> dict[int, list[tuple[str, int]]]:
-    """By ticket: question and sample of each episode."""
-    return {ticket: [(one.question_uid, one.sample) for one in found] for ticket, found in begun.items()}
+def what(begun: dict[int, tuple[EpisodeProgress, ...]]) -> dict[int, list[tuple[str, int]]]:
+    """By prompt group: question and sample of each episode."""
+    return {prompt_group: [(one.question_uid, one.sample) for one in found] for prompt_group, found in begun.items()}
 
 
 def test_engines_tell_of_what_runs_and_what_waits_keeps_what_it_had() -> None:
@@ -33,18 +33,18 @@ def test_engines_tell_of_what_runs_and_what_waits_keeps_what_it_had() -> None:
         ]
         evaluation = asyncio.ensure_future(group.answer(question(9)))
         await asyncio.sleep(1)
-        assert what(await group.under_way()) == {
+        assert what(await group.in_flight()) == {
             70: [("q:0", 0)],
             71: [("q:1", 0), ("q:1", 2)],
             72: [("q:2", 1), ("q:2", 3)],  # in line
         }
         await asyncio.sleep(10)
-        assert what(await group.under_way()) == {
+        assert what(await group.in_flight()) == {
             72: [("q:2", 0), ("q:2", 1), ("q:2", 3)],
             73: [("q:3", 0)],
         }
         await asyncio.gather(*asked, evaluation)
-        assert await group.under_way() == {}
+        assert await group.in_flight() == {}
 
     run_virtually(story())
 
@@ -73,10 +73,10 @@ def test_an_engine_that_dies_or_does_not_answer_costs_only_what_was_begun_on_it(
         await settle()
         engines.die(0)
         engines.ranks[2].silent = True
-        found = what(await group.under_way())
+        found = what(await group.in_flight())
         # Engine 0's group has moved to engine 1 meanwhile, which was asked before.
         assert found == {0: [("q:0", 3)], 1: [("q:1", 0), ("q:1", 3)], 2: [("q:2", 3)]}
-        assert now() == UNDER_WAY_TIMEOUT_S
+        assert now() == IN_FLIGHT_TIMEOUT_S
         (first, _), (again, _) = engines.starts["q:0"]
         runs = [_group_of(engines, engine, "q:0") for engine in (first, again)]
         assert runs[0] == runs[1], "the second engine is given the same"
@@ -95,7 +95,7 @@ def test_a_group_that_is_returned_while_engines_are_asked_is_left_out() -> None:
         asked = [asyncio.ensure_future(group.run_group(question(number), number)) for number in range(2)]
         await settle()
         engines.ranks[1].silent = True
-        found = await group.under_way()
+        found = await group.in_flight()
         assert asked[0].done()
         assert found == {}
         asked[1].cancel()

@@ -1,6 +1,6 @@
 """The life of every group, and which may begin, go on or be trained. Pure: no clock, no tasks, no Ray.
 
-A ticket is one try at one prompt:
+A prompt group is one try at one prompt:
 
     rolling -> ready -> taken -> trained          a step takes `groups_per_step` groups, then it is closed
         \\-------\\--------\\----> dropped          with a reason; most give the prompt back to the source
@@ -11,13 +11,13 @@ the group's oldest token. A step has a place for each group that it still lacks;
 any step up to `max_staleness` after the version of its oldest token.
 
 Invariants, derived in docs/pipeline.md:
-- A ticket is trained or dropped, once.
+- A prompt group is trained or dropped, once.
 - A group is taken only while its staleness is at most `max_staleness`.
-- At most (max_staleness + 1) x groups_per_step + spare tickets are outstanding.
-- Once the `doomed` are dropped, every ready group has a place.
+- At most (max_staleness + 1) x groups_per_step + spare prompt groups are outstanding.
+- Once the `unschedulable` are dropped, every ready group has a place.
 - While nothing is taken, dropped or published, admission ends: nothing runs ahead without bound.
-- A step can always be filled: a drop makes room for a new ticket.
-- A ledger that resumes a state decides everything as the one that the state is of.
+- A step can always be filled: a drop makes room for a new prompt_group.
+- A scheduler that resumes a state decides everything as the one that the state is of.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlsys.errors import RunError
 
 
 class Stage(StrEnum):
-    """Where a ticket is."""
+    """Where a prompt group is."""
 
     rolling = "rolling"
     """Its episodes run."""
@@ -48,7 +48,7 @@ class Stage(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a ticket was dropped."""
+    """Why a prompt group was dropped."""
 
     stale = "stale"
     """Too old: the last step that might have trained it is full or closed."""
@@ -67,7 +67,7 @@ GIVEN_BACK = frozenset({Reason.stale, Reason.surplus, Reason.lost, Reason.end})
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class PromptGroup:
     """One try at one prompt."""
 
     number: int
@@ -78,8 +78,8 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class TicketState:
-    """A ticket, as it is saved."""
+class PromptGroupState:
+    """A prompt group, as it is saved."""
 
     number: int
     question: Question
@@ -87,25 +87,25 @@ class TicketState:
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerState:
-    """The books between two steps; every ticket that is open then rolls or is ready."""
+class SchedulerState:
+    """The books between two steps; every prompt group that is open then rolls or is ready."""
 
     version: int
     published: int
     admitted: int
-    """Tickets so far, hence the number of the next."""
+    """Prompt groups so far, hence the number of the next."""
     replaced: int
     """Groups without spread that were dropped for the step to come."""
     dropped: Mapping[Reason, int]
-    rolling: tuple[TicketState, ...]
+    rolling: tuple[PromptGroupState, ...]
     """By number."""
-    ready: tuple[TicketState, ...]
+    ready: tuple[PromptGroupState, ...]
     """Those of one version in the order in which they became ready, which is the order of their claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A ticket that has ended."""
+    """A prompt group that has ended."""
 
     number: int
     uid: str
@@ -114,10 +114,10 @@ class Ended:
     """`Stage.trained`, or why it was dropped."""
 
 
-class Ledger:
-    """Admits, follows and closes tickets.
+class StalenessScheduler:
+    """Admits, follows and closes prompt_groups.
 
-    `oversample` tickets are started for each that a step lacks; `max_replaced` groups without spread are
+    `oversample` prompt groups are started for each that a step lacks; `max_replaced` groups without spread are
     replaced in a step, further ones are trained (0 replaces none). After `steps` steps nothing is trained, so
     nothing is rolled for later ones; None is without end.
     """
@@ -134,7 +134,7 @@ class Ledger:
         given = (groups_per_step, max_staleness, oversample, max_replaced, 1 if steps is None else steps)
         for (name, bound), value in zip(least.items(), given, strict=True):
             if value < bound:
-                raise ValueError(f"A ledger needs {name} >= {bound}, not {value}.")
+                raise ValueError(f"A scheduler needs {name} >= {bound}, not {value}.")
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         # The decimal that was written, not the float next to it: 1.1 of 110 groups are 121, not 122.
@@ -147,29 +147,29 @@ class Ledger:
         self._steps = steps
         self._replaced = 0
         self._admitted = 0
-        self._rolling, self._ready = _Shelves(), _Shelves()
-        self._taken: dict[int, Ticket] = {}
+        self._rolling, self._ready = _VersionBuckets(), _VersionBuckets()
+        self._taken: dict[int, PromptGroup] = {}
         self._ended: list[Ended] = []
 
-    def state(self) -> LedgerState:
-        """The books, for another ledger of the same settings to `resume`. Raises RuntimeError in the middle of a step."""
+    def state(self) -> SchedulerState:
+        """The books, for another scheduler of the same settings to `resume`. Raises RuntimeError in the middle of a step."""
         if self._taken:
             raise RuntimeError(
                 f"The state of step {self.version} was asked for after it had taken {len(self._taken)} groups."
             )
-        by_number = sorted(self._rolling.tickets(), key=lambda ticket: ticket.number)
-        return LedgerState(
+        by_number = sorted(self._rolling.prompt_groups(), key=lambda prompt_group: prompt_group.number)
+        return SchedulerState(
             version=self.version,
             published=self.published,
             admitted=self._admitted,
             replaced=self._replaced,
             dropped=dict(self.dropped),
-            rolling=tuple(_saved(ticket) for ticket in by_number),
-            ready=tuple(_saved(ticket) for ticket in self._ready.tickets()),
+            rolling=tuple(_saved(prompt_group) for prompt_group in by_number),
+            ready=tuple(_saved(prompt_group) for prompt_group in self._ready.prompt_groups()),
         )
 
-    def resume(self, state: LedgerState) -> None:
-        """Go on from `state`; its tickets are outstanding. Only for a ledger that has admitted nothing yet."""
+    def resume(self, state: SchedulerState) -> None:
+        """Go on from `state`; its prompt groups are outstanding. Only for a scheduler that has admitted nothing yet."""
         self.version, self.published = state.version, state.published
         self._admitted, self._replaced = state.admitted, state.replaced
         self.dropped = Counter(state.dropped)
@@ -178,22 +178,22 @@ class Ledger:
             (Stage.ready, self._ready, state.ready),
         ):
             for one in saved:
-                shelves.add(Ticket(one.number, one.question, one.oldest, stage))
+                shelves.add(PromptGroup(one.number, one.question, one.oldest, stage))
 
     def ended(self) -> list[Ended]:
-        """Tickets that have ended since this was last asked, in order. The state does not hold them: ask first."""
+        """Prompt groups that have ended since this was last asked, in order. The state does not hold them: ask first."""
         ended, self._ended = self._ended, []
         return ended
 
     @property
-    def outstanding(self) -> list[Ticket]:
-        """Tickets that are neither trained nor dropped, in the order of their admission."""
-        held = [*self._rolling.tickets(), *self._ready.tickets(), *self._taken.values()]
-        return sorted(held, key=lambda ticket: ticket.number)
+    def outstanding(self) -> list[PromptGroup]:
+        """Prompt groups that are neither trained nor dropped, in the order of their admission."""
+        held = [*self._rolling.prompt_groups(), *self._ready.prompt_groups(), *self._taken.values()]
+        return sorted(held, key=lambda prompt_group: prompt_group.number)
 
     @property
     def outstanding_count(self) -> int:
-        """How many tickets are neither trained nor dropped."""
+        """How many prompt groups are neither trained nor dropped."""
         return self._rolling.count + self._ready.count + len(self._taken)
 
     @property
@@ -202,7 +202,7 @@ class Ledger:
         return self.groups_per_step - len(self._taken)
 
     def may_admit(self) -> bool:
-        """Whether a ticket may begin now, so that it could be trained in time.
+        """Whether a prompt group may begin now, so that it could be trained in time.
 
         Groups of the published version are of use up to step published + max_staleness. Of the places up to
         there, those of ready groups are gone; the rest may be rolled for.
@@ -210,83 +210,83 @@ class Ledger:
         places = self._places(self.published) - self._ready.count
         return places > 0 and self._rolling.count < places + self.spare
 
-    def admit(self, question: Question) -> Ticket:
-        """Begin a ticket. Raises RuntimeError where `may_admit` says no."""
+    def admit(self, question: Question) -> PromptGroup:
+        """Begin a prompt_group. Raises RuntimeError where `may_admit` says no."""
         if not self.may_admit():
             raise RuntimeError(f"Question {question.uid} was admitted although there is no place for it.")
-        ticket = Ticket(self._admitted, question, self.published)
+        prompt_group = PromptGroup(self._admitted, question, self.published)
         self._admitted += 1
-        self._rolling.add(ticket)
-        return ticket
+        self._rolling.add(prompt_group)
+        return prompt_group
 
-    def finish_rolling(self, ticket: Ticket, oldest: int | None, has_spread: bool) -> Reason | None:
+    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
         """The ticket's episodes are done, `oldest` is the version of its oldest token if one is known.
 
         Returns why it has to be dropped; None if it is now ready. Raises RunError for a token of a version that
-        no engine had any more when the ticket began.
+        no engine had any more when the prompt group began.
         """
-        self._require(ticket, Stage.rolling)
-        oldest = ticket.oldest if oldest is None else oldest
-        if oldest < ticket.oldest:
+        self._require(prompt_group, Stage.rolling)
+        oldest = prompt_group.oldest if oldest is None else oldest
+        if oldest < prompt_group.oldest:
             raise RunError(
-                f"a rollout engine has answered question {ticket.question.uid} with version {oldest} of the policy, "
-                f"although it had confirmed version {ticket.oldest} before it was asked."
+                f"a rollout engine has answered question {prompt_group.question.uid} with version {oldest} of the policy, "
+                f"although it had confirmed version {prompt_group.oldest} before it was asked."
             )
         if not has_spread and self._replaced < self._max_replaced:
             return Reason.no_spread
-        self._rolling.remove(ticket)
-        ticket.oldest, ticket.stage = oldest, Stage.ready
-        self._ready.add(ticket)
+        self._rolling.remove(prompt_group)
+        prompt_group.oldest, prompt_group.stage = oldest, Stage.ready
+        self._ready.add(prompt_group)
         return None
 
-    def doomed(self) -> list[tuple[Ticket, Reason]]:
-        """Tickets that will not be trained, to be dropped.
+    def unschedulable(self) -> list[tuple[PromptGroup, Reason]]:
+        """Prompt groups that will not be trained, to be dropped.
 
-        Places go to ready groups, oldest first. A ready group that gets none is doomed, the last to become
-        ready first; and a rolling ticket for which those as old or older leave none.
+        Places go to ready groups, oldest first. A ready group that gets none is unschedulable, the last to become
+        ready first; and a rolling prompt group for which those as old or older leave none.
         """
-        found: list[tuple[Ticket, Reason]] = []
+        found: list[tuple[PromptGroup, Reason]] = []
         placed = 0
         for oldest in sorted({*self._rolling.by_oldest, *self._ready.by_oldest}):
             places = max(self._places(oldest), 0)
             reason = Reason.surplus if places else Reason.stale
             ready = self._ready.by_oldest.get(oldest, {})
             excess = max(placed + len(ready) - places, 0)
-            found += [(ticket, reason) for ticket in islice(reversed(ready.values()), excess)]
+            found += [(prompt_group, reason) for prompt_group in islice(reversed(ready.values()), excess)]
             placed += len(ready) - excess
             if placed == places:
                 rolling = self._rolling.by_oldest.get(oldest, {})
-                found += [(ticket, reason) for ticket in rolling.values()]
+                found += [(prompt_group, reason) for prompt_group in rolling.values()]
         return found
 
-    def take(self, ticket: Ticket) -> None:
+    def take(self, prompt_group: PromptGroup) -> None:
         """Let the step under way train the ticket's group.
 
         Raises RuntimeError if the step has all its groups, or if the group is too old for it.
         """
-        self._require(ticket, Stage.ready)
+        self._require(prompt_group, Stage.ready)
         if not self.lacking:
             raise RuntimeError(f"Step {self.version} has its {self.groups_per_step} groups already.")
-        if self.version - ticket.oldest > self.max_staleness:
+        if self.version - prompt_group.oldest > self.max_staleness:
             raise RuntimeError(
-                f"Step {self.version} would train a token of version {ticket.oldest}, older than the "
+                f"Step {self.version} would train a token of version {prompt_group.oldest}, older than the "
                 f"{self.max_staleness} versions that it may be."
             )
-        self._ready.remove(ticket)
-        ticket.stage = Stage.taken
-        self._taken[ticket.number] = ticket
+        self._ready.remove(prompt_group)
+        prompt_group.stage = Stage.taken
+        self._taken[prompt_group.number] = prompt_group
 
-    def drop(self, ticket: Ticket, reason: Reason) -> None:
-        """End a ticket that is not going to be trained."""
-        self._require(ticket, Stage.rolling, Stage.ready, Stage.taken)
-        if ticket.stage is Stage.rolling:
-            self._rolling.remove(ticket)
-        elif ticket.stage is Stage.ready:
-            self._ready.remove(ticket)
+    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+        """End a prompt group that is not going to be trained."""
+        self._require(prompt_group, Stage.rolling, Stage.ready, Stage.taken)
+        if prompt_group.stage is Stage.rolling:
+            self._rolling.remove(prompt_group)
+        elif prompt_group.stage is Stage.ready:
+            self._ready.remove(prompt_group)
         else:
-            del self._taken[ticket.number]
-        ticket.stage = Stage.dropped
-        self._ended.append(Ended(ticket.number, ticket.question.uid, reason))
+            del self._taken[prompt_group.number]
+        prompt_group.stage = Stage.dropped
+        self._ended.append(Ended(prompt_group.number, prompt_group.question.uid, reason))
         self.dropped[reason] += 1
         self._replaced += reason is Reason.no_spread
 
@@ -294,9 +294,9 @@ class Ledger:
         """The optimiser has stepped on all that was taken. Raises RuntimeError if groups are lacking."""
         if self.lacking:
             raise RuntimeError(f"Step {self.version} is closed although it lacks {self.lacking} groups.")
-        for ticket in self._taken.values():
-            ticket.stage = Stage.trained
-            self._ended.append(Ended(ticket.number, ticket.question.uid, Stage.trained))
+        for prompt_group in self._taken.values():
+            prompt_group.stage = Stage.trained
+            self._ended.append(Ended(prompt_group.number, prompt_group.question.uid, Stage.trained))
         self._taken = {}
         self._replaced = 0
         self.version += 1
@@ -316,35 +316,35 @@ class Ledger:
             end = min(end, self._steps)
         return (end - self.version) * self.groups_per_step - len(self._taken)
 
-    def _require(self, ticket: Ticket, *stages: Stage) -> None:
-        if ticket.stage not in stages:
+    def _require(self, prompt_group: PromptGroup, *stages: Stage) -> None:
+        if prompt_group.stage not in stages:
             raise RuntimeError(
-                f"Ticket {ticket.number} of question {ticket.question.uid} is {ticket.stage}, not {' or '.join(stages)}."
+                f"PromptGroup {prompt_group.number} of question {prompt_group.question.uid} is {prompt_group.stage}, not {' or '.join(stages)}."
             )
 
 
-def _saved(ticket: Ticket) -> TicketState:
-    return TicketState(ticket.number, ticket.question, ticket.oldest)
+def _saved(prompt_group: PromptGroup) -> PromptGroupState:
+    return PromptGroupState(prompt_group.number, prompt_group.question, prompt_group.oldest)
 
 
-class _Shelves:
-    """Tickets by the version of their oldest token: few versions, so that no decision walks over all tickets."""
+class _VersionBuckets:
+    """Prompt groups by the version of their oldest token: few versions, so that no decision walks over all prompt_groups."""
 
     def __init__(self) -> None:
-        self.by_oldest: dict[int, dict[int, Ticket]] = {}
-        """In the order in which they were added; no version without a ticket."""
+        self.by_oldest: dict[int, dict[int, PromptGroup]] = {}
+        """In the order in which they were added; no version without a prompt_group."""
         self.count = 0
 
-    def add(self, ticket: Ticket) -> None:
-        self.by_oldest.setdefault(ticket.oldest, {})[ticket.number] = ticket
+    def add(self, prompt_group: PromptGroup) -> None:
+        self.by_oldest.setdefault(prompt_group.oldest, {})[prompt_group.number] = prompt_group
         self.count += 1
 
-    def remove(self, ticket: Ticket) -> None:
-        shelf = self.by_oldest[ticket.oldest]
-        del shelf[ticket.number]
+    def remove(self, prompt_group: PromptGroup) -> None:
+        shelf = self.by_oldest[prompt_group.oldest]
+        del shelf[prompt_group.number]
         if not shelf:
-            del self.by_oldest[ticket.oldest]
+            del self.by_oldest[prompt_group.oldest]
         self.count -= 1
 
-    def tickets(self) -> list[Ticket]:
-        return [ticket for shelf in self.by_oldest.values() for ticket in shelf.values()]
+    def prompt_groups(self) -> list[PromptGroup]:
+        return [prompt_group for shelf in self.by_oldest.values() for prompt_group in shelf.values()]

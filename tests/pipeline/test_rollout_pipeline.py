@@ -18,8 +18,8 @@ from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import root_cause
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
-from rlsys.orchestrator.pipeline.ledger import Ledger, Reason
 from rlsys.orchestrator.pipeline.routing import NoEngineLeft
+from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler
 from tests.pipeline.bare import Bare
 from tests.pipeline.planted import PLANTED, PLANTED_IN_RESUMING
 from tests.pipeline.script import Ending, Script
@@ -155,7 +155,7 @@ def test_rollouts_wait_for_a_slow_learner() -> None:
         running, counts = asyncio.create_task(simulation.drive()), []
         for time in times:
             await asyncio.sleep(time - now())
-            counts.append(len(simulation.record.tickets))
+            counts.append(len(simulation.record.prompt_groups))
         await running
         return counts
 
@@ -164,29 +164,29 @@ def test_rollouts_wait_for_a_slow_learner() -> None:
 
 def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> None:
     simulation, end = timed(steps=2, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1, 9, 2, 1, 1, 9]})
-    tickets, asked = simulation.record.tickets, list(simulation.record.tickets)
-    assert simulation.record.dropped[0] == (tickets[1].question, Reason.surplus)
-    assert tickets[3].question == tickets[1].question
+    prompt_groups, asked = simulation.record.prompt_groups, list(simulation.record.prompt_groups)
+    assert simulation.record.dropped[0] == (prompt_groups[1].question, Reason.surplus)
+    assert prompt_groups[3].question == prompt_groups[1].question
     assert (len(asked), end) == (6, pytest.approx(2 + 1))
 
 
 def test_a_group_that_is_dropped_while_it_is_rewarded_is_waited_for_no_longer() -> None:
     simulation, end = timed(steps=1, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1], "reward": [2, 99, 3]})
-    assert simulation.record.dropped == [(simulation.record.tickets[1].question, Reason.surplus)]
+    assert simulation.record.dropped == [(simulation.record.prompt_groups[1].question, Reason.surplus)]
     assert end == pytest.approx(1 + 3)
 
 
 def test_with_staleness_a_slow_group_goes_on_into_the_next_step() -> None:
     """It takes 15 s; the first step is trained on a fast one at 1 s, and published. The second takes the slow one."""
     simulation, end = timed(steps=2, sizes=(1,), max_staleness=1, slots=2, times={"roll": [15, 1, 99]})
-    slow, fast = simulation.record.tickets[0], simulation.record.tickets[1]
+    slow, fast = simulation.record.prompt_groups[0], simulation.record.prompt_groups[1]
     assert simulation.record.trained == [fast.question, slow.question]
     assert end == pytest.approx(15)
 
 
 def test_groups_without_spread_are_replaced_up_to_a_limit() -> None:
     simulation, _ = timed(steps=1, sizes=(2,), flat=1.0, max_replaced=3)
-    assert simulation.ledger.dropped[Reason.no_spread] == 3
+    assert simulation.scheduler.dropped[Reason.no_spread] == 3
     assert len(simulation.record.trained) == 2
 
 
@@ -196,15 +196,15 @@ def test_a_question_whose_groups_are_lost_is_asked_thrice_and_then_once_an_epoch
     epochs = [fresh.next().uid for _ in range(simulation.prompts.position)].count("q:1")
     waiting = [one.uid for one in simulation.prompts.state().given_back].count("q:1")
     assert epochs > 2
-    assert simulation.ledger.dropped[Reason.lost] == 3 + (epochs - 1) - waiting
+    assert simulation.scheduler.dropped[Reason.lost] == 3 + (epochs - 1) - waiting
 
 
 def test_groups_are_scored_in_the_order_in_which_they_were_rolled() -> None:
     simulation, end = timed(
         steps=1, sizes=(3,), slots=3, most=1, times={"roll": [3, 1, 2], "score": [10], "train": [0]}
     )
-    tickets = simulation.record.tickets
-    assert simulation.record.trained == [tickets[number].question for number in (1, 2, 0)]
+    prompt_groups = simulation.record.prompt_groups
+    assert simulation.record.trained == [prompt_groups[number].question for number in (1, 2, 0)]
     assert end == pytest.approx(31)
 
 
@@ -216,17 +216,17 @@ def test_the_scorer_takes_a_rest_that_is_smaller_than_its_least_bite() -> None:
 def test_an_episode_that_is_aborted_before_its_first_turn_frees_its_slot() -> None:
     """The first of two is done before the second, which is to spare, has begun; ten times, with two slots."""
     workers = Bare()
-    flow, _ = workers.flow(Ledger(groups_per_step=1, max_staleness=0, oversample=2))
+    pipeline, _ = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2))
 
     async def ten_steps() -> int:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
+            tasks.create_task(pipeline.run())
             for step in range(1, 11):
-                await learn(flow, {"actor": workers}, workers, MiniBatches([1]), lambda _: None)
+                await learn(pipeline, {"actor": workers}, workers, MiniBatches([1]))
                 workers.version = step
-                flow.publish(step)
-            flow.stop()
-        return flow.ledger.dropped[Reason.surplus]
+                pipeline.publish(step)
+            pipeline.stop()
+        return pipeline.scheduler.dropped[Reason.surplus]
 
     assert run_virtually(ten_steps()) >= 9
 
@@ -247,13 +247,13 @@ def test_no_more_groups_are_generated_at_a_time_than_there_is_room_for() -> None
             return await super().reward(asked, trajectories)
 
     workers = Counting()
-    flow, _ = workers.flow(Ledger(groups_per_step=8, max_staleness=0))
+    pipeline, _ = workers.pipeline(StalenessScheduler(groups_per_step=8, max_staleness=0))
 
     async def one_step() -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(flow.run())
-            await learn(flow, {"actor": workers}, workers, MiniBatches([8]), lambda _: None)
-            flow.stop()
+            tasks.create_task(pipeline.run())
+            await learn(pipeline, {"actor": workers}, workers, MiniBatches([8]))
+            pipeline.stop()
 
     run_virtually(one_step())
     assert workers.most == workers.capacity
@@ -276,12 +276,12 @@ def test_a_group_that_is_dropped_before_it_could_be_rewarded_is_not_rewarded() -
             return await super().reward(asked, trajectories)
 
     workers = Deaf()
-    flow, prompts = workers.flow(Ledger(groups_per_step=1, max_staleness=0))
+    pipeline, prompts = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
 
     async def stop_meanwhile() -> None:
-        running = asyncio.create_task(flow.run())
+        running = asyncio.create_task(pipeline.run())
         await asyncio.sleep(1)
-        flow.stop()
+        pipeline.stop()
         await running
 
     run_virtually(stop_meanwhile())
@@ -290,30 +290,30 @@ def test_a_group_that_is_dropped_before_it_could_be_rewarded_is_not_rewarded() -
 
 def test_nothing_is_admitted_after_a_stop_that_came_while_devices_were_awaited() -> None:
     workers = Bare()
-    flow, prompts = workers.flow(Ledger(groups_per_step=1, max_staleness=0))
+    pipeline, prompts = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
 
     async def stop_meanwhile() -> None:
         workers.blocked = asyncio.Event()
-        running = asyncio.create_task(flow.run())
+        running = asyncio.create_task(pipeline.run())
         await asyncio.sleep(1)
-        flow.stop()
+        pipeline.stop()
         workers.blocked.set()
         await running
 
     run_virtually(stop_meanwhile())
-    assert (prompts.position, flow.ledger.outstanding) == (0, [])
+    assert (prompts.position, pipeline.scheduler.outstanding) == (0, [])
 
 
 def test_a_learner_that_waits_when_the_flow_is_stopped_is_told() -> None:
-    flow, _ = Bare().flow(Ledger(groups_per_step=1, max_staleness=0))
+    pipeline, _ = Bare().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
 
     async def wait_for_a_group() -> None:
-        waiting = asyncio.create_task(flow.take(1))
+        waiting = asyncio.create_task(pipeline.take(1))
         await asyncio.sleep(1)
-        flow.stop()
+        pipeline.stop()
         with pytest.raises(RuntimeError, match="stopped"):
             await waiting
-        await flow.run()
+        await pipeline.run()
 
     run_virtually(wait_for_a_group())
 
@@ -325,13 +325,13 @@ def test_the_death_of_the_last_engine_ends_the_run_also_while_nothing_is_rolled(
         async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:
             raise NoEngineLeft(asked.uid)
 
-    flow, _ = Dead().flow(Ledger(groups_per_step=1, max_staleness=0))
+    pipeline, _ = Dead().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
     with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(flow.run())
+        run_virtually(pipeline.run())
     assert isinstance(root_cause(caught.value), NoEngineLeft)
 
 
 def test_a_hang_is_found_out() -> None:
-    flow, _ = Bare().flow(Ledger(groups_per_step=1, max_staleness=0))
+    pipeline, _ = Bare().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
     with pytest.raises(HangError):
-        run_virtually(flow.take(1))
+        run_virtually(pipeline.take(1))

@@ -53,7 +53,7 @@ from rlsys.observe.utilisation import batch_figures, utilisation_figures
 from rlsys.orchestrator.evaluation.answers import answer_line
 from rlsys.orchestrator.evaluation.evaluate import Evaluation
 from rlsys.orchestrator.pipeline.figures import step_figures, training_flops
-from rlsys.orchestrator.pipeline.ledger import Ended
+from rlsys.orchestrator.pipeline.scheduler import Ended
 from rlsys.trainer.batches.flops import Flops
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def new_run_dir(config: RunConfig) -> Path:
     raise FileExistsError(stem)
 
 
-class RunRecord:
+class RunLogger:
     """Collects the figures, spans and samples of one run."""
 
     def __init__(
@@ -171,10 +171,6 @@ class RunRecord:
         """Note what has become of prompts by the end of `step`."""
         for one in ended:
             self._prompts.append({"step": step, "ticket": one.number, "uid": one.uid, "end": str(one.end)})
-
-    def say(self, *voices: str) -> Callable[[str], None]:
-        """A function that shows what the groups of `voices` do; see `Progress`."""
-        return lambda text: self.progress.update(states=dict.fromkeys(voices, text))
 
     def begin_step(self) -> None:
         """From here on, time counts to the next step; what lies between steps counts to none."""

@@ -1,0 +1,84 @@
+"""Evaluations of the policy during a run: on all engines, or on a few that are set aside while the others roll on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from rlsys.config.schema import RunConfig
+from rlsys.data.question import Question
+from rlsys.errors import root_cause
+from rlsys.observe import status
+from rlsys.orchestrator.engine_pool import EnginePool
+from rlsys.orchestrator.evaluation.evaluate import Ask, Evaluation, evaluate
+from rlsys.orchestrator.evaluation.heldout import heldout_score
+from rlsys.orchestrator.pipeline.routing import NoneSetAside
+from rlsys.orchestrator.run_logger import RunLogger
+from rlsys.orchestrator.search_server import Serving
+
+_log = logging.getLogger(__name__)
+_STAGE = "rollout.evaluation"
+
+
+class Evaluator:
+    """Asks the policy the held-out questions, and records the answers."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        log: RunLogger,
+        search: Serving,
+        engines: EnginePool,
+        questions: Sequence[Question],
+        count_to: Callable[[int], None],
+        awaited: set[int],
+    ) -> None:
+        """`count_to` counts work to a step; `awaited` holds the steps whose evaluation is still to come."""
+        self._config, self._log, self._search, self._engines = config, log, search, engines
+        self._questions, self._count_to, self._awaited = questions, count_to, awaited
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate the weights of `step` on all engines; trained groups wait meanwhile."""
+        self._log.evaluation(await self.ask_all(step))
+
+    async def evaluate_aside(self, step: int, background: asyncio.TaskGroup) -> None:
+        """Evaluate on `eval.engines` engines, while the others go on with rollouts; returns once these are set aside.
+
+        They keep the weights of `step`. One such evaluation waits for the other.
+        """
+        set_aside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asking = background.create_task(self._ask_aside(step, set_aside))
+        await asyncio.wait({asking, set_aside}, return_when=asyncio.FIRST_COMPLETED)
+
+    async def ask_all(self, step: int) -> Evaluation:
+        """Ask all engines, which have to be on their devices."""
+        self._count_to(step)
+        return await self._ask(step, self._engines.answer, self._engines.capacity * self._config.algorithm.n_samples)
+
+    async def _ask_aside(self, step: int, set_aside: asyncio.Future[None]) -> None:
+        if self._config.eval.engines is None:
+            raise RuntimeError("An evaluation aside needs eval.engines.")
+        self._awaited.add(step)
+        try:
+            async with self._engines.reserve(self._config.eval.engines) as engines:
+                set_aside.set_result(None)
+                self._log.evaluation(await self._ask(step, engines.answer, engines.capacity))
+        except* NoneSetAside as deaths:
+            _log.warning("the evaluation of step %d is given up: %s", step, root_cause(deaths))
+        finally:
+            self._awaited.remove(step)
+
+    async def _ask(self, step: int, ask: Ask, concurrency: int) -> Evaluation:
+        await self._search.require()
+        with status.stage("evaluates", _STAGE):
+            return await evaluate(
+                self._questions,
+                ask,
+                concurrency,
+                step,
+                say=lambda text: status.show(text, _STAGE),
+                score=heldout_score(self._config),
+                samples=self._config.eval.samples,
+                temperature=self._config.eval.temperature,
+            )

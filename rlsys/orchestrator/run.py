@@ -1,0 +1,431 @@
+"""A run: its worker groups, and what the loop in `rlsys.train` asks of them.
+
+`open_run` starts everything in order (the run's folder, rewards, search server, Ray, worker processes, weight transports)
+and ends it in the reverse order, whatever the reason: every process that was started is ended, everything known is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from rlsys.algorithms.kl_control import KlController, kl_control
+from rlsys.cluster.planning.hardware import launch_problems
+from rlsys.cluster.worker_group import WorkerGroup
+from rlsys.config.algorithm_checks import algorithm_notes
+from rlsys.config.derived import moves_reference
+from rlsys.config.schema import Mode, Packing, RunConfig
+from rlsys.data.group import Group
+from rlsys.data.masks import MaskOf, trained_tokens, value_mask
+from rlsys.data.question import Question
+from rlsys.data.rows import read_questions
+from rlsys.data.source import PromptSource
+from rlsys.data.trajectory import Trajectory
+from rlsys.errors import UserError
+from rlsys.files import sha256_of
+from rlsys.observe import status
+from rlsys.observe.capabilities import detect, lacking
+from rlsys.observe.guards import Alarm
+from rlsys.observe.progress import Progress
+from rlsys.observe.status import STATUS, StatusFile
+from rlsys.observe.utilisation import peak_flops
+from rlsys.orchestrator.engine_pool import EnginePool
+from rlsys.orchestrator.evaluation.heldout import heldout_questions
+from rlsys.orchestrator.evaluator import Evaluator
+from rlsys.orchestrator.megatron_groups import (
+    ActorGroup,
+    CriticGroup,
+    EngineLogprobs,
+    InferenceGroup,
+    TrainedGroup,
+    WithValues,
+)
+from rlsys.orchestrator.offloading import OffloadManager
+from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, reward_group
+from rlsys.orchestrator.pipeline.learn import learn
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
+from rlsys.orchestrator.pipeline.schedule import (
+    is_on_policy,
+    learning,
+    make_scheduler,
+    mini_batches,
+    score_batch_size,
+)
+from rlsys.orchestrator.pipeline.scheduler import Reason
+from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
+from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.run_logger import History, RunLogger
+from rlsys.orchestrator.saving import Saver, Saves
+from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
+from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.worker_groups import STOP_TIMEOUT_S, build_groups, started_groups
+from rlsys.trainer.batches.dealer import Dealer, flops_of
+from rlsys.weights.checkpoint.store import CheckpointStore, Keep
+from rlsys.weights.families import read_architecture
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at what rollouts wait for."""
+_KEEPS = "waits for trajectories to be written"
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The worker groups of a run, and who of them is on the devices."""
+
+    engines: EnginePool
+    actor: ActorGroup
+    devices: OffloadManager
+    inference: InferenceGroup | None = None
+    """None where the engines' own log-probs are trained with."""
+    critic: CriticGroup | None = None
+
+    @property
+    def trained(self) -> dict[str, TrainedGroup]:
+        """The actor, and the critic where there is one."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    def count_to(self, step: int) -> None:
+        """Count what the groups do from here on to `step`."""
+        for group in (self.engines, self.devices, self.inference, *self.trained.values()):
+            if group is not None:
+                group.step = step
+
+
+@dataclass(slots=True)
+class Run:
+    """What the driver works with between the first weights and the summary."""
+
+    config: RunConfig
+    log: RunLogger
+    search: Serving
+    groups: Groups
+    pipeline: RolloutPipeline
+    weights: WeightSync
+    evaluator: Evaluator
+    saver: Saver
+    rewards: Rewards
+    kl: KlController
+    questions_sha256: str
+    """SHA-256 of the training file."""
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every token is sampled by the very policy that is trained on it."""
+        return is_on_policy(self.config)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether groups share devices, so that only one of them can be at work."""
+        return self.config.cluster.mode is Mode.collocated
+
+    async def train_step(self, step: int) -> tuple[list[Group], list[Mapping[str, float]]]:
+        """Train on the next prompt groups; these, and the statistics of each optimiser step.
+
+        Raises RunError if search is gone.
+        """
+        await self.search.require()
+        self.groups.count_to(step)
+        learners = {name: self.groups.trained[name] for name in learning(self.config, step)}
+        status.show("waits for the critic to warm up", *(self.groups.trained.keys() - learners.keys()))
+        self.log.begin_step()
+        groups, updates = await learn(self.pipeline, learners, self.groups.devices, mini_batches(self.config))
+        kl = mean_kl(groups)
+        if kl is not None:
+            self.kl.observe(kl, sum(len(group.samples) for group in groups))
+        return groups, updates
+
+    async def push_weights(self, version: int) -> None:
+        """Hand the actor's weights out as `version`; engines go on with what they have."""
+        await self.groups.devices.need("actor", "inference")
+        await self.groups.actor.end_step(version)
+        receiving = ["inference.weights"] if self.groups.inference else []
+        with status.stage(f"takes version {version}", *receiving):
+            await self.weights.push(version)
+
+    async def activate_weights(self, version: int) -> None:
+        """Let every engine take `version`, and rollouts go as far ahead as that allows.
+
+        Colocated, rollouts wait for `allow_rollouts`: nothing may run while other groups come onto the devices.
+        """
+        await self.groups.devices.need("rollout")
+        await self.weights.activate(version)
+        if not self.colocated:
+            self.allow_rollouts(version)
+
+    def allow_rollouts(self, version: int) -> None:
+        """Let rollouts go as far ahead as `version`, which every engine has, allows."""
+        if version > self.pipeline.scheduler.published:  # Version 0 is published from the start.
+            self.pipeline.publish(version)
+
+    async def log_step(self, step: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]]) -> list[Alarm]:
+        """Record a step that is done; signs that the run has collapsed."""
+        alarms = self.log.step(step, groups, updates, await self._metrics())
+        with status.stage(_KEEPS, *(f"{name}.trajectories" for name in self.groups.trained)):
+            await self.log.trajectories(step, groups)
+        self.log_prompts(step)
+        return alarms
+
+    def log_prompts(self, step: int) -> None:
+        """Record what has become of prompts by the end of `step`."""
+        self.log.prompts(step, self.pipeline.scheduler.ended())
+
+    async def watch_rollouts(self) -> None:
+        """Report whether rollouts generate or wait for what they have asked for; until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.groups.engines.look()
+            self.pipeline.show_rollouts()
+
+    async def evaluate_reference(self, step: int) -> None:
+        """Ask the held-out questions to the reference policy. The engines have its weights afterwards, for good."""
+        groups = self.groups
+        if groups.inference is None:
+            raise RuntimeError("A run without an inference group has no reference policy to evaluate.")
+        folder, tracer = self.log.run_dir / "reference", self.log.tracers["driver"]
+        sync = WeightSync(groups.inference.workers, [groups.engines], self.config.cluster, folder, tracer)
+        try:
+            await groups.devices.need("inference")
+            await sync.open()
+            await sync.push(step + 1)
+            await groups.devices.need("rollout")
+            await sync.activate(step + 1)
+        finally:
+            sync.close()
+        self.log.reference_evaluation(await self.evaluator.ask_all(step))
+
+    async def save(self, step: int) -> None:
+        """Begin to write a checkpoint after `step`: of all groups, and of all that is in flight.
+
+        The trajectories of the steps up to `step` are on disk by then.
+        """
+        trained = self.groups.trained
+        with status.stage(_KEEPS, *(f"{name}.trajectories" for name in trained)):
+            await self.log.trajectories_kept()
+        in_flight = await self.groups.engines.in_flight()
+        # From here to the end of the snapshot nothing is waited for: it is of one moment.
+        self.log_prompts(step)
+        state = RunState(
+            step=step,
+            pipeline=self.pipeline.state(in_flight),
+            prompts=self.pipeline.prompts.state(),
+            kl=self.kl.state(),
+            history=self.log.history(step),
+            questions_sha256=self.questions_sha256,
+        )
+        parts: dict[str, tuple[str, Saves]] = {name: (name, group.checkpoints) for name, group in trained.items()}
+        if self._keeps_reference and self.groups.inference:
+            parts["reference"] = ("inference", self.groups.inference.reference)
+        with status.stage("saves a checkpoint", *(f"{name}.checkpoint" for name in trained)):
+            await self.saver.begin(step, lambda folder: write_state(folder, state, self.config), parts)
+
+    async def load(self, origin: Origin) -> None:
+        """Give every group its part of the checkpoint."""
+        folder = origin.checkpoint.folder
+        for name, group in self.groups.trained.items():
+            await self.groups.devices.need(name)
+            with status.stage("loads the checkpoint", f"{name}.checkpoint"):
+                same_layout = await group.checkpoints.load(folder / name)
+            if not same_layout:
+                _log.warning("%s is laid out otherwise than when it was saved: its random generators begin anew", name)
+        if self._keeps_reference and self.groups.inference:
+            await self.groups.devices.need("inference")
+            await self.groups.inference.reference.load(folder / "reference")
+
+    @property
+    def _keeps_reference(self) -> bool:
+        """Whether the reference policy is another than the model that the run began with."""
+        return moves_reference(self.config.algorithm)
+
+    async def _metrics(self) -> dict[str, float]:
+        """Counts of engines, weight sync, rewards and pipeline so far."""
+        scheduler = self.pipeline.scheduler
+        return {
+            **await self.groups.engines.metrics(),
+            **self.weights.figures(),
+            **self.rewards.figures(),
+            "pipeline/outstanding": scheduler.outstanding_count,
+            "pipeline/version_lag": scheduler.version - scheduler.published,
+            **{f"pipeline/dropped_{reason}": scheduler.dropped[reason] for reason in Reason},
+        }
+
+
+def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path, Origin | None]:
+    """The folder of a valid `config`'s run, and the checkpoint that it resumes from; `note` is told what is worth knowing.
+
+    Raises UserError listing every missing requirement, and where the run cannot resume, RunError where the search server
+    that it names does not answer: before there is a folder, or anything is started.
+    """
+    missing = list(launch_problems(config))
+    if config.cluster.address is None:  # Else other machines do the work, of which this one knows nothing.
+        missing += lacking(config, detect())
+    if missing:
+        raise UserError("\n".join(problem.sentence for problem in missing))
+    for sentence in algorithm_notes(config):
+        note(sentence)
+    origin = find_origin(config, note)
+    if origin is not None:
+        note(f"The run goes on after step {origin.state.step}, from {origin.checkpoint.folder}.")
+        for change in origin.changed:
+            note(f"Another version since then: {change}.")
+    with silent("rlsys.search"):
+        require_named(config.search)
+    return folder_of(config, origin), origin
+
+
+@asynccontextmanager
+async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = None) -> AsyncIterator[Run]:
+    """Start everything, as it was at `origin`; what was started is ended on the way out, also after a failure."""
+    questions_sha256 = sha256_of(Path(config.task.train_path))
+    done, history = (origin.state.step, origin.history) if origin else (0, None)
+    prompts = PromptSource(
+        read_questions(config.task.train_path), config.trainer.seed, origin.state.prompts if origin else None
+    )
+    heldout = heldout_questions(config)
+    async with AsyncExitStack() as stack:
+        progress = stack.enter_context(_progress(config, run_dir, history))
+        cost = flops_of(read_architecture(config.model.path))
+        log = RunLogger(config, run_dir, progress, cost, history, _decoder(config))
+        stack.callback(log.close)
+        rewards = Rewards(config.reward, config.task, config.compat)
+        stack.push_async_callback(rewards.close)
+        search = stack.enter_context(serving(config.search, config.cluster.threads, run_dir / "logs"))
+        if not search.started:
+            await search.require()
+        workers = await stack.enter_async_context(started_groups(config, run_dir / "logs"))
+        config = replace(config, search=search.search)
+        groups, kl = _groups(config, log, workers), kl_control(config.algorithm)
+        if origin:
+            kl.restore(origin.state.kl)
+        await build_groups(config, workers, groups.devices, done)
+        status.show("starts", "search")
+        await asyncio.to_thread(search.wait_healthy)
+        status.show("", "search")
+        log.actor_peak = peak_flops(await groups.actor.device_names())
+        saver = _saver(config, run_dir, log, groups.devices, origin)
+        run = Run(
+            config=config,
+            log=log,
+            search=search,
+            groups=groups,
+            pipeline=_pipeline(config, log, groups, prompts, rewards, kl, origin),
+            weights=_weight_sync(config, log, groups),
+            evaluator=Evaluator(config, log, search, groups.engines, heldout, groups.count_to, saver.awaited),
+            saver=saver,
+            rewards=rewards,
+            kl=kl,
+            questions_sha256=questions_sha256,
+        )
+        stack.callback(run.weights.close)
+        await run.weights.open()
+        if origin:
+            await run.load(origin)
+        yield run
+        status.show("ends", *workers)
+        status.show("", "sync")
+        await groups.engines.stop(STOP_TIMEOUT_S)
+
+
+def _groups(config: RunConfig, log: RunLogger, workers: Mapping[str, WorkerGroup]) -> Groups:
+    """The groups, whose workers are yet to be built."""
+    engines = EnginePool(workers["rollout"], config, log.tracers["rollout"], log.episodes)
+    actor = ActorGroup(workers["actor"], _dealer(config, "actor", workers), log.tracers["actor"])
+    switches = {"rollout": (engines.offload, engines.restore), "actor": (actor.offload, actor.restore)}
+    critic, inference = None, None
+    if "critic" in workers:
+        dealer = _dealer(config, "critic", workers, value_mask(config.compat))
+        critic = CriticGroup(workers["critic"], dealer, log.tracers["critic"])
+        switches["critic"] = (critic.offload, critic.restore)
+    if "inference" in workers:
+        dealer = _dealer(config, "inference", workers)
+        inference = InferenceGroup(workers["inference"], dealer, log.tracers["inference"])
+        switches["inference"] = (inference.offload, inference.restore)
+    colocated = config.cluster.mode is Mode.collocated
+    devices = OffloadManager(switches if colocated else {}, log.tracers["driver"])
+    return Groups(engines, actor, devices, inference, critic)
+
+
+def _pipeline(
+    config: RunConfig,
+    log: RunLogger,
+    groups: Groups,
+    prompts: PromptSource,
+    rewards: Rewards,
+    kl: KlController,
+    origin: Origin | None,
+) -> RolloutPipeline:
+    mask_of, tracer = value_mask(config.compat), log.tracers["driver"]
+
+    async def reward(question: Question, trajectories: Sequence[Trajectory]) -> Group:
+        with tracer.span("reward.score", question=question.uid):
+            return await reward_group(question, trajectories, rewards)
+
+    logprobs = groups.inference or EngineLogprobs()
+    return RolloutPipeline(
+        make_scheduler(config),
+        prompts,
+        groups.engines,
+        WithValues(logprobs, groups.critic) if groups.critic else logprobs,
+        Handlers(reward, lambda group: finish(group, config.algorithm, kl.coef, mask_of)),
+        score_batch_size(config),
+        groups.devices,
+        origin.state.pipeline if origin else None,
+    )
+
+
+def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups) -> WeightSync:
+    immediate = [groups.inference] if groups.inference else []
+    return WeightSync(
+        groups.actor.workers, [groups.engines], config.cluster, log.run_dir, log.tracers["driver"], immediate
+    )
+
+
+def _progress(config: RunConfig, run_dir: Path, history: History | None) -> Progress:
+    """Where the run stands as it begins, or resumes."""
+    progress = Progress(status=StatusFile(run_dir / STATUS))
+    em = history.evaluations[-1]["em"] if history and history.evaluations else None
+    progress.update(step=history.step if history else 0, steps=config.trainer.steps, em=em)
+    return progress
+
+
+def _decoder(config: RunConfig) -> Callable[[Sequence[int]], str]:
+    """Token ids of the policy to text, special tokens too."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
+
+
+def _saver(config: RunConfig, run_dir: Path, log: RunLogger, devices: OffloadManager, origin: Origin | None) -> Saver:
+    settings = config.checkpoint
+    keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
+    newest = origin.checkpoint.folder if origin else None
+    store = CheckpointStore(run_dir / CHECKPOINTS)
+    return Saver(store, keep, log.em_of, devices.need, settings.background, newest)
+
+
+def _dealer(
+    config: RunConfig, name: str, workers: Mapping[str, WorkerGroup], mask_of: MaskOf = trained_tokens
+) -> Dealer:
+    settings = config.actor if name == "actor" else config.critic if name == "critic" else config.inference
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    return Dealer(
+        settings.parallel,
+        len(workers[name].ranks),
+        settings.micro_batch_tokens,
+        tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        settings.packing is Packing.packed,
+        flops_of(read_architecture(config.model.path)),
+        mask_of,
+        config.model.fp8,
+    )
