@@ -28,8 +28,8 @@ from rich.progress import track
 from rich.table import Table
 
 from rlsys.data.group import Group, Sample, Scores
+from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.orchestrator.pipeline.flow import Bites, Flow, Handlers
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn

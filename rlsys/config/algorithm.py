@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Baseline(StrEnum):
+class AdvantageBaseline(StrEnum):
     """What a return is compared with."""
 
     none = "none"
@@ -23,7 +23,7 @@ class Baseline(StrEnum):
     """A learned value, by generalised advantage estimation (PPO); the run then has a critic group."""
 
 
-SIBLINGS = (Baseline.group, Baseline.leave_one_out)
+SIBLINGS = (AdvantageBaseline.group, AdvantageBaseline.leave_one_out)
 """Baselines that compare episodes of one question."""
 
 
@@ -153,7 +153,7 @@ class AlgorithmConfig:
 
     n_samples: int = 5
     """Episodes of each question: one group."""
-    baseline: Baseline = Baseline.group
+    baseline: AdvantageBaseline = AdvantageBaseline.group
     advantage_scale: AdvantageScale = AdvantageScale.group
     credit: Credit = Credit.trajectory
     gamma: float = 1.0

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from rlsys.config.algorithm import (
     FULL_KL,
     SIBLINGS,
+    AdvantageBaseline,
     AdvantageScale,
     Aggregation,
     AlgorithmConfig,
-    Baseline,
     CorrectionKind,
     Credit,
     KlControl,
@@ -79,27 +79,27 @@ def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.advantage_scale=group divides by the spread of a question's returns, which goes with their "
             f"mean, not with algorithm.baseline={baseline}: choose batch, whiten or none."
         )
-    if scale is AdvantageScale.batch and baseline is Baseline.critic:
+    if scale is AdvantageScale.batch and baseline is AdvantageBaseline.critic:
         yield (
             "algorithm.advantage_scale=batch is over episodes, but algorithm.baseline=critic estimates token by "
             "token: choose whiten or none."
         )
-    if credit is not Credit.token and baseline is Baseline.critic:
+    if credit is not Credit.token and baseline is AdvantageBaseline.critic:
         yield (
             f"algorithm.credit={credit} has no use with algorithm.baseline=critic, where gamma and gae_lambda say what a "
             "token answers for: set credit=token."
         )
-    if credit is Credit.token and baseline not in (Baseline.none, Baseline.critic):
+    if credit is Credit.token and baseline not in (AdvantageBaseline.none, AdvantageBaseline.critic):
         yield (
             f"algorithm.credit=token has no token of another episode to compare with, which algorithm.baseline="
             f"{baseline} does: choose credit turn or trajectory, or baseline none or critic."
         )
-    if algorithm.gamma != 1.0 and credit is Credit.trajectory and baseline is not Baseline.critic:
+    if algorithm.gamma != 1.0 and credit is Credit.trajectory and baseline is not AdvantageBaseline.critic:
         yield (
             f"algorithm.gamma={algorithm.gamma:g} discounts nothing with algorithm.credit=trajectory, where every "
             "token answers for all rewards: set gamma=1, or credit turn or token."
         )
-    if algorithm.gae_lambda != 1.0 and baseline is not Baseline.critic:
+    if algorithm.gae_lambda != 1.0 and baseline is not AdvantageBaseline.critic:
         yield (
             f"algorithm.gae_lambda={algorithm.gae_lambda:g} is read with algorithm.baseline=critic alone, and there "
             "is no critic: set it to 1, or baseline=critic."

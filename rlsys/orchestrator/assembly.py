@@ -14,15 +14,13 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from rlsys.algorithms.kl_control import KlController, kl_control
+from rlsys.algorithms.kl import KlController, kl_control
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import Mode, Packing, RunConfig
 from rlsys.data.group import Group
-from rlsys.data.masks import MaskOf, trained_tokens, value_mask
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
-from rlsys.data.source import PromptSource
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question, read_questions
+from rlsys.data.trajectory import MaskOf, Trajectory, trained_tokens, value_mask
 from rlsys.files import sha256_of
 from rlsys.observe.progress import Progress
 from rlsys.observe.spans import Tracer

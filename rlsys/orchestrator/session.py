@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rlsys.algorithms.kl_control import KlController
+from rlsys.algorithms.kl import KlController
 from rlsys.config.derived import moves_reference
 from rlsys.config.schema import Mode, RunConfig
 from rlsys.data.group import Group
+from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource
 from rlsys.errors import root_cause
 from rlsys.orchestrator.evaluation.evaluate import Ask, Evaluation, evaluate
 from rlsys.orchestrator.evaluation.heldout import heldout_score

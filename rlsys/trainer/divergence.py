@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.topk_kl import Sampled, TopKKl, join_parts, logit_gradient, shares, top_k_kl
+from rlsys.algorithms.kl import Sampled, TopKKl, join_parts, logit_gradient, shares, top_k_kl
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import sums_over_vocabulary
 from rlsys.trainer.logprobs import logprobs_at

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.topk_kl import Sampled, TopKKl, join_parts, logit_gradient, shares, tail, top_k_kl
+from rlsys.algorithms.kl import Sampled, TopKKl, join_parts, logit_gradient, shares, tail, top_k_kl
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlTail
 
 VOCAB = 7

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlsys.algorithms.topk_kl import Sampled, top_k_kl
+from rlsys.algorithms.kl import Sampled, top_k_kl
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.trainer import vocabulary
 from rlsys.trainer.divergence import divergence_of, top_tokens, whole_vocabulary_kl

@@ -17,8 +17,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rlsys
-from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss
-from rlsys.algorithms.values import ValueLoss
+from rlsys.algorithms.losses import DIVISOR, LossInputs, ValueLoss, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RunConfig
 from rlsys.config.tracking import TrackingConfig

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlsys.data.group import Group, Sample, Scores
+from rlsys.data.prompt_source import PromptSource, SourceState
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource, SourceState
 from rlsys.orchestrator.pipeline.flow import Bites, Flow, FlowState
 from rlsys.orchestrator.pipeline.ledger import Ledger, LedgerState, Reason, Stage, Ticket
 from rlsys.orchestrator.pipeline.workers import Say, silent
