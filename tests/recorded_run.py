@@ -25,9 +25,9 @@ from rich.console import Console
 
 from rlsys.algorithms.kl import kl_control
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlPlace
-from rlsys.config.checkpoint import CheckpointConfig
 from rlsys.config.schema import (
     ActorConfig,
+    CheckpointConfig,
     ClusterConfig,
     Device,
     Dtype,

@@ -43,6 +43,7 @@ from torch import Tensor
 from rlsys.algorithms.kl import K1, K3, LOG_RATIO_LIMIT, estimate, importance_weights
 from rlsys.config.algorithm import FULL_KL, Aggregation, AlgorithmConfig, KlPlace, PolicyLoss
 
+TOKEN_MEAN = Aggregation("token-mean")
 TOKENS = "tokens"
 """The statistic that counts trained tokens; every mean is over it."""
 DIVISOR = "divisor"
@@ -259,7 +260,7 @@ def divisor(aggregation: Aggregation, trained_lengths: NDArray[np.integer], loss
     """
     lengths = np.asarray(trained_lengths)
     sequences = int(np.count_nonzero(lengths))
-    if aggregation is Aggregation("token-mean"):
+    if aggregation is TOKEN_MEAN:
         return int(lengths.sum())
     if aggregation is Aggregation("fixed-length"):
         if loss_length < 1:

@@ -22,8 +22,7 @@ from typing import Any
 
 import yaml
 
-from rlsys.config.compose import as_dict
-from rlsys.config.differences import differences
+from rlsys.config.compose import as_dict, differences
 from rlsys.config.schema import RunConfig
 from rlsys.data.prompt_source import SourceState
 from rlsys.errors import RunError, UserError

@@ -22,11 +22,9 @@ from rlsys.cluster.planning.hardware import (
 )
 from rlsys.cluster.planning.placement import overlaps, parse_placement
 from rlsys.cluster.planning.plan import make_plan
-from rlsys.config.algorithm_checks import algorithm_problems
-from rlsys.config.compose import free_maps, schema_keys
+from rlsys.config.bounds import out_of_range
+from rlsys.config.checks import Problem, algorithm_problems
 from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead
-from rlsys.config.problem import Problem
-from rlsys.config.ranges import out_of_range
 from rlsys.config.schema import (
     ActorConfig,
     CassetteMode,
@@ -38,6 +36,8 @@ from rlsys.config.schema import (
     Schedule,
     SyncMode,
     TokenMode,
+    free_maps,
+    schema_keys,
 )
 from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.check import check_terms

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from rlsys.cluster.planning.placement import parse_ranks
-from rlsys.config.compose import as_dict, free_maps, load_config, schema_keys
-from rlsys.config.rlinf_keys import RULES, Moved
-from rlsys.config.schema import Device, Dtype, Mode, RunConfig, Schedule, SyncMode
+from rlsys.config.compose import as_dict, load_config
+from rlsys.config.rlinf import RULES, Moved
+from rlsys.config.schema import Device, Dtype, Mode, RunConfig, Schedule, SyncMode, free_maps, schema_keys
 from rlsys.errors import UserError
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "config"

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from rlsys.config.reward import JudgeConfig
+from rlsys.config.schema import JudgeConfig
 from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
 from rlsys.orchestrator.rewards.endpoint import ChatEndpoint

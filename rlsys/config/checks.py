@@ -1,4 +1,4 @@
-"""Whether the keys of an algorithm fit together: a sentence for each that does not, with the reason. Pure.
+"""Checks that the keys of an algorithm fit together: a sentence for each that does not, with the reason. Pure.
 
 What switches something on that cannot work, or has no effect, beside the others is refused. Settings of something that is
 off, such as the target of a control that is not adaptive, are left alone.
@@ -7,6 +7,7 @@ off, such as the target of a control that is not adaptive, are left alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rlsys.config.algorithm import (
     FULL_KL,
@@ -31,6 +32,16 @@ from rlsys.config.derived import (
     truncates_sampling,
 )
 from rlsys.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A reason why a config cannot run."""
+
+    key: str
+    """The key, or the group of keys, to change."""
+    sentence: str
+
 
 _WIDE_SEQUENCE_CLIP = 0.05
 """Some hundred times the published bounds, 3e-4 and 4e-4."""
