@@ -128,12 +128,7 @@ def _section(path: str, settings: Any, readers: Mapping[Read, Sequence[str]]) ->
             rows.append(f"| `{key}` | {_type(hints[item.name])} | {default} | {limits.unit} | {text} | {by} |")
     lines = [f"## {path or 'The run'}", "", inspect.cleandoc(schema.__doc__ or "")]
     if rows:
-        lines += [
-            "",
-            "| key | type | default | unit | meaning | read by |",
-            "|---|---|---|---|---|---|",
-            *rows,
-        ]
+        lines += ["", "| key | type | default | unit | meaning | read by |", "|---|---|---|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
 
 

@@ -217,14 +217,9 @@ def _values(episode: RewardedEpisode) -> Floats:
 
 def _whitened(tokens: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> list[Floats]:
     """Advantages [seq] of each episode, whitened over all that is in the masks; 0 elsewhere."""
-    every = whitened(np.concatenate([own[mask] for own, mask in zip(tokens, masks, strict=True)]))
-    ends = np.cumsum([mask.sum() for mask in masks])
-    results = []
-    for own, mask in zip(np.split(every, ends[:-1]), masks, strict=True):
-        result = np.zeros(len(mask))
-        result[mask] = own
-        results.append(result)
-    return results
+    every, mask = np.concatenate(tokens), np.concatenate(masks)
+    every[mask] = whitened(every[mask])
+    return np.split(every, np.cumsum([len(own) for own in tokens])[:-1])
 
 
 def _split(values: Floats, episodes: Sequence[Units]) -> list[Floats]:

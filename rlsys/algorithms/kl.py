@@ -108,38 +108,21 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class TopKKl:
-    """The KL from the tokens that were picked and the one that was sampled."""
+    """The KL from the tokens that were picked and the one that was sampled, by full_reverse or full_forward."""
 
-    forward_kl: bool
-    tail: KlTail | None
-    """None leaves out all tokens that were not picked."""
-    weighted: bool
-    """Whether the tail is weighted by the ratio of the policies that are updated and that sampled."""
-    weight_lower: float | None
-    weight_upper: float | None
+    config: AlgorithmConfig
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, sampled: Sampled) -> Tensor:
         """`logprobs` and `ref_logprobs` [n, k] of the picked tokens -> KL [n], in nats."""
-        head = shares(logprobs, ref_logprobs, self.forward_kl).sum(dim=-1)
-        if self.tail is None:
+        config, forward_kl = self.config, self.config.kl_estimator is KlEstimator.full_forward
+        head = shares(logprobs, ref_logprobs, forward_kl).sum(dim=-1)
+        if not config.kl_use_tail_sampling:
             return head
-        rest = tail(sampled, self.tail, self.forward_kl)
-        if self.weighted:
-            rest = rest * importance_weights(
-                sampled.logprobs, sampled.old_logprobs, self.weight_lower, self.weight_upper
-            )
+        rest = tail(sampled, config.kl_topk_tail, forward_kl)
+        if config.use_kl_iw:
+            bounds = config.kl_iw_clip_lower, config.kl_iw_clip_upper
+            rest = rest * importance_weights(sampled.logprobs, sampled.old_logprobs, *bounds)
         return head + rest
-
-
-def top_k_kl(config: AlgorithmConfig) -> TopKKl:
-    """What `config` describes, whose `kl_estimator` is full_reverse or full_forward."""
-    return TopKKl(
-        forward_kl=config.kl_estimator is KlEstimator.full_forward,
-        tail=config.kl_topk_tail if config.kl_use_tail_sampling else None,
-        weighted=config.use_kl_iw,
-        weight_lower=config.kl_iw_clip_lower,
-        weight_upper=config.kl_iw_clip_upper,
-    )
 
 
 def shares(logprobs: Tensor, ref_logprobs: Tensor, forward_kl: bool) -> Tensor:

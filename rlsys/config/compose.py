@@ -23,12 +23,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -113,13 +108,13 @@ def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
 
 def _compose_translated(file: Path, overrides: Sequence[str]) -> DictConfig:
     """The file goes before the groups beneath it; groups and keys of the command line go before the file."""
-    translated = translate(file, overrides)
+    settings, ours = translate(file, overrides)
     groups = {folder.name for folder in PROJECT_CONFIGS.iterdir() if folder.is_dir()}
-    pairs = [override.partition("=") for override in translated.overrides]
+    pairs = [override.partition("=") for override in ours]
     chosen = {key: choice for key, _, choice in pairs if key in groups}
     beneath = [{group: choice} for group, choice in _BENEATH.items() if group not in chosen]
     defaults = ["rlsys_schema", *beneath, "_self_", *({group: choice} for group, choice in chosen.items())]
-    ConfigStore.instance().store(name=_TRANSLATED, node={"defaults": defaults, **translated.settings})
+    ConfigStore.instance().store(name=_TRANSLATED, node={"defaults": defaults, **settings})
     return _composed(PROJECT_CONFIGS, _TRANSLATED, [_opened("".join(pair)) for pair in pairs if pair[0] not in groups])
 
 

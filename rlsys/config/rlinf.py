@@ -2,15 +2,14 @@
 
 Contract: `translate` gives settings that mean what the file says, or raises `UserError` with a line for every key that
 rlsys does not know or whose value it cannot honour; nothing of the file is left aside silently but what
-`RULES` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled by no
+`rules()` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled by no
 key: a turn that neither searches nor answers is told so and goes on; stop strings reach the engine; and
 max_new_tokens is each turn's own. RLinf's agent loop has seq_length - max_prompt_length tokens for all turns and
 observations of an episode together; here seq_length alone bounds these, with the prompt that they have.
 
-`RULES` says which key of RLinf is which of ours. `Moved`: the value goes on under our keys. `Only`: the key says what rlsys
-does in any case, and has no other value. `IDLE`: what is learned does not depend on it. `JOINT`: it counts together with
-other keys, in a function below. The keys are those of RLinf's Search-R1 example (github.com/RLinf/RLinf, commits
-779c3188b to a3816b59).
+`rules()` says which key of RLinf is which of ours. `Moved`: the value goes on under our keys. `Only`: the key says what rlsys
+does in any case, and has no other value. What is idle changes nothing of what is learned; what is joint counts together with
+other keys, in a function below. rlinf.yaml has the keys that need no code.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,8 @@ class Only:
     """What to write, for somebody who gave another."""
 
 
-class Other(Enum):
-    """Rules without a content of their own."""
-
-    IDLE = auto()
-    JOINT = auto()
-
-
-Rule = Moved | Only | Other
+Rule = Moved | Only | None
+"""None takes any value: the key is idle, or counts together with others."""
 
 
 def _one_of(choices: Mapping[Any, Any], instead: str) -> Callable[[Any], Any]:
@@ -69,10 +62,6 @@ def _one_of(choices: Mapping[Any, Any], instead: str) -> Callable[[Any], Any]:
         return choices[value]
 
     return convert
-
-
-def _to(ours: str) -> Moved:
-    return Moved((ours,))
 
 
 def _server(address: Any) -> str:
@@ -123,228 +112,43 @@ _ESTIMATOR = _one_of(
     "as a loss low_var_kl, mse and abs can be learned from; write one of them, or give algorithm.kl_estimator=k3++ on the "
     "command line",
 )
-_MODEL = _to("model.path")
-_LENGTH = _to("task.max_total_tokens")
-_SEED = _to("trainer.seed")
-
-_PARALLEL = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "sequence_parallel": "sequence_parallel",
-}
-_OPTIMIZER = {
-    "lr": "lr",
-    "min_lr": "min_lr",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_eps": "eps",
-    "weight_decay": "weight_decay",
-    "clip_grad": "clip_grad",
-    "use_distributed_optimizer": "distributed",
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-}
-
 OFFLOADS = ("actor.offload_optimizer", "actor.offload_weight", "actor.offload_grad")
 
-_IDLE = [
-    "runner.logger.log_path",
-    "algorithm.training_batch_size_per_gpu",
-    "algorithm.logprob_forward_micro_batch_size",
-    "algorithm.val_rollout_batch_size_per_gpu",
-    "algorithm.calculate_entropy",
-    "agentloop.group_name",
-    "data.val_rollout_batch_size",
-    "data.num_workers",
-    "data.apply_chat_template",
-    "data.validation_shuffle",
-    "reward.group_name",
-    "rollout.group_name",
-    "rollout.model.model_type",
-    "rollout.distributed_executor_backend",
-    "rollout.disable_log_stats",
-    "rollout.sglang.decode_log_interval",
-    "rollout.sglang.torch_compile_max_bs",
-    "rollout.return_logprobs",
-    "rollout.validate_weight",
-    "rollout.validate_weight_first_sync",
-    "inference.model_type",
-    "inference.group_name",
-    "actor.group_name",
-    "actor.enable_dp_load_balance",
-    "actor.calculate_flops",
-    "actor.model.recompute_method",
-    "actor.model.recompute_num_layers",
-    "actor.model.apply_rope_fusion",
-    "actor.model.bias_dropout_fusion",
-    "actor.model.persist_layer_norm",
-    "actor.model.bias_activation_fusion",
-    "actor.model.attention_softmax_in_fp32",
-    "actor.model.batch_p2p_comm",
-    "actor.model.variable_seq_lengths",
-    "actor.model.gradient_accumulation_fusion",
-    "actor.model.moe_token_dispatcher_type",
-    "actor.model.use_cpu_initialization",
-    "actor.optim.loss_scale",
-    "actor.optim.optimizer_enable_pin",
-    "actor.tokenizer.use_fast",
-    "actor.tokenizer.trust_remote_code",
-    "actor.tokenizer.padding_side",
-    "actor.megatron.ddp_bucket_size",
-    "actor.megatron.distributed_backend",
-    "actor.megatron.ckpt_format",
-    "actor.megatron.use_dist_ckpt",
-    "actor.megatron.tp_comm_bootstrap_backend",
-]
-"""Keys of which any value will do: they name or speed up a part of RLinf's machinery that rlsys arranges itself."""
-_JOINT = [
-    "defaults",
-    "cluster.num_nodes",
-    "cluster.component_placement",
-    "runner.task_type",
-    "runner.max_epochs",
-    "runner.max_steps",
-    "runner.max_tokens_per_mbs",
-    "runner.max_tokens_per_mbs_inference",
-    "algorithm.group_size",
-    "algorithm.ratio_clip_eps",
-    "algorithm.clip_ratio_low",
-    "algorithm.clip_ratio_high",
-    "algorithm.sampling_params.do_sample",
-    "algorithm.sampling_params.temperature",
-    "data.shuffle",
-    "rollout.cuda_graph_max_bs",
-    "rollout.is_eval",
-    "actor.optim.bf16",
-    "actor.lr_sched.lr_warmup_fraction",
-    "actor.lr_sched.lr_decay_iters",
-]
-"""Keys that count together with others, in a function below."""
-
-RULES: dict[str, Rule] = {
-    "runner.logger.project_name": _to("tracking.project"),
-    "runner.logger.experiment_name": _to("name"),
+_CONVERTED: dict[str, Rule] = {
     "runner.logger.logger_backends": Moved(("tracking",), _trackers),
     "runner.val_check_interval": Moved(("eval.interval",), lambda steps: 0 if steps == -1 else steps),
     "runner.save_interval": Moved(("checkpoint.interval",), lambda steps: 0 if steps == -1 else steps),
-    "runner.seq_length": _LENGTH,
-    "runner.enable_dynamic_batch_size": Only(
-        (True,), "rlsys always packs by tokens; write True and max_tokens_per_mbs"
-    ),
-    "runner.resume_dir": _to("resume"),
-    "runner.experiment_name": _to("name"),
-    "runner.output_dir": _to("output_dir"),
-    "algorithm.n_minibatches": _to("trainer.mini_batches"),
-    "algorithm.rollout_batch_size_per_gpu": Only(
-        (None,),
-        "an engine takes what it can hold; write null, and rollout.max_running_requests for its limit",
-    ),
-    "algorithm.recompute_logprobs": _to("algorithm.recompute_logprobs"),
-    "algorithm.shuffle_rollout": Only((False,), "groups are trained in the order in which they end; write False"),
-    "algorithm.loss_type": Only(("actor",), "write actor, and algorithm=ppo on the command line for a critic"),
-    "algorithm.loss_agg_func": _to("algorithm.aggregation"),
-    "algorithm.kl_beta": _to("algorithm.kl_coef"),
     "algorithm.kl_penalty_type": Moved(("algorithm.kl_estimator",), _ESTIMATOR),
-    "algorithm.clip_ratio_c": _to("algorithm.dual_clip"),
-    "algorithm.entropy_bonus": _to("algorithm.entropy_coef"),
-    "algorithm.adv_type": Only(("grpo",), "write grpo, and algorithm=NAME on the command line for another"),
-    "algorithm.normalize_advantages": Only(
-        (False,), "write False, and algorithm.advantage_scale=whiten on the command line"
-    ),
-    "algorithm.early_stop_imp_ratio": Only(
-        (None,),
-        "rlsys leaves no micro-batch out; write null, with clip_ratio_c for a bound of the loss and guards.ratio_ceiling for "
-        "a warning",
-    ),
-    "algorithm.use_valid_token_scale": Only((False,), "loss_agg_func says how tokens are weighed; write False"),
     "algorithm.sampling_params.top_k": Moved(("rollout.sampling.top_k",), _top_k),
-    "algorithm.sampling_params.top_p": _to("rollout.sampling.top_p"),
-    "algorithm.sampling_params.repetition_penalty": Only((1.0,), "the loss scores what is sampled; write 1.0"),
-    "algorithm.sampling_params.max_new_tokens": _to("task.max_turn_tokens"),
-    "algorithm.sampling_params.min_new_tokens": Only((0, 1, None), "a turn may end with its first token; write 1"),
-    "algorithm.sampling_params.stop": _to("rollout.sampling.stop"),
     "agentloop.maxturn": Moved(("task.max_turns",), _turns),
     "agentloop.max_turns": Moved(("task.max_turns",), _turns),
-    "agentloop.max_tool_response_length": _to("task.max_observation_tokens"),
-    "agentloop.tool_response_truncate_side": Only(
-        ("right",), "an observation is cut at its end, its closing tag kept; write right"
-    ),
-    "agentloop.toolcall_parser": Only(("searchr1-qwen",), "task.tags has the words of a call; write searchr1-qwen"),
-    "agentloop.print_outputs": Only((False,), "samples/ in the run's folder has trajectories as text; write False"),
     "tools.search.server_addr": Moved(("search.url",), _server),
-    "tools.search.topk": _to("search.topk"),
-    "data.type": Only(("math",), "rows have a prompt and solutions; write math"),
-    "data.max_prompt_length": _to("task.max_prompt_tokens"),
-    "data.filter_prompt_by_length": Only((True,), "no prompt above max_prompt_length is asked; write True"),
-    "data.rollout_batch_size": _to("trainer.prompts_per_step"),
-    "data.prompt_key": Only(("prompt",), "rename the field of the rows to prompt"),
-    "data.answer_key": Only(("solutions",), "rename the field of the rows to solutions"),
-    "data.seed": _SEED,
     "data.train_data_paths": Moved(("task.train_path",), _one_path),
     "data.val_data_paths": Moved(("task.eval_path",), _one_path),
     "data.data_size": Moved(("eval.limit",), lambda count: None if count == -1 else count),
-    "reward.use_reward_model": Only(
-        (False,), "write False, and reward.terms.judge on the command line for a judging model"
-    ),
     "reward.reward_type": Moved(
         ("reward.max_answer_tags",),
         _one_of({"searchr1": MANY_ANSWERS}, "write searchr1, and reward.terms on the command line for other terms"),
     ),
     "reward.reward_scale": Moved(("reward.terms",), lambda scale: {"exact_match": float(scale)}),
-    "critic.use_critic_model": Only((False,), "write False, and algorithm=ppo on the command line for a critic"),
-    "rollout.gpu_memory_utilization": _to("rollout.engine.memory_fraction"),
-    "rollout.model.model_path": _MODEL,
     "rollout.model.precision": _PRECISION,
     "rollout.enforce_eager": Moved(("rollout.engine.cuda_graphs",), lambda eager: not eager),
-    "rollout.detokenize": Only((True,), "turns are read, and end at stop strings, as text; write True"),
-    "rollout.padding": Only((None,), "the tokenizer says it; write null"),
-    "rollout.eos": Only((None,), "the tokenizer says it; write null"),
-    "rollout.rollout_backend": Only(("sglang",), "rlsys generates with SGLang alone; write sglang"),
-    "rollout.sglang.attention_backend": _to("rollout.engine.attention_backend"),
-    "rollout.sglang.use_torch_compile": Only((False,), "engines are not compiled; write False"),
-    "rollout.tensor_parallel_size": _to("rollout.engine.tp"),
-    "rollout.pipeline_parallel_size": Only((1,), "an engine is cut by tensor_parallel_size alone; write 1"),
-    "rollout.validate_save_dir": Only((None,), "every tensor is compared by its hash at every sync; write null"),
-    "rollout.print_outputs": Only((False,), "samples/ in the run's folder has trajectories as text; write False"),
-    "rollout.max_running_requests": _to("rollout.engine.max_running"),
-    **{f"actor.model.{name}": _to(f"actor.parallel.{ours}") for name, ours in _PARALLEL.items()},
-    **{f"inference.model.{name}": _to(f"inference.parallel.{ours}") for name, ours in _PARALLEL.items()},
-    **{f"actor.optim.{name}": _to(f"actor.optimizer.{ours}") for name, ours in _OPTIMIZER.items()},
-    "inference.load_from_actor": Only((True,), "old log-probs are the actor's; write True"),
-    "actor.training_backend": Only(("megatron",), "rlsys trains with Megatron-core alone; write megatron"),
-    "actor.mcore_gpt": Only((True,), "rlsys trains with Megatron-core alone; write True"),
-    "actor.spec_name": Only(("decoder_gpt",), "write decoder_gpt, and model.layers=local or te on the command line"),
-    **dict.fromkeys(OFFLOADS, Other.JOINT),
-    "actor.seed": _SEED,
     "actor.model.precision": _PRECISION,
-    "actor.model.megatron_checkpoint": Only((None,), "write null, and runner.resume_dir to go on with a run"),
-    "actor.model.seq_length": _LENGTH,
-    "actor.model.encoder_seq_length": _LENGTH,
-    "actor.model.add_bias_linear": Only((False,), "config.json of the model says it; write False"),
-    "actor.model.activation": Only(("swiglu",), "config.json of the model says it; write swiglu"),
-    "actor.model.normalization": Only(("rmsnorm",), "config.json of the model says it; write rmsnorm"),
-    "actor.model.position_embedding_type": Only(("rope",), "config.json of the model says it; write rope"),
     "actor.model.recompute_granularity": Moved(("model.recompute",), _RECOMPUTE),
-    "actor.optim.optimizer": Only(("adam",), "rlsys has AdamW alone; write adam"),
-    "actor.optim.fp16": Only((False,), "rlsys trains in bf16 or fp32; write False"),
-    "actor.optim.overlap_param_gather_with_optimizer_step": Only((False,), "write False"),
-    "actor.lr_sched.lr_warmup_init": Only((0, None), "the rate rises from 0; write 0.0"),
-    "actor.lr_sched.lr_warmup_iters": Only((0, None), "write 0, and lr_warmup_fraction"),
-    "actor.lr_sched.max_lr": _to("actor.optimizer.lr"),
-    "actor.lr_sched.min_lr": _to("actor.optimizer.min_lr"),
-    "actor.lr_sched.lr_decay_style": _to("actor.optimizer.decay"),
-    "actor.tokenizer.tokenizer_model": _MODEL,
     "actor.megatron.distributed_timeout_minutes": Moved(
         ("cluster.call_timeout_s",), lambda minutes: 60.0 * float(minutes)
     ),
-    "actor.megatron.tp_comm_overlap_cfg": Only((None,), "write null"),
-    "actor.megatron.use_hf_ckpt": Only((True,), "runs begin with a Hugging Face folder; write True"),
-    "actor.megatron.use_profiler": Only((False,), "trace.json of a run has who worked when; write False"),
-    **dict.fromkeys(_IDLE, Other.IDLE),
-    **dict.fromkeys(_JOINT, Other.JOINT),
 }
+
+
+@cache
+def rules() -> dict[str, Rule]:
+    """Key of RLinf's -> what is done with it."""
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    moved = {theirs: Moved((ours,)) for theirs, ours in table["moved"].items()}
+    only = {key: Only(tuple(values), instead) for key, (values, instead) in table["only"].items()}
+    return {**_CONVERTED, **moved, **only, **dict.fromkeys([*table["idle"], *table["joint"]])}
+
 
 IDLE_BRANCHES = (
     "hydra",
@@ -370,16 +174,6 @@ _RESOLVERS = {
     "not": lambda value: not value,
 }
 """RLinf's own functions in `${...}`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Translated:
-    """A file of RLinf's, in our words."""
-
-    settings: dict[str, Any]
-    """Nested, as in a YAML file of ours."""
-    overrides: list[str]
-    """Those that were in our words already."""
 
 
 @dataclass(slots=True)
@@ -421,8 +215,11 @@ def is_rlinf(file: Path) -> bool:
     return isinstance(tree, DictConfig) and "runner" in tree
 
 
-def translate(file: Path, overrides: Sequence[str] = ()) -> Translated:
-    """The settings of `file`, with `overrides` such as runner.max_steps=5 (RLinf's) or trainer.seed=5 (ours)."""
+def translate(file: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """The settings of `file` in our words, nested, and those of `overrides` that were in our words already.
+
+    Overrides are such as runner.max_steps=5 (RLinf's), which count as if they stood in the file, or trainer.seed=5 (ours).
+    """
     theirs = [override for override in overrides if _is_theirs(override)]
     draft = _Draft(dict(_leaves(_read(file, theirs))))
     _by_table(draft)
@@ -436,12 +233,12 @@ def translate(file: Path, overrides: Sequence[str] = ()) -> Translated:
     settings = OmegaConf.to_container(tree)
     assert isinstance(settings, dict)
     ours = [override for override in overrides if override not in theirs]
-    return Translated({str(key): value for key, value in settings.items()}, ours)
+    return {str(key): value for key, value in settings.items()}, ours
 
 
 def _is_theirs(override: str) -> bool:
     key = override.partition("=")[0].lstrip("+")
-    return key in RULES or any(f"{key}.".startswith(f"{one}.") for one in (*_ONLY_THEIRS, PLACEMENT))
+    return key in rules() or any(f"{key}.".startswith(f"{one}.") for one in (*_ONLY_THEIRS, PLACEMENT))
 
 
 def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -478,9 +275,9 @@ def _by_table(draft: _Draft) -> None:
     for key, value in draft.given.items():
         if any(f"{key}.".startswith(f"{branch}.") for branch in IDLE_BRANCHES):
             continue
-        match RULES.get(key):
-            case None:
-                close = difflib.get_close_matches(key, RULES, n=1, cutoff=0.6)
+        match rules().get(key):
+            case None if key not in rules():
+                close = difflib.get_close_matches(key, rules(), n=1, cutoff=0.6)
                 hint = f"did you mean {close[0]}?" if close else "take it out."
                 draft.problems.append(f"{key} is not a key of RLinf's Search-R1 that rlsys reads: {hint}")
             case Only(values, instead) if value not in values:
@@ -493,8 +290,6 @@ def _by_table(draft: _Draft) -> None:
                     continue
                 for one in ours:
                     draft.put(one, converted, key)
-            case Only() | Other():
-                pass
 
 
 def _defaults(draft: _Draft) -> None:
@@ -609,8 +404,7 @@ def _warm_up(draft: _Draft, steps: int | None) -> None:
         fraction *= spread / total
         if fraction > 1:
             return draft.refuse(
-                key,
-                f"the rate would still rise when the run ends, after {total} optimiser steps; write null for those",
+                key, f"the rate would still rise when the run ends, after {total} optimiser steps; write null for those"
             )
     draft.put("actor.optimizer.warmup_fraction", fraction, "actor.lr_sched.lr_warmup_fraction")
     return None

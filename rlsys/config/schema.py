@@ -32,12 +32,24 @@ from rlsys.config.bounds import (
 REQUIRED = "???"
 """Marks a key without a default: leaving it out stops the run with a sentence."""
 
-
-class Device(StrEnum):
-    """What the groups run on."""
-
-    cpu = "cpu"
-    gpu = "gpu"
+Device = StrEnum("Device", ["cpu", "gpu"])
+"""What the groups run on."""
+Layers = StrEnum("Layers", ["auto", "te", "local"])
+"""Which transformer layers Megatron is built from."""
+Dtype = StrEnum("Dtype", ["float32", "bfloat16"])
+"""Numeric type of weights and activations."""
+Attention = StrEnum("Attention", ["auto", "flash", "fused", "unfused"])
+"""Which of Transformer Engine's attention kernels a Megatron model uses."""
+Schedule = StrEnum("Schedule", ["sequential", "pipelined", "async"])
+"""What runs at the same time. `sequential`: nothing, each stage waits for the whole step of the one before.
+`pipelined`: all stages, within a step, strictly on-policy. `async`: rollouts run up to `max_staleness` versions
+ahead of training."""
+OnUpdate = StrEnum("OnUpdate", ["finish", "continue"])
+"""What episodes in flight do when new weights come: end on the old ones, or pause and go on with the new."""
+LrDecay = StrEnum("LrDecay", ["constant", "linear", "cosine"])
+"""Shape of the learning rate after warm-up."""
+WandbMode = StrEnum("WandbMode", ["auto", "online", "offline"])
+"""Where Weights & Biases writes to."""
 
 
 class Mode(StrEnum):
@@ -49,21 +61,6 @@ class Mode(StrEnum):
     """They take turns on the same ones."""
 
 
-class Layers(StrEnum):
-    """Which transformer layers Megatron is built from."""
-
-    auto = "auto"
-    te = "te"
-    local = "local"
-
-
-class Dtype(StrEnum):
-    """Numeric type of weights and activations."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 class TokenMode(StrEnum):
     """How a multi-turn context is kept."""
 
@@ -71,15 +68,6 @@ class TokenMode(StrEnum):
     """As text, which every turn and the training tokenise anew."""
     append = "append"
     """As tokens: those that were sampled stay, observations are tokenised alone."""
-
-
-Schedule = StrEnum("Schedule", ["sequential", "pipelined", "async"])
-"""What runs at the same time. `sequential`: nothing, each stage waits for the whole step of the one before.
-`pipelined`: all stages, within a step, strictly on-policy. `async`: rollouts run up to `max_staleness` versions
-ahead of training."""
-
-OnUpdate = StrEnum("OnUpdate", ["finish", "continue"])
-"""What episodes in flight do when new weights come: end on the old ones, or pause and go on with the new."""
 
 
 class SyncMode(StrEnum):
@@ -93,15 +81,6 @@ class SyncMode(StrEnum):
     """Through files in the run's folder."""
     ipc = "ipc"
     """Through device memory that processes of one host share (CUDA IPC): the bytes never leave the GPUs."""
-
-
-class Attention(StrEnum):
-    """Which of Transformer Engine's attention kernels a Megatron model uses."""
-
-    auto = "auto"
-    flash = "flash"
-    fused = "fused"
-    unfused = "unfused"
 
 
 class Packing(StrEnum):
@@ -124,28 +103,12 @@ class CassetteMode(StrEnum):
     """Answer from the cassette; ask the server for what is not on it, and write that to it."""
 
 
-class LrDecay(StrEnum):
-    """Shape of the learning rate after warm-up."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
 class GuardAction(StrEnum):
     """What is done when a run shows signs of collapse."""
 
     warn = "warn"
     stop = "stop"
     """Warn, write a checkpoint and end the run."""
-
-
-class WandbMode(StrEnum):
-    """Where Weights & Biases writes to."""
-
-    auto = "auto"
-    online = "online"
-    offline = "offline"
 
 
 @dataclass
@@ -212,8 +175,7 @@ class OptimizerConfig:
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the last micro-batch of an optimiser step is still in its backward pass."""
     overlap_param_gather: bool = False
-    """Gather updated weights from data-parallel ranks while the next forward pass is under way; needs the two
-    above."""
+    """Gather updated weights from data-parallel ranks while the next forward pass is under way; needs the two above."""
 
 
 @dataclass

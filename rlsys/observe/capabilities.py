@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
-from rlsys.config.checks import Problem
 from rlsys.config.derived import megatron_groups
+from rlsys.config.problems import Problem
 from rlsys.config.schema import Attention, Device, Dtype, Layers, Mode, RunConfig
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlsys.cluster.planning.hardware import launch_problems
-from rlsys.config.checks import algorithm_notes
+from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.observe.capabilities import detect, lacking

@@ -10,8 +10,8 @@ import pytest
 
 from rlsys.cluster.planning.plan import make_plan
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.checks import algorithm_problems
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
+from rlsys.config.problems import algorithm_problems
 from rlsys.config.schema import RunConfig, schema_keys
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import validate

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlsys.cluster.planning.placement import CRITIC
-from rlsys.config.checks import Problem
 from rlsys.config.derived import needs_server
+from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Mode, RunConfig, SyncMode
 
 USABLE = 0.9

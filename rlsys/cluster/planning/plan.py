@@ -11,7 +11,6 @@ from rlsys.cluster.planning.memory import GIB, group_memory
 from rlsys.cluster.planning.parameters import count_parameters
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.algorithm import AdvantageBaseline
-from rlsys.config.checks import algorithm_notes
 from rlsys.config.derived import (
     has_critic,
     max_staleness,
@@ -21,6 +20,7 @@ from rlsys.config.derived import (
     needs_whole_mini_batch,
     runs_ahead,
 )
+from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import (
     Device,
     Mode,
