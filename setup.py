@@ -18,6 +18,7 @@ setup(
     extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev")},
     package_data={
         "rlsys": ["py.typed"],
+        "rlsys.config": ["rlinf.yaml"],
         "rlsys.apps.chat": ["defaults.yaml", "static/*"],
         "rlsys.report": ["static/*"],
         "rlsys.rollout": ["sglang_logging.json"],

@@ -24,8 +24,7 @@ from examples.searchr1.tiny.oracle import answer
 from rlsys.apps.cli.main import run_command
 from rlsys.apps.cli.search import cassette as show
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
+from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.search_tool import open_tool
 from rlsys.search.cassette import CassetteTool

@@ -27,8 +27,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.guards import GuardAction
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import GuardAction, RunConfig
 from rlsys.errors import RunError
 from rlsys.observe import status
 from rlsys.observe.guards import Alarm

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rlsys.algorithms.kl_control import kl_control
+from rlsys.algorithms.kl import kl_control
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlPlace
-from rlsys.config.checkpoint import CheckpointConfig
 from rlsys.config.schema import (
     ActorConfig,
+    CheckpointConfig,
     ClusterConfig,
     Device,
     Dtype,
@@ -45,8 +45,8 @@ from rlsys.config.schema import (
     TrainerConfig,
 )
 from rlsys.data.group import Sample, Scores
+from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
 from rlsys.files import sha256_of
 from rlsys.observe.progress import Progress

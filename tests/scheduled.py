@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rlsys.algorithms.kl_control import kl_control
+from rlsys.algorithms.kl import kl_control
 from rlsys.config.schema import Packing, RunConfig
 from rlsys.data.group import Group, Sample, Scores
+from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config.compose import free_maps, schema_keys
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import RunConfig, free_maps, schema_keys
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]

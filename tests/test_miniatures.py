@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.apps.cli.main import app
 from rlsys.cluster.planning.placement import parse_placement
-from rlsys.config.algorithm import Baseline
+from rlsys.config.algorithm import AdvantageBaseline
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import Mode, ParallelConfig, RunConfig
@@ -169,7 +169,7 @@ def test_groups_that_are_cut_in_all_ways_keep_each_way_somewhere() -> None:
     assert degrees(small.actor.parallel) == (1, 1, 2, 1)
     assert degrees(small.critic.parallel) == (2, 1, 1, 1)
     assert degrees(small.inference.parallel) == (1, 2, 1, 1)
-    assert small.algorithm.baseline is Baseline.critic
+    assert small.algorithm.baseline is AdvantageBaseline.critic
 
 
 def test_every_sequence_is_cut_in_two_where_there_is_room() -> None:
@@ -304,5 +304,5 @@ def test_the_miniature_trains(experiment: str, ran: Callable[[str], Ran]) -> Non
         assert 0 < row["logprob/max_diff"] < 1e-3, "the engines and Megatron compute the same model"
         assert row["actor/first_ratio_dev_max"] < 1e-3, "so do the groups of Megatron, each cut in its own way"
         assert row["actor/grad_norm"] > 0
-    if composed(experiment).algorithm.baseline is Baseline.critic:
+    if composed(experiment).algorithm.baseline is AdvantageBaseline.critic:
         assert run.rows[1]["critic/values/max"] > run.rows[1]["critic/values/min"]

@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.checkpoint import CheckpointConfig
-from rlsys.config.schema import RunConfig, TaskConfig, TrainerConfig
-from rlsys.data.source import SourceState
+from rlsys.config.schema import CheckpointConfig, RunConfig, TaskConfig, TrainerConfig
+from rlsys.data.prompt_source import SourceState
 from rlsys.errors import UserError
 from rlsys.files import claim, sha256_of
 from rlsys.observe.environment import environment

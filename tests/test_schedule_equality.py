@@ -44,8 +44,8 @@ from rlsys.config.schema import (
     TrainerConfig,
 )
 from rlsys.data.group import Sample, Scores
+from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
 from tests.megatron import reference

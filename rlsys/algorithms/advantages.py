@@ -1,4 +1,4 @@
-"""Advantages: how much better a token's episode, turn or rest went than was to be expected.
+"""Advantages: how much better a token's episode, turn or rest went than was to be expected; returns and comparisons.
 
 Three choices make one. `credit` says what has a return of its own, here called a unit: the episode, a turn or a
 trained token. `baseline` says what a unit's return is compared with, `advantage_scale` what the difference is
@@ -24,24 +24,34 @@ on others, be it NaN, changes nothing, and their advantage is 0. Which tokens th
 `compat.observations_in_values` observation tokens get the number of the turn before them, and are then as good as
 any. A group's part is known with its last episode; the rest waits for the mini-batch. Returns that do not differ
 among peers give exact zeros under every baseline that is a mean.
+
+Arrays marked [trained] are over the trained tokens of one episode alone, in order: nothing that stands on prompt or
+observation tokens can enter, the token after a turn's last is the next turn's first, and neither gamma nor lambda counts
+what lies between. Every standard deviation is the sample one, with n - 1. Values that do not differ by more than
+rounding deviate by exactly zero, and so does one alone; nothing is divided where nothing differs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.algorithms.comparison import centred, spread, spreads, whitened
-from rlsys.algorithms.returns import Floats, Ints, generalised_advantages, placed, to_go
-from rlsys.config.algorithm import SIBLINGS, AdvantageScale, AlgorithmConfig, Baseline, Credit
+from rlsys.config.algorithm import SIBLINGS, AdvantageBaseline, AdvantageScale, AlgorithmConfig, Credit
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+EPS = 1e-6
+"""Added to a standard deviation before dividing by it."""
+ROUNDING = 1e-12
+"""What sums of the same rewards may differ by, in units of the largest: the mean of equal floats is off by less."""
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class RewardedEpisode:
     """What advantages follow from."""
 
     turn_rewards: Sequence[float]
@@ -73,7 +83,7 @@ class Units:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class AdvantageEstimate:
     """Advantages of one episode."""
 
     advantages: Floats
@@ -83,7 +93,7 @@ class Estimate:
     units: Units
 
 
-def group_estimates(episodes: Sequence[Episode], config: AlgorithmConfig) -> list[Estimate]:
+def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig) -> list[AdvantageEstimate]:
     """All that the episodes of one question settle alone.
 
     With credit `trajectory` an episode without trained tokens counts in its siblings' baseline and spread: its
@@ -101,20 +111,20 @@ def group_estimates(episodes: Sequence[Episode], config: AlgorithmConfig) -> lis
     peers = np.concatenate([one.peers for one in alone])
     divisors = spreads(values, peers) if config.advantage_scale is AdvantageScale.group else 1.0
     if config.baseline in SIBLINGS:
-        values = centred(values, peers, leave_one_out=config.baseline is Baseline.leave_one_out) / divisors
+        values = centred(values, peers, leave_one_out=config.baseline is AdvantageBaseline.leave_one_out) / divisors
     estimates = []
     for episode, one, own in zip(episodes, alone, _split(values, alone), strict=True):
         returns = None
-        if config.baseline is Baseline.critic:
+        if config.baseline is AdvantageBaseline.critic:
             returns = one.on_tokens(one.values + _values(episode))
-        estimates.append(Estimate(one.on_tokens(own), returns, replace(one, values=own)))
+        estimates.append(AdvantageEstimate(one.on_tokens(own), returns, replace(one, values=own)))
     return estimates
 
 
 def batch_advantages(groups: Sequence[Sequence[Units]], config: AlgorithmConfig) -> list[list[Floats]]:
     """Advantages [seq] of one whole mini-batch, with what only all of its groups together settle.
 
-    `groups` are the `Estimate.units` of each; where the config needs nothing of the mini-batch this gives the
+    `groups` are the `AdvantageEstimate.units` of each; where the config needs nothing of the mini-batch this gives the
     advantages that `group_estimates` gave.
 
     The scale `batch` is the spread among siblings, not that between easy and hard questions, for it is of centred
@@ -124,7 +134,7 @@ def batch_advantages(groups: Sequence[Sequence[Units]], config: AlgorithmConfig)
     if not flat:
         return [[] for _ in groups]
     values = np.concatenate([one.values for one in flat])
-    if config.baseline is Baseline.batch:
+    if config.baseline is AdvantageBaseline.batch:
         values = centred(values, np.concatenate([one.peers for one in flat]))
     if config.advantage_scale is AdvantageScale.batch:
         values = values / spread(values)
@@ -136,7 +146,7 @@ def batch_advantages(groups: Sequence[Sequence[Units]], config: AlgorithmConfig)
 
 
 def _refuse_contradictions(config: AlgorithmConfig) -> None:
-    if config.credit is Credit.token and config.baseline not in (Baseline.none, Baseline.critic):
+    if config.credit is Credit.token and config.baseline not in (AdvantageBaseline.none, AdvantageBaseline.critic):
         raise ValueError(
             f"algorithm.credit=token has no token of another episode to compare with, which algorithm.baseline="
             f"{config.baseline} does: choose baseline none or critic, or credit turn or trajectory."
@@ -148,7 +158,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         )
 
 
-def _units(episode: Episode, config: AlgorithmConfig) -> Units:
+def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> Units:
     """The units of one episode with their returns, or with the critic their generalised advantages."""
     _check(episode)
     trained = episode.turn_of_token >= 0
@@ -156,7 +166,7 @@ def _units(episode: Episode, config: AlgorithmConfig) -> Units:
     penalties = np.zeros(len(turns)) if episode.penalties is None else episode.penalties[trained]
     rewards = placed(episode.turn_rewards, turns) - penalties
     of_trained, peers = np.arange(len(turns)), np.zeros_like(turns)
-    if config.baseline is Baseline.critic:
+    if config.baseline is AdvantageBaseline.critic:
         values = generalised_advantages(rewards, _values(episode), config.gamma, config.gae_lambda)
     elif config.credit is Credit.trajectory:
         # Not of the rewards on tokens: an untrained episode's score counts too.
@@ -174,7 +184,7 @@ def _units(episode: Episode, config: AlgorithmConfig) -> Units:
     return Units(values, peers, of_token)
 
 
-def _check(episode: Episode) -> None:
+def _check(episode: RewardedEpisode) -> None:
     turns = episode.turn_of_token[episode.turn_of_token >= 0]
     if not np.isfinite(episode.turn_rewards).all():
         raise ValueError(
@@ -198,7 +208,7 @@ def _check(episode: Episode) -> None:
             )
 
 
-def _values(episode: Episode) -> Floats:
+def _values(episode: RewardedEpisode) -> Floats:
     """[trained] what the critic said."""
     if episode.values is None:
         raise ValueError("algorithm.baseline=critic needs values, and an episode has none; let the critic score it.")
@@ -207,16 +217,89 @@ def _values(episode: Episode) -> Floats:
 
 def _whitened(tokens: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> list[Floats]:
     """Advantages [seq] of each episode, whitened over all that is in the masks; 0 elsewhere."""
-    every = whitened(np.concatenate([own[mask] for own, mask in zip(tokens, masks, strict=True)]))
-    ends = np.cumsum([mask.sum() for mask in masks])
-    results = []
-    for own, mask in zip(np.split(every, ends[:-1]), masks, strict=True):
-        result = np.zeros(len(mask))
-        result[mask] = own
-        results.append(result)
-    return results
+    every, mask = np.concatenate(tokens), np.concatenate(masks)
+    every[mask] = whitened(every[mask])
+    return np.split(every, np.cumsum([len(own) for own in tokens])[:-1])
 
 
 def _split(values: Floats, episodes: Sequence[Units]) -> list[Floats]:
     """What belongs to the units of each episode."""
     return np.split(values, np.cumsum([len(one.values) for one in episodes])[:-1])
+
+
+def placed(turn_rewards: Sequence[float], turns: Ints) -> Floats:
+    """[turns] rewards -> [trained]: each stands on the last trained token of its turn.
+
+    `turns` [trained] is the turn of each trained token, in order. A turn without trained tokens hands its reward
+    to the nearest trained token before it, and if there is none to the first after it; so the sum stays what it
+    was, unless no token is trained at all.
+    """
+    rewards = np.zeros(len(turns))
+    if len(turns):
+        # The last token of this turn or an earlier one is one before the first of a later turn.
+        ends = np.searchsorted(turns, np.arange(len(turn_rewards)), side="right") - 1
+        np.add.at(rewards, ends.clip(min=0), np.asarray(turn_rewards, dtype=np.float64))
+    return rewards
+
+
+def to_go(rewards: Floats, discount: float) -> Floats:
+    """[n] rewards -> [n] G_t = r_t + discount G_{t+1}, with nothing after the last."""
+    backwards = accumulate(reversed(rewards.tolist()), lambda later, now: now + discount * later)
+    return np.array(list(backwards), dtype=np.float64)[::-1]
+
+
+def generalised_advantages(rewards: Floats, values: Floats, gamma: float, gae_lambda: float) -> Floats:
+    """[trained] rewards and values -> [trained] generalised advantage estimates (arXiv 1506.02438).
+
+    A_t = d_t + gamma lambda A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t. An episode ends with its last trained
+    token, after which the value is 0: also one that a limit cut, for nothing more is paid for it.
+    """
+    following = np.append(values[1:], 0.0)[: len(values)]
+    return to_go(rewards + gamma * following - values, gamma * gae_lambda)
+
+
+def centred(values: Floats, peers: Ints, *, leave_one_out: bool = False) -> Floats:
+    """[n] values -> [n] value - mean, where only those with the same number in `peers` [n] are compared.
+
+    With `leave_one_out` the mean is that of the others (RLOO, arXiv 2402.14740):
+    x - mean(others) = (x - mean(all)) n / (n - 1).
+    """
+    deviations = np.zeros_like(values)
+    for peer in np.unique(peers):
+        among = peers == peer
+        deviations[among] = _deviations(values[among])
+        count = int(among.sum())
+        if leave_one_out and count > 1:
+            deviations[among] *= count / (count - 1)
+    return deviations
+
+
+def spreads(values: Floats, peers: Ints) -> Floats:
+    """[n] `spread` of those that share a number in `peers` [n]."""
+    found = np.ones_like(values)
+    for peer in np.unique(peers):
+        among = peers == peer
+        found[among] = spread(values[among])
+    return found
+
+
+def spread(values: Floats) -> float:
+    """Sample standard deviation of `values` + EPS; 1 where they do not differ."""
+    return float(values.std(ddof=1)) + EPS if _differ(values) else 1.0
+
+
+def whitened(values: Floats) -> Floats:
+    """[n] (x - mean) / (std + EPS) over all of `values`; zeros where they do not differ.
+
+    As in REINFORCE++ (arXiv 2501.03262) and codes of PPO, which vary in trifles: veRL and TRL, which Search-R1
+    follows, take the sample standard deviation as here, OpenRLHF the population's; all bound the variance by 1e-8.
+    """
+    return _deviations(values) / spread(values)
+
+
+def _deviations(values: Floats) -> Floats:
+    return values - values.mean() if _differ(values) else np.zeros_like(values)
+
+
+def _differ(values: Floats) -> bool:
+    return bool(values.size) and bool(np.ptp(values) > ROUNDING * np.abs(values).max())

@@ -1,13 +1,32 @@
-"""The policy's loss as a weighted sum over trained tokens, and its statistics.
+"""Losses of policy and critic as sums over trained tokens, their statistics, and how the tokens become one number.
 
-Contract: a loss is sum_t w_t l_t and its statistics are sums, maxima and minima; whoever accumulates
-micro-batches divides once, by the sum of their divisors over all ranks (`aggregation.py`). So the result is
-that of one batch for any split into micro-batches and ranks, and for any cut of a sequence over ranks; only
-`gspo`, whose ratio is the sequence's, needs all of a sequence's trained tokens in one call.
+The policy's loss is a weighted sum, the critic's a plain one:
 
-Invariant: a masked token adds nothing to the loss and gets a gradient of exactly zero, whatever stands in its
-place in any input, NaN and infinity included. A trained token that is NaN makes the loss NaN: it is not
-hidden here, nor in the maxima and minima.
+    loss = sum_t w_t l_t / sum of divisors
+
+Statistics are sums, maxima and minima. Whoever accumulates micro-batches divides once, by the sum of their divisors over
+all ranks (`divisor`; of the critic's loss, the number of trained tokens). A token's weight depends on its own sequence
+alone, and a micro-batch adds its own part to the divisor. So the result is that of one batch for any split into
+micro-batches and ranks, and for any cut of a sequence over ranks; only `gspo`, whose ratio is the sequence's, needs all of
+a sequence's trained tokens in one call. Whoever cuts a sequence takes its weight from the whole of it and counts its
+divisor once. A sequence without a trained token counts nowhere.
+
+Invariant: a masked token adds nothing to a loss and gets a gradient of exactly zero, whatever stands in its place in any
+input, NaN and infinity included. A trained token that is NaN makes the loss NaN: it is not hidden here, nor in the maxima
+and minima.
+
+With r the ratio of new to old policy, its logarithm clamped to +-20, and A the advantage, the policy losses are
+
+    ppo              max(-r A, -clip(r, 1 - low, 1 + high) A), and no more than -c A where A < 0
+    gspo             that without c; r is the sequence's: exp(mean of its trained tokens' log r)
+    cispo            -sg(clip(r, 1 - low, 1 + high)) A log pi
+    policy_gradient  -A log pi
+
+Sources: PPO (arXiv 1707.06347), eq. 7; bounds that differ: DAPO (arXiv 2503.14476); the bound c, dual clip:
+Ye et al. (arXiv 1912.09729); GSPO (arXiv 2507.18071); CISPO: MiniMax-M1 (arXiv 2506.13585); REINFORCE (Williams, 1992).
+Aggregations: `token-mean`: DAPO, over the mini-batch instead of the group. `seq-mean-token-mean`: GRPO (arXiv
+2402.03300), eq. 3. `seq-mean-token-sum`: the log-prob of the whole sequence, REINFORCE and RLOO (arXiv 2402.14740).
+`fixed-length`: Dr. GRPO (arXiv 2503.20783), whose constant keeps the scale of a mean and favours no length.
 """
 
 from __future__ import annotations
@@ -18,13 +37,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.algorithms import surrogates
-from rlsys.algorithms.kl import K1, K3, estimate, importance_weights
-from rlsys.config.algorithm import FULL_KL, AlgorithmConfig, KlPlace
-from rlsys.config.algorithm import PolicyLoss as Kind
+from rlsys.algorithms.kl import K1, K3, LOG_RATIO_LIMIT, estimate, importance_weights
+from rlsys.config.algorithm import FULL_KL, Aggregation, AlgorithmConfig, KlPlace, PolicyLoss
 
+TOKEN_MEAN = Aggregation("token-mean")
 TOKENS = "tokens"
 """The statistic that counts trained tokens; every mean is over it."""
 DIVISOR = "divisor"
@@ -51,7 +70,7 @@ class LossInputs:
     mask: Tensor
     """Bool, True where a token is trained."""
     weights: Tensor
-    """What a token's loss counts for: `aggregation.token_weights`, spread over the tokens."""
+    """What a token's loss counts for: `token_weights`, spread over the tokens."""
     sequences: Tensor
     """int64 number of the token's sequence within the micro-batch, -1 for padding."""
     divergence: Tensor | None = None
@@ -59,8 +78,22 @@ class LossInputs:
 
 
 Stats = dict[str, Tensor]
-PolicyLoss = Callable[[Tensor, Tensor | None, LossInputs], tuple[Tensor, Stats]]
+LossFunction = Callable[[Tensor, Tensor | None, LossInputs], tuple[Tensor, Stats]]
 """(logprobs [rows, width], entropy [rows, width] or None, inputs) -> (weighted sum, scalar statistics)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Surrogate:
+    """The loss of each token, and which bounds it met."""
+
+    loss: Tensor
+    """[rows, width], to be minimised."""
+    low: Tensor
+    """[rows, width] bool: the lower bound of the ratio stood in for it."""
+    high: Tensor
+    """[rows, width] bool: the upper bound did."""
+    dual: Tensor
+    """[rows, width] bool: the dual clip's bound did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +124,10 @@ class ConfiguredLoss:
         loss = (inputs.weights * surrogate.loss).sum()
         stats = {
             **_ratio_stats(logprobs, inputs),
-            **_clip_stats(surrogate),
+            "clip_fraction": surrogate.low.sum() + surrogate.high.sum(),
+            "clip_fraction_low": surrogate.low.sum(),
+            "clip_fraction_high": surrogate.high.sum(),
+            "dual_clip_fraction": surrogate.dual.sum(),
             **self._kl_stats(logprobs.detach(), inputs),
             "policy_loss": loss,
         }
@@ -110,18 +146,20 @@ class ConfiguredLoss:
         """Whether the loss has a KL term."""
         return self.config.kl_coef > 0 and self.config.kl_in is KlPlace.loss
 
-    def _surrogate(self, logprobs: Tensor, inputs: LossInputs) -> surrogates.Surrogate:
+    def _surrogate(self, logprobs: Tensor, inputs: LossInputs) -> _Surrogate:
         config, old, advantages = self.config, inputs.old_logprobs, inputs.advantages
-        bounds = config.clip_low, config.clip_high
-        if config.policy_loss is Kind.ppo:
-            ratio = surrogates.token_ratios(logprobs, old)
-            return surrogates.clipped(ratio, advantages, *bounds, config.dual_clip)
-        if config.policy_loss is Kind.gspo:
-            ratio = surrogates.sequence_ratios(logprobs, old, inputs.mask, inputs.sequences)
-            return surrogates.clipped(ratio, advantages, *bounds, None)
-        if config.policy_loss is Kind.cispo:
-            return surrogates.cispo(logprobs, surrogates.token_ratios(logprobs, old), advantages, *bounds)
-        return surrogates.policy_gradient(logprobs, advantages)
+        low, high, kind = 1.0 - config.clip_low, 1.0 + config.clip_high, config.policy_loss
+        if kind is PolicyLoss.ppo:
+            return _clipped(_exp(logprobs - old), advantages, low, high, config.dual_clip)
+        if kind is PolicyLoss.gspo:
+            ratio = sequence_ratios(logprobs, old, inputs.mask, inputs.sequences)
+            return _clipped(ratio, advantages, low, high, None)
+        none = torch.zeros_like(logprobs, dtype=torch.bool)
+        if kind is PolicyLoss.policy_gradient:
+            return _Surrogate(-advantages * logprobs, none, none, none)
+        # A clipped token still has its gradient, because the ratio is a constant.
+        ratio = _exp(logprobs - old).detach()
+        return _Surrogate(-ratio.clamp(low, high) * advantages * logprobs, ratio < low, ratio > high, none)
 
     def _penalty(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
         """The KL term of each token. A divergence has its importance weights inside already."""
@@ -138,18 +176,14 @@ class ConfiguredLoss:
     def _kl_stats(self, logprobs: Tensor, inputs: LossInputs) -> Stats:
         if inputs.divergence is not None:
             return {"kl": inputs.divergence.sum()}
-        if inputs.ref_logprobs is None or self._compares_distributions:
+        if inputs.ref_logprobs is None or self.config.kl_estimator in FULL_KL:
             return {}
         return {"kl": estimate(self.config.kl_estimator, logprobs, inputs.ref_logprobs).sum()}
-
-    @property
-    def _compares_distributions(self) -> bool:
-        return self.config.kl_estimator in FULL_KL
 
     def _require(self, entropy: Tensor | None, inputs: LossInputs) -> None:
         config = self.config
         if self._penalises and inputs.divergence is None:
-            if self._compares_distributions:
+            if config.kl_estimator in FULL_KL:
                 raise ValueError(f"kl_estimator is {config.kl_estimator} but the batch has no divergence.")
             if inputs.ref_logprobs is None:
                 raise ValueError(f"kl_coef is {config.kl_coef} but the batch has no reference log-probs.")
@@ -157,7 +191,7 @@ class ConfiguredLoss:
             raise ValueError(f"entropy_coef is {config.entropy_coef} but the policy returned no entropy.")
 
 
-def policy_loss(config: AlgorithmConfig) -> PolicyLoss:
+def policy_loss(config: AlgorithmConfig) -> LossFunction:
     """The loss that `config` describes; picklable, so that it can be sent to the actor's workers.
 
     Raises ValueError for a KL term in the loss by k1, whose gradient is zero on average, and for a dual
@@ -165,11 +199,123 @@ def policy_loss(config: AlgorithmConfig) -> PolicyLoss:
     """
     if config.kl_coef > 0 and config.kl_in is KlPlace.loss and config.kl_estimator is K1:
         raise ValueError("kl_estimator=k1 in the loss has no gradient on average; take another, or kl_in=reward.")
-    if config.dual_clip is not None and config.policy_loss is not Kind.ppo:
+    if config.dual_clip is not None and config.policy_loss is not PolicyLoss.ppo:
         raise ValueError(
             f"dual_clip is {config.dual_clip} but policy_loss={config.policy_loss} has none: set it to null."
         )
     return ConfiguredLoss(config)
+
+
+def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
+    """The geometric mean of pi / pi_old over a sequence's trained tokens, at each of them; else 1.
+
+    [rows, width], as are `mask`, bool, and `sequences`, int64: the number of a token's sequence, below
+    rows x width, read where `mask` is True. The value is the sequence's, the gradient goes to the token
+    alone: s_t = sg(s) pi_t / sg(pi_t). With one advantage for all of a sequence's tokens loss and gradient
+    are those of GSPO; otherwise each token keeps its own advantage (GSPO-token, arXiv 2507.18071).
+
+    All trained tokens of a sequence must be there: a sequence is not to be cut over ranks.
+    """
+    # A token that is not trained adds zeros to number 0. There are no more sequences than tokens, so that
+    # their number need not be fetched from the device.
+    numbers = sequences.masked_fill(~mask, 0).flatten()
+    log_ratios = (logprobs - old_logprobs).detach().masked_fill(~mask, 0.0).flatten()
+    sums = torch.zeros_like(log_ratios).index_add(0, numbers, log_ratios)
+    counts = torch.zeros_like(log_ratios).index_add(0, numbers, mask.flatten().to(log_ratios))
+    means = (sums / counts.clamp(min=1.0))[numbers].view_as(logprobs).masked_fill(~mask, 0.0)
+    # In brackets: beside a log-prob a small mean would lose its last digits.
+    return _exp(means + (logprobs - logprobs.detach()))
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> _Surrogate:
+    """PPO's surrogate, also of sequence ratios, bounded to [`low`, `high`]. `dual`, above 1, bounds what A < 0 costs."""
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
+    against = advantages < 0
+    beyond = torch.zeros_like(against)
+    if dual is not None:
+        loss = torch.where(against, torch.minimum(loss, -dual * advantages), loss)
+        beyond = against & (ratio > dual)
+    return _Surrogate(loss, against & (ratio < low), (advantages > 0) & (ratio > high), beyond)
+
+
+def _exp(log_ratios: Tensor) -> Tensor:
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def token_weights(aggregation: Aggregation, trained_lengths: NDArray[np.integer]) -> NDArray[np.float64]:
+    """[sequences] weight of each trained token of a sequence; 0 for a sequence that has none.
+
+    `trained_lengths` [sequences] counts the trained tokens of each whole sequence.
+    """
+    lengths = np.asarray(trained_lengths)
+    weights = (lengths > 0).astype(np.float64)
+    return weights / np.maximum(lengths, 1) if aggregation is Aggregation("seq-mean-token-mean") else weights
+
+
+def divisor(aggregation: Aggregation, trained_lengths: NDArray[np.integer], loss_length: int) -> int:
+    """What sequences of these [sequences] trained lengths add to the mini-batch's divisor.
+
+    `loss_length`, in tokens, is the constant of `fixed-length`. Raises ValueError if it is asked for and
+    is not positive.
+    """
+    lengths = np.asarray(trained_lengths)
+    sequences = int(np.count_nonzero(lengths))
+    if aggregation is TOKEN_MEAN:
+        return int(lengths.sum())
+    if aggregation is Aggregation("fixed-length"):
+        if loss_length < 1:
+            raise ValueError(
+                f"algorithm.loss_length is {loss_length}; fixed-length divides by it, set it to 1 or more."
+            )
+        return sequences * loss_length
+    return sequences
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """Squared distance of a value from its return, which an update larger than `clip` cannot lower.
+
+        loss = 1/2 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
+
+    Source: the public code of PPO (arXiv 1707.06347), described in arXiv 2006.05990, sec. B.2.
+    """
+
+    clip: float | None
+    """c, in units of the return; None does not clip."""
+
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Stats]:
+        """The loss summed over trained tokens (scalar), and sums of its statistics (detached scalars).
+
+        All [rows, width]; gradient flows into `values` alone. `vf_clipfrac` counts tokens whose loss the clip has
+        raised, whose gradient is zero; `value_error` is return less value. The names are veRL's.
+        """
+
+        values, old, returns = (_filled(tensor, mask) for tensor in (values, old_values, returns))
+        squared = (values - returns).square()
+        clipped = squared
+        if self.clip is not None:
+            near = torch.clamp(values, old - self.clip, old + self.clip)
+            clipped = (near - returns).square()
+        loss = 0.5 * torch.maximum(squared, clipped).sum()
+        return loss, {
+            TOKENS: mask.sum(),
+            DIVISOR: mask.sum(),
+            "vf_loss": loss.detach(),
+            "vf_clipfrac": (clipped > squared).sum(),
+            "vpred_mean": values.detach().sum(),
+            "value_error": (returns - values.detach()).sum(),
+        }
+
+
+def explained_variance(values: NDArray[np.floating], returns: NDArray[np.floating]) -> float:
+    """1 - Var(returns - values) / Var(returns), over [n] tokens, at least one; NaN where all returns are equal.
+
+    1 where the critic knows the returns, 0 where it knows no more than their mean, below where it misleads.
+    """
+    if np.ptp(returns) == 0:
+        return float("nan")
+    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    return 1.0 - float((returns - values).var() / returns.var())
 
 
 def join_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
@@ -234,7 +380,7 @@ def _all_filled(inputs: LossInputs) -> LossInputs:
 def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
     """A micro-batch without a trained token has the extrema of nothing, which the others' outdo."""
     current, old, mask = logprobs.detach(), inputs.old_logprobs, inputs.mask
-    ratio = surrogates.token_ratios(current, old)
+    ratio = _exp(current - old)
 
     def largest(values: Tensor, least: float) -> Tensor:
         """`least` if nothing is trained, also without any token."""
@@ -248,14 +394,4 @@ def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
         "ratio_min": -largest(-ratio, -math.inf),
         "ratio_dev_max": largest((ratio - 1.0).abs(), 0.0),
         "approx_kl": estimate(K3, old, current).sum(),
-    }
-
-
-def _clip_stats(surrogate: surrogates.Surrogate) -> Stats:
-    low, high = surrogate.low.sum(), surrogate.high.sum()
-    return {
-        "clip_fraction": low + high,
-        "clip_fraction_low": low,
-        "clip_fraction_high": high,
-        "dual_clip_fraction": surrogate.dual.sum(),
     }

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Ge, Unit
+
+from rlsys.config.bounds import AboveOne, Count, NotNegative, Positive, Share, Tokens
 
 
-class Baseline(StrEnum):
+class AdvantageBaseline(StrEnum):
     """What a return is compared with."""
 
     none = "none"
@@ -23,7 +28,7 @@ class Baseline(StrEnum):
     """A learned value, by generalised advantage estimation (PPO); the run then has a critic group."""
 
 
-SIBLINGS = (Baseline.group, Baseline.leave_one_out)
+SIBLINGS = (AdvantageBaseline.group, AdvantageBaseline.leave_one_out)
 """Baselines that compare episodes of one question."""
 
 
@@ -128,9 +133,9 @@ class CorrectionConfig:
 
     kind: CorrectionKind = CorrectionKind.none
     level: CorrectionLevel = CorrectionLevel.token
-    low: float = 0.5
+    low: NotNegative = 0.5
     """Least ratio that `mask` keeps."""
-    high: float = 2.0
+    high: Positive = 2.0
     """Largest ratio: `truncate` cuts to it, `mask` drops what is above."""
 
 
@@ -138,12 +143,12 @@ class CorrectionConfig:
 class CurationConfig:
     """Which groups are trained."""
 
-    oversample: float = 1.0
+    oversample: Annotated[float, Ge(1)] = 1.0
     """Groups started for each one that a step needs; the slowest are aborted and their prompts asked again."""
     drop_no_spread: bool = False
     """Replace groups whose answers all earned the same, by the reward's terms of the answer or, without one, by the whole
     reward: they teach nothing of right and wrong (dynamic sampling, DAPO)."""
-    max_replaced: float = 3.0
+    max_replaced: NotNegative = 3.0
     """Most groups replaced in a step, in units of `trainer.prompts_per_step`; further ones are trained as they are."""
 
 
@@ -151,53 +156,53 @@ class CurationConfig:
 class AlgorithmConfig:
     """The policy gradient."""
 
-    n_samples: int = 5
+    n_samples: Annotated[Count, Unit("episodes")] = 5
     """Episodes of each question: one group."""
-    baseline: Baseline = Baseline.group
+    baseline: AdvantageBaseline = AdvantageBaseline.group
     advantage_scale: AdvantageScale = AdvantageScale.group
     credit: Credit = Credit.trajectory
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount, a turn where `credit` is turn, else a trained token."""
-    gae_lambda: float = 1.0
+    gae_lambda: Share = 1.0
     """Of `baseline=critic`: 1 trusts the returns alone, 0 the critic's next value."""
     policy_loss: PolicyLoss = PolicyLoss.ppo
     aggregation: Aggregation = Aggregation["token-mean"]
-    loss_length: int | None = None
+    loss_length: Tokens | None = None
     """Tokens that `fixed-length` divides by; null takes task.max_total_tokens less task.max_prompt_tokens."""
-    clip_low: float = 0.2
+    clip_low: NotNegative = 0.2
     """How far below 1 a ratio counts."""
-    clip_high: float = 0.2
+    clip_high: NotNegative = 0.2
     """How far above 1 a ratio counts."""
-    dual_clip: float | None = None
+    dual_clip: AboveOne | None = None
     """Bound, in units of the advantage, on the loss of a token that should have been less likely; null is none."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
     """Weight of the entropy in the loss; it rewards variety."""
-    kl_coef: float = 0.001
+    kl_coef: NotNegative = 0.001
     """Weight of the KL term to the reference policy; 0 leaves the reference out."""
     kl_in: KlPlace = KlPlace.loss
     kl_estimator: KlEstimator = KlEstimator.k3
-    kl_topk_tokens: int | None = None
+    kl_topk_tokens: Tokens | None = None
     """Of `full_reverse` and `full_forward`: most likely tokens that are summed over; null is the whole vocabulary."""
     kl_topk_tail: KlTail = KlTail.exact
     kl_use_tail_sampling: bool = True
     """Let the sampled token stand for those outside of the top k; else they are left out."""
     use_kl_iw: bool = False
     """Weight what was sampled by the ratio of the policies that are updated and that sampled. The name is EMA-PG's."""
-    kl_iw_clip_lower: float | None = None
+    kl_iw_clip_lower: NotNegative | None = None
     """Least weight of a KL term's importance sampling; null does not bound it."""
-    kl_iw_clip_upper: float | None = None
+    kl_iw_clip_upper: Positive | None = None
     """Largest; null does not bound it."""
     kl_control: KlControl = KlControl.fixed
     """Of a KL term in the reward."""
-    kl_target: float = 0.1
+    kl_target: Annotated[Positive, Unit("nats")] = 0.1
     """Nats a token that `kl_control=adaptive` steers to."""
-    kl_horizon: int = 10000
+    kl_horizon: Annotated[Count, Unit("episodes")] = 10000
     """Episodes over which `kl_control=adaptive` moves the weight."""
-    ref_policy_ema_tau: float = 1.0
+    ref_policy_ema_tau: Share = 1.0
     """What the reference keeps of itself at an update, the rest is the policy's; 1 leaves it as it is."""
-    ref_policy_ema_update_period: int = 10
+    ref_policy_ema_update_period: Annotated[Count, Unit("steps")] = 10
     """Steps between updates of the reference with `ref_policy_ema_tau` below 1."""
-    ref_policy_reset_period: int | None = None
+    ref_policy_reset_period: Annotated[Count, Unit("steps")] | None = None
     """Steps after which the reference becomes the policy; null never."""
     eval_ref_policy: bool = False
     """Ask the held-out questions to the reference too, after the last step."""

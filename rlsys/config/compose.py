@@ -1,8 +1,12 @@
-"""The edge between YAML and the program: Hydra composes, the schema types, problems become sentences.
+"""The edge between YAML and the program: Hydra composes, the schema types, problems become sentences; old runs compare.
 
 Contract: `load_config` returns a fully typed `RunConfig` without a missing key, or raises `UserError`.
-Whether its values fit together is `rlsys.orchestrator.validate`'s affair. A file in RLinf's dialect is read by
+`rlsys.orchestrator.validate` checks that its values fit together. A file in RLinf's dialect is read by
 `rlsys.config.rlinf`, and may be overridden like any other.
+
+A run that goes on may have another config than it began with. A run is what it learns from and how: the model, the
+questions, the episodes, the algorithm, the optimiser. Those keys stay. Where and how fast it runs (devices, parallel sizes,
+budgets, servers), what is watched, saved and evaluated may be another machine's and another day's.
 """
 
 from __future__ import annotations
@@ -10,25 +14,21 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.config.rlinf import is_rlinf, translate
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import LrDecay, RunConfig, free_maps, schema_keys
 from rlsys.errors import UserError
 
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -36,6 +36,25 @@ _TRANSLATED = "rlsys_translated"
 _BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
 """Groups that a file in RLinf's dialect builds on, where the command line chooses no other."""
 _OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
+
+_LEARNS = (
+    "model.",
+    "actor.optimizer.",
+    "critic.optimizer.",
+    "critic.value_clip",
+    "critic.warmup_steps",
+    "rollout.sampling.",
+    "task.",
+    "search.enabled",
+    "search.topk",
+    "reward.",
+    "algorithm.",
+    "compat.",
+    "trainer.",
+)
+"""What a run learns by: keys, or beginnings of them."""
+_FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
+"""Of those, what changes nothing but where things are; that the questions are the same is seen by their content."""
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
@@ -49,6 +68,10 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
     """
     file = find_config(name, config_dir)
     for override in overrides:
+        if override.startswith("~"):
+            raise UserError(
+                f'"{override}" would take a key out, and a run needs all of them: give the key another value.'
+            )
         if _OVERRIDE.fullmatch(override) is None:
             raise UserError(f'"{override}" is not a setting: write KEY=VALUE, such as trainer.steps=5.')
     ConfigStore.instance().store(name="rlsys_schema", node=RunConfig)
@@ -80,22 +103,30 @@ def find_config(name: str, config_dir: Path | None = None) -> Path:
 def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
     """What is outside of the project may build on its configs."""
     search_path = [] if file.parent == PROJECT_CONFIGS else [f'hydra.searchpath=["file://{PROJECT_CONFIGS}"]']
-    with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
-        return compose(config_name=file.stem, overrides=[*search_path, *map(_opened, overrides)])
+    return _composed(file.parent, file.stem, [*search_path, *map(_opened, overrides)])
 
 
 def _compose_translated(file: Path, overrides: Sequence[str]) -> DictConfig:
     """The file goes before the groups beneath it; groups and keys of the command line go before the file."""
-    translated = translate(file, overrides)
+    settings, ours = translate(file, overrides)
     groups = {folder.name for folder in PROJECT_CONFIGS.iterdir() if folder.is_dir()}
-    pairs = [override.partition("=") for override in translated.overrides]
+    pairs = [override.partition("=") for override in ours]
     chosen = {key: choice for key, _, choice in pairs if key in groups}
     beneath = [{group: choice} for group, choice in _BENEATH.items() if group not in chosen]
     defaults = ["rlsys_schema", *beneath, "_self_", *({group: choice} for group, choice in chosen.items())]
-    ConfigStore.instance().store(name=_TRANSLATED, node={"defaults": defaults, **translated.settings})
-    keys = [_opened("".join(pair)) for pair in pairs if pair[0] not in groups]
-    with initialize_config_dir(config_dir=str(PROJECT_CONFIGS), version_base="1.3"):
-        return compose(config_name=_TRANSLATED, overrides=keys)
+    ConfigStore.instance().store(name=_TRANSLATED, node={"defaults": defaults, **settings})
+    return _composed(PROJECT_CONFIGS, _TRANSLATED, [_opened("".join(pair)) for pair in pairs if pair[0] not in groups])
+
+
+def _composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if override.is_sweep_override():
+            raise UserError(
+                f"{override.input_line} is a sweep, and a run has one value of each key: start a run for each, or put "
+                "[brackets] around a list and quotes around a text."
+            )
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        return compose(config_name=name, overrides=list(overrides))
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
@@ -103,34 +134,6 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
     tree = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
-
-
-def schema_keys(schema: type = RunConfig, prefix: str = "") -> list[str]:
-    """Every leaf of the schema as a dotted key."""
-    keys = []
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        hint = hints[item.name]
-        if is_dataclass(hint):
-            assert isinstance(hint, type)
-            keys.extend(schema_keys(hint, f"{prefix}{item.name}."))
-        else:
-            keys.append(prefix + item.name)
-    return keys
-
-
-def free_maps(schema: type = RunConfig, prefix: str = "") -> list[str]:
-    """Dotted keys of the schema that are maps with names of the user's own."""
-    found = []
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        hint = hints[item.name]
-        if is_dataclass(hint):
-            assert isinstance(hint, type)
-            found += free_maps(hint, f"{prefix}{item.name}.")
-        elif get_origin(hint) is dict:
-            found.append(prefix + item.name)
-    return found
 
 
 def _opened(override: str) -> str:
@@ -199,3 +202,39 @@ def _sentence(problem: Exception) -> str:
 
 def _first_line(message: object) -> str:
     return str(message).strip().splitlines()[0].rstrip(".")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDifference:
+    """A key with another value than before."""
+
+    key: str
+    before: Any
+    now: Any
+
+
+def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDifference]:
+    """What `config` has otherwise than the resolved config `before` where a run that goes on must not.
+
+    A key that `before` does not know, being older, had then what is now its default.
+    """
+    defaults = dict(_flat(as_dict(RunConfig())))
+    saved, current = defaults | dict(_flat(before)), dict(_flat(as_dict(config)))
+    pairs = [KeyDifference(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
+    return [pair for pair in pairs if pair.before != pair.now and _must_stay(pair.key, config)]
+
+
+def _must_stay(key: str, config: RunConfig) -> bool:
+    if key == "trainer.steps":
+        # With a rate that knows the end, another end is another rate from the first step on.
+        optimizers = (config.actor.optimizer, config.critic.optimizer)
+        return any(one.decay is not LrDecay.constant or one.warmup_fraction > 0 for one in optimizers)
+    return key.startswith(_LEARNS) and key not in _FREE
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from rlsys.config.algorithm import FULL_KL, AdvantageScale, AlgorithmConfig, Baseline
+from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AdvantageScale, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
     CassetteMode,
@@ -43,7 +43,7 @@ def megatron_groups(config: RunConfig) -> dict[str, ActorConfig | InferenceConfi
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether values are learned."""
-    return algorithm.baseline is Baseline.critic
+    return algorithm.baseline is AdvantageBaseline.critic
 
 
 def has_reference(algorithm: AlgorithmConfig) -> bool:
@@ -69,7 +69,7 @@ def truncates_sampling(sampling: SamplingConfig) -> bool:
 def needs_whole_mini_batch(algorithm: AlgorithmConfig) -> bool:
     """Whether an advantage depends on the other groups of its mini-batch, so that training waits for them."""
     over_batch = (AdvantageScale.batch, AdvantageScale.whiten)
-    return algorithm.baseline is Baseline.batch or algorithm.advantage_scale in over_batch
+    return algorithm.baseline is AdvantageBaseline.batch or algorithm.advantage_scale in over_batch
 
 
 def mini_batch_sizes(groups: int, mini_batches: int) -> tuple[int, ...]:

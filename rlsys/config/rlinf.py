@@ -2,17 +2,22 @@
 
 Contract: `translate` gives settings that mean what the file says, or raises `UserError` with a line for every key that
 rlsys does not know or whose value it cannot honour; nothing of the file is left aside silently but what
-`rlsys.config.rlinf_keys` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled by no
+`rules()` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled by no
 key: a turn that neither searches nor answers is told so and goes on; stop strings reach the engine; and
 max_new_tokens is each turn's own. RLinf's agent loop has seq_length - max_prompt_length tokens for all turns and
 observations of an episode together; here seq_length alone bounds these, with the prompt that they have.
+
+`rules()` says which key of RLinf is which of ours. `Moved`: the value goes on under our keys. `Only`: the key says what rlsys
+does in any case, and has no other value. What is idle changes nothing of what is learned; what is joint counts together with
+other keys, in a function below. rlinf.yaml has the keys that need no code.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,139 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.config.rlinf_keys import IDLE_BRANCHES, OFFLOADS, RULES, Idle, Joint, Moved, Only
 from rlsys.errors import UserError
+
+MANY_ANSWERS = 10
+"""RLinf's reward of Search-R1 pays less for an episode with more answers; how much less is `reward.many_answers_score`."""
+WHOLE_VOCABULARY = 1_000_000
+"""RLinf's `top_k` for no limit; above the size of any vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The value goes on under `ours`."""
+
+    ours: tuple[str, ...]
+    convert: Callable[[Any], Any] = lambda value: value
+    """RLinf's value -> ours; None leaves our default. Raises ValueError, with what to write instead, where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """The value must be one of `values`."""
+
+    values: tuple[Any, ...]
+    instead: str
+    """What to write, for somebody who gave another."""
+
+
+Rule = Moved | Only | None
+"""None takes any value: the key is idle, or counts together with others."""
+
+
+def _one_of(choices: Mapping[Any, Any], instead: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(instead)
+        return choices[value]
+
+    return convert
+
+
+def _server(address: Any) -> str:
+    """`host:port` as an address that a client can ask; a server on all interfaces is asked on this machine's own."""
+    host, _, port = str(address).removeprefix("http://").rstrip("/").removesuffix("/retrieve").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError("write HOST:PORT, such as 127.0.0.1:8000")
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+
+
+def _one_path(paths: Any) -> str:
+    listed = [paths] if isinstance(paths, str) else paths
+    if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], str):
+        raise ValueError("name one file; `rlsys data prepare merge` makes one of several")
+    return listed[0]
+
+
+def _trackers(names: Any) -> dict[str, bool]:
+    given = set(names) if isinstance(names, list) else {names}
+    if given - {"tensorboard", "wandb"}:
+        raise ValueError("name tensorboard, wandb, both or none ([])")
+    return {"tensorboard": "tensorboard" in given, "wandb": "wandb" in given}
+
+
+def _top_k(value: Any) -> Any:
+    return -1 if value in (None, 0) or int(value) >= WHOLE_VOCABULARY else value
+
+
+def _turns(generations: Any) -> int:
+    """RLinf counts what is generated, with the answer; `task.max_turns` counts searches, after which one may answer."""
+    if not isinstance(generations, int) or generations < 1:
+        raise ValueError("write how often the model speaks, at least once")
+    return generations - 1
+
+
+_PRECISION = Moved(
+    ("model.dtype", "rollout.engine.dtype"),
+    _one_of(
+        {"bf16": "bfloat16", "bfloat16": "bfloat16"} | dict.fromkeys(("fp32", "float32", "32", 32), "float32"),
+        "rlsys trains in bf16, which needs no loss scale, or in fp32; write bf16, with optim.fp16 False and optim.bf16 True",
+    ),
+)
+_RECOMPUTE = _one_of(
+    {"full": True, None: False, "none": False}, "rlsys recomputes whole layers or none: write full, or null"
+)
+_ESTIMATOR = _one_of(
+    {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "abs": "abs"},
+    "as a loss low_var_kl, mse and abs can be learned from; write one of them, or give algorithm.kl_estimator=k3++ on the "
+    "command line",
+)
+OFFLOADS = ("actor.offload_optimizer", "actor.offload_weight", "actor.offload_grad")
+
+_CONVERTED: dict[str, Rule] = {
+    "runner.logger.logger_backends": Moved(("tracking",), _trackers),
+    "runner.val_check_interval": Moved(("eval.interval",), lambda steps: 0 if steps == -1 else steps),
+    "runner.save_interval": Moved(("checkpoint.interval",), lambda steps: 0 if steps == -1 else steps),
+    "algorithm.kl_penalty_type": Moved(("algorithm.kl_estimator",), _ESTIMATOR),
+    "algorithm.sampling_params.top_k": Moved(("rollout.sampling.top_k",), _top_k),
+    "agentloop.maxturn": Moved(("task.max_turns",), _turns),
+    "agentloop.max_turns": Moved(("task.max_turns",), _turns),
+    "tools.search.server_addr": Moved(("search.url",), _server),
+    "data.train_data_paths": Moved(("task.train_path",), _one_path),
+    "data.val_data_paths": Moved(("task.eval_path",), _one_path),
+    "data.data_size": Moved(("eval.limit",), lambda count: None if count == -1 else count),
+    "reward.reward_type": Moved(
+        ("reward.max_answer_tags",),
+        _one_of({"searchr1": MANY_ANSWERS}, "write searchr1, and reward.terms on the command line for other terms"),
+    ),
+    "reward.reward_scale": Moved(("reward.terms",), lambda scale: {"exact_match": float(scale)}),
+    "rollout.model.precision": _PRECISION,
+    "rollout.enforce_eager": Moved(("rollout.engine.cuda_graphs",), lambda eager: not eager),
+    "actor.model.precision": _PRECISION,
+    "actor.model.recompute_granularity": Moved(("model.recompute",), _RECOMPUTE),
+    "actor.megatron.distributed_timeout_minutes": Moved(
+        ("cluster.call_timeout_s",), lambda minutes: 60.0 * float(minutes)
+    ),
+}
+
+
+@cache
+def rules() -> dict[str, Rule]:
+    """Key of RLinf's -> what is done with it."""
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    moved = {theirs: Moved((ours,)) for theirs, ours in table["moved"].items()}
+    only = {key: Only(tuple(values), instead) for key, (values, instead) in table["only"].items()}
+    return {**_CONVERTED, **moved, **only, **dict.fromkeys([*table["idle"], *table["joint"]])}
+
+
+IDLE_BRANCHES = (
+    "hydra",
+    "rollout.vllm",
+    "actor.megatron.ckpt_convertor",
+    "actor.megatron.profiler",
+    "reward.tokenizer",
+)
+"""Branches of which nothing counts: of Hydra, of the engine and the tools that are not in use, of what another key says."""
 
 DEVICES_PER_NODE = 8
 """What `all` means in a placement, on each node: the machine of RLinf's example."""
@@ -38,16 +174,6 @@ _RESOLVERS = {
     "not": lambda value: not value,
 }
 """RLinf's own functions in `${...}`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Translated:
-    """A file of RLinf's, in our words."""
-
-    settings: dict[str, Any]
-    """Nested, as in a YAML file of ours."""
-    overrides: list[str]
-    """Those that were in our words already."""
 
 
 @dataclass(slots=True)
@@ -89,8 +215,11 @@ def is_rlinf(file: Path) -> bool:
     return isinstance(tree, DictConfig) and "runner" in tree
 
 
-def translate(file: Path, overrides: Sequence[str] = ()) -> Translated:
-    """The settings of `file`, with `overrides` such as runner.max_steps=5 (RLinf's) or trainer.seed=5 (ours)."""
+def translate(file: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """The settings of `file` in our words, nested, and those of `overrides` that were in our words already.
+
+    Overrides are such as runner.max_steps=5 (RLinf's), which count as if they stood in the file, or trainer.seed=5 (ours).
+    """
     theirs = [override for override in overrides if _is_theirs(override)]
     draft = _Draft(dict(_leaves(_read(file, theirs))))
     _by_table(draft)
@@ -104,12 +233,12 @@ def translate(file: Path, overrides: Sequence[str] = ()) -> Translated:
     settings = OmegaConf.to_container(tree)
     assert isinstance(settings, dict)
     ours = [override for override in overrides if override not in theirs]
-    return Translated({str(key): value for key, value in settings.items()}, ours)
+    return {str(key): value for key, value in settings.items()}, ours
 
 
 def _is_theirs(override: str) -> bool:
     key = override.partition("=")[0].lstrip("+")
-    return key in RULES or any(f"{key}.".startswith(f"{one}.") for one in (*_ONLY_THEIRS, PLACEMENT))
+    return key in rules() or any(f"{key}.".startswith(f"{one}.") for one in (*_ONLY_THEIRS, PLACEMENT))
 
 
 def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -146,9 +275,9 @@ def _by_table(draft: _Draft) -> None:
     for key, value in draft.given.items():
         if any(f"{key}.".startswith(f"{branch}.") for branch in IDLE_BRANCHES):
             continue
-        match RULES.get(key):
-            case None:
-                close = difflib.get_close_matches(key, RULES, n=1, cutoff=0.6)
+        match rules().get(key):
+            case None if key not in rules():
+                close = difflib.get_close_matches(key, rules(), n=1, cutoff=0.6)
                 hint = f"did you mean {close[0]}?" if close else "take it out."
                 draft.problems.append(f"{key} is not a key of RLinf's Search-R1 that rlsys reads: {hint}")
             case Only(values, instead) if value not in values:
@@ -161,8 +290,6 @@ def _by_table(draft: _Draft) -> None:
                     continue
                 for one in ours:
                     draft.put(one, converted, key)
-            case Only() | Idle() | Joint():
-                pass
 
 
 def _defaults(draft: _Draft) -> None:
@@ -277,8 +404,7 @@ def _warm_up(draft: _Draft, steps: int | None) -> None:
         fraction *= spread / total
         if fraction > 1:
             return draft.refuse(
-                key,
-                f"the rate would still rise when the run ends, after {total} optimiser steps; write null for those",
+                key, f"the rate would still rise when the run ends, after {total} optimiser steps; write null for those"
             )
     draft.put("actor.optimizer.warmup_fraction", fraction, "actor.lr_sched.lr_warmup_fraction")
     return None

@@ -106,8 +106,8 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """Version of the oldest policy that sampled a trained token; None if no such token is known."""
-        versions = [one.trajectory.versions[one.trajectory.versions >= 0] for one in self.samples]
-        return min((int(found.min()) for found in versions if found.size), default=None)
+        versions = [known[known >= 0] for known in (sample.trajectory.versions for sample in self.samples)]
+        return min((int(known.min()) for known in versions if known.size), default=None)
 
     @property
     def has_spread(self) -> bool:
@@ -116,15 +116,14 @@ class Group:
         What is compared are the reward's terms of the answer: all right, or all wrong, is no spread, whatever a
         penalty of length makes of it (DAPO, arXiv 2503.14476, eq. 11). A reward without one is compared as a whole.
         """
-        return len({_earned(sample) for sample in self.samples}) > 1
+
+        def earned(sample: Sample) -> tuple[float, ...]:
+            by_answer = tuple(sample.parts[term] for term in sorted(ANSWER_TERMS & sample.parts.keys()))
+            return by_answer or (sample.reward,)
+
+        return len(set(map(earned, self.samples))) > 1
 
     @property
     def tokens(self) -> int:
         """Tokens of all samples, prompts included."""
         return sum(len(sample.trajectory.tokens) for sample in self.samples)
-
-
-def _earned(sample: Sample) -> tuple[float, ...]:
-    """By the answer, term by term."""
-    of_answer = tuple(sample.parts[term] for term in sorted(ANSWER_TERMS & sample.parts.keys()))
-    return of_answer or (sample.reward,)

@@ -1,4 +1,4 @@
-"""What the policy is given for a question: the prompt of Search-R1, the same with tools, or one's own.
+"""The prompt that a question is asked with: that of Search-R1, the same with tools, or one's own.
 
 Search-R1's (arXiv 2503.09516, table 1) is one text for base and for chat models.
 """

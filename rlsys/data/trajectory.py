@@ -1,4 +1,4 @@
-"""What one episode leaves behind: tokens, what of them is trained, and how they came about.
+"""One finished episode: its tokens, which of them are trained, and how they came about.
 
 Every per-token array is aligned with `tokens`: entry t speaks of token t as a *target*, that is, of
 the prediction made from tokens before t. Entries of the prompt and of observations are masked.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rlsys.config.schema import CompatConfig
 
 
 class Finish(StrEnum):
@@ -61,10 +62,6 @@ class Turn:
     """The name of the tool that was called, of `Action.TOOL` alone."""
 
 
-def _nothing(kind: type[np.int32] | type[np.float32]) -> Callable[[], NDArray[Any]]:
-    return lambda: np.empty(0, kind)
-
-
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished episode of one question."""
@@ -90,9 +87,9 @@ class Trajectory:
     """Everything after the prompt as text, observations included."""
     turns: tuple[Turn, ...]
     finish: Finish
-    sampled_ids: NDArray[np.int32] = field(default_factory=_nothing(np.int32))
+    sampled_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """[sampled] what the engine returned, turn after turn, `generated_tokens` of each; empty where it is not known."""
-    sampled_logprobs: NDArray[np.float32] = field(default_factory=_nothing(np.float32))
+    sampled_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """[sampled] their natural log-probs under the sampling temperature."""
 
     @property
@@ -110,3 +107,23 @@ class Trajectory:
         """What stood between the answer tags of the last turn, or None without an answer."""
         last = self.turns[-1] if self.turns else None
         return last.content if last and last.action is Action.ANSWER else None
+
+
+Mask = NDArray[np.bool_]
+MaskOf = Callable[[Trajectory], Mask]
+"""A trajectory -> [seq]"""
+
+
+def trained_tokens(trajectory: Trajectory) -> Mask:
+    """[seq] True where the policy generated the token."""
+    return trajectory.loss_mask
+
+
+def response_tokens(trajectory: Trajectory) -> Mask:
+    """[seq] True after the prompt, observations included."""
+    return np.arange(len(trajectory.tokens)) >= trajectory.prompt_length
+
+
+def value_mask(compat: CompatConfig) -> MaskOf:
+    """Where the critic learns, and over what advantages are estimated and whitened."""
+    return response_tokens if compat.observations_in_values else trained_tokens

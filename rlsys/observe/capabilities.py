@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from rlsys.config.derived import megatron_groups
-from rlsys.config.problem import Problem
+from rlsys.config.problems import Problem
 from rlsys.config.schema import Attention, Device, Dtype, Layers, Mode, RunConfig
 
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isnan
 
 from rlsys.config.algorithm import KlEstimator
-from rlsys.config.guards import GuardsConfig
+from rlsys.config.schema import GuardsConfig
 
 _SAMPLED_KL = {
     KlEstimator["k1"]: "kl/k1",

@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from rlsys.data.exact_match import exact_match
+from rlsys.data.answers import exact_match
 from rlsys.data.group import Group, Sample
 from rlsys.data.trajectory import Trajectory
 from rlsys.files import (

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.config.tracking import TrackingConfig, WandbMode
+from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.errors import RunError
 from rlsys.observe.lines import LineLog
 from rlsys.observe.metrics import METRICS

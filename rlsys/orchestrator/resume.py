@@ -22,10 +22,9 @@ from typing import Any
 
 import yaml
 
-from rlsys.config.compose import as_dict
-from rlsys.config.differences import differences
+from rlsys.config.compose import as_dict, differences
 from rlsys.config.schema import RunConfig
-from rlsys.data.source import SourceState
+from rlsys.data.prompt_source import SourceState
 from rlsys.errors import RunError, UserError
 from rlsys.files import Claimed, claim, read_yaml, sha256_of, write_atomically
 from rlsys.observe.environment import RUN, changes, environment

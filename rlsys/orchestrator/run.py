@@ -15,18 +15,16 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from rlsys.algorithms.kl_control import KlController, kl_control
+from rlsys.algorithms.kl import KlController, kl_control
 from rlsys.cluster.planning.hardware import launch_problems
 from rlsys.cluster.worker_group import WorkerGroup
-from rlsys.config.algorithm_checks import algorithm_notes
 from rlsys.config.derived import moves_reference
+from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Mode, Packing, RunConfig
 from rlsys.data.group import Group
-from rlsys.data.masks import MaskOf, trained_tokens, value_mask
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
-from rlsys.data.source import PromptSource
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question, read_questions
+from rlsys.data.trajectory import MaskOf, Trajectory, trained_tokens, value_mask
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status

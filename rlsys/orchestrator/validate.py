@@ -1,4 +1,4 @@
-"""Whether a config can run, before anything starts: every problem at once, a sentence each.
+"""Checks a config before anything starts: every problem at once, a sentence each.
 
 Pure but for looking whether named files exist. Nothing here imports Ray, Megatron or SGLang.
 """
@@ -22,11 +22,9 @@ from rlsys.cluster.planning.hardware import (
 )
 from rlsys.cluster.planning.placement import overlaps, parse_placement
 from rlsys.cluster.planning.plan import make_plan
-from rlsys.config.algorithm_checks import algorithm_problems
-from rlsys.config.compose import free_maps, schema_keys
+from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead
-from rlsys.config.problem import Problem
-from rlsys.config.ranges import out_of_range
+from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
     ActorConfig,
     CassetteMode,
@@ -38,6 +36,8 @@ from rlsys.config.schema import (
     Schedule,
     SyncMode,
     TokenMode,
+    free_maps,
+    schema_keys,
 )
 from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.check import check_terms
@@ -75,7 +75,6 @@ def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     yield from (Problem("reward", sentence) for sentence in check_terms(config.reward, config.task))
     yield from _tools(config)
     yield from _checkpoints(config)
-    yield from _sharing(config)
     yield from _sync(config)
     yield from _paths(config)
     yield from _search(config)
@@ -100,7 +99,7 @@ def check_shape(path: str) -> None:
 
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
-    """What takes the ranks and the model to say, as far as these are known."""
+    """Problems with the ranks and the model, as far as these are known."""
     try:
         ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError as problem:
@@ -120,84 +119,69 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     yield from engine_problems(config, len(ranks["rollout"]), architecture)
     picks = config.algorithm.kl_topk_tokens
     if picks is not None and picks > architecture.vocab:
-        yield Problem(
-            "algorithm.kl_topk_tokens",
+        yield Problem.of(
             f"algorithm.kl_topk_tokens={picks} is above the model's {architecture.vocab} tokens: lower it, or set it to null for "
-            "the whole vocabulary.",
+            "the whole vocabulary."
         )
     largest = largest_tensor_bytes(config.model.path, config.model.dtype)
     if config.cluster.sync_bucket_bytes < largest:
-        yield Problem(
-            "cluster.sync_bucket_bytes",
+        yield Problem.of(
             f"cluster.sync_bucket_bytes={config.cluster.sync_bucket_bytes} is below the {largest} bytes of the model's "
-            "largest tensor: raise it to that at least.",
+            "largest tensor: raise it to that at least."
         )
 
 
 def _batches(config: RunConfig) -> Iterator[Problem]:
     trainer, task = config.trainer, config.task
     if trainer.mini_batches > trainer.prompts_per_step >= 1:
-        yield Problem(
-            "trainer.mini_batches",
+        yield Problem.of(
             f"trainer.mini_batches={trainer.mini_batches} is above trainer.prompts_per_step={trainer.prompts_per_step}, "
-            "and each mini-batch needs a question: lower it to that at most.",
+            "and each mini-batch needs a question: lower it to that at most."
         )
     if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
-        yield Problem(
-            "task.max_total_tokens",
+        yield Problem.of(
             f"task.max_total_tokens={task.max_total_tokens} has no room for task.max_prompt_tokens="
-            f"{task.max_prompt_tokens} and one turn of task.max_turn_tokens={task.max_turn_tokens}: raise it.",
+            f"{task.max_prompt_tokens} and one turn of task.max_turn_tokens={task.max_turn_tokens}: raise it."
         )
     for group, settings in megatron_groups(config).items():
         budget = settings.micro_batch_tokens
         if budget < task.max_total_tokens:
-            yield Problem(
-                f"{group}.micro_batch_tokens",
+            yield Problem.of(
                 f"{group}.micro_batch_tokens={budget} cannot hold one episode of task.max_total_tokens="
-                f"{task.max_total_tokens}: raise it to that at least.",
+                f"{task.max_total_tokens}: raise it to that at least."
             )
 
 
 def _contradictions(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     if config.task.token_mode is TokenMode.retokenize and not algorithm.recompute_logprobs:
-        yield Problem(
-            "algorithm.recompute_logprobs",
+        yield Problem.of(
             "algorithm.recompute_logprobs=false contradicts task.token_mode=retokenize: re-tokenised text has "
-            "no sampled log-probs; set it to true, or use task.token_mode=append.",
+            "no sampled log-probs; set it to true, or use task.token_mode=append."
         )
     if not algorithm.recompute_logprobs and config.task.train_eos:
-        yield Problem(
-            "algorithm.recompute_logprobs",
+        yield Problem.of(
             "algorithm.recompute_logprobs=false contradicts task.train_eos=true: the end-of-sequence token is "
-            "appended, not sampled, and has no log-prob; set one of them the other way.",
+            "appended, not sampled, and has no log-prob; set one of them the other way."
         )
     asked, sampled = config.eval, config.compat.sampled_validation
     if sampled and asked.temperature:
-        yield Problem(
-            "eval.temperature",
+        yield Problem.of(
             f"eval.temperature={asked.temperature:g} contradicts compat.sampled_validation=true, which draws answers as "
-            "rollouts are drawn: set eval.temperature=0, or compat.sampled_validation=false.",
+            "rollouts are drawn: set eval.temperature=0, or compat.sampled_validation=false."
         )
     if asked.samples > 1 and not asked.temperature and not sampled:
-        yield Problem(
-            "eval.samples",
+        yield Problem.of(
             f"eval.samples={asked.samples} greedy answers would all be the same: set eval.temperature above 0, such as "
-            "1, or eval.samples=1.",
+            "1, or eval.samples=1."
         )
     yield from _optimizers(config)
-    optimizer, tags = config.actor.optimizer, config.task.tags
-    if optimizer.min_lr > optimizer.lr:
-        yield Problem(
-            "actor.optimizer.min_lr",
-            f"actor.optimizer.min_lr={optimizer.min_lr} is above actor.optimizer.lr={optimizer.lr}: lower it.",
-        )
+    tags = config.task.tags
     words = (tags.search, tags.answer, tags.information)
     if not all(words) or len({*words, "think"}) <= len(words):
-        yield Problem(
-            "task.tags",
+        yield Problem.of(
             f"task.tags search={tags.search}, answer={tags.answer}, information={tags.information} must be three "
-            "different words, none of them think: rename one.",
+            "different words, none of them think: rename one."
         )
 
 
@@ -205,11 +189,12 @@ def _optimizers(config: RunConfig) -> Iterator[Problem]:
     learners: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor, "critic": config.critic}
     for name in ("actor", "critic") if has_critic(config.algorithm) else ("actor",):
         optimizer, key = learners[name].optimizer, f"{name}.optimizer"
+        if optimizer.min_lr > optimizer.lr:
+            yield Problem.of(f"{key}.min_lr={optimizer.min_lr} is above {key}.lr={optimizer.lr}: lower it.")
         if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
-            yield Problem(
-                f"{key}.overlap_param_gather",
+            yield Problem.of(
                 f"{key}.overlap_param_gather=true needs {key}.distributed=true and {key}.overlap_grad_reduce=true: set "
-                "both, or leave it out.",
+                "both, or leave it out."
             )
 
 
@@ -223,20 +208,15 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
     cassette = config.search.cassette
     if cassette.path is None:
         if cassette.mode is not CassetteMode.replay:
-            yield Problem(
-                "search.cassette.mode",
-                f"search.cassette.mode={cassette.mode} needs a file: give search.cassette.path.",
-            )
+            yield Problem.of(f"search.cassette.mode={cassette.mode} needs a file: give search.cassette.path.")
     elif cassette.mode is CassetteMode.replay and not Path(cassette.path).is_file():
-        yield Problem(
-            "search.cassette.path",
-            f"search.cassette.path={cassette.path} does not exist: record it with search.cassette.mode=record.",
+        yield Problem.of(
+            f"search.cassette.path={cassette.path} does not exist: record it with search.cassette.mode=record."
         )
     elif cassette.mode is CassetteMode.record and Path(cassette.path).exists():
-        yield Problem(
-            "search.cassette.mode",
+        yield Problem.of(
             f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
-            "or use search.cassette.mode=extend.",
+            "or use search.cassette.mode=extend."
         )
 
 
@@ -244,16 +224,14 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
     task, search = config.task, config.search
     yield from (Problem("task.tools", sentence) for sentence in check_tools(task))
     if not search.enabled and f"<{task.tags.search}>" in task.invalid_message:
-        yield Problem(
-            "task.invalid_message",
+        yield Problem.of(
             f"task.invalid_message speaks of <{task.tags.search}>, and search.enabled=false: say what the policy can do "
-            "instead, such as its tools and the answer.",
+            "instead, such as its tools and the answer."
         )
     if not search.enabled and search.cassette.path is not None:
-        yield Problem(
-            "search.cassette.path",
+        yield Problem.of(
             f"search.cassette.path={search.cassette.path} holds searches, and search.enabled=false: set one of them the "
-            "other way.",
+            "other way."
         )
 
 
@@ -262,47 +240,38 @@ def _search(config: RunConfig) -> Iterator[Problem]:
     # The index of cluster.search.nodes is on those machines.
     if search.url is None and needs_server(search) and not config.cluster.search.nodes:
         if search.index is None:
-            yield Problem(
-                "search.url",
-                "search.url and search.index are both null: give a running server or an index folder.",
-            )
+            yield Problem.of("search.url and search.index are both null: give a running server or an index folder.")
         elif not (Path(search.index) / "manifest.json").is_file():
-            yield Problem(
-                "search.index",
+            yield Problem.of(
                 f"search.index={search.index} is not an index: make one with `rlsys search index`, or "
-                "give search.url of a running server.",
+                "give search.url of a running server."
             )
     if search.replicas and search.url is None:
-        yield Problem(
-            "search.replicas",
-            f"search.replicas={list(search.replicas)} go beside a first server: give its address as search.url.",
+        yield Problem.of(
+            f"search.replicas={list(search.replicas)} go beside a first server: give its address as search.url."
         )
     if search.hedge_after_s is not None and not search.replicas:
-        yield Problem(
-            "search.hedge_after_s",
+        yield Problem.of(
             f"search.hedge_after_s={search.hedge_after_s:g} asks a second server, and there is one: give "
-            "search.replicas, or set it to null.",
+            "search.replicas, or set it to null."
         )
     elif search.hedge_after_s is not None and search.hedge_after_s >= search.timeout_s:
-        yield Problem(
-            "search.hedge_after_s",
+        yield Problem.of(
             f"search.hedge_after_s={search.hedge_after_s:g} comes after search.timeout_s={search.timeout_s:g}: give "
-            "less than that, or null.",
+            "less than that, or null."
         )
     for key, url in (("search.url", search.url), *(("search.replicas", url) for url in search.replicas)):
         if url is not None and not is_url(url):
             yield Problem(key, f"{key}={url} is not an address: write it like http://127.0.0.1:8000.")
     twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
     if twice:
-        yield Problem(
-            "search.replicas",
-            f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once.",
+        yield Problem.of(
+            f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once."
         )
     if search.token_env is not None and not os.environ.get(search.token_env):
-        yield Problem(
-            "search.token_env",
+        yield Problem.of(
             f"search.token_env={search.token_env} is not set in the environment: export the servers' token as "
-            f"{search.token_env}, or set search.token_env to null.",
+            f"{search.token_env}, or set search.token_env to null."
         )
 
 
@@ -314,51 +283,36 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
             "checkpoint.keep_best and checkpoint.keep_every say what stays besides the newest, and without "
             "checkpoint.keep_last all stay: set it, or leave them out.",
         )
-    unknown = [key for key in settings.may_differ if not _is_key(key)]
+    known, maps = {*schema_keys()}, tuple(f"{key}." for key in free_maps())
+    unknown = [key for key in settings.may_differ if key not in known and not key.startswith(maps)]
     if unknown:
-        yield Problem(
-            "checkpoint.may_differ",
-            f"checkpoint.may_differ names {unknown[0]}, which is no key: see docs/configuration.md.",
-        )
-
-
-def _is_key(name: str) -> bool:
-    """Whether `name` is a key of the schema, or a name in one of its free maps."""
-    return name in schema_keys() or any(name.startswith(f"{key}.") for key in free_maps())
-
-
-def _sharing(config: RunConfig) -> Iterator[Problem]:
-    schedule = config.trainer.schedule
-    if config.cluster.mode is Mode.collocated and schedule.kind is not Schedule.sequential:
-        yield Problem(
-            "trainer.schedule.kind",
-            f"trainer.schedule.kind={schedule.kind} lets stages overlap, but with cluster.mode=collocated they take "
-            "turns on the same devices: set trainer.schedule.kind=sequential, or place the groups apart.",
-        )
+        yield Problem.of(f"checkpoint.may_differ names {unknown[0]}, which is no key: see docs/configuration.md.")
 
 
 def _sync(config: RunConfig) -> Iterator[Problem]:
     cluster, schedule = config.cluster, config.trainer.schedule
     waits = runs_ahead(config) and schedule.on_update is OnUpdate.finish
+    if cluster.mode is Mode.collocated and schedule.kind is not Schedule.sequential:
+        yield Problem.of(
+            f"trainer.schedule.kind={schedule.kind} lets stages overlap, but with cluster.mode=collocated they take "
+            "turns on the same devices: set trainer.schedule.kind=sequential, or place the groups apart."
+        )
     yield from ipc_problems(config)
     if not runs_ahead(config) and schedule.on_update is OnUpdate["continue"]:
-        yield Problem(
-            "trainer.schedule.on_update",
+        yield Problem.of(
             f"trainer.schedule.on_update=continue has no use with trainer.schedule.kind={schedule.kind}, where nothing "
-            "is in flight when weights change: leave it at finish, or choose async.",
+            "is in flight when weights change: leave it at finish, or choose async."
         )
     if waits and cluster.call_timeout_s <= config.rollout.episode_timeout_s:
-        yield Problem(
-            "cluster.call_timeout_s",
+        yield Problem.of(
             f"cluster.call_timeout_s={cluster.call_timeout_s} must be above rollout.episode_timeout_s="
             f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish a switch of weights "
-            "waits for episodes: raise it, or use on_update=continue.",
+            "waits for episodes: raise it, or use on_update=continue."
         )
     if cluster.sync_mode is SyncMode.broadcast and cluster.mode is Mode.collocated and cluster.device is Device.gpu:
-        yield Problem(
-            "cluster.sync_mode",
+        yield Problem.of(
             "cluster.sync_mode=broadcast with cluster.mode=collocated puts two members of an NCCL group on one GPU, "
-            f"which NCCL refuses: use {'cluster.sync_mode=tensor' if cluster.nodes == 1 else way_across(config)}.",
+            f"which NCCL refuses: use {'cluster.sync_mode=tensor' if cluster.nodes == 1 else way_across(config)}."
         )
 
 
@@ -367,17 +321,15 @@ def _placement(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
     if config.cluster.mode is Mode.collocated:
         if len({frozenset(held) for held in ranks.values()}) > 1:
             listed = ", ".join(f'{group}="{place}"' for group, place in config.cluster.placement.items())
-            yield Problem(
-                "cluster.mode",
+            yield Problem.of(
                 f"cluster.mode=collocated needs all groups on the same ranks, but cluster.placement is {listed}: "
-                "place them alike, or set cluster.mode=disaggregated.",
+                "place them alike, or set cluster.mode=disaggregated."
             )
         return
     places = {"critic": config.cluster.placement["actor"], **config.cluster.placement}
     for a, b, both in shared:
-        yield Problem(
-            f"cluster.placement.{a}",
+        yield Problem.of(
             f'cluster.placement.{a}="{places[a]}" and cluster.placement.{b}='
             f'"{places[b]}" share rank {both[0]}: give each group ranks of its own, or set '
-            "cluster.mode=collocated and trainer.schedule.kind=sequential.",
+            "cluster.mode=collocated and trainer.schedule.kind=sequential."
         )

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.aggregation import TOKEN_MEAN, divisor, token_weights
-from rlsys.algorithms.losses import DIVISOR, LossInputs, PolicyLoss, Stats
+from rlsys.algorithms.losses import DIVISOR, TOKEN_MEAN, LossFunction, LossInputs, Stats, divisor, token_weights
 from rlsys.config.algorithm import Aggregation
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.trainer import parallel as groups
@@ -40,7 +39,7 @@ from rlsys.weights.transport import Sender
 class Objective:
     """What the actor minimises: the losses of all trained tokens, as one number."""
 
-    loss: PolicyLoss
+    loss: LossFunction
     temperature: float
     """That samples were drawn at."""
     aggregation: Aggregation = TOKEN_MEAN

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.algorithms.losses import Stats
-from rlsys.algorithms.values import ValueLoss
+from rlsys.algorithms.losses import Stats, ValueLoss
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.trainer import parallel as groups
 from rlsys.trainer.batches.micro_batch import MicroBatch

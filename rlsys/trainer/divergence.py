@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.topk_kl import Sampled, TopKKl, join_parts, logit_gradient, shares, top_k_kl
+from rlsys.algorithms.kl import Sampled, TopKKl, join_parts, logit_gradient, shares
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import sums_over_vocabulary
 from rlsys.trainer.logprobs import logprobs_at
@@ -70,7 +70,7 @@ def divergence_of(config: AlgorithmConfig) -> Divergence | None:
     """The KL that `config` asks for; None if its estimator needs the sampled token's log-probs alone."""
     if not sums_over_vocabulary(config):
         return None
-    top_k = None if config.kl_topk_tokens is None else top_k_kl(config)
+    top_k = None if config.kl_topk_tokens is None else TopKKl(config)
     return Divergence(config.kl_estimator is KlEstimator.full_forward, top_k)
 
 

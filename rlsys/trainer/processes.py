@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlsys.algorithms.losses import policy_loss
-from rlsys.algorithms.values import ValueLoss
+from rlsys.algorithms.losses import ValueLoss, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import has_critic, has_reference, loss_length, sums_over_vocabulary
 from rlsys.config.schema import RunConfig

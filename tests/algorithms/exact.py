@@ -10,8 +10,8 @@ from itertools import product
 import numpy as np
 from hypothesis import strategies as st
 
-from rlsys.algorithms.advantages import Episode
-from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline, Credit
+from rlsys.algorithms.advantages import RewardedEpisode
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig, Credit
 
 Exact = list[Fraction]
 GAMMAS = st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(7, 8), Fraction(1)])
@@ -19,12 +19,14 @@ GAMMAS = st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(7, 8), Fraction(
 
 
 def setting(credit: str, baseline: str, scale: str) -> AlgorithmConfig:
-    return AlgorithmConfig(credit=Credit(credit), baseline=Baseline(baseline), advantage_scale=AdvantageScale(scale))
+    return AlgorithmConfig(
+        credit=Credit(credit), baseline=AdvantageBaseline(baseline), advantage_scale=AdvantageScale(scale)
+    )
 
 
 SETTINGS = [
     setting(credit, baseline, scale)
-    for credit, baseline, scale in product(Credit, Baseline, AdvantageScale)
+    for credit, baseline, scale in product(Credit, AdvantageBaseline, AdvantageScale)
     if (credit != "token" or baseline in ("none", "critic"))
     and (scale != "group" or baseline in ("group", "leave_one_out"))
 ]
@@ -48,7 +50,7 @@ class ExactEpisode:
     def trained(self) -> list[int]:
         return [token for token, turn in enumerate(self.turns) if turn >= 0]
 
-    def episode(self, elsewhere: float = 0.0) -> Episode:
+    def episode(self, elsewhere: float = 0.0) -> RewardedEpisode:
         """In floats, with `elsewhere` on tokens that are not trained."""
 
         def filled(numbers: Exact) -> np.ndarray:
@@ -56,7 +58,7 @@ class ExactEpisode:
                 [float(own) if turn >= 0 else elsewhere for own, turn in zip(numbers, self.turns, strict=True)]
             )
 
-        return Episode(
+        return RewardedEpisode(
             [float(reward) for reward in self.rewards],
             np.array(self.turns, dtype=np.int32),
             filled(self.penalties),
@@ -99,7 +101,7 @@ def oracle(
     found: list[list[list[float]]] = []
     targets: list[list[list[float]]] = []
     for group in batch:
-        peers = every if config.baseline is Baseline.batch else group
+        peers = every if config.baseline is AdvantageBaseline.batch else group
         centred = [_less_baseline(one, at, group, peers, config) for at, one in enumerate(group)]
         targets.append(
             [
@@ -188,11 +190,11 @@ def _less_baseline(
     result = {}
     for token in one.trained:
         own = _return(one, token, config)
-        if config.baseline is Baseline.critic:
+        if config.baseline is AdvantageBaseline.critic:
             result[token] = _generalised(one, token, config)
-        elif config.baseline is Baseline.none:
+        elif config.baseline is AdvantageBaseline.none:
             result[token] = own
-        elif config.baseline is Baseline.leave_one_out:
+        elif config.baseline is AdvantageBaseline.leave_one_out:
             others = _returns_of_peers(one, token, group[:at] + group[at + 1 :], config)
             result[token] = own - sum(others) / len(others) if others else Fraction(0)
         else:
@@ -210,7 +212,7 @@ def _of_units(
     found: Exact = []
     for group, group_advantages in zip(batch, advantages, strict=True):
         for at, (one, own) in enumerate(zip(group, group_advantages, strict=True)):
-            if config.baseline is Baseline.critic or config.credit is Credit.token:
+            if config.baseline is AdvantageBaseline.critic or config.credit is Credit.token:
                 found += own.values()
             elif config.credit is Credit.turn:
                 found += {one.turns[token]: value for token, value in own.items()}.values()
@@ -219,7 +221,7 @@ def _of_units(
                 whole = ExactEpisode([_total(one)], [0], [Fraction(0)], [Fraction(0)])
                 others = [*group[:at], whole, *group[at + 1 :]]
                 every = [peer for peers in batch for peer in peers]
-                peers = every if config.baseline is Baseline.batch else others
+                peers = every if config.baseline is AdvantageBaseline.batch else others
                 found += _less_baseline(whole, at, others, peers, config).values()
     return found
 

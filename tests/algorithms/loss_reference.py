@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.aggregation import token_weights
-from rlsys.algorithms.losses import LossInputs
+from rlsys.algorithms.losses import LossInputs, token_weights
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator, PolicyLoss
 
 LOSS_LENGTH = 7

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algorithms.advantages import Episode, Estimate, batch_advantages, group_estimates
-from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline, Credit
+from rlsys.algorithms.advantages import AdvantageEstimate, RewardedEpisode, batch_advantages, group_estimates
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig, Credit
 from rlsys.config.derived import needs_whole_mini_batch
 from tests.algorithms.exact import GAMMAS, SETTINGS, called, mini_batches, oracle, setting
 
@@ -33,8 +33,8 @@ def episode(
     turns: Sequence[int],
     penalties: Sequence[float] | None = None,
     values: Sequence[float] | None = None,
-) -> Episode:
-    return Episode(
+) -> RewardedEpisode:
+    return RewardedEpisode(
         tuple(rewards),
         np.array(turns, dtype=np.int32),
         None if penalties is None else np.array(penalties, dtype=np.float64),
@@ -42,16 +42,16 @@ def episode(
     )
 
 
-def single(*rewards: float) -> list[Episode]:
+def single(*rewards: float) -> list[RewardedEpisode]:
     """A group of episodes of one turn, with a prompt token and one trained token."""
     return [episode([reward], [-1, 0]) for reward in rewards]
 
 
-def estimated(groups: Sequence[Sequence[Episode]], config: AlgorithmConfig) -> list[list[Estimate]]:
+def estimated(groups: Sequence[Sequence[RewardedEpisode]], config: AlgorithmConfig) -> list[list[AdvantageEstimate]]:
     return over_all([group_estimates(group, config) for group in groups], config)
 
 
-def over_all(groups: Sequence[Sequence[Estimate]], config: AlgorithmConfig) -> list[list[Estimate]]:
+def over_all(groups: Sequence[Sequence[AdvantageEstimate]], config: AlgorithmConfig) -> list[list[AdvantageEstimate]]:
     """With the advantages that the mini-batch makes of them."""
     found = batch_advantages([[one.units for one in group] for group in groups], config)
     return [
@@ -60,11 +60,11 @@ def over_all(groups: Sequence[Sequence[Estimate]], config: AlgorithmConfig) -> l
     ]
 
 
-def advantages(groups: Sequence[Sequence[Episode]], config: AlgorithmConfig) -> list[list[list[float]]]:
+def advantages(groups: Sequence[Sequence[RewardedEpisode]], config: AlgorithmConfig) -> list[list[list[float]]]:
     return [[one.advantages.tolist() for one in group] for group in estimated(groups, config)]
 
 
-def scores(groups: Sequence[Sequence[Episode]], config: AlgorithmConfig) -> list[float]:
+def scores(groups: Sequence[Sequence[RewardedEpisode]], config: AlgorithmConfig) -> list[float]:
     """The advantage of each episode's last token."""
     return [own[-1] for group in advantages(groups, config) for own in group]
 
@@ -138,7 +138,7 @@ def test_credit_of_a_turn_by_hand() -> None:
         episode([0.0, 2.0], [0, -1, 1]),
     ]
     assert advantages([group], config) == [[[0, 1, 1, 0, 1, 0, 0], [-1, 0, -1]]]
-    alone = replace(config, baseline=Baseline.none)
+    alone = replace(config, baseline=AdvantageBaseline.none)
     assert advantages([group], alone) == [[[0, 3, 3, 0, 4, 0, 4], [1, 0, 2]]]
     scaled = replace(config, advantage_scale=AdvantageScale.group)
     root = math.sqrt(2) + EPS
@@ -176,13 +176,13 @@ def test_every_setting_equals_exact_arithmetic_token_by_token(config: AlgorithmC
         for one, own, target in zip(group, group_expected, group_targets, strict=True):
             assert one.advantages.dtype == np.float64
             np.testing.assert_allclose(one.advantages, own, rtol=1e-7, atol=1e-7)
-            if config.baseline is Baseline.critic:
+            if config.baseline is AdvantageBaseline.critic:
                 np.testing.assert_allclose(one.returns, target, rtol=1e-7, atol=1e-7)
             else:
                 assert one.returns is None
 
 
-def dump(groups: Sequence[Sequence[Estimate]]) -> list[list[bytes]]:
+def dump(groups: Sequence[Sequence[AdvantageEstimate]]) -> list[list[bytes]]:
     return [[one.advantages.tobytes() for one in group] for group in groups]
 
 
@@ -211,7 +211,10 @@ def test_equal_rewards_teach_nothing_where_the_baseline_is_a_mean(config: Algori
     groups = [[episode([reward], [-1, 0, 0])] * size for size in (1, 3, 7)]
     values = [[replace(one, values=np.zeros(3)) for one in group] for group in groups]
     found = [value for group in advantages(values, config) for own in group for value in own]
-    if config.baseline in (Baseline.none, Baseline.critic) and config.advantage_scale is not AdvantageScale.whiten:
+    if (
+        config.baseline in (AdvantageBaseline.none, AdvantageBaseline.critic)
+        and config.advantage_scale is not AdvantageScale.whiten
+    ):
         assert set(found) == {0.0, reward}, "nothing is divided by a spread that is none"
     else:
         assert set(found) == {0.0}
@@ -239,12 +242,12 @@ def test_an_episode_without_trained_tokens_still_counts_among_its_siblings() -> 
     assert [own[-1] for own in advantages([group], DR_GRPO)[0]] == [0.0, -0.5, 0.0]
 
 
-@pytest.mark.parametrize(("baseline", "scale"), list(product(Baseline, AdvantageScale)))
-def test_what_has_no_meaning_is_refused(baseline: Baseline, scale: AdvantageScale) -> None:
-    siblings = baseline in (Baseline.group, Baseline.leave_one_out)
+@pytest.mark.parametrize(("baseline", "scale"), list(product(AdvantageBaseline, AdvantageScale)))
+def test_what_has_no_meaning_is_refused(baseline: AdvantageBaseline, scale: AdvantageScale) -> None:
+    siblings = baseline in (AdvantageBaseline.group, AdvantageBaseline.leave_one_out)
     for credit in Credit:
         config = AlgorithmConfig(baseline=baseline, advantage_scale=scale, credit=credit)
-        no_peers = credit is Credit.token and (siblings or baseline is Baseline.batch)
+        no_peers = credit is Credit.token and (siblings or baseline is AdvantageBaseline.batch)
         no_group = scale is AdvantageScale.group and not siblings
         assert (config in SETTINGS) == (not no_peers and not no_group)
         if no_peers or no_group:
@@ -266,6 +269,6 @@ def test_what_has_no_meaning_is_refused(baseline: Baseline, scale: AdvantageScal
         (episode([0.0], [0]), "needs values"),
     ],
 )
-def test_what_a_caller_got_wrong_is_named(wrong: Episode, sentence: str) -> None:
+def test_what_a_caller_got_wrong_is_named(wrong: RewardedEpisode, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         group_estimates([wrong], PPO)

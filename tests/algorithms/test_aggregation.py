@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algorithms.aggregation import divisor, token_weights
-from rlsys.algorithms.losses import DIVISOR, policy_loss, reduce_stats
+from rlsys.algorithms.losses import DIVISOR, divisor, policy_loss, reduce_stats, token_weights
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, PolicyLoss
 from tests.algorithms.loss_reference import (
     LOSS_LENGTH,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.algorithms.comparison import centred, spread, spreads, whitened
+from rlsys.algorithms.advantages import centred, spread, spreads, whitened
 
 # Hundredths, so that no spread is so small that rounding is all there is of it.
 hundredths = st.integers(-100, 100).map(lambda value: value / 100)

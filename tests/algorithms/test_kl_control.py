@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.algorithms.kl_control import AdaptiveKl, kl_control
+from rlsys.algorithms.kl import KlController, kl_control
 from rlsys.config.algorithm import AlgorithmConfig, KlControl
 
 
@@ -65,7 +65,7 @@ def test_the_weight_stays_positive_and_moves_to_the_side_that_the_kl_is_on(kls: 
 
 
 def test_a_kl_that_is_no_number_and_a_horizon_that_is_too_near_are_refused() -> None:
-    control = AdaptiveKl(0.1, 0.05, 1000)
+    control = KlController(0.1, 0.05, 1000)
     with pytest.raises(ValueError, match="finite"):
         control.observe(float("nan"), 10)
     with pytest.raises(ValueError, match="kl_horizon=1000"):

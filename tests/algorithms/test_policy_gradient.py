@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from rlsys.algorithms.advantages import Episode, batch_advantages, group_estimates
+from rlsys.algorithms.advantages import RewardedEpisode, batch_advantages, group_estimates
 from rlsys.config.algorithm import AlgorithmConfig
 from tests.algorithms.exact import setting
 
@@ -50,7 +50,8 @@ def expected_gradient(config: AlgorithmConfig, values: Values = lambda _: 0.0) -
     total = np.zeros(3)
     for paths in product(PATHS, repeat=SAMPLES):
         group = [
-            Episode(REWARDS[path], np.array([0, 1]), None, np.array([values(()), values(path[:1])])) for path in paths
+            RewardedEpisode(REWARDS[path], np.array([0, 1]), None, np.array([values(()), values(path[:1])]))
+            for path in paths
         ]
         [advantages] = batch_advantages([[one.units for one in group_estimates(group, config)]], config)
         chance = np.prod([chances(LOGITS, path) for path in paths])

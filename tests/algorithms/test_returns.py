@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algorithms.returns import generalised_advantages, placed, to_go
+from rlsys.algorithms.advantages import generalised_advantages, placed, to_go
 
 numbers = st.floats(-1e3, 1e3)
 shares = st.sampled_from([0.0, 0.5, 0.95, 1.0]) | st.floats(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.topk_kl import Sampled, TopKKl, join_parts, logit_gradient, shares, tail, top_k_kl
+from rlsys.algorithms.kl import Sampled, TopKKl, join_parts, logit_gradient, shares, tail
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlTail
 
 VOCAB = 7
 EXACT, UPSTREAM = KlTail.exact, KlTail.upstream
 DIRECTIONS = pytest.mark.parametrize("forward_kl", [False, True], ids=["reverse", "forward"])
+
+
+def top_k(forward_kl: bool, kind: KlTail | None, *, weighted: bool) -> TopKKl:
+    """Without bounds of the weights; without a `kind` the tail is left out."""
+    direction = KlEstimator.full_forward if forward_kl else KlEstimator.full_reverse
+    config = AlgorithmConfig(kl_estimator=direction, kl_use_tail_sampling=kind is not None, use_kl_iw=weighted)
+    return TopKKl(replace(config, kl_topk_tail=kind or EXACT))
 
 
 def distributions(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +42,7 @@ def dense(log_p: Tensor, log_r: Tensor, forward_kl: bool) -> Tensor:
 def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tensor) -> tuple[Tensor, Tensor]:
     """Mean over tokens that `log_old` samples of the estimate, and the mean of its gradient by the logits."""
     log_p = logits.log_softmax(-1)
-    picks = (log_r if kl.forward_kl else log_p).topk(k).indices
+    picks = (log_r if kl.config.kl_estimator is KlEstimator.full_forward else log_p).topk(k).indices
     total = torch.zeros((), dtype=torch.float64)
     for y in range(VOCAB):
         sampled = Sampled(log_p[y, None], log_old[y, None], log_r[y, None], (picks == y).any()[None])
@@ -47,7 +55,7 @@ def errors(kl: TopKKl, k: int, on_policy: bool, seed: int = 0) -> tuple[float, f
     """How far the expected value and the expected gradient are from the KL's own."""
     logits, log_r, log_old = distributions(seed)
     log_p = logits.log_softmax(-1)
-    exact = dense(log_p, log_r, kl.forward_kl)
+    exact = dense(log_p, log_r, kl.config.kl_estimator is KlEstimator.full_forward)
     (exact_grad,) = torch.autograd.grad(exact, logits, retain_graph=True)
     value, grad = expectation(kl, k, logits, log_r, log_p.detach() if on_policy else log_old)
     return float((value - exact.detach()).abs()), float((grad - exact_grad).abs().max())
@@ -57,8 +65,8 @@ def errors(kl: TopKKl, k: int, on_policy: bool, seed: int = 0) -> tuple[float, f
 @pytest.mark.parametrize("k", [1, 3, VOCAB - 1, VOCAB])
 @pytest.mark.parametrize("seed", range(3))
 def test_exact_tail_is_unbiased_in_value_and_gradient(forward_kl: bool, k: int, seed: int) -> None:
-    plain = TopKKl(forward_kl, EXACT, False, None, None)
-    weighted = TopKKl(forward_kl, EXACT, True, None, None)
+    plain = top_k(forward_kl, EXACT, weighted=False)
+    weighted = top_k(forward_kl, EXACT, weighted=True)
     for kl, on_policy in ((plain, True), (weighted, True), (weighted, False)):
         assert max(errors(kl, k, on_policy, seed)) < 1e-12
 
@@ -66,8 +74,8 @@ def test_exact_tail_is_unbiased_in_value_and_gradient(forward_kl: bool, k: int, 
 @DIRECTIONS
 @pytest.mark.parametrize("k", [1, 3])
 def test_upstream_tail_is_unbiased_in_value_alone(forward_kl: bool, k: int) -> None:
-    plain = TopKKl(forward_kl, UPSTREAM, False, None, None)
-    weighted = TopKKl(forward_kl, UPSTREAM, True, None, None)
+    plain = top_k(forward_kl, UPSTREAM, weighted=False)
+    weighted = top_k(forward_kl, UPSTREAM, weighted=True)
     for kl, on_policy in ((plain, True), (weighted, False)):
         of_value, of_gradient = errors(kl, k, on_policy)
         assert of_value < 1e-12
@@ -77,7 +85,7 @@ def test_upstream_tail_is_unbiased_in_value_alone(forward_kl: bool, k: int) -> N
 
 @DIRECTIONS
 def test_a_token_that_another_policy_sampled_needs_the_weight(forward_kl: bool) -> None:
-    of_value, of_gradient = errors(TopKKl(forward_kl, EXACT, False, None, None), 3, on_policy=False)
+    of_value, of_gradient = errors(top_k(forward_kl, EXACT, weighted=False), 3, on_policy=False)
     assert of_value > 0.001
     assert of_gradient > 0.001
 
@@ -104,7 +112,7 @@ def test_head_alone_leaves_the_tail_out() -> None:
     logits, log_r, _ = distributions(1)
     log_p = logits.log_softmax(-1)[None]
     outside = Sampled(log_p[:, 6], log_p[:, 6], log_r[None, 6], torch.tensor([False]))
-    value = TopKKl(False, None, True, None, None)(log_p[:, :4], log_r[None, :4], outside)
+    value = top_k(False, None, weighted=True)(log_p[:, :4], log_r[None, :4], outside)
     assert value.item() == pytest.approx(dense(log_p[0, :4], log_r[:4], False).item())
 
 
@@ -125,18 +133,11 @@ def test_the_weight_is_of_the_tail_alone_and_cut_to_its_bounds(
     p, old, r = (torch.tensor([value]).log() for value in (0.4, 0.1, 0.2))
     picked, ref_picked = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
     logprobs = p.requires_grad_()
-    values = top_k_kl(config)(picked, ref_picked, Sampled(logprobs, old, r, torch.tensor([False])))
+    values = TopKKl(config)(picked, ref_picked, Sampled(logprobs, old, r, torch.tensor([False])))
     (grad,) = torch.autograd.grad(values.sum(), logprobs)
     log_2 = torch.tensor(2.0).log().item()
     assert values.item() == pytest.approx(0.5 * log_2 + weight * log_2)
     assert grad.item() == pytest.approx(weight * (log_2 + 1)), "the weight is a constant"
-
-
-def test_configuration_chooses_direction_and_tail() -> None:
-    forward = AlgorithmConfig(kl_estimator=KlEstimator.full_forward, kl_topk_tail=UPSTREAM)
-    assert top_k_kl(forward) == TopKKl(True, UPSTREAM, False, None, None)
-    reverse = AlgorithmConfig(kl_estimator=KlEstimator.full_reverse, kl_use_tail_sampling=False)
-    assert top_k_kl(reverse) == TopKKl(False, None, False, None, None)
 
 
 logs = st.floats(-1e3, 0.0)
@@ -148,7 +149,7 @@ def test_extreme_log_ratios_stay_finite(rows: list[tuple[float, ...]]) -> None:
     for forward_kl, kind in itertools.product((False, True), KlTail):
         picked, logprobs = columns[0][:, None].clone().requires_grad_(), columns[2].clone().requires_grad_()
         sampled = Sampled(logprobs, columns[3], columns[4], columns[5].bool())
-        values = TopKKl(forward_kl, kind, True, None, None)(picked, columns[1][:, None], sampled)
+        values = top_k(forward_kl, kind, weighted=True)(picked, columns[1][:, None], sampled)
         grads = torch.autograd.grad(values.sum(), (picked, logprobs))
         assert all(part.isfinite().all() for part in (values, *grads))
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.losses import join_stats, reduce_stats
-from rlsys.algorithms.values import ValueLoss, explained_variance
+from rlsys.algorithms.losses import ValueLoss, explained_variance, join_stats, reduce_stats
 
 
 @dataclass(frozen=True)

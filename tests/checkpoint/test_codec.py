@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from rlsys.algorithms.advantages import Units
 from rlsys.data.group import Group, Sample, TopkLogprobs
+from rlsys.data.prompt_source import SourceState
 from rlsys.data.question import Question
-from rlsys.data.source import SourceState
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState

@@ -10,9 +10,9 @@ import pytest
 
 from rlsys.cluster.planning.plan import make_plan
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.algorithm_checks import algorithm_problems
-from rlsys.config.compose import PROJECT_CONFIGS, load_config, schema_keys
-from rlsys.config.schema import RunConfig
+from rlsys.config.compose import PROJECT_CONFIGS, load_config
+from rlsys.config.problems import algorithm_problems
+from rlsys.config.schema import RunConfig, schema_keys
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import validate
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config.compose import as_dict, load_config, schema_keys
-from rlsys.config.schema import Device, Dtype, RunConfig, TokenMode
+from rlsys.config.compose import as_dict, load_config
+from rlsys.config.schema import Device, Dtype, RunConfig, TokenMode, schema_keys
 from rlsys.errors import UserError
 
 NAME = "searchr1_tiny_cpu"
@@ -51,7 +51,9 @@ def complaint(*overrides: str, name: str = NAME, config_dir: Path | None = None)
         ("=3", ['"=3" is not a setting', "KEY=VALUE"]),
         ("hydra.run.dir=there", ['"hydra.run.dir=there" is not a setting']),
         ("trainer.steps=[1", ['"trainer.steps=[1"', "quotes"]),
-        ("trainer.steps=1,2", ["trainer.steps=1,2"]),
+        ("trainer.steps=1,2", ["trainer.steps=1,2 is a sweep", "start a run for each"]),
+        ("trainer.steps=range(1,3)", ["trainer.steps=range(1,3) is a sweep"]),
+        ("~trainer.steps", ['"~trainer.steps" would take a key out', "another value"]),
     ],
 )
 def test_a_bad_override_is_named_in_one_sentence(override: str, named: list[str]) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.compose import as_dict
-from rlsys.config.differences import Difference, differences
+from rlsys.config.compose import KeyDifference, as_dict, differences
 from rlsys.config.schema import RunConfig
 
 
@@ -47,7 +46,7 @@ def test_what_a_run_learns_by_must_stay(tiny_run: Callable[..., RunConfig], sett
 
 def test_both_values_are_told(tiny_run: Callable[..., RunConfig]) -> None:
     found = differences(as_dict(tiny_run()), tiny_run("trainer.seed=7"))
-    assert found == [Difference("trainer.seed", 1234, 7)]
+    assert found == [KeyDifference("trainer.seed", 1234, 7)]
 
 
 @pytest.mark.parametrize("shape", ["actor.optimizer.decay=cosine", "critic.optimizer.warmup_fraction=0.1"])
@@ -73,7 +72,7 @@ def test_a_key_that_an_older_version_did_not_have_was_its_default(
     del before["task"]["tools"], before["search"]["enabled"]
     assert differences(before, tiny_run()) == []
     (found,) = differences(before, tiny_run("search.enabled=false"))
-    assert found == Difference("search.enabled", True, False)
+    assert found == KeyDifference("search.enabled", True, False)
 
 
 def test_what_was_read_back_from_a_file_is_the_same(tiny_run: Callable[..., RunConfig]) -> None:

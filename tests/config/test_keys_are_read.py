@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlsys.config.readers import Read, fields_read, running_code, schema_classes
 from rlsys.config.schema import RunConfig
+from scripts.config_reference import Read, fields_read, running_code, schema_classes
 
 
 def leaves(schema: type) -> set[Read]:

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import get_type_hints
 
-from rlsys.config.compose import schema_keys
-from rlsys.config.readers import PACKAGE
-from rlsys.config.reference import COMMAND, FILE, explanations, kind_meaning, render
-from rlsys.config.schema import ModelConfig, RunConfig
+from rlsys.config.schema import ModelConfig, RunConfig, schema_keys
+from scripts.config_reference import COMMAND, FILE, PACKAGE, explanations, kind_meaning, render
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.values import ValueLoss
+from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.batches.micro_batch import MicroBatch

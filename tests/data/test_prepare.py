@@ -17,7 +17,7 @@ from rlsys.apps.cli.data import app
 from rlsys.apps.data.hub import Hub
 from rlsys.apps.data.prepare import merge, prepare_file
 from rlsys.apps.data.sets import REPOSITORY, SETS
-from rlsys.data.rows import read_questions
+from rlsys.data.question import read_questions
 from rlsys.data.template import search_prompt
 from rlsys.errors import UserError
 from rlsys.rollout.tools.load import described

@@ -11,8 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
+from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 
 CAPITAL: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.group import Sample
-from rlsys.data.masks import response_tokens
+from rlsys.data.trajectory import response_tokens
 from rlsys.trainer.batches.dealer import Dealer, Load
 from tests.pipeline.build import sample
 

@@ -8,13 +8,13 @@ import pytest
 
 from rlsys.cluster.bundles import plan_bundles
 from rlsys.cluster.planning.placement import overlaps, parse_placement
-from rlsys.config.algorithm import AlgorithmConfig, Baseline
+from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, EngineConfig, RolloutConfig, RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.worker_groups import holdings
 
 PLACEMENT = {"actor": "0-1", "inference": "2", "rollout": "3-6"}
-PPO = AlgorithmConfig(baseline=Baseline.critic)
+PPO = AlgorithmConfig(baseline=AdvantageBaseline.critic)
 
 
 def _run(algorithm: AlgorithmConfig, **placed: str) -> RunConfig:

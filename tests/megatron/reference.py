@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlsys.algorithms.losses import LossInputs, PolicyLoss, policy_loss
+from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import OptimizerConfig
 from rlsys.trainer.batches.micro_batch import MicroBatch
@@ -204,7 +204,7 @@ def aggregated(aggregation: str, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
     return torch.stack([loss for loss, _ in parts]).sum() / divisors[aggregation]
 
 
-def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: PolicyLoss = LOSS) -> Tensor:
+def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: LossFunction = LOSS) -> Tensor:
     """Summed over trained tokens, of padded rows: each is a sequence."""
     logprobs, entropy = logprobs_and_entropy(model, batch.tokens)
     assert batch.old_logprobs is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
-from rlsys.algorithms.values import ValueLoss
+from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import parallel as groups

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlsys.algorithms.topk_kl import Sampled, top_k_kl
+from rlsys.algorithms.kl import Sampled, TopKKl
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.trainer import vocabulary
 from rlsys.trainer.divergence import divergence_of, top_tokens, whole_vocabulary_kl
@@ -74,7 +74,7 @@ def dense(case: Case, picks: Results) -> Results:
         tokens = picks["reference tokens" if forward_kl else "policy tokens"]
         sampled = Sampled(logprobs, old.double(), ref.double(), (tokens == targets[:, None]).any(-1))
         config = AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=case.k, use_kl_iw=True)
-        keep(f"{estimator} top", top_k_kl(config)(log_p.gather(1, tokens), log_r.gather(1, tokens), sampled))
+        keep(f"{estimator} top", TopKKl(config)(log_p.gather(1, tokens), log_r.gather(1, tokens), sampled))
     return results
 
 

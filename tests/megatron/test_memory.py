@@ -16,10 +16,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from rlsys.algorithms.values import ValueLoss
+from rlsys.algorithms.losses import ValueLoss
 from rlsys.cluster.planning.memory import GroupMemory, holds_reference, stage_memory
 from rlsys.cluster.planning.rank import Load, Rank
-from rlsys.config.algorithm import FULL_KL, AlgorithmConfig, Baseline
+from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
     ClusterConfig,
@@ -121,7 +121,7 @@ class Case:
             critic=CriticConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
             inference=InferenceConfig(parallel=layout.parallel, packing=packing),
             algorithm=AlgorithmConfig(
-                kl_coef=0.1, baseline=Baseline.critic if critic else Baseline.group, **KL[self.kl]
+                kl_coef=0.1, baseline=AdvantageBaseline.critic if critic else AdvantageBaseline.group, **KL[self.kl]
             ),
         )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rlsys.config.algorithm import KlEstimator
-from rlsys.config.guards import GuardsConfig
+from rlsys.config.schema import GuardsConfig
 from rlsys.observe.guards import Alarm, Guards
 
 NAN = float("nan")

@@ -17,11 +17,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rlsys
-from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss
-from rlsys.algorithms.values import ValueLoss
+from rlsys.algorithms.losses import DIVISOR, LossInputs, ValueLoss, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import RunConfig
-from rlsys.config.tracking import TrackingConfig
+from rlsys.config.schema import RunConfig, TrackingConfig
 from rlsys.data.group import Group
 from rlsys.data.trajectory import Action, Turn
 from rlsys.observe.metrics import read_metrics

@@ -19,9 +19,7 @@ import pytest
 from rich.console import Console
 
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.guards import GuardsConfig
-from rlsys.config.schema import RunConfig
-from rlsys.config.tracking import TrackingConfig
+from rlsys.config.schema import GuardsConfig, RunConfig, TrackingConfig
 from rlsys.data.group import Group
 from rlsys.observe.environment import read_lives
 from rlsys.observe.guards import Alarm

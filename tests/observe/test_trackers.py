@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from rlsys.config.tracking import TrackingConfig, WandbMode
+from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.errors import RunError
 from rlsys.observe.metrics import read_metrics
 from rlsys.observe.trackers import JsonlTracker, Resumed, Trackers, WandbTracker, open_trackers
@@ -76,7 +76,7 @@ def test_with_both_off_there_is_still_the_run_s_own_file(tmp_path: Path) -> None
 OFFLINE_RUN = """
 import sys
 from pathlib import Path
-from rlsys.config.tracking import TrackingConfig
+from rlsys.config.schema import TrackingConfig
 from rlsys.observe.trackers import open_trackers
 trackers = open_trackers(TrackingConfig(tensorboard=False), Path(sys.argv[1]), {"algorithm": {"kl_coef": 0.5}})
 assert list(trackers.others) == ["wandb"]
@@ -89,7 +89,7 @@ LIVES = """
 import sys
 import time
 from pathlib import Path
-from rlsys.config.tracking import TrackingConfig
+from rlsys.config.schema import TrackingConfig
 from rlsys.observe.trackers import Resumed, Told, open_trackers
 config, run_dir = TrackingConfig(tensorboard=False), Path(sys.argv[1])
 
@@ -288,7 +288,7 @@ def test_the_config_says_offline_whatever_the_key(tmp_path: Path, monkeypatch: p
 ONLINE_RUN = """
 import sys
 from pathlib import Path
-from rlsys.config.tracking import TrackingConfig, WandbMode
+from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.observe.trackers import open_trackers
 config = TrackingConfig(tensorboard=False, wandb_mode=WandbMode.online)
 assert open_trackers(config, Path(sys.argv[1]), {}).others == {}

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from rlsys.data.group import Group, Sample, Scores
+from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, PipelineState, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler

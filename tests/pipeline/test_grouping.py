@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from rlsys.config.algorithm import (
+    AdvantageBaseline,
     AdvantageScale,
     AlgorithmConfig,
-    Baseline,
     CorrectionConfig,
     CorrectionKind,
     CorrectionLevel,
@@ -27,9 +27,8 @@ from rlsys.config.algorithm import (
 )
 from rlsys.config.schema import CompatConfig
 from rlsys.data.group import Group, Sample, Scores, TopkLogprobs
-from rlsys.data.masks import response_tokens, trained_tokens, value_mask
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import Trajectory, response_tokens, trained_tokens, value_mask
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, reward_group, turns_of
 from rlsys.orchestrator.rewards.scored import Scored
 from tests.pipeline.build import question, rewarded, trajectory
@@ -150,7 +149,7 @@ def test_a_group_that_was_not_finished_is_refused_by_the_mini_batch() -> None:
 
 
 def test_turns_answer_for_their_own_rewards_and_later_ones() -> None:
-    config = replace(GRPO, credit=Credit.turn, baseline=Baseline.none, advantage_scale=AdvantageScale.none)
+    config = replace(GRPO, credit=Credit.turn, baseline=AdvantageBaseline.none, advantage_scale=AdvantageScale.none)
     sample = Sample(
         trajectory(range(6), MASK, turn_of_token=TURNS), 3.0, (1.0, 2.0), {}, np.zeros(6, np.float32)
     ).with_scores(Scores(np.zeros(6, np.float32)))
@@ -212,7 +211,7 @@ def test_with_a_critic_penalties_and_values_enter_where_they_stand(
     old, reference, values = (random.normal(size=6).astype(np.float32) for _ in range(3))
     config = replace(
         GRPO,
-        baseline=Baseline.critic,
+        baseline=AdvantageBaseline.critic,
         advantage_scale=AdvantageScale.none,
         gamma=gamma,
         gae_lambda=gae_lambda,
@@ -240,7 +239,7 @@ def test_with_a_critic_penalties_and_values_enter_where_they_stand(
 
 @pytest.mark.parametrize("quirk", [False, True])
 def test_whitening_is_over_what_the_critic_sees(quirk: bool) -> None:
-    config = replace(GRPO, baseline=Baseline.critic, advantage_scale=AdvantageScale.whiten)
+    config = replace(GRPO, baseline=AdvantageBaseline.critic, advantage_scale=AdvantageScale.whiten)
     random = np.random.default_rng(0)
     mask_of = response_tokens if quirk else trained_tokens
     samples = [

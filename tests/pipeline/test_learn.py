@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from rlsys.config.algorithm import AlgorithmConfig, Baseline
+from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.data.group import Group, Sample
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
@@ -104,7 +104,7 @@ def test_what_scores_does_not_step_before_the_last_score() -> None:
 )
 def test_who_waits_for_the_last_score(baseline: str, updates: int, waits: bool) -> None:
     config = RunConfig(
-        algorithm=AlgorithmConfig(baseline=Baseline(baseline)),
+        algorithm=AlgorithmConfig(baseline=AdvantageBaseline(baseline)),
         trainer=TrainerConfig(prompts_per_step=4, mini_batches=updates),
     )
     assert mini_batches(config).scored_first == waits

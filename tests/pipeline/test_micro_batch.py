@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from rlsys.data.group import Sample, TopkLogprobs
-from rlsys.data.masks import response_tokens
+from rlsys.data.trajectory import response_tokens
 from rlsys.trainer.batches.micro_batch import collate, round_up
 from tests.pipeline.build import sample
 

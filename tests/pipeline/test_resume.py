@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlsys.data.group import Group, Sample, Scores
+from rlsys.data.prompt_source import SourceState
 from rlsys.data.question import Question
-from rlsys.data.source import SourceState
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState, RolloutPipeline

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rlsys.data.group import Group
+from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
-from rlsys.data.source import PromptSource
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import root_cause
 from rlsys.orchestrator.pipeline.learn import MiniBatches, learn

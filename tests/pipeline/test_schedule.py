@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config.algorithm import AdvantageScale, AlgorithmConfig, Baseline
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig
 from rlsys.config.schema import CompatConfig, CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.group import Group, Scores
-from rlsys.data.masks import value_mask
+from rlsys.data.trajectory import value_mask
 from rlsys.orchestrator.pipeline.grouping import finish
 from rlsys.orchestrator.pipeline.schedule import learning, mini_batches, score_batch_size
 from tests.pipeline.build import question, rewarded, trajectory
@@ -23,15 +23,15 @@ from tests.pipeline.build import question, rewarded, trajectory
 @pytest.mark.parametrize(
     ("baseline", "scale", "waits"),
     [
-        (Baseline.group, AdvantageScale.group, False),
-        (Baseline.critic, AdvantageScale.none, False),
-        (Baseline.batch, AdvantageScale.none, True),
-        (Baseline.leave_one_out, AdvantageScale.batch, True),
-        (Baseline.critic, AdvantageScale.whiten, True),
+        (AdvantageBaseline.group, AdvantageScale.group, False),
+        (AdvantageBaseline.critic, AdvantageScale.none, False),
+        (AdvantageBaseline.batch, AdvantageScale.none, True),
+        (AdvantageBaseline.leave_one_out, AdvantageScale.batch, True),
+        (AdvantageBaseline.critic, AdvantageScale.whiten, True),
     ],
 )
 def test_training_waits_for_a_mini_batch_that_advantages_depend_on(
-    baseline: Baseline, scale: AdvantageScale, waits: bool
+    baseline: AdvantageBaseline, scale: AdvantageScale, waits: bool
 ) -> None:
     algorithm = AlgorithmConfig(baseline=baseline, advantage_scale=scale)
     cut = mini_batches(RunConfig(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=6, mini_batches=3)))
@@ -64,7 +64,9 @@ def test_the_larger_mini_batches_are_spread_over_the_step(groups: int, count: in
 @pytest.mark.parametrize("quirk", [False, True])
 def test_whitening_takes_observations_in_where_compatibility_asks_for_it(quirk: bool) -> None:
     config = RunConfig(
-        algorithm=AlgorithmConfig(baseline=Baseline.critic, advantage_scale=AdvantageScale.whiten, kl_coef=0.0),
+        algorithm=AlgorithmConfig(
+            baseline=AdvantageBaseline.critic, advantage_scale=AdvantageScale.whiten, kl_coef=0.0
+        ),
         compat=CompatConfig(observations_in_values=quirk),
     )
     cut = mini_batches(config)
@@ -83,7 +85,9 @@ def test_whitening_takes_observations_in_where_compatibility_asks_for_it(quirk: 
 
 
 def test_the_critic_warms_up_alone() -> None:
-    with_critic = RunConfig(algorithm=AlgorithmConfig(baseline=Baseline.critic), critic=CriticConfig(warmup_steps=2))
+    with_critic = RunConfig(
+        algorithm=AlgorithmConfig(baseline=AdvantageBaseline.critic), critic=CriticConfig(warmup_steps=2)
+    )
     assert [learning(with_critic, step) for step in (1, 2, 3)] == [
         ("critic",),
         ("critic",),

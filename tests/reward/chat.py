@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from rlsys.config.reward import JudgeConfig
+from rlsys.config.schema import JudgeConfig
 
 
 def completion(content: Any) -> httpx.Response:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.config.reward import RewardConfig
-from rlsys.config.schema import CompatConfig, TagsConfig, TaskConfig
+from rlsys.config.schema import CompatConfig, RewardConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory, Turn
 from rlsys.orchestrator.rewards.reading import Reader, Reading

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.reward import JudgeConfig, RewardConfig
-from rlsys.config.schema import CompatConfig
+from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.check import check_terms
 from rlsys.orchestrator.rewards.reward import Rewards

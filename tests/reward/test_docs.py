@@ -9,8 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlsys.config.reward import RewardConfig
-from rlsys.config.schema import CompatConfig
+from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.orchestrator.rewards.check import check_terms
 from rlsys.orchestrator.rewards.reward import Rewards
 from rlsys.orchestrator.rewards.terms import JUDGE, pure_terms

@@ -17,7 +17,7 @@ from tests.reward.chat import Chat, completion, settings, status
 
 ASKS = """
 import sys
-from rlsys.config.reward import JudgeConfig
+from rlsys.config.schema import JudgeConfig
 from rlsys.orchestrator.rewards.endpoint import ChatEndpoint
 
 async def main():

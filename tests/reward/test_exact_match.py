@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlsys.data.exact_match import exact_match, normalize, score
+from rlsys.data.answers import exact_match, normalize, score
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config.reward import JudgeConfig, RewardConfig
-from rlsys.config.schema import CompatConfig
+from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig
 from rlsys.errors import RunError
 from rlsys.orchestrator.rewards.judge import Judge
 from rlsys.orchestrator.rewards.prompt import fill, verdict_of

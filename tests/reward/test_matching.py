@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.data.exact_match import exact_match, normalize
-from rlsys.data.matching import contains, f1, sub_exact_match
+from rlsys.data.answers import contains, exact_match, f1, normalize, sub_exact_match
 
 WORDS = st.lists(st.sampled_from(["the", "Paris", "a", "bamako,", "city", "of", "Mali!", "1,000"]), max_size=7)
 TEXTS = WORDS.map(" ".join) | st.text(max_size=30)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config.reward import RewardConfig
-from rlsys.config.schema import CompatConfig, TaskConfig
+from rlsys.config.schema import CompatConfig, RewardConfig, TaskConfig
 from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.rewards.own import Calls, OwnTerm, load
 from rlsys.orchestrator.rewards.reward import Rewards

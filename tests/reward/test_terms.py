@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config.reward import RewardConfig
-from rlsys.config.schema import CompatConfig
+from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.reading import Reader
 from rlsys.orchestrator.rewards.terms import overlong_penalty, pure_terms

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.rollout.engine import Gate
+from rlsys.search.server.gate import Gate
 
 DELAYS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8)
 """Turns of the event loop before and after something begins."""

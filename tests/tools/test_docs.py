@@ -10,8 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from rlsys.config.compose import schema_keys
-from rlsys.config.schema import TaskConfig
+from rlsys.config.schema import TaskConfig, schema_keys
 from rlsys.rollout.agent.episode import call_tool
 from rlsys.rollout.agent.observation import render_call
 from rlsys.rollout.tools.calculator import Calculator

@@ -11,8 +11,7 @@ from examples.searchr1.tiny.oracle import measure_ceiling
 from examples.searchr1.tiny.passages import passage
 from examples.searchr1.tiny.retrieval import DirectRetriever
 from examples.searchr1.tiny.world import World, WorldSpec, write_world
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
+from rlsys.data.question import Question, read_questions
 
 
 @pytest.fixture(scope="module")

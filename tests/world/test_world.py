@@ -12,7 +12,7 @@ import pytest
 from examples.searchr1.tiny.passages import observation, passage
 from examples.searchr1.tiny.questions import WorldQuestion
 from examples.searchr1.tiny.world import World, WorldSpec, build_world, write_world
-from rlsys.data.rows import read_questions
+from rlsys.data.question import read_questions
 
 
 def test_counts_and_two_hop_share(world: World) -> None:

@@ -28,7 +28,7 @@ from rlsys.apps.cli.main import app, run_command
 from rlsys.apps.running import run_to_end
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.data.rows import read_questions
+from rlsys.data.question import read_questions
 from rlsys.errors import RunError
 from rlsys.observe.summary import write_summary
 from rlsys.observe.table import render_summary

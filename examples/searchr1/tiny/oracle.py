@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from rlsys.data.exact_match import exact_match
+from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
 
 Retrieve = Callable[[str], Awaitable[list[str]]]

@@ -1,6 +1,6 @@
 """Questions as the Python API takes them, to the files that a run reads.
 
-Rows are Search-R1's, FlashRAG's or RLinf's (see `rlsys.data.rows`), or just a question and its answers by one of their
+Rows are Search-R1's, FlashRAG's or RLinf's (see `rlsys.data.question`), or just a question and its answers by one of their
 usual names. A file whose rows a run can read as they are is used as it is. What has to be written goes to files that are
 named by their content, so that the same questions are the same file, and a run that resumes finds it.
 """
@@ -16,8 +16,7 @@ from typing import Any
 
 from rlsys.apps.data.prepare import ANSWER_FIELDS, QUESTION_FIELDS, prepare_file
 from rlsys.apps.data.split import apart, json_line, split
-from rlsys.data.question import Question
-from rlsys.data.rows import question_of, read_rows
+from rlsys.data.question import Question, question_of, read_rows
 from rlsys.errors import UserError
 from rlsys.files import write_atomically
 
@@ -33,7 +32,7 @@ class Rows:
     name: str
     """For sentences and names of files."""
     rows: tuple[Mapping[str, Any], ...]
-    """As a run reads them (see `rlsys.data.rows`)."""
+    """As a run reads them (see `rlsys.data.question`)."""
     texts: tuple[str, ...]
     """The question of each row."""
     file: Path | None
@@ -124,7 +123,7 @@ def _checked(source: Path, lines: Sequence[tuple[int, Any]], file: Path | None) 
 
 
 def _native(row: Any) -> Any:
-    """A row that `data.rows` reads: the very same one if it is, else one with the names that it knows."""
+    """A row that `data.question` reads: the very same one if it is, else one with the names that it knows."""
     if not isinstance(row, Mapping) or row.get("prompt") is not None:
         return row
     question, answers = (_first(row, names) for names in (QUESTION_FIELDS, ANSWER_FIELDS))

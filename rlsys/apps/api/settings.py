@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
 
-from rlsys.config.reward import RewardConfig
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import RewardConfig, RunConfig
 from rlsys.errors import UserError
 
 CPU = "cpu"

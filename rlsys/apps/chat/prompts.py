@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
+from rlsys.data.question import Question, read_questions
 from rlsys.data.template import as_asked
 
 _ROWS = 20

@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.apps.chat.prompts import template_of
 from rlsys.apps.evaluation.model import Model
-from rlsys.config.compose import free_maps, load_config, schema_keys
-from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig
+from rlsys.config.compose import load_config
+from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
 from rlsys.data.template import own_template, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import read_yaml

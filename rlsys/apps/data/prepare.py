@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsys.data.question import Question
-from rlsys.data.rows import question_of, read_rows
+from rlsys.data.question import Question, question_of, read_rows
 from rlsys.data.template import Template, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import sha256_of, write_atomically

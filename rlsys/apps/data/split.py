@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsys.data.rows import question_of, read_rows
+from rlsys.data.question import question_of, read_rows
 from rlsys.errors import UserError
 from rlsys.files import write_atomically
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from rlsys.apps.data.sets import SETS
 from rlsys.config.schema import RunConfig
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
+from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.heldout import whole_batches
 

@@ -15,7 +15,7 @@ from typing import Any
 from rlsys.apps.data.prepare import prepare_file
 from rlsys.apps.data.split import apart, json_line, split
 from rlsys.config.schema import RunConfig
-from rlsys.data.rows import read_rows
+from rlsys.data.question import read_rows
 from rlsys.data.template import own_template, tool_template
 from rlsys.errors import UserError
 from rlsys.orchestrator.run import ready_to_start

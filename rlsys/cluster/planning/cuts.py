@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlsys.config.derived import megatron_groups
-from rlsys.config.problem import Problem
+from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Mode, Packing, ParallelConfig, RunConfig
 from rlsys.weights.families import Architecture
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlsys.cluster.planning.placement import CRITIC
 from rlsys.config.derived import needs_server
-from rlsys.config.problem import Problem
+from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Mode, RunConfig, SyncMode
 
 USABLE = 0.9

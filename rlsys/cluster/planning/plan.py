@@ -10,8 +10,7 @@ from typing import Any
 from rlsys.cluster.planning.memory import GIB, group_memory
 from rlsys.cluster.planning.parameters import count_parameters
 from rlsys.cluster.planning.placement import parse_placement
-from rlsys.config.algorithm import Baseline
-from rlsys.config.algorithm_checks import algorithm_notes
+from rlsys.config.algorithm import AdvantageBaseline
 from rlsys.config.derived import (
     has_critic,
     max_staleness,
@@ -21,6 +20,7 @@ from rlsys.config.derived import (
     needs_whole_mini_batch,
     runs_ahead,
 )
+from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import (
     Device,
     Mode,
@@ -105,7 +105,7 @@ def overlap(config: RunConfig) -> str:
     if needs_whole_mini_batch(algorithm):
         because = (
             "algorithm.baseline=batch"
-            if algorithm.baseline is Baseline.batch
+            if algorithm.baseline is AdvantageBaseline.batch
             else f"algorithm.advantage_scale={algorithm.advantage_scale}"
         )
         waits = f"; training waits for whole mini-batches, because {because}"

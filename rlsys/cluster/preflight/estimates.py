@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlsys.cluster.planning.plan import make_plan
-from rlsys.config.checkpoint import CheckpointConfig
 from rlsys.config.derived import has_critic, has_reference, moves_reference
-from rlsys.config.schema import Dtype, RunConfig, SyncMode
+from rlsys.config.schema import CheckpointConfig, Dtype, RunConfig, SyncMode
 from rlsys.errors import UserError
 
 GIB = 1024**3

@@ -21,7 +21,7 @@ from rlsys.cluster.preflight.room import room_findings
 from rlsys.cluster.preflight.search import search_findings
 from rlsys.cluster.preflight.versions import version_findings
 from rlsys.config.derived import has_critic
-from rlsys.config.problem import Problem
+from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, RunConfig
 from rlsys.errors import UserError
 from rlsys.observe.capabilities import lacking

@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlsys.cluster.preflight.estimates import GIB, spoken
 from rlsys.cluster.preflight.finding import Finding, ok, wrong
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
+from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 from rlsys.weights.bijection import WeightMap
 from rlsys.weights.families import read_architecture

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlsys.config.schema import RunConfig
-from rlsys.data.question import Question
-from rlsys.data.rows import read_questions
+from rlsys.data.question import Question, read_questions
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.scores import Scores, scores_of

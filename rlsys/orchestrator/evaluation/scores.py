@@ -1,6 +1,6 @@
 """What an answer is worth: exact match, F1 and cover exact match. Pure.
 
-All three compare after SQuAD's normalisation (`rlsys.data.exact_match.normalize`) and take the best accepted answer.
+All three compare after SQuAD's normalisation (`rlsys.data.answers.normalize`) and take the best accepted answer.
 Invariant: each is within [0, 1], an exact match has 1 by all of them, and no answer has 0.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlsys.data.exact_match import exact_match, normalize
-from rlsys.data.matching import f1, sub_exact_match
+from rlsys.data.answers import exact_match, f1, normalize, sub_exact_match
 
 _CLOSED = frozenset({"yes", "no", "noanswer"})
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlsys.algorithms.corrections import CorrectionStats, measure
 from rlsys.config.algorithm import CorrectionLevel
-from rlsys.data.exact_match import normalize
+from rlsys.data.answers import normalize
 from rlsys.data.group import Group, Sample
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.orchestrator.pipeline.learning_figures import extremes, learning_figures

@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlsys.algorithms.advantages import Episode, Units, batch_advantages, group_estimates
+from rlsys.algorithms.advantages import RewardedEpisode, Units, batch_advantages, group_estimates
 from rlsys.algorithms.corrections import correct
 from rlsys.algorithms.kl import estimate
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
 from rlsys.data.group import Floats, Group, Sample
-from rlsys.data.masks import MaskOf, trained_tokens
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import MaskOf, Trajectory, trained_tokens
 from rlsys.orchestrator.pipeline.workers import RewardScorer
 from rlsys.orchestrator.rewards.scored import Scored
 
@@ -109,8 +108,8 @@ def _rewarded(trajectory: Trajectory, scored: Scored) -> Sample:
     return Sample(trajectory, scored.reward, scored.turn_rewards, scored.parts, advantages)
 
 
-def _episode(sample: Sample, penalties: NDArray[np.float64] | None, mask_of: MaskOf) -> Episode:
-    return Episode(
+def _episode(sample: Sample, penalties: NDArray[np.float64] | None, mask_of: MaskOf) -> RewardedEpisode:
+    return RewardedEpisode(
         turn_rewards=sample.turn_rewards,
         turn_of_token=turns_of(sample.trajectory, mask_of),
         penalties=penalties,

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from rlsys.algorithms.kl import DISTINCT, estimate
-from rlsys.algorithms.values import explained_variance
-from rlsys.data.exact_match import score
+from rlsys.algorithms.losses import explained_variance
+from rlsys.data.answers import score
 from rlsys.data.group import Floats, Group, Sample
 from rlsys.orchestrator.pipeline.grouping import mean_kl
 

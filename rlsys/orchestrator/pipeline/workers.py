@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rlsys.data.group import Sample, Scores
+from rlsys.data.prompt_source import SourceState
 from rlsys.data.question import Question
-from rlsys.data.source import SourceState
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.scored import Scored
 from rlsys.rollout.agent.tokens import EpisodeProgress

@@ -11,8 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlsys.config.reward import JudgeConfig, RewardConfig
-from rlsys.config.schema import TaskConfig
+from rlsys.config.schema import JudgeConfig, RewardConfig, TaskConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.own import load
 from rlsys.orchestrator.rewards.prompt import PLACEHOLDERS

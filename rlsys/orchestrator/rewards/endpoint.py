@@ -20,7 +20,7 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_exponential_jitter
 
-from rlsys.config.reward import JudgeConfig
+from rlsys.config.schema import JudgeConfig
 from rlsys.errors import RunError, UserError
 from rlsys.search.body import BodyError, Encoding, read_body
 

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from rlsys.config.reward import JudgeConfig
-from rlsys.data.exact_match import exact_match
+from rlsys.config.schema import JudgeConfig
+from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
 from rlsys.orchestrator.rewards.endpoint import ChatEndpoint
 from rlsys.orchestrator.rewards.prompt import fill, verdict_of

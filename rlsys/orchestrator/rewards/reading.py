@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsys.config.schema import CompatConfig, TagsConfig
-from rlsys.data.matching import contains
+from rlsys.data.answers import contains
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Trajectory, Turn
 

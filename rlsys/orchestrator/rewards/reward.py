@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import httpx
 
-from rlsys.config.reward import RewardConfig
-from rlsys.config.schema import CompatConfig, TaskConfig
+from rlsys.config.schema import CompatConfig, RewardConfig, TaskConfig
 from rlsys.data.group import ANSWER_TERMS
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rlsys.config.reward import RewardConfig
-from rlsys.config.schema import TaskConfig
-from rlsys.data.exact_match import exact_match
-from rlsys.data.matching import f1, sub_exact_match
+from rlsys.config.schema import RewardConfig, TaskConfig
+from rlsys.data.answers import exact_match, f1, sub_exact_match
 from rlsys.data.trajectory import Action
 from rlsys.orchestrator.rewards.reading import Reading, searched
 

@@ -8,7 +8,7 @@ from math import lcm
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.group import Sample
-from rlsys.data.masks import MaskOf, trained_tokens
+from rlsys.data.trajectory import MaskOf, trained_tokens
 from rlsys.trainer.batches.batcher import Frame, Plan, Size, fills, plan_micro_batches
 from rlsys.trainer.batches.context import sequence_chunks
 from rlsys.trainer.batches.flops import Flops

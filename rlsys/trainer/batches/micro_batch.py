@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.data.group import Floats, Sample, TopkLogprobs
-from rlsys.data.masks import MaskOf, trained_tokens
+from rlsys.data.trajectory import MaskOf, trained_tokens
 
 _NARROWEST = 2
 """Tokens of the narrowest row: one to predict from, one to predict."""

@@ -1,4 +1,4 @@
-"""Whether the keys of an algorithm fit together: a sentence for each that does not, with the reason. Pure.
+"""Checks that the keys of an algorithm fit together: a sentence for each that does not, with the reason. Pure.
 
 What switches something on that cannot work, or has no effect, beside the others is refused. Settings of something that is
 off, such as the target of a control that is not adaptive, are left alone.
@@ -6,15 +6,17 @@ off, such as the target of a control that is not adaptive, are left alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rlsys.config.algorithm import (
     FULL_KL,
     SIBLINGS,
+    AdvantageBaseline,
     AdvantageScale,
     Aggregation,
     AlgorithmConfig,
-    Baseline,
     CorrectionKind,
     Credit,
     KlControl,
@@ -23,14 +25,23 @@ from rlsys.config.algorithm import (
     KlTail,
     PolicyLoss,
 )
-from rlsys.config.derived import (
-    has_critic,
-    has_reference,
-    moves_reference,
-    sums_over_vocabulary,
-    truncates_sampling,
-)
+from rlsys.config.derived import has_critic, has_reference, moves_reference, sums_over_vocabulary, truncates_sampling
 from rlsys.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A reason why a config cannot run."""
+
+    key: str
+    """The key, or the group of keys, to change."""
+    sentence: str
+
+    @classmethod
+    def of(cls, sentence: str) -> Problem:
+        """Of a sentence that begins with the key."""
+        return cls(re.split(r"[^\w.]", sentence, maxsplit=1)[0], sentence)
+
 
 _WIDE_SEQUENCE_CLIP = 0.05
 """Some hundred times the published bounds, 3e-4 and 4e-4."""
@@ -42,13 +53,19 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     yield from _advantages(algorithm)
     yield from _loss(algorithm)
-    yield from _correction(algorithm)
     yield from _estimator(algorithm)
-    yield from _vocabulary_sum(algorithm)
     yield from _kl_weight(config)
     yield from _reference(algorithm)
-    yield from _critic(config)
-    yield from _sampler(config)
+    warmup, steps = config.critic.warmup_steps, config.trainer.steps
+    if has_critic(algorithm) and warmup >= steps:
+        yield f"critic.warmup_steps={warmup} leaves the policy no step of trainer.steps={steps}: lower it."
+    sampling = config.rollout.sampling
+    if truncates_sampling(sampling) and algorithm.recompute_logprobs:
+        yield (
+            f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated distribution, "
+            "while the recomputed log-probs are of the whole vocabulary, so every ratio to the sampler is off by the "
+            "log of the mass that was cut: set top_p=1 and top_k=-1, or rollout.sampling.accept_truncation=true."
+        )
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
@@ -79,27 +96,27 @@ def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.advantage_scale=group divides by the spread of a question's returns, which goes with their "
             f"mean, not with algorithm.baseline={baseline}: choose batch, whiten or none."
         )
-    if scale is AdvantageScale.batch and baseline is Baseline.critic:
+    if scale is AdvantageScale.batch and baseline is AdvantageBaseline.critic:
         yield (
             "algorithm.advantage_scale=batch is over episodes, but algorithm.baseline=critic estimates token by "
             "token: choose whiten or none."
         )
-    if credit is not Credit.token and baseline is Baseline.critic:
+    if credit is not Credit.token and baseline is AdvantageBaseline.critic:
         yield (
             f"algorithm.credit={credit} has no use with algorithm.baseline=critic, where gamma and gae_lambda say what a "
             "token answers for: set credit=token."
         )
-    if credit is Credit.token and baseline not in (Baseline.none, Baseline.critic):
+    if credit is Credit.token and baseline not in (AdvantageBaseline.none, AdvantageBaseline.critic):
         yield (
             f"algorithm.credit=token has no token of another episode to compare with, which algorithm.baseline="
             f"{baseline} does: choose credit turn or trajectory, or baseline none or critic."
         )
-    if algorithm.gamma != 1.0 and credit is Credit.trajectory and baseline is not Baseline.critic:
+    if algorithm.gamma != 1.0 and credit is Credit.trajectory and baseline is not AdvantageBaseline.critic:
         yield (
             f"algorithm.gamma={algorithm.gamma:g} discounts nothing with algorithm.credit=trajectory, where every "
             "token answers for all rewards: set gamma=1, or credit turn or token."
         )
-    if algorithm.gae_lambda != 1.0 and baseline is not Baseline.critic:
+    if algorithm.gae_lambda != 1.0 and baseline is not AdvantageBaseline.critic:
         yield (
             f"algorithm.gae_lambda={algorithm.gae_lambda:g} is read with algorithm.baseline=critic alone, and there "
             "is no critic: set it to 1, or baseline=critic."
@@ -123,19 +140,15 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.loss_length={algorithm.loss_length} is read with algorithm.aggregation=fixed-length, not "
             f"{algorithm.aggregation}: set it to null."
         )
-
-
-def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction = algorithm.correction
-    if correction.kind is CorrectionKind.none:
-        return
-    if not algorithm.recompute_logprobs:
+    corrects = correction.kind is not CorrectionKind.none
+    if corrects and not algorithm.recompute_logprobs:
         yield (
             f"algorithm.correction.kind={correction.kind} compares recomputed with sampled log-probs: set "
             "algorithm.recompute_logprobs=true, or correction.kind=none."
         )
     low = correction.low if correction.kind is CorrectionKind.mask else 0.0
-    if not low <= 1 <= correction.high:
+    if corrects and not low <= 1 <= correction.high:
         yield (
             f"algorithm.correction.low={correction.low} and high={correction.high} must lie on either side of 1, or "
             "tokens of equal policies would be cut: set low at most 1 and high at least 1."
@@ -143,15 +156,14 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.kl_coef == 0:
-        return
-    estimator = algorithm.kl_estimator
-    if algorithm.kl_in is KlPlace.loss and estimator is KlEstimator("k1"):
+    estimator, picks = algorithm.kl_estimator, algorithm.kl_topk_tokens
+    place = algorithm.kl_in if algorithm.kl_coef else None
+    if place is KlPlace.loss and estimator is KlEstimator("k1"):
         yield (
             "algorithm.kl_estimator=k1 as a loss has a gradient that is zero on average, so it holds nothing back: "
             "choose k2, k3, k3++, k4 or k5, or algorithm.kl_in=reward."
         )
-    if algorithm.kl_in is KlPlace.reward and estimator not in _AS_REWARD:
+    if place is KlPlace.reward and estimator not in _AS_REWARD:
         reason = (
             "needs whole distributions, which the reward does not see"
             if estimator in FULL_KL
@@ -160,10 +172,6 @@ def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"algorithm.kl_estimator={estimator} {reason}: with algorithm.kl_in=reward choose {', '.join(_AS_REWARD)}."
         )
-
-
-def _vocabulary_sum(algorithm: AlgorithmConfig) -> Iterator[str]:
-    picks = algorithm.kl_topk_tokens
     if picks is not None and not sums_over_vocabulary(algorithm):
         yield (
             f"algorithm.kl_topk_tokens={picks} is read with a KL term by full_reverse or full_forward, not with "
@@ -198,9 +206,8 @@ def _kl_weight(config: RunConfig) -> Iterator[str]:
     episodes = config.trainer.prompts_per_step * algorithm.n_samples
     if algorithm.kl_control is KlControl.adaptive and algorithm.kl_horizon <= episodes / 5:
         yield (
-            f"algorithm.kl_horizon={algorithm.kl_horizon} is no more than a fifth of a step's {episodes} episodes, so one "
-            "step "
-            "could turn the weight of the KL term negative: raise it."
+            f"algorithm.kl_horizon={algorithm.kl_horizon} is no more than a fifth of a step's {episodes} episodes, so "
+            "one step could turn the weight of the KL term negative: raise it."
         )
     low, high = algorithm.kl_iw_clip_lower, algorithm.kl_iw_clip_upper
     if algorithm.use_kl_iw and (not in_loss or algorithm.kl_coef == 0):
@@ -238,27 +245,4 @@ def _reference(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             "algorithm.eval_ref_policy=true would repeat the evaluation before the first step, for the reference "
             "stays what it was: set it to false, or move the reference by ref_policy_ema_tau."
-        )
-
-
-def _critic(config: RunConfig) -> Iterator[str]:
-    critic, algorithm = config.critic, config.algorithm
-    if not has_critic(algorithm):
-        return
-    if critic.warmup_steps >= config.trainer.steps:
-        yield (
-            f"critic.warmup_steps={critic.warmup_steps} leaves the policy no step of trainer.steps="
-            f"{config.trainer.steps}: lower it."
-        )
-    if critic.optimizer.min_lr > critic.optimizer.lr:
-        yield f"critic.optimizer.min_lr={critic.optimizer.min_lr} is above critic.optimizer.lr={critic.optimizer.lr}: lower it."
-
-
-def _sampler(config: RunConfig) -> Iterator[str]:
-    sampling = config.rollout.sampling
-    if truncates_sampling(sampling) and config.algorithm.recompute_logprobs:
-        yield (
-            f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated distribution, "
-            "while the recomputed log-probs are of the whole vocabulary, so every ratio to the sampler is off by the "
-            "log of the mass that was cut: set top_p=1 and top_k=-1, or rollout.sampling.accept_truncation=true."
         )

@@ -1,4 +1,4 @@
-"""Where prompts come from: an endless, seeded shuffle of the questions.
+"""An endless, seeded shuffle of the questions.
 
 Invariants: every epoch hands out each question exactly once, in an order that depends on the seed and
 the epoch alone; a question that was given back is handed out again before new ones. `position` counts
@@ -17,7 +17,7 @@ from rlsys.data.question import Question
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """Where a source is. Questions are whole: one that the data file has no more is asked all the same."""
+    """The place of a source. Questions are whole: one that the data file has no more is asked all the same."""
 
     position: int
     given_back: tuple[Question, ...]
@@ -44,15 +44,11 @@ class PromptSource:
             return self._given_back.popleft()
         epoch, index = divmod(self.position, len(self._questions))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._shuffled(epoch)
+            self._epoch, self._order = epoch, list(range(len(self._questions)))
+            random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
         self.position += 1
         return self._questions[self._order[index]]
 
     def give_back(self, question: Question) -> None:
         """Ask `question` again, after those that were given back before it."""
         self._given_back.append(question)
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self._questions)))
-        random.Random(f"{self._seed}:{epoch}").shuffle(order)
-        return order
