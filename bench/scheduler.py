@@ -162,13 +162,12 @@ async def _train(per_step: int, group_size: int) -> Instant:
         Handlers(_reward, lambda group: group),
         ScoreBatchSize(1, BITE),
         workers,
-        _say,
     )
     cut = MiniBatches([per_step])
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pipeline.run())
         for step in range(1, STEPS + 1):
-            await learn(pipeline, {"actor": workers}, workers, cut, _say("actor"))
+            await learn(pipeline, {"actor": workers}, workers, cut("actor"))
             workers.version = step
             pipeline.publish(step)
             pipeline.scheduler.ended()
@@ -187,10 +186,6 @@ def _held_mib(per_step: int, group_size: int) -> float:
 
 async def _reward(question: Question, trajectories: Sequence[Trajectory]) -> Group:
     return Group(question, tuple(Sample(one, 0.0, (0.0,), {}, NO_ADVANTAGES) for one in trajectories))
-
-
-def _say(_: str) -> Say:
-    return lambda _: None
 
 
 def _trajectory(version: int) -> Trajectory:
