@@ -11,9 +11,9 @@ import psutil
 from rlsys.errors import UserError
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
+RAY_PORT = 6379  # Of the head of a Ray cluster, where nobody says otherwise.
 _LOOPBACK = "127."
-_OUTSIDE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): the way to it is the way out."""
+_OUTSIDE = "192.0.2.1"  # An address that nobody has (RFC 5737): the way to it is the way out.
 
 
 def own_addresses() -> dict[str, str]:
@@ -62,7 +62,7 @@ def address_here(host: str) -> str:
 
 
 def _outward(host: str, own: Sequence[str]) -> str:
-    """Of the addresses in `own`, the one on the way out, else the first that is not the machine's own business."""
+    """The address of `own` on the way out, else the first that is not a loopback."""
     try:
         return address_towards(_OUTSIDE)
     except OSError:  # A network without a way out.
@@ -104,7 +104,17 @@ def promised_port() -> socket.socket:
 def answers(host: str, port: int, timeout_s: float) -> bool:
     """Whether something listens at `port` of `host`."""
     try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
+        require_listener(f"{host}:{port}", timeout_s)
     except OSError:
         return False
     return True
+
+
+def require_listener(address: str, timeout_s: float) -> None:
+    """Raise OSError where nobody listens at HOST:PORT of a Ray cluster, which Ray itself takes minutes to say.
+
+    Words of Ray's own, such as auto, are left to Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()

@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlsys.cluster.bundles import Seat
+from rlsys.cluster.bundles import DeviceSlot
 from rlsys.cluster.host import AsyncHost, SyncHost
 from rlsys.cluster.runtime import RESOURCE, device_ids, hosts_of, within
 from rlsys.config.schema import ClusterConfig, Device
@@ -82,7 +82,7 @@ class WorkerGroup:
         cls,
         name: str,
         bundles: PlacementGroup,
-        seats: Sequence[Seat],
+        seats: Sequence[DeviceSlot],
         cluster: ClusterConfig,
         log_dir: Path,
         *,

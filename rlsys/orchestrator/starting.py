@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rlsys.cluster.planning.hardware import launch_problems
+from rlsys.cluster.planning.placement import launch_problems
 from rlsys.config.algorithm_checks import algorithm_notes
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError

@@ -9,17 +9,14 @@ import time
 
 from rlsys.cluster.auth import require_token
 from rlsys.cluster.launch.ray_node import Ending, RayNode, ray_node
-from rlsys.cluster.launch.task import Say
-from rlsys.cluster.machines import RANK
+from rlsys.cluster.launch.role import Role, Say
 from rlsys.cluster.network import address_towards, answers
-from rlsys.cluster.role import Role
+from rlsys.cluster.runtime import RANK
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError
 
-LOOK_S = 1.0
-"""Between two looks at the head."""
-LOST_S = 20.0
-"""The head is lost when it has answered nothing for so long."""
+LOOK_S = 1.0  # Between two looks at the head.
+LOST_S = 20.0  # The head is lost when it has answered nothing for so long.
 FAREWELL_S = 90.0
 """For a head that was told to end at the same time, as by Slurm, to close the run, which needs this machine."""
 
@@ -62,7 +59,7 @@ async def _await_head(role: Role, wait_s: float) -> str:
 
 
 async def _stay(role: Role, node: RayNode, say: Say) -> Ending:
-    """Until the head says how the run ended, or is lost.
+    """Wait until the head says how the run ended, or is lost.
 
     SIGTERM does not end it before the head has had its time; a second one does, and Ctrl-C.
     """
