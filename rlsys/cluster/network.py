@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import psutil
 
@@ -18,13 +19,9 @@ _OUTSIDE = "192.0.2.1"  # An address that nobody has (RFC 5737): the way to it i
 
 def own_addresses() -> dict[str, str]:
     """Address -> interface, of IPv4 and IPv6."""
+    entries = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
     families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        found.address.partition("%")[0]: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for found in addresses
-        if found.family in families
-    }
+    return {entry.address.partition("%")[0]: name for name, entry in entries if entry.family in families}
 
 
 def address_towards(host: str) -> str:
@@ -45,7 +42,7 @@ def address_here(host: str) -> str:
     name = socket.gethostname()
     named = host in (name, name.partition(".")[0])
     try:
-        meant = [str(found[4][0]) for found in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)]
+        meant = [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)]
     except OSError as problem:
         if not named:
             raise UserError(f"--head {host} has no IPv4 address ({problem}): give one of {', '.join(own)}.") from None
@@ -63,16 +60,15 @@ def address_here(host: str) -> str:
 
 def _outward(host: str, own: Sequence[str]) -> str:
     """The address of `own` on the way out, else the first that is not a loopback."""
-    try:
+    with suppress(OSError):  # Of a network without a way out.
         return address_towards(_OUTSIDE)
-    except OSError:  # A network without a way out.
-        outer = [address for address in own if not address.startswith(_LOOPBACK)]
-    if not outer:
-        raise UserError(
-            f"--head {host} is this machine, which has no IPv4 address that others could reach it by: connect it, or "
-            "run on one machine."
-        )
-    return outer[0]
+    for address in own:
+        if not address.startswith(_LOOPBACK):
+            return address
+    raise UserError(
+        f"--head {host} is this machine, which has no IPv4 address that others could reach it by: connect it, or "
+        "run on one machine."
+    )
 
 
 def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, str]:
@@ -91,9 +87,9 @@ def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, 
 def promised_port() -> socket.socket:
     """A socket whose port, of all IPv4 addresses, the system gives to nobody who asks for any while it is open.
 
-    Whoever is told the port may listen at it all the same, once at an address: it is bound with SO_REUSEADDR and never listened at, and
-    Linux then lets another socket with that option, which servers set, have it as well. A port that is found free and
-    let go of may be taken before its server has come up.
+    Whoever is told the port may listen at it all the same, once at an address: it is bound with SO_REUSEADDR and never
+    listened at, and Linux then lets another socket with that option, which servers set, have it as well. A port that is
+    found free and let go of may be taken before its server has come up.
     """
     promise = socket.socket()
     promise.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

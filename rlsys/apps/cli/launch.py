@@ -78,12 +78,12 @@ def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
     from rlsys.cluster.launch.head import lead, lead_cluster
     from rlsys.cluster.launch.worker import work
 
-    def say(text: str) -> None:
+    def notify(text: str) -> None:
         with suppress(OSError):  # Of a terminal that has been closed.
             typer.echo(f"launch: {text}", err=True)
 
     if cluster is not None:
-        return run_to_end(lead_cluster(task, role, cluster, say))
+        return run_to_end(lead_cluster(task, role, cluster, notify))
     if role.rank == 0:
-        return run_to_end(lead(task, role, say))
-    return run_to_end(work(role, task.config, task.wait_s, say)).status
+        return run_to_end(lead(task, role, notify))
+    return run_to_end(work(role, task.config, task.wait_s, notify)).status

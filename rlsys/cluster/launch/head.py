@@ -22,7 +22,7 @@ from typing import Any
 from rlsys.cluster.host import SyncHost
 from rlsys.cluster.launch.agent import GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import RayNode, ray_node, rlsys_command
-from rlsys.cluster.launch.role import LaunchTask, Role, Say, search_settings, serving_positions
+from rlsys.cluster.launch.role import LaunchTask, Notify, Role, search_settings, serving_positions
 from rlsys.cluster.network import address_here, answers, promised_port
 from rlsys.cluster.runtime import LOOK_S as MACHINES_LOOK_S
 from rlsys.cluster.runtime import RANK, Machine, answer, joined, lost, machines, resident
@@ -40,7 +40,7 @@ _SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """A search server takes no device of the run's, so Ray would hide them all from it."""
 
 
-async def lead(task: LaunchTask, role: Role, say: Say) -> int:
+async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
     """Start Ray on this machine, bring the others together, and run `task`; its exit status.
 
     Raises RunError naming the machines that do not come in time, or are lost.
@@ -51,7 +51,7 @@ async def lead(task: LaunchTask, role: Role, say: Say) -> int:
     host = outer if role.nodes > 1 else _LOOPBACK
     if answers(host, role.port, LOOK_S):
         raise UserError(f"--head: port {role.port} of {host} is taken already: end what uses it, or give another.")
-    say(f"node 0 starts Ray at {host}:{role.port}")
+    notify(f"node 0 starts Ray at {host}:{role.port}")
     until = time.monotonic() + task.wait_s
     arguments = ["--head", "--port", str(role.port), "--node-ip-address", host]
     arguments += ["--include-dashboard", "false", "--no-monitor"]
@@ -64,11 +64,11 @@ async def lead(task: LaunchTask, role: Role, say: Say) -> int:
                 if time.monotonic() > until:
                     raise RunError(f"Ray was not ready at {host}:{role.port} in time: give more with --wait.")
                 await asyncio.sleep(LOOK_S / 4)
-            return await lead_cluster(task, role, f"{host}:{role.port}", say, until, node)
+            return await lead_cluster(task, role, f"{host}:{role.port}", notify, until, node)
 
 
 async def lead_cluster(
-    task: LaunchTask, role: Role, address: str, say: Say, until: float | None = None, node: RayNode | None = None
+    task: LaunchTask, role: Role, address: str, notify: Notify, until: float | None = None, node: RayNode | None = None
 ) -> int:
     """Run `task` on the Ray cluster at `address` once all machines are there; its exit status.
 
@@ -77,9 +77,9 @@ async def lead_cluster(
     """
     until = time.monotonic() + task.wait_s if until is None else until
     with joined(address):
-        there = await _assemble(role, address, task.wait_s, until, node, say)
+        there = await _assemble(role, address, task.wait_s, until, node, notify)
         async with _crew_of(there, node) as crew:
-            return await _run(task, crew, address, say)
+            return await _run(task, crew, address, notify)
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class Crew:
 
 
 async def _assemble(
-    role: Role, address: str, wait_s: float, until: float, node: RayNode | None, say: Say
+    role: Role, address: str, wait_s: float, until: float, node: RayNode | None, notify: Notify
 ) -> list[Machine]:
     """All machines of the run, once they are there.
 
@@ -150,7 +150,7 @@ async def _assemble(
         for number, machine in enumerate(there):
             if machine.node_id not in known:
                 known.add(machine.node_id)
-                say(f"{_name(machine, number)} has come")
+                notify(f"{_name(machine, number)} has come")
         _require_distinct(there)
         # Those that came without a rank take the places that are left.
         ranks = {_rank_of(machine, number) for number, machine in enumerate(there)}
@@ -203,16 +203,16 @@ def _require_distinct(there: Sequence[Machine]) -> None:
             raise UserError(f"--rank {machine.rank} was given on {other} and on {machine}: give every machine its own.")
 
 
-async def _run(task: LaunchTask, crew: Crew, address: str, say: Say) -> int:
+async def _run(task: LaunchTask, crew: Crew, address: str, notify: Notify) -> int:
     status, sentence = 1, "the head has broken off"
     try:
         settings = [f"cluster.address={address}"]
         hosts = [(_rank_of(machine, number), machine.host) for number, machine in enumerate(crew.machines)]
         serving = serving_positions(task.config, hosts)
-        status = await _preflight(task, crew, settings, say) if task.preflight else 0
+        status = await _preflight(task, crew, settings, notify) if task.preflight else 0
         if status == 0:
-            settings += await _searching(task, crew, serving, say)
-            status = await _train(task, crew, settings, say)
+            settings += await _searching(task, crew, serving, notify)
+            status = await _train(task, crew, settings, notify)
         sentence = "the run has ended" if status == 0 else f"the run has ended with status {status}"
     except asyncio.CancelledError:
         status, sentence = 130, "the run was interrupted"
@@ -226,7 +226,7 @@ async def _run(task: LaunchTask, crew: Crew, address: str, say: Say) -> int:
     return status
 
 
-async def _searching(task: LaunchTask, crew: Crew, serving: Sequence[int], say: Say) -> list[str]:
+async def _searching(task: LaunchTask, crew: Crew, serving: Sequence[int], notify: Notify) -> list[str]:
     """Overrides that name the search servers, once those of the machines at `serving` answer.
 
     They ask for the token of the environment, or for a new one.
@@ -240,7 +240,7 @@ async def _searching(task: LaunchTask, crew: Crew, serving: Sequence[int], say: 
 
     async def serve(position: int) -> str:
         host = crew.machines[position].address
-        say(f"{crew.name(position)} serves {search.index} at {host}:{place.port}")
+        notify(f"{crew.name(position)} serves {search.index} at {host}:{place.port}")
         arguments = (search.index, host, place.port, search.topk, place.device, config.cluster.threads, token)
         url: str = await crew.call(position, "serve", *arguments, timeout_s=CALL_TIMEOUT_S)
         limit = search.start_timeout_s
@@ -252,9 +252,9 @@ async def _searching(task: LaunchTask, crew: Crew, serving: Sequence[int], say: 
     return search_settings(search, [url.result() for url in urls])
 
 
-async def _preflight(task: LaunchTask, crew: Crew, settings: Sequence[str], say: Say) -> int:
+async def _preflight(task: LaunchTask, crew: Crew, settings: Sequence[str], notify: Notify) -> int:
     """0 if the run can start as far as all machines see; what is wrong has been said then."""
-    say("the preflight looks at everything first, on every machine")
+    notify("the preflight looks at everything first, on every machine")
     doctor = task.doctor(settings)
 
     async def look_there(position: int) -> bool:
@@ -265,7 +265,7 @@ async def _preflight(task: LaunchTask, crew: Crew, settings: Sequence[str], say:
             await crew.require_all()
             wrong = [str(problem)]
         for finding in wrong:
-            say(f"{crew.name(position)} is not right: {finding}")
+            notify(f"{crew.name(position)} is not right: {finding}")
         return not wrong
 
     # This one's findings are a table of all, as those of `rlsys doctor`.
@@ -275,10 +275,10 @@ async def _preflight(task: LaunchTask, crew: Crew, settings: Sequence[str], say:
     return status or (0 if all(there) else 2)
 
 
-async def _train(task: LaunchTask, crew: Crew, settings: Sequence[str], say: Say) -> int:
+async def _train(task: LaunchTask, crew: Crew, settings: Sequence[str], notify: Notify) -> int:
     with tempfile.TemporaryDirectory(prefix="rlsys-launch-") as scratch:
         folder = Path(scratch) / "folder"
-        say("the run starts")
+        notify("the run starts")
         async with rlsys_command([*task.train(settings), "--folder-to", str(folder)]) as train:
             await _watch(crew, train, folder)
             status = await train.wait()

@@ -23,7 +23,7 @@ _RANKS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX", "RA
 _NODES = ("NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "WORLD_SIZE")
 _LISTED = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
-Say = Callable[[str], None]  # Takes a sentence on what the launcher does.
+Notify = Callable[[str], None]  # Takes a sentence on what the launcher does.
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,22 +47,20 @@ def parse_ranks(text: str, key: str) -> tuple[int, ...]:
 
 def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> dict[str, tuple[int, ...]]:
     """Ranks of every group; all must be placed but the critic, where there is one, and no other."""
-    unknown = sorted(set(placement) - {*GROUPS, CRITIC})
-    if unknown:
-        groups = ", ".join((*GROUPS, CRITIC))
-        raise UserError(f"cluster.placement.{unknown[0]} is not a group: the groups are {groups}.")
-    missing = [group for group in GROUPS if group not in placement]
-    if missing:
+    groups = (*GROUPS, CRITIC)
+    if unknown := sorted(set(placement) - set(groups)):
+        raise UserError(f"cluster.placement.{unknown[0]} is not a group: the groups are {', '.join(groups)}.")
+    if missing := [group for group in GROUPS if group not in placement]:
         raise UserError(f"cluster.placement.{missing[0]} is missing: give the group's device ranks.")
     if CRITIC in placement and not with_critic:
         raise UserError(
             "cluster.placement.critic is given but algorithm.baseline is not critic: leave it out, or set "
             "algorithm.baseline=critic."
         )
-    ranks = {group: parse_ranks(placement[group], f"cluster.placement.{group}") for group in GROUPS}
+    placed = (group for group in groups if group in placement)
+    ranks = {group: parse_ranks(placement[group], f"cluster.placement.{group}") for group in placed}
     if with_critic:
-        placed = placement.get(CRITIC)
-        ranks[CRITIC] = ranks["actor"] if placed is None else parse_ranks(placed, f"cluster.placement.{CRITIC}")
+        ranks.setdefault(CRITIC, ranks["actor"])
     return ranks
 
 
@@ -95,7 +93,7 @@ def machine_problems(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
             f"cluster.placement names rank {highest}, but cluster.nodes={cluster.nodes} of cluster.devices_per_node="
             f"{cluster.devices_per_node} have ranks 0 to {have - 1}: place the groups on those, or give more machines.",
         )
-    yield from _engines_within(config, ranks["rollout"], cluster.devices_per_node)
+    yield from _engines_within(config, ranks[ROLLOUT], cluster.devices_per_node)
     yield from _reach(config, ranks, cluster.devices_per_node)
 
 
