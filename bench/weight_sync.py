@@ -36,7 +36,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rlsys.cluster.bundles import Seat
+from rlsys.cluster.bundles import DeviceSlot
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig, SyncMode
@@ -266,7 +266,7 @@ async def measure(dtype: Dtype) -> list[Row]:
         TemporaryDirectory(prefix="rlsys-bench-") as folder,
         ray_runtime(cluster, [1] * (1 + most)) as bundles,
     ):
-        seats = [Seat(number, (0,), 1.0, pinned=False) for number in range(1 + most)]
+        seats = [DeviceSlot(number, (0,), 1.0, pinned=False) for number in range(1 + most)]
         actor = WorkerGroup.launch("actor", bundles, seats[:1], cluster, Path(folder))
         copies = WorkerGroup.launch("receiver", bundles, seats[1:], cluster, Path(folder))
         await asyncio.gather(

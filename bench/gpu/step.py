@@ -9,8 +9,7 @@ import torch
 
 from bench.gpu.figures import Figure, Scale
 from bench.gpu.trainer import make_actor, random_micro_batch
-from rlsys.cluster.planning.memory import group_memory
-from rlsys.cluster.planning.rank import Load
+from rlsys.cluster.planning.memory import MicroBatchLoad, group_memory
 from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
 from rlsys.observe.capabilities import detect
 from rlsys.observe.utilisation import peak_flops
@@ -75,7 +74,7 @@ def _estimate(scale: Scale, folder: Path) -> float:
         cluster=ClusterConfig(placement={"actor": "0", "inference": "1", "rollout": "2"}),
     )
     tokens = scale.sequences * scale.length
-    load = Load(tokens, targets=round(scale.trained * scale.length) * scale.sequences, width=scale.length)
+    load = MicroBatchLoad(tokens, targets=round(scale.trained * scale.length) * scale.sequences, width=scale.length)
     return group_memory(config, read_architecture(str(folder)), "actor", load).total
 
 

@@ -1,13 +1,13 @@
-"""Which worker processes share which devices, as bundles to reserve and seats in them. Pure.
+"""Plans which worker processes share which devices: bundles to reserve, and device slots in them. Pure.
 
-A bundle is what one machine reserves as a whole. Ranks that one process holds together are in one bundle,
-and so are all processes that hold one of its ranks; ranks that nothing ties together are apart. Bundles
-stand in the order of their lowest ranks, so groups lie on a cluster as the placement says. On a cluster of several
-machines of known size a bundle is all that is held of one machine: what the placement puts side by side is.
+A bundle is what one machine reserves as a whole. Ranks that one process holds together are in one bundle, and so are all
+processes that hold one of its ranks; ranks that nothing ties together are apart. Bundles stand in the order of their
+lowest ranks, so groups lie on a cluster as the placement says. On a cluster of several machines of known size a bundle is
+all that is held of one machine: what the placement puts side by side is.
 
-Ray gives a process a share of one device of the bundle, of its own choice: right where the bundle has one
-device, wrong where it has several that are shared, since two processes may then land on the same one. The
-seats of such a bundle are `pinned`: their devices are named, and Ray is asked for none.
+Ray gives a process a share of one device of the bundle, of its own choice: right where the bundle has one device, wrong
+where it has several that are shared, since two processes may then land on the same one. The slots of such a bundle are
+`pinned`: their devices are named, and Ray is asked for none.
 """
 
 from __future__ import annotations
@@ -19,67 +19,53 @@ from itertools import groupby
 from math import floor
 
 Ranks = tuple[int, ...]
-RESOLUTION = 10_000
-"""Ray counts devices in ten-thousandths, and rounds: 6 x 1/6 would be more than 1."""
+RESOLUTION = 10_000  # Ray counts devices in ten-thousandths, and rounds: 6 x 1/6 would be more than 1.
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where one worker process sits."""
+class DeviceSlot:
+    """The devices of one worker process."""
 
     bundle: int
-    devices: tuple[int, ...]
-    """Which of the bundle's devices it works on, from 0."""
-    share: float
-    """Devices that it takes up; those of all seats of a bundle sum to the bundle's size, or just below."""
-    pinned: bool
-    """Whether its devices must be named, because Ray could choose others."""
+    devices: tuple[int, ...]  # Which of the bundle's devices it works on, from 0.
+    share: float  # Devices that it takes up; those of all slots of a bundle sum to the bundle's size, or just below.
+    pinned: bool  # Whether its devices must be named, because Ray could choose others.
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
-    """Bundles, and the seats of every group in the order of its worker ranks."""
+class BundlePlan:
+    """Bundles, and the slots of every group in the order of its worker ranks."""
 
-    sizes: tuple[int, ...]
-    """Devices of each bundle."""
+    sizes: tuple[int, ...]  # Devices of each bundle.
     machines: tuple[int, ...] | None
     """Number of each bundle's machine, which no other bundle is on; None where any machine may have it."""
-    seats: Mapping[str, tuple[Seat, ...]]
+    slots: Mapping[str, tuple[DeviceSlot, ...]]
 
 
-def plan_bundles(holdings: Mapping[str, Sequence[Ranks]], per_machine: int | None = None) -> Seating:
-    """Seats for processes that hold the device ranks `holdings[group][process]`, shared or not.
+def plan_bundles(holdings: Mapping[str, Sequence[Ranks]], per_machine: int | None = None) -> BundlePlan:
+    """Plan slots for processes that hold the device ranks `holdings[group][process]`, shared or not.
 
     With `per_machine` devices, ranks 0 to `per_machine` - 1 are the first machine's, and so on; what one process
     holds must lie on one machine then.
     """
     held = [ranks for processes in holdings.values() for ranks in processes]
     holders = Counter(rank for ranks in held for rank in ranks)
-    bundles = _tied_together(held) if per_machine is None else _by_machine(holders, per_machine)
+    if per_machine is None:
+        bundles = _tied_together(held)
+    else:
+        bundles = [tuple(here) for _, here in groupby(sorted(holders), lambda rank: rank // per_machine)]
     bundle_of = {rank: number for number, ranks in enumerate(bundles) for rank in ranks}
 
-    def seat(ranks: Ranks) -> Seat:
+    def slot(ranks: Ranks) -> DeviceSlot:
         number = bundle_of[ranks[0]]
         bundle = bundles[number]
-        alone = all(holders[rank] == 1 for rank in bundle)
-        share = sum(1 / holders[rank] for rank in ranks)
-        return Seat(
-            bundle=number,
-            devices=tuple(bundle.index(rank) for rank in ranks),
-            share=floor(share * RESOLUTION) / RESOLUTION,
-            pinned=len(bundle) > 1 and not alone,
-        )
+        devices = tuple(bundle.index(rank) for rank in ranks)
+        share = floor(sum(1 / holders[rank] for rank in ranks) * RESOLUTION) / RESOLUTION
+        return DeviceSlot(number, devices, share, len(bundle) > 1 and any(holders[rank] > 1 for rank in bundle))
 
-    return Seating(
-        sizes=tuple(map(len, bundles)),
-        machines=None if per_machine is None else tuple(ranks[0] // per_machine for ranks in bundles),
-        seats={group: tuple(map(seat, processes)) for group, processes in holdings.items()},
-    )
-
-
-def _by_machine(ranks: Iterable[int], per_machine: int) -> list[Ranks]:
-    """The ranks of each machine that has any; in order."""
-    return [tuple(here) for _, here in groupby(sorted(ranks), lambda rank: rank // per_machine)]
+    on = None if per_machine is None else tuple(ranks[0] // per_machine for ranks in bundles)
+    slots = {group: tuple(map(slot, processes)) for group, processes in holdings.items()}
+    return BundlePlan(tuple(map(len, bundles)), on, slots)
 
 
 def _tied_together(held: Iterable[Ranks]) -> list[Ranks]:

@@ -1,4 +1,4 @@
-"""Where Ray keeps its files on this machine: below a short path, since the sockets among them have short names."""
+"""The folder in which Ray keeps its files on this machine: below a short path, since the sockets among them have short names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 from rlsys.errors import UserError
 from rlsys.files import LOCK, working_folder
 
-MOST_BYTES = 107
-"""Of a socket's path: sun_path of unix(7) without its end."""
+MOST_BYTES = 107  # Of a socket's path: sun_path of unix(7) without its end.
 _COMMON = Path("/tmp")
 _PREFIX = "rlsys-ray-"
 _RAYS = "ray"

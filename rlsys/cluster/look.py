@@ -1,4 +1,4 @@
-"""What a Ray cluster has, asked by a process of its own, which is ended when it takes too long.
+"""Looks at a Ray cluster from a process of its own, which is ended when it takes too long.
 
 Ray tries for minutes to join a cluster that is silent or that wants another token, and cannot be told not to. As a
 command (`python -m rlsys.cluster.look ADDRESS`) it joins, prints what it sees as JSON, and leaves.

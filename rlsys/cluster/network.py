@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import psutil
 
 from rlsys.errors import UserError
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
+RAY_PORT = 6379  # Of the head of a Ray cluster, where nobody says otherwise.
 _LOOPBACK = "127."
-_OUTSIDE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): the way to it is the way out."""
+_OUTSIDE = "192.0.2.1"  # An address that nobody has (RFC 5737): the way to it is the way out.
 
 
 def own_addresses() -> dict[str, str]:
     """Address -> interface, of IPv4 and IPv6."""
+    entries = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
     families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        found.address.partition("%")[0]: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for found in addresses
-        if found.family in families
-    }
+    return {entry.address.partition("%")[0]: name for name, entry in entries if entry.family in families}
 
 
 def address_towards(host: str) -> str:
@@ -45,7 +42,7 @@ def address_here(host: str) -> str:
     name = socket.gethostname()
     named = host in (name, name.partition(".")[0])
     try:
-        meant = [str(found[4][0]) for found in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)]
+        meant = [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)]
     except OSError as problem:
         if not named:
             raise UserError(f"--head {host} has no IPv4 address ({problem}): give one of {', '.join(own)}.") from None
@@ -62,17 +59,16 @@ def address_here(host: str) -> str:
 
 
 def _outward(host: str, own: Sequence[str]) -> str:
-    """Of the addresses in `own`, the one on the way out, else the first that is not the machine's own business."""
-    try:
+    """The address of `own` on the way out, else the first that is not a loopback."""
+    with suppress(OSError):  # Of a network without a way out.
         return address_towards(_OUTSIDE)
-    except OSError:  # A network without a way out.
-        outer = [address for address in own if not address.startswith(_LOOPBACK)]
-    if not outer:
-        raise UserError(
-            f"--head {host} is this machine, which has no IPv4 address that others could reach it by: connect it, or "
-            "run on one machine."
-        )
-    return outer[0]
+    for address in own:
+        if not address.startswith(_LOOPBACK):
+            return address
+    raise UserError(
+        f"--head {host} is this machine, which has no IPv4 address that others could reach it by: connect it, or "
+        "run on one machine."
+    )
 
 
 def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, str]:
@@ -91,9 +87,9 @@ def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, 
 def promised_port() -> socket.socket:
     """A socket whose port, of all IPv4 addresses, the system gives to nobody who asks for any while it is open.
 
-    Whoever is told the port may listen at it all the same, once at an address: it is bound with SO_REUSEADDR and never listened at, and
-    Linux then lets another socket with that option, which servers set, have it as well. A port that is found free and
-    let go of may be taken before its server has come up.
+    Whoever is told the port may listen at it all the same, once at an address: it is bound with SO_REUSEADDR and never
+    listened at, and Linux then lets another socket with that option, which servers set, have it as well. A port that is
+    found free and let go of may be taken before its server has come up.
     """
     promise = socket.socket()
     promise.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,7 +100,17 @@ def promised_port() -> socket.socket:
 def answers(host: str, port: int, timeout_s: float) -> bool:
     """Whether something listens at `port` of `host`."""
     try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
+        require_listener(f"{host}:{port}", timeout_s)
     except OSError:
         return False
     return True
+
+
+def require_listener(address: str, timeout_s: float) -> None:
+    """Raise OSError where nobody listens at HOST:PORT of a Ray cluster, which Ray itself takes minutes to say.
+
+    Words of Ray's own, such as auto, are left to Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()

@@ -1,39 +1,59 @@
-"""Ray for the length of a run: started or joined on entry, left on exit, nothing stays behind.
+"""Ray in this process: started or joined and left again, its machines and bundles, and questions to a head that is silent.
 
-A local Ray is this run's own and ends with it, also after an exception or Ctrl-C. A cluster at an
-address is joined and left; only the run's own actors end.
+A local Ray is this run's own and ends with it, also after an exception or Ctrl-C. A cluster at an address is joined and
+left; only the run's own actors end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
-import socket
+import re
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rlsys.cluster.auth import require_token
-from rlsys.cluster.connecting import connect
+from rlsys.cluster.child_processes import adopt_orphans, descendants, end
 from rlsys.cluster.folders import ray_folder, rays_own
-from rlsys.cluster.machines import Machine, machines
-from rlsys.cluster.offspring import adopt_orphans, descendants, end
+from rlsys.cluster.network import require_listener
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
-LOOK_S = 0.5
-"""Between two looks for machines that are not there yet."""
-SLIVER = 0.001
-"""Of the resource that every machine has of its own: enough to be there."""
+T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
+RANK = "rlsys-node-"  # How the resource begins whose name ends with a machine's rank.
+SILENCE_S = 20.0  # For an answer of a cluster's head.
+LOOK_S = 0.5  # Between two looks for machines that are not there yet.
+_SLIVER = 0.001  # Of the resource that every machine has of its own: enough to be there.
+_HEAD = "node:__internal_head__"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine of the cluster."""
+
+    rank: int | None  # That it was brought with; None if it came otherwise.
+    host: str
+    address: str
+    node_id: str  # Ray's name of it.
+    resource: str  # That this machine alone has, 1 of it.
+    devices: Mapping[str, float]  # CPU and GPU slots.
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})"
 
 
 @contextlib.contextmanager
@@ -45,65 +65,105 @@ def ray_runtime(
     `on` says on which, by their numbers in the order of `machines`, counting those alone that have devices for the
     largest bundle; None leaves it to Ray. Raises RunError if the cluster has too few in time.
     """
-    with _joined(cluster) if cluster.address is not None else _local(cluster, sum(bundle_sizes)):
+    with _joined_at(cluster) if cluster.address is not None else _local(cluster, sum(bundle_sizes)):
         until = time.monotonic() + cluster.start_timeout_s
-        places = _places(cluster, max(bundle_sizes), on, until)
-        shapes = [
-            {RESOURCE[cluster.device]: size} | place
-            for size, place in zip(bundle_sizes, places or [{}] * len(bundle_sizes), strict=True)
-        ]
+        places = [{}] * len(bundle_sizes) if on is None else _places(cluster, max(bundle_sizes), on, until)
+        resource = RESOURCE[cluster.device]
+        shapes = [{resource: size} | place for size, place in zip(bundle_sizes, places, strict=True)]
         bundles = placement_group(shapes, strategy="PACK")
         if not bundles.wait(max(1.0, until - time.monotonic())):
-            raise RunError(_too_few(cluster, bundle_sizes))
+            have = int(ray.cluster_resources().get(resource, 0))
+            raise RunError(
+                f"the cluster did not give {sum(bundle_sizes)} {cluster.device} slots within "
+                f"{cluster.start_timeout_s:.0f} s (it has {have} in all): free some, or place the groups on fewer."
+            )
         try:
             yield bundles
         finally:
             remove_placement_group(bundles)
 
 
-def hosts_of(bundles: PlacementGroup) -> dict[int, str]:
-    """Bundle -> host name of its machine."""
-    hosts = {machine.node_id: machine.host for machine in machines()}
-    return {
-        index: hosts.get(node_id, node_id)
-        for index, node_id in placement_group_table(bundles)["bundles_to_node_id"].items()
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Be a member of the Ray cluster at `address`."""
+    _connect(address=address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def machines() -> list[Machine]:
+    """The machines that are alive, in the order of their node ranks.
+
+    A machine that `rlsys launch` has brought has a resource that names its rank. One that came otherwise has none: then
+    the head is the first, and the others follow in the order of their host names.
+    """
+    there = [(_machine(node), _HEAD in node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    ranked = any(machine.rank is not None for machine, _ in there)
+
+    def place(item: tuple[Machine, bool]) -> tuple[float, list[tuple[int, str]]]:
+        machine, head = item
+        unranked = float("inf") if ranked else not head
+        return unranked if machine.rank is None else machine.rank, natural(machine.host)
+
+    return [machine for machine, _ in sorted(there, key=place)]
+
+
+def lost(known: Sequence[Machine]) -> list[Machine]:
+    """Those of `known` that the cluster has given up."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return [machine for machine in known if machine.node_id not in alive]
+
+
+def resident(shell: type, machine: Machine, log: Path, environment: Mapping[str, str]) -> Any:
+    """A handle to a new process of the shell class on `machine`, which takes up no device."""
+    options = {
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(machine.node_id, soft=False),
+        "runtime_env": {"env_vars": dict(environment)},
     }
+    return ray.remote(shell).options(**options).remote(str(log), list(sys.path))
 
 
-def _places(
-    cluster: ClusterConfig, devices: int, on: Sequence[int] | None, until: float
-) -> list[dict[str, float]] | None:
-    """What each bundle must find besides devices to be on its machine. Waits until there are enough machines."""
-    if on is None:
-        return None
-    while True:
-        fit = [one for one in machines() if one.devices[RESOURCE[cluster.device]] >= devices]
-        if len(fit) > max(on):
-            return [{fit[number].resource: SLIVER} for number in on]
-        if time.monotonic() > until:
-            have = ", ".join(_described(one, cluster.device) for one in machines())
-            raise RunError(
-                f"the cluster has {len(fit)} machines with {devices} {cluster.device} slots, and cluster.nodes="
-                f"{cluster.nodes} needs {max(on) + 1} (waited {cluster.start_timeout_s:.0f} s; there are {have}): "
-                "start Ray on the missing ones, or place the groups on fewer."
-            )
-        time.sleep(LOOK_S)
+async def answer(ask: Callable[[], T], timeout_s: float = SILENCE_S) -> T:
+    """Ask something of a Ray whose head may be dead, for which Ray itself waits for minutes.
 
+    It is called in a thread, which stays behind and does not keep the process where it takes longer than `timeout_s`.
+    Raises RunError then, or where Ray refuses.
+    """
+    result: Future[T] = Future()
 
-def _described(machine: Machine, device: Device) -> str:
-    return f"{machine.host} with {machine.devices[RESOURCE[device]]:g}"
+    def work() -> None:
+        result.set_running_or_notify_cancel()  # The thread cannot be called off.
+        try:
+            result.set_result(ask())
+        except (ray.exceptions.RayError, RuntimeError, OSError) as problem:
+            result.set_exception(problem)
 
-
-def _too_few(cluster: ClusterConfig, bundle_sizes: Sequence[int]) -> str:
-    slots, have = sum(bundle_sizes), int(ray.cluster_resources().get(RESOURCE[cluster.device], 0))
-    return (
-        f"the cluster did not give {slots} {cluster.device} slots within {cluster.start_timeout_s:.0f} s "
-        f"(it has {have} in all): free some, or place the groups on fewer."
+    threading.Thread(target=work, daemon=True, name="asks-ray").start()
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(result), timeout_s)
+    except TimeoutError:
+        why = f"has not answered for {timeout_s:.0f} s"
+    except (ray.exceptions.RayError, RuntimeError, OSError) as problem:
+        why = f"refuses to answer ({problem})"
+    raise RunError(
+        f"the head of the Ray cluster {why}, so the run has been ended. Look at gcs_server's log and at the memory of that "
+        "machine. resume=auto goes on from its last checkpoint."
     )
 
 
+def hosts_of(bundles: PlacementGroup) -> dict[int, str]:
+    """Bundle -> host name of its machine."""
+    hosts = {machine.node_id: machine.host for machine in machines()}
+    nodes = placement_group_table(bundles)["bundles_to_node_id"]
+    return {index: hosts.get(node_id, node_id) for index, node_id in nodes.items()}
+
+
 def within(bundles: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    """Where Ray starts what belongs in a bundle; what that starts in turn may go anywhere."""
+    """Strategy by which Ray starts a process in a bundle; what that starts in turn may go anywhere."""
     return PlacementGroupSchedulingStrategy(
         bundles, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
     )
@@ -124,58 +184,92 @@ def device_ids(bundles: PlacementGroup, indices: Iterable[int], timeout_s: float
         size = bundles.bundle_specs[index]["GPU"]
         refs[index] = names.options(num_gpus=size, scheduling_strategy=within(bundles, index)).remote()
     try:
-        found = ray.get(list(refs.values()), timeout=timeout_s)
+        answers = ray.get(list(refs.values()), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as late:
         raise RunError(f"waited {timeout_s:.0f} s for the cluster to name the GPUs of its bundles.") from late
     # As numbers are ordered: the shorter name first.
-    return {
-        index: tuple(sorted(ids, key=lambda name: (len(name), name))) for index, ids in zip(refs, found, strict=True)
-    }
+    named = zip(refs, answers, strict=True)
+    return {index: tuple(sorted(ids, key=lambda name: (len(name), name))) for index, ids in named}
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key by which node-2 comes before node-10."""
+    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _connect(**options: Any) -> None:
+    """`ray.init` with `options`, quiet, which leaves signals as they are.
+
+    Ray takes SIGTERM for itself, in Python and in C, and ends the process with a stack trace wherever it is; whoever
+    wants to end in order keeps it.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT) if main}
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: float) -> list[dict[str, float]]:
+    """Resources that put each bundle on its machine. Waits until there are enough machines."""
+    resource = RESOURCE[cluster.device]
+    while True:
+        fit = [machine for machine in machines() if machine.devices[resource] >= devices]
+        if len(fit) > max(on):
+            return [{fit[number].resource: _SLIVER} for number in on]
+        if time.monotonic() > until:
+            have = ", ".join(f"{machine.host} with {machine.devices[resource]:g}" for machine in machines())
+            raise RunError(
+                f"the cluster has {len(fit)} machines with {devices} {cluster.device} slots, and cluster.nodes="
+                f"{cluster.nodes} needs {max(on) + 1} (waited {cluster.start_timeout_s:.0f} s; there are {have}): "
+                "start Ray on the missing ones, or place the groups on fewer."
+            )
+        time.sleep(LOOK_S)
+
+
+def _machine(node: Mapping[str, Any]) -> Machine:
+    resources: Mapping[str, float] = node["Resources"]
+    rank = next((int(name.removeprefix(RANK)) for name in resources if name.startswith(RANK)), None)
+    address = node["NodeManagerAddress"]
+    return Machine(
+        rank=rank,
+        host=node["NodeManagerHostname"],
+        address=address,
+        node_id=node["NodeID"],
+        resource=f"node:{address}" if rank is None else f"{RANK}{rank}",
+        devices={name: resources.get(name, 0.0) for name in ("CPU", "GPU")},
+    )
 
 
 @contextlib.contextmanager
-def _joined(cluster: ClusterConfig) -> Iterator[None]:
-    """Joins the cluster at its address, and leaves it."""
-    _check_reachable(str(cluster.address))
-    connect(address=cluster.address)
+def _joined_at(cluster: ClusterConfig) -> Iterator[None]:
+    """Be a member of the cluster at `cluster.address`, if somebody listens there."""
     try:
+        require_listener(str(cluster.address), timeout_s=5)
+    except OSError as problem:
+        raise UserError(
+            f"cluster.address={cluster.address}: no Ray cluster answers there ({problem.strerror or problem}); start one "
+            "with `ray start --head`, or set cluster.address=null for a local one."
+        ) from problem
+    with joined(str(cluster.address)):
         yield
-    finally:
-        ray.shutdown()
 
 
 @contextlib.contextmanager
 def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
-    """Starts a Ray that this machine alone reaches, with the user's token, and ends all its processes."""
+    """Start a Ray that this machine alone reaches, with the user's token, and end all its processes."""
     adopt_orphans()
     strangers = {process.pid for process in descendants()}
     require_token(os.environ, make=True)
+    on_cpus = {"num_cpus": slots, "object_store_memory": 512 * 1024 * 1024} if cluster.device is Device.cpu else {}
     with ray_folder() as folder:
         try:
-            connect(
-                address="local",
-                include_dashboard=False,
-                _temp_dir=str(rays_own(folder)),
-                object_store_memory=512 * 1024 * 1024 if cluster.device is Device.cpu else None,
-                **({"num_cpus": slots} if cluster.device is Device.cpu else {}),
-            )
+            _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
             yield
         finally:
             ours = [process for process in descendants() if process.pid not in strangers]
             ray.shutdown()
             ours += [process for process in descendants() if process.pid not in strangers]
             end(ours)
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes before it says that nobody is there."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto" and other words of Ray's own
-    try:
-        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
-    except OSError as problem:
-        raise UserError(
-            f"cluster.address={address}: no Ray cluster answers there ({problem.strerror or problem}); start one "
-            "with `ray start --head`, or set cluster.address=null for a local one."
-        ) from problem

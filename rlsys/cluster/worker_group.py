@@ -26,7 +26,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlsys.cluster.bundles import Seat
+from rlsys.cluster.bundles import DeviceSlot
 from rlsys.cluster.network import interface_settings, own_addresses, promised_port
 from rlsys.cluster.runtime import RESOURCE, device_ids, hosts_of, within
 from rlsys.config.schema import ClusterConfig, Device
@@ -86,7 +86,7 @@ class WorkerGroup:
         cls,
         name: str,
         bundles: PlacementGroup,
-        seats: Sequence[Seat],
+        seats: Sequence[DeviceSlot],
         cluster: ClusterConfig,
         log_dir: Path,
         *,

@@ -1,4 +1,4 @@
-"""What this machine can do, and which settings of a run need something that it lacks, said before anything starts.
+"""Detects what this machine can do, and refuses settings of a run that need something it lacks, before anything starts.
 
 `detect` looks at installed packages by their metadata and at devices through torch; it imports none of the libraries
 that it names. `lacking` is pure. A default that has no meaning on a machine (CUDA graphs on a CPU) lacks nothing: only
@@ -52,7 +52,7 @@ class Capabilities:
 
     @property
     def layers(self) -> Layers:
-        """What `model.layers=auto` stands for."""
+        """Meaning of `model.layers=auto`."""
         return Layers.te if self.transformer_engine is not None and self.cuda_devices else Layers.local
 
     def at_least(self, capability: tuple[int, int]) -> bool:
@@ -69,15 +69,18 @@ class Capabilities:
 
 
 def detect() -> Capabilities:
-    """Of this machine. Where torch sees devices it initialises CUDA in this process, which must not fork after that."""
+    """Look at this machine. Where torch sees devices it initialises CUDA in this process, which must not fork after that."""
+    # Built from source, one package holds all parts of Transformer Engine.
+    built = version_of("transformer-engine") if _is_there("transformer_engine_torch") else None
+    apex = all(map(_is_there, _APEX_KERNELS))
     return replace(
         _devices(),
-        transformer_engine=version_of("transformer-engine-torch") or _built_transformer_engine(),
+        transformer_engine=version_of("transformer-engine-torch") or built,
         flash_attn=version_of("flash-attn"),
         flash_attn_3=version_of("flash-attn-3"),
         flash_attn_4=version_of("flash-attn-4"),
-        apex=all(map(_found, _APEX_KERNELS)),
-        foreign_apex=None if any(map(_found, _APEX_KERNELS)) else version_of("apex"),
+        apex=apex,
+        foreign_apex=None if any(map(_is_there, _APEX_KERNELS)) else version_of("apex"),
         sglang_kernel=version_of("sglang-kernel"),
         torch_memory_saver=version_of("torch-memory-saver"),
     )
@@ -177,29 +180,20 @@ def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
             f"model.attention=fused needs compute capability 8.0, and this machine has {_spoken(here)}: use "
             "model.attention=unfused.",
         )
+    # Packed sequences over several ranks, the padding of each a part of it, every FlashAttention takes.
     for group, settings in megatron_groups(config).items():
-        yield from _context_parallel(config, f"{group}.parallel.cp", settings.parallel.cp)
-
-
-def _context_parallel(config: RunConfig, key: str, cp: int) -> Iterator[Problem]:
-    """Of packed sequences over `cp` ranks, the padding of each a part of it, which every FlashAttention takes."""
-    if cp == 1:
-        return
-    asked = config.model.attention
-    if asked is Attention.unfused or config.model.dtype is Dtype.float32:
-        yield Problem(
-            key,
-            f"{key}={cp}: of Transformer Engine's attention kernels the unfused one, all that there is for "
-            f"model.attention={asked} with model.dtype={config.model.dtype}, knows no context parallelism: use "
-            "model.attention=fused with model.dtype=bfloat16, or model.layers=local.",
-        )
+        key, cp = f"{group}.parallel.cp", settings.parallel.cp
+        if cp > 1 and (asked is Attention.unfused or dtype is Dtype.float32):
+            yield Problem(
+                key,
+                f"{key}={cp}: of Transformer Engine's attention kernels the unfused one, all that there is for "
+                f"model.attention={asked} with model.dtype={dtype}, knows no context parallelism: use "
+                "model.attention=fused with model.dtype=bfloat16, or model.layers=local.",
+            )
 
 
 def _numbers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    for key, dtype in (
-        ("model.dtype", config.model.dtype),
-        ("rollout.engine.dtype", config.rollout.engine.dtype),
-    ):
+    for key, dtype in (("model.dtype", config.model.dtype), ("rollout.engine.dtype", config.rollout.engine.dtype)):
         if dtype is Dtype.bfloat16 and not here.at_least(AMPERE):
             yield Problem(
                 key,
@@ -216,9 +210,9 @@ def _numbers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
 
 def _resolved(config: RunConfig, here: Capabilities) -> Layers:
     """The layers that are used: on a CPU Megatron's own."""
-    if config.cluster.device is Device.cpu and config.model.layers is Layers.auto:
-        return Layers.local
-    return here.layers if config.model.layers is Layers.auto else config.model.layers
+    if config.model.layers is not Layers.auto:
+        return config.model.layers
+    return Layers.local if config.cluster.device is Device.cpu else here.layers
 
 
 def _spoken(here: Capabilities) -> str:
@@ -226,36 +220,25 @@ def _spoken(here: Capabilities) -> str:
 
 
 def _devices() -> Capabilities:
-    """What torch knows."""
     installed = version_of("torch")
     if installed is None:
         return Capabilities()
     import torch
 
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    found = Capabilities(torch=installed, cuda=torch.version.cuda, nccl=nccl)
-    if not torch.cuda.is_available():
-        return found
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return replace(
-        found,
-        cuda_devices=len(devices),
-        compute_capability=min((device.major, device.minor) for device in devices),
-    )
-
-
-def _built_transformer_engine() -> str | None:
-    """Its version if it was built from source, where one package holds all its parts."""
-    return version_of("transformer-engine") if _found("transformer_engine_torch") else None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.cuda.get_device_properties(index) for index in range(count)]
+    oldest = min(((device.major, device.minor) for device in devices), default=None)
+    return Capabilities(count, oldest, nccl, torch=installed, cuda=torch.version.cuda)
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package; None is absent."""
+    """Version of an installed package; None is absent."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _found(module: str) -> bool:
+def _is_there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from rlsys.algorithms.kl import KlController, kl_control
-from rlsys.cluster.planning.hardware import launch_problems
+from rlsys.cluster.planning.placement import launch_problems
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.derived import moves_reference
 from rlsys.config.problems import algorithm_notes

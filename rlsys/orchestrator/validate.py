@@ -12,15 +12,18 @@ from collections.abc import Iterator
 from itertools import starmap
 from pathlib import Path
 
-from rlsys.cluster.planning.cuts import context_problems, engine_problems, parallel_problems
-from rlsys.cluster.planning.hardware import (
+from rlsys.cluster.planning.placement import (
+    context_problems,
+    engine_problems,
     ipc_problems,
     machine_problems,
     memory_problems,
+    overlaps,
+    parallel_problems,
+    parse_placement,
     search_node_problems,
     way_across,
 )
-from rlsys.cluster.planning.placement import overlaps, parse_placement
 from rlsys.cluster.planning.plan import make_plan
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead

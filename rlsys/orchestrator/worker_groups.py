@@ -31,16 +31,16 @@ STOP_TIMEOUT_S = 30.0
 async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict[str, WorkerGroup]]:
     """The processes of all groups, empty."""
     several = config.cluster.nodes > 1
-    seating = plan_bundles(holdings(config), config.cluster.devices_per_node if several else None)
-    with ray_runtime(config.cluster, seating.sizes, seating.machines) as bundles:
+    plan = plan_bundles(holdings(config), config.cluster.devices_per_node if several else None)
+    with ray_runtime(config.cluster, plan.sizes, plan.machines) as bundles:
         groups: dict[str, WorkerGroup] = {}
         try:
-            for name, seats in seating.seats.items():
+            for name, slots in plan.slots.items():
                 concurrency = config.rollout.max_episodes + 16 if name == "rollout" else 0
                 groups[name] = WorkerGroup.launch(
                     name,
                     bundles,
-                    seats,
+                    slots,
                     config.cluster,
                     log_dir,
                     concurrency=concurrency,

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rlsys.cluster.asking import answer
+from rlsys.cluster.runtime import answer
 from rlsys.errors import RunError
 
 

@@ -1,4 +1,4 @@
-"""Seats and bundles: examples by hand, and any placement against reachability."""
+"""Device slots and bundles: examples by hand, and any placement against reachability."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.cluster.bundles import Ranks, Seat, plan_bundles
+from rlsys.cluster.bundles import DeviceSlot, Ranks, plan_bundles
 
 Holdings = Mapping[str, Sequence[Ranks]]
 
@@ -18,37 +18,40 @@ def test_processes_on_ranks_of_their_own_have_a_bundle_each() -> None:
     """Seven GPUs: two engines of two, one process of inference, two of the actor, in the order of the ranks."""
     plan = plan_bundles({"rollout": [(3, 4), (5, 6)], "inference": [(2,)], "actor": [(0,), (1,)]})
     assert plan.sizes == (1, 1, 1, 2, 2)
-    assert plan.seats == {
-        "rollout": (Seat(3, (0, 1), 2.0, pinned=False), Seat(4, (0, 1), 2.0, pinned=False)),
-        "inference": (Seat(2, (0,), 1.0, pinned=False),),
-        "actor": (Seat(0, (0,), 1.0, pinned=False), Seat(1, (0,), 1.0, pinned=False)),
+    assert plan.slots == {
+        "rollout": (DeviceSlot(3, (0, 1), 2.0, pinned=False), DeviceSlot(4, (0, 1), 2.0, pinned=False)),
+        "inference": (DeviceSlot(2, (0,), 1.0, pinned=False),),
+        "actor": (DeviceSlot(0, (0,), 1.0, pinned=False), DeviceSlot(1, (0,), 1.0, pinned=False)),
     }
 
 
 def test_three_groups_on_the_same_ranks_share_a_bundle_a_rank() -> None:
     plan = plan_bundles({group: [(0,), (1,)] for group in ("rollout", "inference", "actor")})
     assert plan.sizes == (1, 1)
-    for group in plan.seats:
-        assert plan.seats[group] == (Seat(0, (0,), 0.3333, pinned=False), Seat(1, (0,), 0.3333, pinned=False))
+    for group in plan.slots:
+        assert plan.slots[group] == (
+            DeviceSlot(0, (0,), 0.3333, pinned=False),
+            DeviceSlot(1, (0,), 0.3333, pinned=False),
+        )
 
 
 def test_an_engine_over_two_ranks_ties_them_and_names_every_device() -> None:
     """Ray may put both Megatron processes on one GPU of the two, so it is not asked to choose."""
     plan = plan_bundles({"rollout": [(2, 3), (0, 1)], "actor": [(0,), (1,), (2,), (3,)]})
     assert plan.sizes == (2, 2)
-    assert plan.seats["rollout"] == (Seat(1, (0, 1), 1.0, pinned=True), Seat(0, (0, 1), 1.0, pinned=True))
-    assert plan.seats["actor"] == (
-        Seat(0, (0,), 0.5, pinned=True),
-        Seat(0, (1,), 0.5, pinned=True),
-        Seat(1, (0,), 0.5, pinned=True),
-        Seat(1, (1,), 0.5, pinned=True),
+    assert plan.slots["rollout"] == (DeviceSlot(1, (0, 1), 1.0, pinned=True), DeviceSlot(0, (0, 1), 1.0, pinned=True))
+    assert plan.slots["actor"] == (
+        DeviceSlot(0, (0,), 0.5, pinned=True),
+        DeviceSlot(0, (1,), 0.5, pinned=True),
+        DeviceSlot(1, (0,), 0.5, pinned=True),
+        DeviceSlot(1, (1,), 0.5, pinned=True),
     )
 
 
 def test_ranks_may_be_shared_here_and_not_there() -> None:
     plan = plan_bundles({"rollout": [(1,)], "inference": [(2,)], "actor": [(0,), (1,), (2,)]})
     assert plan.sizes == (1, 1, 1)
-    assert [seat.share for seat in plan.seats["actor"]] == [1.0, 0.5, 0.5]
+    assert [slot.share for slot in plan.slots["actor"]] == [1.0, 0.5, 0.5]
 
 
 @st.composite
@@ -66,7 +69,7 @@ def placements(draw: st.DrawFn) -> Holdings:
 @given(placements())
 def test_any_placement(holdings: Holdings) -> None:
     plan = plan_bundles(holdings)
-    held = [(seat, ranks) for group in holdings for seat, ranks in zip(plan.seats[group], holdings[group], strict=True)]
+    held = [(slot, ranks) for group in holdings for slot, ranks in zip(plan.slots[group], holdings[group], strict=True)]
     everywhere = sorted({rank for _, ranks in held for rank in ranks})
 
     def reachable(rank: int) -> list[int]:
@@ -77,20 +80,20 @@ def test_any_placement(holdings: Holdings) -> None:
 
     bundles = {tuple(reachable(rank)) for rank in everywhere}
     assert plan.sizes == tuple(len(bundle) for bundle in sorted(bundles))
-    for seat, ranks in held:
-        bundle = sorted(bundles)[seat.bundle]
-        assert tuple(bundle[device] for device in seat.devices) == ranks
+    for slot, ranks in held:
+        bundle = sorted(bundles)[slot.bundle]
+        assert tuple(bundle[device] for device in slot.devices) == ranks
         several = any(sum(rank in other for _, other in held) > 1 for rank in bundle)
-        assert seat.pinned == (len(bundle) > 1 and several)
+        assert slot.pinned == (len(bundle) > 1 and several)
     for number, size in enumerate(plan.sizes):
         # As Ray counts them: in ten-thousandths, rounded.
-        shares = [Fraction(round(seat.share * 10_000), 10_000) for seat, _ in held if seat.bundle == number]
+        shares = [Fraction(round(slot.share * 10_000), 10_000) for slot, _ in held if slot.bundle == number]
         assert size - Fraction(len(shares), 10_000) <= sum(shares) <= size
 
 
 def test_six_sharers_do_not_ask_for_more_than_there_is() -> None:
     plan = plan_bundles({str(group): [(0,)] for group in range(6)})
-    assert sum(seat.share for (seat,) in plan.seats.values()) == pytest.approx(6 * 0.1666)
+    assert sum(slot.share for (slot,) in plan.slots.values()) == pytest.approx(6 * 0.1666)
 
 
 def test_machines_of_known_size_have_a_bundle_each() -> None:
@@ -98,15 +101,15 @@ def test_machines_of_known_size_have_a_bundle_each() -> None:
     plan = plan_bundles({"rollout": [(5, 6)], "inference": [(4,)], "actor": [(0,), (1,), (2,), (3,)]}, 4)
     assert plan.sizes == (4, 3)
     assert plan.machines == (0, 1)
-    assert plan.seats["rollout"] == (Seat(1, (1, 2), 2.0, pinned=False),)
-    assert [seat.bundle for seat in plan.seats["actor"]] == [0] * 4
+    assert plan.slots["rollout"] == (DeviceSlot(1, (1, 2), 2.0, pinned=False),)
+    assert [slot.bundle for slot in plan.slots["actor"]] == [0] * 4
 
 
 def test_a_machine_whose_devices_are_shared_names_them() -> None:
     both = [(0,), (1,), (2,), (3,)]
     plan = plan_bundles({"rollout": both, "actor": both}, 2)
     assert plan.sizes == (2, 2)
-    assert plan.seats["actor"] == tuple(Seat(at // 2, (at % 2,), 0.5, pinned=True) for at in range(4))
+    assert plan.slots["actor"] == tuple(DeviceSlot(at // 2, (at % 2,), 0.5, pinned=True) for at in range(4))
 
 
 def test_a_machine_that_holds_nothing_is_left_out() -> None:

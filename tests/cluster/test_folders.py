@@ -69,14 +69,14 @@ def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next
         assert not made[1].exists()
 
 
-def test_a_tethered_command_ends_with_a_parent_that_is_killed() -> None:
+def test_a_ends_with_parent_command_ends_with_a_parent_that_is_killed() -> None:
     parent = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "import subprocess, time\n"
-            "from rlsys.cluster.tether import tethered\n"
-            "subprocess.Popen(tethered(['sh', '-c', 'echo $$; exec sleep 300']))\n"
+            "from rlsys.cluster.child_processes import ends_with_parent\n"
+            "subprocess.Popen(ends_with_parent(['sh', '-c', 'echo $$; exec sleep 300']))\n"
             "time.sleep(300)",
         ],
         stdout=subprocess.PIPE,

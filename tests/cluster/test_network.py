@@ -8,7 +8,6 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from rlsys.cluster.machines import natural
 from rlsys.cluster.network import (
     INTERFACE_VARIABLES,
     address_here,
@@ -18,6 +17,7 @@ from rlsys.cluster.network import (
     own_addresses,
     promised_port,
 )
+from rlsys.cluster.runtime import natural
 from rlsys.errors import UserError
 
 ADDRESSES = {"127.0.0.1": "lo", "10.0.0.7": "ib0", "192.168.1.5": "eth0"}

@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from rlsys.cluster.bundles import Seat, plan_bundles
+from rlsys.cluster.bundles import DeviceSlot, plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device
@@ -59,7 +59,7 @@ async def _check_sharing(bundles: PlacementGroup, log_dir: Path) -> None:
     plan = plan_bundles({name: [(2,)] for name in ("first", "second", "third")})
     groups = [
         WorkerGroup.launch(name, bundles, [replace(seat, bundle=2)], CLUSTER, log_dir)
-        for name, (seat,) in plan.seats.items()
+        for name, (seat,) in plan.slots.items()
     ]
     await asyncio.gather(*(group.build(Toy, [(0,)], timeout_s=60) for group in groups))
     assert await asyncio.gather(*(group.call("add", 7) for group in groups)) == [[(0, [7])]] * 3
@@ -69,12 +69,12 @@ async def _check_sharing(bundles: PlacementGroup, log_dir: Path) -> None:
     with pytest.raises(RankDied, match="first rank 0 died"):
         await waiting
     assert await groups[1].call("add", 8) == [(0, [7, 8])]
-    whole = WorkerGroup.launch("whole", bundles, [Seat(2, (0,), 1.0, pinned=False)], CLUSTER, log_dir)
+    whole = WorkerGroup.launch("whole", bundles, [DeviceSlot(2, (0,), 1.0, pinned=False)], CLUSTER, log_dir)
     with pytest.raises(RankSilent, match="waited 1 s for whole rank 0 to start"):
         await whole.build(Toy, [(0,)], timeout_s=1)
 
 
-async def _check_bereaved(bundles: PlacementGroup, seats: list[Seat], log_dir: Path) -> None:
+async def _check_bereaved(bundles: PlacementGroup, seats: list[DeviceSlot], log_dir: Path) -> None:
     """Of a death that makes others fail first, it is the death that is told."""
     pair = WorkerGroup.launch("pair", bundles, seats, CLUSTER, log_dir)
     await pair.build(Toy, [(0,), (1,)], timeout_s=60)
@@ -89,7 +89,7 @@ def test_group_calls_failures_and_clean_end(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         with ray_runtime(CLUSTER, [1, 1, 1]) as bundles:
-            seats = [Seat(bundle, (0,), 1.0, pinned=False) for bundle in (0, 1)]
+            seats = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in (0, 1)]
             group = WorkerGroup.launch("toy", bundles, seats, CLUSTER, tmp_path)
             await group.build(Toy, [(0,), (1,)], timeout_s=60)
             host, port = await group.free_address(10)
@@ -118,7 +118,7 @@ def test_processes_that_share_several_gpus_have_the_ones_they_hold(tmp_path: Pat
         bundles = placement_group([{"GPU": size} for size in plan.sizes])
         assert bundles.wait(60)
         groups = {
-            name: WorkerGroup.launch(name, bundles, seats, cluster, tmp_path) for name, seats in plan.seats.items()
+            name: WorkerGroup.launch(name, bundles, seats, cluster, tmp_path) for name, seats in plan.slots.items()
         }
         for name, group in groups.items():
             await group.build(Toy, [(rank,) for rank in range(len(holdings[name]))], timeout_s=60)

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.cluster.planning.hardware import fullest_device, launch_problems, machine_problems, memory_problems
+from rlsys.cluster.planning.placement import fullest_device, launch_problems, machine_problems, memory_problems
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig, SyncMode
 from rlsys.errors import UserError

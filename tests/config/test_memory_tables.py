@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from rlsys.cluster.planning.memory import GIB, group_memory
-from rlsys.cluster.planning.memory_tables import PAGE, shape_of, with_tables
-from rlsys.cluster.planning.rank import Load
+from rlsys.cluster.planning.memory import GIB, MicroBatchLoad, group_memory
 from rlsys.config.compose import load_config
 from rlsys.config.schema import Layers, SyncMode
 from rlsys.errors import UserError
 from rlsys.weights.families import read_architecture
+from scripts.memory_tables import PAGE, shape_of, with_tables
 
 
 def test_the_page_is_what_the_experiments_say() -> None:
     page = PAGE.read_text()
-    assert with_tables(page) == page, "run python -m rlsys.cluster.planning.memory_tables"
+    assert with_tables(page) == page, "run python scripts/memory_tables.py"
 
 
 def test_a_model_without_a_shape_is_named() -> None:
@@ -31,7 +30,7 @@ def test_a_3b_actor_by_hand() -> None:
     config.model.layers = Layers.te
     model = read_architecture(shape_of(config.model.path))
     tokens, hidden, vocab, parameters = 16384, 2048, 151936, 3_085_938_688
-    load = Load(tokens, targets=1000, width=tokens)
+    load = MicroBatchLoad(tokens, targets=1000, width=tokens)
     found = group_memory(config, model, "actor", load).parts
     assert found["parameters"] == 2 * parameters
     assert found["gradients"] == 4 * parameters
@@ -55,7 +54,7 @@ def test_what_a_te_layer_keeps_by_hand() -> None:
     config = load_config("searchr1_qwen2.5_3b_1node")
     config.model.layers, config.model.recompute = Layers.te, False
     model = read_architecture(shape_of(config.model.path))
-    load = Load(1000, targets=10, width=1000)
+    load = MicroBatchLoad(1000, targets=10, width=1000)
     layers = (model.layers, model.layers + 1)
     less, more = (group_memory(config, replace(model, layers=n), "actor", load) for n in layers)
     by_hand = 2 * (2 * 2 * 2048 + 4) + 2 * (2048 + 2 * 256 + 2048) + 4 * 16 + 2 * 3 * 11008

@@ -20,7 +20,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.cluster.planning.parameters import count_parameters
+from rlsys.cluster.planning.memory import count_parameters
 from rlsys.cluster.planning.plan import make_plan, render_plan
 from rlsys.config.schema import RunConfig
 from rlsys.weights.families import architecture_of
@@ -53,7 +53,7 @@ SMALL = {
 )
 def test_the_count_is_that_of_the_real_model(model: type, config: PretrainedConfig) -> None:
     # `num_parameters` counts a tied tensor once.
-    assert count_parameters(architecture_of(config)).all == model(config).num_parameters()
+    assert count_parameters(architecture_of(config)) == model(config).num_parameters()
 
 
 def test_the_count_of_the_published_model() -> None:
@@ -69,8 +69,8 @@ def test_the_count_of_the_published_model() -> None:
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     }
-    assert round(count_parameters(architecture_of(shape)).all / 1e9, 2) == 3.09
-    assert round((count_parameters(architecture_of(shape)).all - 151936 * 2048) / 1e9, 2) == 2.77
+    assert round(count_parameters(architecture_of(shape)) / 1e9, 2) == 3.09
+    assert round((count_parameters(architecture_of(shape)) - 151936 * 2048) / 1e9, 2) == 2.77
 
 
 def test_groups_and_batches_by_hand(tiny_run: TinyRun) -> None:

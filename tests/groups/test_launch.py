@@ -35,7 +35,7 @@ def test_a_critic_is_one_of_the_groups_where_values_are_learned() -> None:
 
 
 def test_a_critic_that_is_not_placed_shares_the_actors_devices() -> None:
-    seats = plan_bundles(holdings(_run(PPO))).seats
+    seats = plan_bundles(holdings(_run(PPO))).slots
     assert seats["critic"] == seats["actor"]
     assert [seat.share for seat in seats["actor"]] == [0.5, 0.5]
 

@@ -82,7 +82,7 @@ def test_a_killed_engines_groups_come_back_from_the_other(tmp_path: Path) -> Non
     async def run() -> None:
         with ray_runtime(CONFIG.cluster, plan.sizes) as bundles:
             workers = WorkerGroup.launch(
-                "rollout", bundles, plan.seats["rollout"], CONFIG.cluster, tmp_path, concurrency=20
+                "rollout", bundles, plan.slots["rollout"], CONFIG.cluster, tmp_path, concurrency=20
             )
             await workers.build(ToyEngine, [(0,), (1,)], timeout_s=60)
             async with asyncio.timeout(60):

@@ -13,8 +13,7 @@ import typer
 import yaml
 
 from rlsys.apps.cli.launch import command
-from rlsys.cluster.launch.searching import check_searching, serving_positions
-from rlsys.cluster.role import find_role
+from rlsys.cluster.launch.role import check_searching, find_role, serving_positions
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 

@@ -10,8 +10,7 @@ import pytest
 
 from rlsys.cluster.folders import rays_own
 from rlsys.cluster.launch import agent as agents
-from rlsys.cluster.launch.agent import NodeAgent
-from rlsys.cluster.launch.gathering import Gathering
+from rlsys.cluster.launch.agent import GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.worker_group import RankSilent
 from rlsys.errors import RunError
@@ -40,7 +39,7 @@ def ray_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> None:
     called = Called(NodeAgent())
-    gathering = Gathering(called, [3], tmp_path / "first")  # type: ignore[arg-type]
+    gathering = GatheredLogs(called, [3], tmp_path / "first")  # type: ignore[arg-type]
     (ray_logs / "raylet.out").write_bytes(b"one\n")
     (ray_logs / "events").mkdir()
     (ray_logs / "events" / "e.log").write_bytes(b"\xff\x00")
@@ -65,7 +64,7 @@ async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(r
     nodes = tmp_path / "run" / "logs" / "nodes"
     for life in range(3):
         (ray_logs / "raylet.out").write_text(f"life {life}")
-        gathering = Gathering(Called(NodeAgent()), [0], tmp_path / f"first-{life}")  # type: ignore[arg-type]
+        gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / f"first-{life}")  # type: ignore[arg-type]
         await gathering.gather(1)
         gathering.move_to(nodes)
     assert sorted(file.read_text() for file in nodes.glob("*/0/ray/raylet.out")) == [
@@ -82,14 +81,14 @@ async def test_long_logs_come_a_little_at_a_time(
         (ray_logs / name).write_bytes(content)
     read, biggest = NodeAgent.read, []
 
-    def counted(self: NodeAgent, since: dict[str, int]) -> list[agents.Piece]:
+    def counted(self: NodeAgent, since: dict[str, int]) -> list[agents.LogChunk]:
         pieces = read(self, since, 1000)
         biggest.append(sum(len(piece.data) for piece in pieces))
         return pieces
 
     monkeypatch.setattr(NodeAgent, "read", counted)
-    monkeypatch.setattr("rlsys.cluster.launch.gathering.MOST_BYTES", 1000)
-    gathering = Gathering(Called(NodeAgent()), [0], tmp_path / "logs")  # type: ignore[arg-type]
+    monkeypatch.setattr("rlsys.cluster.launch.agent.MOST_BYTES", 1000)
+    gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / "logs")  # type: ignore[arg-type]
     await gathering.gather(1)
     for name, content in contents.items():
         assert (tmp_path / "logs" / "0" / "ray" / name).read_bytes() == content
@@ -105,7 +104,7 @@ async def test_workers_logs_come_from_machines_that_do_not_share_the_folder(tmp_
     called = Called(NodeAgent(), NodeAgent())
     called.found[0].follow(str(shared))
     called.found[1].follow(str(own))
-    gathering = Gathering(called, [0, 1], shared / "nodes")  # type: ignore[arg-type]
+    gathering = GatheredLogs(called, [0, 1], shared / "nodes")  # type: ignore[arg-type]
     await gathering.gather(1)
     assert (shared / "nodes" / "1" / "workers" / "actor-1.log").read_text() == "said"
     assert not (shared / "nodes" / "0").exists()
@@ -115,7 +114,7 @@ async def test_who_is_silent_is_told_and_keeps_nobody_else_from_being_read(ray_l
     called = Called(NodeAgent(), NodeAgent())
     called.silent = {0}
     (ray_logs / "a.log").write_text("a")
-    gathering = Gathering(called, [0, 1], tmp_path / "logs")  # type: ignore[arg-type]
+    gathering = GatheredLogs(called, [0, 1], tmp_path / "logs")  # type: ignore[arg-type]
     assert await gathering.gather(1) == [0]
     assert (tmp_path / "logs" / "1" / "ray" / "a.log").read_text() == "a"
 

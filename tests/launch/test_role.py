@@ -10,7 +10,7 @@ from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.apps.cli.launch import command
-from rlsys.cluster.role import Role, expand_hosts, find_role
+from rlsys.cluster.launch.role import Role, expand_hosts, find_role
 from rlsys.errors import UserError
 
 SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09-11],big"}

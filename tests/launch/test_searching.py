@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.cluster.launch.searching import check_searching, search_settings, serving_positions
+from rlsys.cluster.launch.role import check_searching, search_settings, serving_positions
 from rlsys.config.compose import load_config
 from rlsys.config.schema import CassetteConfig, ClusterConfig, RunConfig, SearchConfig, SearchNodesConfig
 from rlsys.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 
 from rlsys.cluster.launch import worker
 from rlsys.cluster.launch.ray_node import Ending
-from rlsys.cluster.role import Role
+from rlsys.cluster.launch.role import Role
 
 
 class Node:

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rlsys.algorithms.losses import ValueLoss
-from rlsys.cluster.planning.memory import GroupMemory, holds_reference, stage_memory
-from rlsys.cluster.planning.rank import Load, Rank
+from rlsys.cluster.planning.memory import GroupMemory, MicroBatchLoad, StageRank, holds_reference, stage_memory
 from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
@@ -180,9 +179,9 @@ def test_local_layers_on_a_gpu_are_estimated_with_the_kernels_that_they_get(fusi
     config.cluster.device = Device.gpu
     config.model.layers, config.model.fusions = Layers.local, fusions
     settings = kernel_settings(config.model, Layers.local, Capabilities(cuda_devices=1))
-    rank = Rank(config, read_architecture(config.model.path), "actor", 0, Load(64, 8, 64))
-    assert rank.kernels.fused_swiglu == settings.get("bias_activation_fusion", False)
-    assert rank.kernels.fused_rope == settings.get("apply_rope_fusion", False)
+    rank = StageRank(config, read_architecture(config.model.path), "actor", 0, MicroBatchLoad(64, 8, 64))
+    assert rank.fused_swiglu == settings.get("bias_activation_fusion", False)
+    assert rank.fused_rope == settings.get("apply_rope_fusion", False)
 
 
 def _compare(case: Case, folder: Path) -> None:
@@ -209,7 +208,7 @@ def _measure(rank: int, world_size: int, port: int, folder: Path, case: Case) ->
     always = meter.alive
     with meter:
         _step(worker, batches)
-    load = Load(
+    load = MicroBatchLoad(
         batch.tokens.size,
         batch.trained_tokens,
         int(batch.lengths.max()) if case.packed else batch.tokens.shape[1],
@@ -217,7 +216,7 @@ def _measure(rank: int, world_size: int, port: int, folder: Path, case: Case) ->
         # Recomputed layers are there one at a time.
         (max(routed) if case.layout.recompute else sum(routed) // len(routed)) if routed else None,
     )
-    estimate = stage_memory(Rank(config, read_architecture(config.model.path), case.group, worker.place.pp, load))
+    estimate = stage_memory(StageRank(config, read_architecture(config.model.path), case.group, worker.place.pp, load))
     _check(estimate, always, meter.peak)
     groups.stop()
 

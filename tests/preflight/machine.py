@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import zeros
 
-from rlsys.cluster.preflight.probes import Answer, Disk, Gpu, Gpus, RayCluster, Unseen
+from rlsys.cluster.preflight.machine import Disk, Gpu, Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.schema import SearchConfig
 from rlsys.observe.capabilities import Capabilities
 from rlsys.weights.bijection import WeightMap
@@ -29,7 +29,7 @@ def cards(count: int, used_gib: float = 0.0, total_gib: float = 79.6) -> tuple[G
 
 
 @dataclass
-class Machine:
+class Machine(ThisMachine):
     """Probes with set answers: a node of eight H100 where all is well, unless a test says otherwise."""
 
     cards: Gpus | Unseen = field(default_factory=lambda: Gpus("580.82", cards(8)))
@@ -44,7 +44,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=dict)
     taken_ports: Sequence[int] = ()
     cluster: RayCluster | Unseen = field(default_factory=lambda: Unseen("nobody listens there"))
-    answers: Mapping[str, Answer] = field(default_factory=dict)
+    answers: Mapping[str, SearchAnswer] = field(default_factory=dict)
     differs: str = ""
     asked: list[str] = field(default_factory=list)
     """Questions that search servers got."""
@@ -54,6 +54,7 @@ class Machine:
             raise self.cards
         return self.cards
 
+    @property
     def capabilities(self) -> Capabilities:
         return self.here
 
@@ -80,10 +81,10 @@ class Machine:
             raise self.cluster
         return self.cluster
 
-    def search(self, settings: SearchConfig, question: str) -> tuple[Answer, ...]:
+    def search(self, settings: SearchConfig, question: str) -> tuple[SearchAnswer, ...]:
         self.asked.append(question)
         urls = [url for url in [settings.url, *settings.replicas] if url]
-        return tuple(self.answers.get(url, Answer(url, settings.topk)) for url in urls)
+        return tuple(self.answers.get(url, SearchAnswer(url, settings.topk)) for url in urls)
 
     def search_differs(self, settings: SearchConfig) -> str:  # noqa: ARG002 - a test has one set of servers
         return self.differs

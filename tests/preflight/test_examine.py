@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.cluster.preflight.examine import examine
-from rlsys.cluster.preflight.finding import Finding, State, is_right
-from rlsys.cluster.preflight.probes import Answer, Gpus, RayCluster, RayNode, Tenant, Unseen
-from rlsys.cluster.preflight.versions import FOLDER, read_requirements
+from rlsys.cluster.preflight.examine import REQUIREMENTS, examine, read_requirements
+from rlsys.cluster.preflight.findings import Finding, FindingState, is_right
+from rlsys.cluster.preflight.machine import GpuProcess, Gpus, RayCluster, RayMachine, SearchAnswer, Unseen
 from rlsys.config.schema import RunConfig
 from rlsys.observe.capabilities import Capabilities
 from rlsys.orchestrator.validate import find_problems
@@ -26,12 +25,12 @@ def complete(**changed: object) -> Machine:
     """A machine with everything that requirements/gpu.txt pins."""
     pins = {
         pin.name: next(iter(pin.specifier)).version
-        for pin in read_requirements(FOLDER / "gpu.txt")
+        for pin in read_requirements(REQUIREMENTS / "gpu.txt")
         if len(pin.specifier) == 1
     }
     known = {
         one.name: pins[key]
-        for one in read_requirements(FOLDER / "base.txt")
+        for one in read_requirements(REQUIREMENTS / "base.txt")
         for key in (one.name, one.name.replace("_", "-").lower())
         if key in pins
     }
@@ -39,7 +38,11 @@ def complete(**changed: object) -> Machine:
 
 
 def wrong_things(config: RunConfig, machine: Machine) -> dict[str, Finding]:
-    return {one.what: one for one in examine(config, list(find_problems(config)), machine) if one.state is State.wrong}
+    return {
+        one.what: one
+        for one in examine(config, list(find_problems(config)), machine)
+        if one.state is FindingState.wrong
+    }
 
 
 def found(config: RunConfig, machine: Machine, what: str) -> Finding:
@@ -50,7 +53,7 @@ def found(config: RunConfig, machine: Machine, what: str) -> Finding:
 def test_where_all_is_there_nothing_is_wrong(node_run: Compose) -> None:
     machine = complete()
     findings = list(examine(node_run(), list(find_problems(node_run())), machine))
-    assert [one for one in findings if one.state is State.wrong] == []
+    assert [one for one in findings if one.state is FindingState.wrong] == []
     assert is_right(findings)
     assert machine.asked == ["Who wrote it?"], "a server is asked a question of the run's own"
 
@@ -62,15 +65,15 @@ TAKEN_AWAY: list[tuple[str, Callable[[], Machine], str, str]] = [
     ("GPU memory", lambda: complete(cards=Gpus("580.82", cards(8, total_gib=0.001))), "of 0.0 GiB of a card", "lower "),
     (
         "GPU 0 in use",
-        lambda: complete(cards=Gpus("580.82", cards(8, used_gib=70), (Tenant("GPU-0", 7, "python", 69.0),))),
+        lambda: complete(cards=Gpus("580.82", cards(8, used_gib=70), (GpuProcess("GPU-0", 7, "python", 69.0),))),
         "python (process 7, 69.0 GiB)",
         "end it",
     ),
     ("NCCL_SOCKET_IFNAME", lambda: complete(environment={"NCCL_SOCKET_IFNAME": "ib"}), "eth0, lo", "unset"),
     ("/dev/shm", lambda: complete(free_gib={"/dev/shm": 0.06}), "NCCL wants 1", "--shm-size"),
     ("disk for Ray", lambda: complete(free_gib={"/tmp": 80.0}), "96% full", "TMPDIR"),
-    ("search server", lambda: complete(answers={URL: Answer(URL, 0, "refused")}), "refused", "--port 8000"),
-    ("search server", lambda: complete(answers={URL: Answer(URL, 1)}), "1 of search.topk=3", "search.topk=1"),
+    ("search server", lambda: complete(answers={URL: SearchAnswer(URL, 0, "refused")}), "refused", "--port 8000"),
+    ("search server", lambda: complete(answers={URL: SearchAnswer(URL, 1)}), "1 of search.topk=3", "search.topk=1"),
     ("versions", lambda: replace(complete(), packages={**(complete().packages or {}), "megatron-core": "0.15.0"}), "megatron-core 0.15.0", "requirements/gpu.txt"),
 ]  # fmt: skip
 
@@ -125,7 +128,7 @@ def test_memory_is_that_of_the_layers_that_are_here(node_run: Compose) -> None:
 
 def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) -> None:
     config = node_run(f"model.path={tmp_path / 'none'}", "task.eval_path=none.jsonl", "cluster.address=10.0.0.9:6379")
-    machine = Machine(cards=Unseen("no driver"), here=Capabilities(), answers={URL: Answer(URL, 0, "refused")})
+    machine = Machine(cards=Unseen("no driver"), here=Capabilities(), answers={URL: SearchAnswer(URL, 0, "refused")})
     expected = {"model.path", "task.eval_path", "Ray", "GPUs", "versions", "search server", "cluster.device"}
     assert set(wrong_things(config, machine)) == expected
 
@@ -133,9 +136,9 @@ def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) 
 def test_memory_that_others_hold_is_no_matter_where_the_rest_is_enough(node_run: Compose) -> None:
     roomy = Gpus("580.82", cards(8, used_gib=5.0, total_gib=100.0))
     config = node_run("rollout.engine.memory_fraction=0.5")
-    assert found(config, complete(cards=roomy), "GPU 0 in use").state is State.note
+    assert found(config, complete(cards=roomy), "GPU 0 in use").state is FindingState.note
     full = Gpus("580.82", cards(8, used_gib=60.0, total_gib=100.0))
-    assert found(config, complete(cards=full), "GPU 0 in use").state is State.wrong
+    assert found(config, complete(cards=full), "GPU 0 in use").state is FindingState.wrong
 
 
 def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp_path: Path) -> None:
@@ -146,12 +149,12 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     outputs = str(tmp_path / "outputs")
     config = node_run("trainer.steps=105", "checkpoint.interval=10")
     enough = 1.0 + 11 * one
-    assert found(config, complete(free_gib={outputs: enough * 1.0001}), "disk for the run").state is State.ok
+    assert found(config, complete(free_gib={outputs: enough * 1.0001}), "disk for the run").state is FindingState.ok
     short = found(config, complete(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run")
-    assert short.state is State.wrong
+    assert short.state is FindingState.wrong
     assert "set checkpoint.keep_last=4" in short.fix
     mended = node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4")
-    assert found(mended, complete(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run").state is State.ok
+    assert found(mended, complete(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run").state is FindingState.ok
 
 
 def test_a_folder_that_cannot_be_written_is_named(node_run: Compose, tmp_path: Path) -> None:
@@ -159,7 +162,9 @@ def test_a_folder_that_cannot_be_written_is_named(node_run: Compose, tmp_path: P
     assert list(wrong) == ["disk for the run"]
 
 
-CLUSTER = RayCluster((RayNode("10.0.0.1", {"GPU": 8.0}), RayNode("10.0.0.2", {"GPU": 8.0})), {"GPU": 16.0, "CPU": 64.0})
+CLUSTER = RayCluster(
+    (RayMachine("10.0.0.1", {"GPU": 8.0}), RayMachine("10.0.0.2", {"GPU": 8.0})), {"GPU": 16.0, "CPU": 64.0}
+)
 TWO_NODES = [
     "cluster.address=10.0.0.1:6379",
     "cluster.nodes=2",
@@ -172,8 +177,8 @@ TWO_NODES = [
 
 def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(node_run: Compose) -> None:
     findings = list(examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), complete(cluster=CLUSTER)))
-    assert [one for one in findings if one.state is State.wrong] == []
-    assert "1 other machine" in [one.what for one in findings if one.state is State.unknown]
+    assert [one for one in findings if one.state is FindingState.wrong] == []
+    assert "1 other machine" in [one.what for one in findings if one.state is FindingState.unknown]
 
 
 @pytest.mark.parametrize(
@@ -182,12 +187,12 @@ def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(n
         (RayCluster(CLUSTER.nodes[:1], {"GPU": 8.0}), "Ray", "1 of 2 machines"),
         (RayCluster(CLUSTER.nodes, {"GPU": 4.0}), "Ray's GPUs", "4 are free and 16 are wanted"),
         (
-            RayCluster((CLUSTER.nodes[0], RayNode("10.0.0.2", {"GPU": 2.0})), {"GPU": 10.0}),
+            RayCluster((CLUSTER.nodes[0], RayMachine("10.0.0.2", {"GPU": 2.0})), {"GPU": 10.0}),
             "Ray's GPUs",
             "10.0.0.2 2",
         ),
         (
-            RayCluster((RayNode("10.0.0.1", {"GPU": 12.0}), RayNode("10.0.0.2", {"GPU": 4.0})), {"GPU": 16.0}),
+            RayCluster((RayMachine("10.0.0.1", {"GPU": 12.0}), RayMachine("10.0.0.2", {"GPU": 4.0})), {"GPU": 16.0}),
             "Ray's GPUs",
             "10.0.0.2 has fewer",
         ),
@@ -206,20 +211,20 @@ def test_a_machine_without_a_share_in_the_run_needs_no_gpu(node_run: Compose) ->
     machine.networks = {"eth0": ["10.0.0.3"]}
     findings = list(examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), machine))
     assert is_right(findings)
-    assert "GPUs" in [one.what for one in findings if one.state is State.unknown]
+    assert "GPUs" in [one.what for one in findings if one.state is FindingState.unknown]
 
 
 def test_machines_that_a_launcher_will_gather_are_not_said_to_be_there(node_run: Compose) -> None:
     config = node_run(*TWO_NODES[1:])
 
-    def ray(machine: Machine) -> State:
+    def ray(machine: Machine) -> FindingState:
         (one,) = [
             one for one in examine(config, list(find_problems(config)), machine, launched=True) if one.what == "Ray"
         ]
         return one.state
 
-    assert ray(complete()) is State.unknown
-    assert ray(complete(taken_ports=[6379])) is State.wrong
+    assert ray(complete()) is FindingState.unknown
+    assert ray(complete(taken_ports=[6379])) is FindingState.wrong
 
 
 def test_what_the_launcher_alone_starts_is_wrong_without_it(node_run: Compose) -> None:
@@ -264,14 +269,14 @@ def test_a_run_without_a_search_needs_no_server(node_run: Compose, tmp_path: Pat
         f"search.index={tmp_path}/no",
     ]
     said = found(node_run(*alone), complete(), "search server")
-    assert (said.state, said.found) == (State.ok, "none is needed, search.enabled is false")
+    assert (said.state, said.found) == (FindingState.ok, "none is needed, search.enabled is false")
     assert wrong_things(node_run(*alone), complete()) == {}
 
 
 def test_an_index_that_another_machine_serves_need_not_be_here(node_run: Compose, tmp_path: Path) -> None:
     elsewhere = ["search.url=null", f"search.index={tmp_path / 'none'}"]
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
-    assert found(served, complete(), "search.index").state is State.unknown
+    assert found(served, complete(), "search.index").state is FindingState.unknown
     assert "search.index" in wrong_things(node_run(*elsewhere), complete())
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.cluster.preflight.finding import State
+from rlsys.cluster.preflight.findings import FindingState
 from rlsys.cluster.preflight.inputs import data_findings, model_findings
 from rlsys.weights.hf_io import INDEX
 
 
 def wrong(folder: Path) -> list[str]:
-    return [one.found for one in model_findings(folder) if one.state is State.wrong]
+    return [one.found for one in model_findings(folder) if one.state is FindingState.wrong]
 
 
 def shards(folder: Path) -> list[Path]:
@@ -67,11 +67,11 @@ def test_the_first_row_is_read_as_the_run_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
     file.write_text('{"prompt": "Who?"}\n')
     finding, question = data_findings("task.train_path", file)
-    assert finding.state is State.wrong
+    assert finding.state is FindingState.wrong
     assert "reward_model.ground_truth.target" in finding.found
     assert question is None
     file.write_text('{"prompt": "Who?", "solutions": ["me"]}\n{')
     finding, question = data_findings("task.train_path", file)
-    assert finding.state is State.ok
+    assert finding.state is FindingState.ok
     assert question is not None
     assert question.answers == ("me",)

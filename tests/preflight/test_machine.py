@@ -12,8 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rlsys.cluster.preflight.machine import ThisMachine, read_gpus
-from rlsys.cluster.preflight.probes import Unseen
+from rlsys.cluster.preflight.machine import ThisMachine, Unseen, read_gpus
 from rlsys.config.schema import SearchConfig
 
 CARDS = """\
@@ -32,14 +31,14 @@ def test_cards_and_those_on_them_are_read() -> None:
     assert seen.driver == "580.82.07"
     assert [(card.index, round(card.total_gib, 1)) for card in seen.cards] == [(0, 79.6), (1, 79.6)]
     assert seen.cards[1].used_gib == 20.0
-    assert [(one.uuid, one.pid) for one in seen.tenants] == [
+    assert [(one.uuid, one.pid) for one in seen.processes] == [
         ("GPU-bbb", 4711),
         ("GPU-bbb", 12),
         ("GPU-aaa", 13),
     ]
-    assert seen.tenants[0].name == "python3"
-    assert seen.tenants[1].used_gib == 0.0
-    assert (seen.tenants[2].name, seen.tenants[2].used_gib) == ("a,b, c", 5 / 1024)
+    assert seen.processes[0].name == "python3"
+    assert seen.processes[1].used_gib == 0.0
+    assert (seen.processes[2].name, seen.processes[2].used_gib) == ("a,b, c", 5 / 1024)
 
 
 @pytest.mark.parametrize(

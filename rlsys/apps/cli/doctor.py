@@ -104,9 +104,8 @@ def look(
     `launched`: `rlsys launch` will bring machines together and start search servers before the run.
     """
     from rlsys.cluster.preflight.examine import examine
-    from rlsys.cluster.preflight.finding import is_right
+    from rlsys.cluster.preflight.findings import as_data, is_right, show
     from rlsys.cluster.preflight.machine import ThisMachine
-    from rlsys.cluster.preflight.show import as_data, show
     from rlsys.config.compose import load_config
     from rlsys.orchestrator.validate import find_problems
 

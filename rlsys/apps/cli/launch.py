@@ -10,9 +10,8 @@ import typer
 
 from rlsys.apps.cli.doctor import look
 from rlsys.apps.cli.train import ConfigDir, ConfigName, Overrides
-from rlsys.cluster.launch.searching import check_searching
-from rlsys.cluster.launch.task import Task
-from rlsys.cluster.role import DEFAULT_PORT, Role, find_role, machine_count
+from rlsys.cluster.launch.role import LaunchTask, Role, check_searching, find_role, machine_count
+from rlsys.cluster.network import RAY_PORT
 from rlsys.config.compose import load_config
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems, validate
@@ -55,23 +54,23 @@ def command(
         look(config_name, overrides or (), config_dir, launched=True)
     validate(config)
     check_searching(config)
-    task = Task(config, config_name, tuple(overrides or ()), config_dir, preflight, wait)
+    task = LaunchTask(config, config_name, tuple(overrides or ()), config_dir, preflight, wait)
     if cluster is not None:
         if rank is not None or head is not None:
             raise UserError("--cluster is for a cluster that runs already: leave --rank and --head out.")
-        role = Role(0, machine_count(nodes, config.cluster.nodes), "", DEFAULT_PORT)
+        role = Role(0, machine_count(nodes, config.cluster.nodes), "", RAY_PORT)
     else:
         role = find_role(os.environ, config.cluster.nodes, rank=rank, nodes=nodes, head=head)
     raise typer.Exit(_launch(task, role, cluster))
 
 
-def _launch(task: Task, role: Role, cluster: str | None) -> int:
+def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
     from rlsys.cluster.auth import require_token
     from rlsys.cluster.launch.ray_node import patience
 
     # Ray reads them once, when it is loaded.
     os.environ.update(patience(os.environ))
-    if cluster is None and role.leads:
+    if cluster is None and role.rank == 0:
         os.environ.update(require_token(os.environ, make=True))
 
     # Ray takes seconds to load, which a mistake need not wait for.
@@ -79,12 +78,12 @@ def _launch(task: Task, role: Role, cluster: str | None) -> int:
     from rlsys.cluster.launch.head import lead, lead_cluster
     from rlsys.cluster.launch.worker import work
 
-    def say(text: str) -> None:
+    def notify(text: str) -> None:
         with suppress(OSError):  # Of a terminal that has been closed.
             typer.echo(f"launch: {text}", err=True)
 
     if cluster is not None:
-        return run_to_end(lead_cluster(task, role, cluster, say))
-    if role.leads:
-        return run_to_end(lead(task, role, say))
-    return run_to_end(work(role, task.config, task.wait_s, say)).status
+        return run_to_end(lead_cluster(task, role, cluster, notify))
+    if role.rank == 0:
+        return run_to_end(lead(task, role, notify))
+    return run_to_end(work(role, task.config, task.wait_s, notify)).status

@@ -1,38 +1,37 @@
-"""Ray on this machine as a child process: started, watched, and certainly ended with all that came of it.
+"""Child processes of the launcher: Ray on this machine, and commands of rlsys; each certainly ended with all that came of it.
 
-Ray keeps its files in a folder of this machine's own, which goes with it; `end.json` in it is where the head
-says how the run has ended. Nothing of Ray is imported here.
+Ray keeps its files in a folder of this machine's own, which goes with it; `end.json` in it is where the head says how the
+run has ended. Nothing of Ray is imported here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlsys.cluster import LOOPBACK_VARIABLE
+from rlsys.cluster.child_processes import adopt_orphans, descendants, end, ends_with_parent
 from rlsys.cluster.folders import ray_folder, rays_own
-from rlsys.cluster.offspring import adopt_orphans, descendants, end
 from rlsys.cluster.planning.placement import parse_placement
-from rlsys.cluster.tether import tethered
 from rlsys.config.derived import has_critic
 from rlsys.config.schema import Device, RunConfig
 from rlsys.errors import RunError
 from rlsys.files import write_atomically
 from rlsys.search.launch import child_environment
 
-FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"
-"""Where processes that Ray starts learn the folder."""
-OBJECT_STORE_BYTES = 512 * 1024**2
-"""On CPUs; on GPUs Ray's own choice, a share of the memory."""
-STOP_S = 10.0
-"""For Ray to end by itself."""
+FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"  # Where processes that Ray starts learn the folder.
+OBJECT_STORE_BYTES = 512 * 1024**2  # On CPUs; on GPUs Ray's own choice, a share of the memory.
+STOP_S = 10.0  # For Ray to end by itself.
+PATIENCE_S = 60.0  # For a command that is told to end: a run closes what it has opened.
 _END = "end.json"
 _OUTPUT = "ray-start.log"
 _LOG_LINES = 15
@@ -49,10 +48,9 @@ a head that is silent, in seconds, after which Ray ends it on the spot; the laun
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended."""
+    """The end of a run."""
 
-    status: int
-    """As a process's exit status."""
+    status: int  # As a process's exit status.
     sentence: str
 
 
@@ -72,26 +70,24 @@ class RayNode:
         hint = (
             " The machines have different tokens of Ray: copy the file ~/.ray/auth_token of the head to all, or set the "
             "same RAY_AUTH_TOKEN everywhere."
-            if "InvalidAuthToken" in said
-            else ""
         )
+        hint = hint if "InvalidAuthToken" in said else ""
         lines = "\n".join(f"    {line}" for line in said.splitlines()[-_LOG_LINES:])
         raise RunError(f"Ray ended on this machine with status {status}.{hint} It said last:\n{lines}")
 
     def ending(self) -> Ending | None:
-        """What the head has said of the end of the run; None before it has."""
+        """The end of the run as the head has told it; None before it has."""
         file = self.folder / _END
         return Ending(**json.loads(file.read_text())) if file.is_file() else None
 
 
 def tell_ending(folder: Path, ending: Ending) -> None:
     """Let whoever has started Ray in `folder` know how the run ended."""
-    fields = {"status": ending.status, "sentence": ending.sentence}
-    write_atomically(folder / _END, json.dumps(fields) + "\n")
+    write_atomically(folder / _END, json.dumps(asdict(ending)) + "\n")
 
 
 @contextmanager
-def ray_node(arguments: list[str], config: RunConfig, resource: str, *, alone: bool) -> Iterator[RayNode]:
+def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alone: bool) -> Iterator[RayNode]:
     """Start Ray on this machine with `arguments` and 1 of `resource`; on the way out nothing of it stays.
 
     `alone` keeps it to this machine's loopback interface.
@@ -99,16 +95,16 @@ def ray_node(arguments: list[str], config: RunConfig, resource: str, *, alone: b
     adopt_orphans()
     strangers = {process.pid for process in descendants()}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style", "record"]
-    command += ["--disable-usage-stats"]
-    command += ["--resources", json.dumps({resource: 1}), *arguments, *slots(config)]
+    command += ["--disable-usage-stats", "--resources", json.dumps({resource: 1}), *arguments, *_slots(config)]
     with ray_folder() as folder:
+        told = {LOOPBACK_VARIABLE: "0" if alone else "1", FOLDER_VARIABLE: str(folder)}
         with (folder / _OUTPUT).open("wb") as output:
             process = subprocess.Popen(
-                tethered([*command, "--temp-dir", str(rays_own(folder))]),
+                ends_with_parent([*command, "--temp-dir", str(rays_own(folder))]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment() | dict(ray_settings(os.environ, folder, alone=alone)),
+                env=child_environment() | patience(os.environ) | told,
                 process_group=0,
             )
         try:
@@ -117,8 +113,8 @@ def ray_node(arguments: list[str], config: RunConfig, resource: str, *, alone: b
             _stop(process, strangers)
 
 
-def slots(config: RunConfig) -> list[str]:
-    """What `ray start` is told of a machine's devices."""
+def _slots(config: RunConfig) -> list[str]:
+    """Arguments of `ray start` for a machine's devices."""
     cluster = config.cluster
     if cluster.device is Device.gpu:
         return [] if cluster.devices_per_node is None else ["--num-gpus", str(cluster.devices_per_node)]
@@ -127,18 +123,13 @@ def slots(config: RunConfig) -> list[str]:
     return ["--num-cpus", str(number), "--object-store-memory", str(OBJECT_STORE_BYTES)]
 
 
-def ray_settings(environment: Mapping[str, str], folder: Path, *, alone: bool) -> dict[str, str]:
-    """Variables for Ray's processes: its patience where `environment` has none, its reach, and `folder`."""
-    return patience(environment) | {LOOPBACK_VARIABLE: "0" if alone else "1", FOLDER_VARIABLE: str(folder)}
-
-
 def patience(environment: Mapping[str, str]) -> dict[str, str]:
-    """How long Ray waits for what is silent, where `environment` does not say it."""
+    """Variables for how long Ray waits for what is silent, where `environment` does not say it."""
     return {name: value for name, value in _PATIENCE.items() if name not in environment}
 
 
 def _stop(process: subprocess.Popen[bytes], strangers: set[int]) -> None:
-    ours = [one for one in descendants() if one.pid not in strangers]
+    ours = [child for child in descendants() if child.pid not in strangers]
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
@@ -146,5 +137,25 @@ def _stop(process: subprocess.Popen[bytes], strangers: set[int]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    ours += [one for one in descendants() if one.pid not in strangers]
+    ours += [child for child in descendants() if child.pid not in strangers]
     end(ours)
+
+
+@asynccontextmanager
+async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
+    """Run `rlsys` with `arguments`, its output where ours goes; on the way out it is ended, gently if it can be.
+
+    It leads a process group, so that Ctrl-C reaches it through us alone, once, and is told to end if we are killed.
+    """
+    command = ends_with_parent([sys.executable, "-m", "rlsys.apps.cli.main", *arguments])
+    process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=child_environment(), process_group=0)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), PATIENCE_S)
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()

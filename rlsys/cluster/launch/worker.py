@@ -9,35 +9,32 @@ import time
 
 from rlsys.cluster.auth import require_token
 from rlsys.cluster.launch.ray_node import Ending, RayNode, ray_node
-from rlsys.cluster.launch.task import Say
-from rlsys.cluster.machines import RANK
+from rlsys.cluster.launch.role import Notify, Role
 from rlsys.cluster.network import address_towards, answers
-from rlsys.cluster.role import Role
+from rlsys.cluster.runtime import RANK
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError
 
-LOOK_S = 1.0
-"""Between two looks at the head."""
-LOST_S = 20.0
-"""The head is lost when it has answered nothing for so long."""
+LOOK_S = 1.0  # Between two looks at the head.
+LOST_S = 20.0  # The head is lost when it has answered nothing for so long.
 FAREWELL_S = 90.0
 """For a head that was told to end at the same time, as by Slurm, to close the run, which needs this machine."""
 
 
-async def work(role: Role, config: RunConfig, wait_s: float, say: Say) -> Ending:
+async def work(role: Role, config: RunConfig, wait_s: float, notify: Notify) -> Ending:
     """Be a part of the head's cluster until the run has ended, and return how it did.
 
     Raises RunError if the head does not come within `wait_s` seconds, or is lost; UserError without Ray's token.
     """
-    say(f"node {role.rank} waits for the head at {role.host}:{role.port}")
+    notify(f"node {role.rank} waits for the head at {role.host}:{role.port}")
     address = await _await_head(role, wait_s)
     joining = ["--address", f"{role.host}:{role.port}", "--node-ip-address", address]
     # With a home that all machines share, the head has made the token by now.
     os.environ.update(require_token(os.environ, make=False))
     with ray_node(joining, config, f"{RANK}{role.rank}", alone=False) as node:
-        say(f"node {role.rank} joins the head as {address}")
-        ending = await _stay(role, node, say)
-    say(f"node {role.rank} leaves: {ending.sentence}")
+        notify(f"node {role.rank} joins the head as {address}")
+        ending = await _stay(role, node, notify)
+    notify(f"node {role.rank} leaves: {ending.sentence}")
     return ending
 
 
@@ -61,8 +58,8 @@ async def _await_head(role: Role, wait_s: float) -> str:
         await asyncio.sleep(LOOK_S)
 
 
-async def _stay(role: Role, node: RayNode, say: Say) -> Ending:
-    """Until the head says how the run ended, or is lost.
+async def _stay(role: Role, node: RayNode, notify: Notify) -> Ending:
+    """Wait until the head says how the run ended, or is lost.
 
     SIGTERM does not end it before the head has had its time; a second one does, and Ctrl-C.
     """
@@ -76,7 +73,7 @@ async def _stay(role: Role, node: RayNode, say: Say) -> Ending:
             task.cancel()
             return
         leave = time.monotonic() + FAREWELL_S
-        say(f"node {role.rank} leaves when the head has closed the run, within {FAREWELL_S:.0f} s")
+        notify(f"node {role.rank} leaves when the head has closed the run, within {FAREWELL_S:.0f} s")
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked)
     while True:

@@ -1,14 +1,10 @@
-"""The resolved plan of a run: groups, ranks, worlds and an estimate of memory. Pure.
-
-`rlsys.cluster.planning.memory` says what the estimate counts.
-"""
+"""Resolves the plan of a run: groups, ranks, worlds and an estimate of memory. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rlsys.cluster.planning.memory import GIB, group_memory
-from rlsys.cluster.planning.parameters import count_parameters
+from rlsys.cluster.planning.memory import GIB, count_parameters, group_memory
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.algorithm import AdvantageBaseline
 from rlsys.config.derived import (
@@ -21,30 +17,20 @@ from rlsys.config.derived import (
     runs_ahead,
 )
 from rlsys.config.problems import algorithm_notes
-from rlsys.config.schema import (
-    Device,
-    Mode,
-    RunConfig,
-    Schedule,
-    SearchConfig,
-)
+from rlsys.config.schema import Device, Mode, RunConfig, Schedule, SearchConfig
 from rlsys.weights.families import Architecture, read_architecture
+
+_SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 
 
 def make_plan(config: RunConfig) -> dict[str, Any]:
     """Everything that the config settles, as plain data."""
     ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     model = read_architecture(config.model.path)
-    parameters = count_parameters(model)
     trainer, algorithm = config.trainer, config.algorithm
-    episodes = trainer.prompts_per_step * algorithm.n_samples
     sizes = mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)
     groups: dict[str, Any] = {
-        name: {
-            "ranks": list(ranks[name]),
-            **_sizes(config, ranks[name], name),
-            **_memory(config, model, name),
-        }
+        name: {"ranks": list(ranks[name]), **_sizes(config, ranks[name], name), **_memory(config, model, name)}
         for name in ("actor", "inference", "critic", "rollout")
         if name in ranks
     }
@@ -53,10 +39,10 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
         "device": str(config.cluster.device),
         "world_size": len({rank for held in ranks.values() for rank in held}),
         "groups": groups,
-        "model": {"path": config.model.path, "parameters": parameters.all, "dtype": str(config.model.dtype)},
+        "model": {"path": config.model.path, "parameters": count_parameters(model), "dtype": str(config.model.dtype)},
         "batch": {
             "prompts_per_step": trainer.prompts_per_step,
-            "episodes_per_step": episodes,
+            "episodes_per_step": trainer.prompts_per_step * algorithm.n_samples,
             "episodes_per_update": sorted({size * algorithm.n_samples for size in sizes}),
             "updates": trainer.steps * trainer.mini_batches,
         },
@@ -101,16 +87,12 @@ def overlap(config: RunConfig) -> str:
         return f"stages take turns on the same devices{frees}"
     if kind is Schedule.sequential:
         return "no stages overlap"
-    within = "within a step" if not runs_ahead(config) else "across steps"
-    if needs_whole_mini_batch(algorithm):
-        because = (
-            "algorithm.baseline=batch"
-            if algorithm.baseline is AdvantageBaseline.batch
-            else f"algorithm.advantage_scale={algorithm.advantage_scale}"
-        )
-        waits = f"; training waits for whole mini-batches, because {because}"
-        return f"rollout, log-probs and training overlap {within}{waits}"
-    return f"rollout, log-probs and training overlap {within}"
+    overlapping = f"rollout, log-probs and training overlap {'across steps' if runs_ahead(config) else 'within a step'}"
+    if not needs_whole_mini_batch(algorithm):
+        return overlapping
+    batch = algorithm.baseline is AdvantageBaseline.batch
+    because = "algorithm.baseline=batch" if batch else f"algorithm.advantage_scale={algorithm.advantage_scale}"
+    return f"{overlapping}; training waits for whole mini-batches, because {because}"
 
 
 def _search(search: SearchConfig) -> str:
@@ -123,11 +105,7 @@ def _search(search: SearchConfig) -> str:
     return ", ".join([search.url, *search.replicas])
 
 
-_SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
-
-
 def _sizes(config: RunConfig, ranks: tuple[int, ...], name: str) -> dict[str, int]:
-    """How the ranks of a group share its work."""
     if name == "rollout":
         tp = config.rollout.engine.tp
         return {"engines": len(ranks) // tp, "tp": tp}
@@ -137,13 +115,7 @@ def _sizes(config: RunConfig, ranks: tuple[int, ...], name: str) -> dict[str, in
 
 
 def _memory(config: RunConfig, model: Architecture, name: str) -> dict[str, Any]:
-    """Of one rank of the group: at its fullest, and by parts, which are not all there at once."""
+    """Memory of one rank of the group: at its fullest, and by parts, which are not all there at once."""
     memory = group_memory(config, model, name)
-    return {
-        "memory_gib_per_rank": _gib(memory.total),
-        "memory_gib": {part: _gib(size) for part, size in memory.parts.items()},
-    }
-
-
-def _gib(size: float) -> float:
-    return round(size / GIB, 4)
+    parts = {part: round(size / GIB, 4) for part, size in memory.parts.items()}
+    return {"memory_gib_per_rank": round(memory.total / GIB, 4), "memory_gib": parts}

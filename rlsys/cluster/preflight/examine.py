@@ -1,4 +1,4 @@
-"""Everything that a run needs, looked at before anything starts: what is wrong is said all at once.
+"""Looks at everything that a run needs before anything starts: what is wrong is said all at once.
 
 Contract: nothing is started that stays, no weights are read, and every wait ends by itself. What is wrong with the
 config already is not looked at again in the world: a path that is not there is said once.
@@ -6,47 +6,68 @@ config already is not looked at again in the world: a path that is not there is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from rlsys.cluster.planning.hardware import launch_problems
-from rlsys.cluster.planning.placement import parse_placement
-from rlsys.cluster.preflight.cluster import devices_here, elsewhere, look_at_ray, machines, ray_findings
-from rlsys.cluster.preflight.estimates import plan_of
-from rlsys.cluster.preflight.finding import Finding, ok, unknown, wrong
-from rlsys.cluster.preflight.gpus import gpu_findings, interface_findings, nccl_findings
-from rlsys.cluster.preflight.inputs import MODEL, data_findings, model_findings
-from rlsys.cluster.preflight.probes import Probes
-from rlsys.cluster.preflight.room import room_findings
-from rlsys.cluster.preflight.search import search_findings
-from rlsys.cluster.preflight.versions import version_findings
-from rlsys.config.derived import has_critic
+from packaging.requirements import Requirement
+
+from rlsys.cluster.folders import ray_parent
+from rlsys.cluster.network import RAY_PORT
+from rlsys.cluster.planning.memory import BYTES, GIB
+from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, parse_placement
+from rlsys.cluster.planning.plan import make_plan
+from rlsys.cluster.preflight.findings import Finding, note, ok, unknown, wrong
+from rlsys.cluster.preflight.inputs import MODEL, data_findings, model_findings, search_findings, spoken
+from rlsys.cluster.preflight.machine import Gpus, RayCluster, ThisMachine, Unseen
+from rlsys.config.derived import has_critic, has_reference, moves_reference
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Device, RunConfig
+from rlsys.config.schema import Device, Layers, RunConfig, SyncMode
 from rlsys.errors import UserError
-from rlsys.observe.capabilities import lacking
+from rlsys.observe.capabilities import Capabilities, lacking
+from rlsys.weights.sockets import INTERFACE_VARIABLES
+
+REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements"
+_PROFILE = {Device.cpu: ("cpu", "cpu-nodeps"), Device.gpu: ("gpu",)}
+_NEEDED = ("torch", "sglang")  # What rlsys needs beside base.txt, in every profile.
+_SHOWN = 4  # Packages that a finding names.
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+"""Major version of CUDA -> of the driver that programs built for it need at least.
+
+https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+"""
+_RESERVED_GIB = 1.0  # Of a card that a driver may hold for itself and a desktop.
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_GIB = {Device.gpu: 1.0, Device.cpu: 0.5}
+"""NCCL's buffers between cards of a machine (NVIDIA's documentation asks containers for 1 GiB); Ray's object store."""
+_FULL = 0.95  # Share of a file system from which on Ray writes no more of its objects to it.
+_LOGS_GIB = 1.0  # Logs, figures and Ray's session.
+_OPTIMIZER_BYTES = 12
+_BUCKET_FILES = 3  # Most files of weights that cluster.sync_mode=disk has at a time.
+_RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
+RAY = "Ray"
 
 
 def examine(
-    config: RunConfig, known: Sequence[Problem], probes: Probes, *, launched: bool = False
+    config: RunConfig, known: Sequence[Problem], machine: ThisMachine, *, launched: bool = False
 ) -> Iterator[Finding]:
-    """All findings for a run of `config` from the machine that `probes` look at, in the order of the table.
+    """Yield all findings for a run of `config` from `machine`, in the order of the table.
 
-    `known` are the problems of the config itself. `launched`: `rlsys launch` will bring machines together and start search servers before the run.
+    `known` are the problems of the config itself. `launched`: `rlsys launch` will bring machines together and start
+    search servers before the run.
     """
     problems = [*known, *(() if launched else launch_problems(config))]
-    yield from (wrong(problem.key, problem.sentence) for problem in problems)
-    if not problems:
-        yield ok("config", f"{config.name}: its settings go together")
+    yield from _said(problems) or [ok("config", f"{config.name}: its settings go together")]
     bad = {problem.key for problem in problems}
-    ranks = _ranks(config)
-    ray = look_at_ray(config, probes)
-    yield from version_findings(config.cluster.device, probes.version)
-    yield from _devices(config, devices_here(config, ranks, ray, probes), probes)
-    yield from interface_findings(probes)
+    ranks, ray = _ranks(config), _look_at_ray(config, machine)
+    machines = max(config.cluster.nodes, len(ray.nodes) if isinstance(ray, RayCluster) else 1)
+    yield from _version_findings(config.cluster.device, machine.version)
+    yield from _device_findings(config, _devices_here(config, ranks, ray, machine), machine)
+    yield from _interface_findings(machine)
     if "cluster.address" not in bad:
-        yield from ray_findings(config, ranks, ray, probes)
-    yield from room_findings(config, plan_of(config), probes)
+        yield from _ray_findings(config, ranks, ray, machine)
+    yield from _room_findings(config, _plan(config), machine)
     if MODEL not in bad:
         yield from model_findings(Path(config.model.path))
     question = ""
@@ -56,26 +77,17 @@ def examine(
             question = question or (first.text if first else "")
             yield finding
     if not any(key.startswith("search.") for key in bad):
-        yield from search_findings(config, question, machines(config, ray), probes)
-    if not launched:  # Else each machine is looked at by itself.
-        yield from elsewhere(machines(config, ray) - 1)
+        yield from search_findings(config, question, machines, machine)
+    if machines > 1 and not launched:  # Else each machine is looked at by itself.
+        yield unknown(
+            f"{machines - 1} other machine{'s' if machines > 2 else ''}",
+            "their GPUs, driver, versions, disk, and whether they have model and output_dir under the same paths",
+            "run the same command on each",
+        )
 
 
-def _devices(config: RunConfig, wanted: int, probes: Probes) -> Iterator[Finding]:
-    """Of the devices that this machine gives, and of what is installed to use them."""
-    on_gpus = config.cluster.device is Device.gpu
-    if on_gpus and not wanted:
-        yield unknown("GPUs", "this machine gives none; those of the others are not seen from here")
-        return
-    if on_gpus:
-        # Before torch looks: it takes memory of the cards.
-        yield from gpu_findings(config, wanted, probes)
-    problems = list(lacking(config, probes.capabilities()))
-    yield from (wrong(problem.key, problem.sentence) for problem in problems)
-    if not problems:
-        yield ok("capabilities", "nothing that the settings ask for is missing")
-    if on_gpus:
-        yield from nccl_findings(probes.capabilities())
+def _said(problems: Sequence[Problem]) -> list[Finding]:
+    return [wrong(problem.key, problem.sentence) for problem in problems]
 
 
 def _ranks(config: RunConfig) -> int:
@@ -85,3 +97,348 @@ def _ranks(config: RunConfig) -> int:
     except UserError:
         return 1
     return len({rank for held in placed.values() for rank in held})
+
+
+def _plan(config: RunConfig) -> dict[str, Any] | None:
+    """As `make_plan`; None where the config is too wrong for one, which its own problems say."""
+    try:
+        return make_plan(config)
+    except (UserError, ValueError, ArithmeticError, LookupError):
+        return None
+
+
+def _version_findings(device: Device, version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Compare installed versions with what rlsys needs, and with what it was tested with (requirements/)."""
+    if not (REQUIREMENTS / "base.txt").is_file():
+        yield unknown("versions", f"{REQUIREMENTS} is not there, so there is nothing to compare them with")
+        return
+    files = [REQUIREMENTS / f"{name}.txt" for name in _PROFILE[device]]
+    profile = f"requirements/{files[0].name}"
+    needed = [*read_requirements(REQUIREMENTS / "base.txt"), *map(Requirement, _NEEDED)]
+    problems = [
+        f"{each.name} is not installed" if found is None else f"{each.name} {found} is not {each.specifier}"
+        for each, found in _unmet(needed, version)
+    ]
+    if problems:
+        yield wrong("versions", "; ".join(problems), f"pip install -r {profile}")
+    else:
+        yield ok("versions", f"all {len(needed)} packages that rlsys needs are there")
+    # Of the profile's pins, those that differ may do, and were not tested.
+    pins = [pin for file in files for pin in read_requirements(file)]
+    other = [
+        f"no {pin.name}" if found is None else f"{pin.name} {found} for {str(pin.specifier).removeprefix('==')}"
+        for pin, found in _unmet(pins, version)
+    ]
+    if not other:
+        yield ok("tested versions", f"all {len(pins)} of {profile}")
+        return
+    shown = ", ".join(other[:_SHOWN]) + (f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else "")
+    told = f"{len(other)} of {len(pins)} are not those of {profile}: {shown}"
+    yield note("tested versions", told, f"pip install -r {profile}")
+
+
+def read_requirements(file: Path) -> list[Requirement]:
+    """Read all of a requirements file that is for this system, without options and comments."""
+    lines = (line.split(" #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+    needed = [Requirement(line) for line in lines if line and line[0] not in "#-"]
+    return [each for each in needed if each.marker is None or each.marker.evaluate()]
+
+
+def _unmet(
+    needed: Sequence[Requirement], version: Callable[[str], str | None]
+) -> Iterator[tuple[Requirement, str | None]]:
+    """Those that are absent (None) or there in another version."""
+    for each in needed:
+        found = version(each.name)
+        if found is None or not each.specifier.contains(found, prereleases=True):
+            yield each, found
+
+
+def _devices_here(config: RunConfig, ranks: int, ray: RayCluster | Unseen | None, machine: ThisMachine) -> int:
+    """Count those of the run's `ranks` devices that this machine is to give."""
+    if isinstance(ray, RayCluster):
+        own = {address for addresses in machine.interfaces().values() for address in addresses}
+        mine = [node.resources for node in ray.nodes if node.address in own]
+        return min(ranks, int(sum(node.get(_RESOURCE[config.cluster.device], 0) for node in mine)))
+    per_node = config.cluster.devices_per_node
+    return ranks if config.cluster.nodes == 1 or per_node is None else min(ranks, per_node)
+
+
+def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Iterator[Finding]:
+    """Look at the `wanted` devices that this machine gives, and at what is installed to use them."""
+    on_gpus = config.cluster.device is Device.gpu
+    if on_gpus and not wanted:
+        yield unknown("GPUs", "this machine gives none; those of the others are not seen from here")
+        return
+    if on_gpus:
+        # Before torch looks: it takes memory of the cards.
+        yield from _gpu_findings(config, wanted, machine)
+    problems = list(lacking(config, machine.capabilities))
+    yield from _said(problems) or [ok("capabilities", "nothing that the settings ask for is missing")]
+    if on_gpus and machine.capabilities.nccl:
+        reach = "whether cards and machines reach each other shows at the start"
+        yield note("NCCL", f"in torch {machine.capabilities.torch}; {reach}")
+
+
+def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Iterator[Finding]:
+    """Look at number, memory and driver of this machine's cards, and who is on them.
+
+    Memory is compared with the plan's estimate of the fullest device, for the cards and the layers that are here.
+    """
+    try:
+        seen = machine.gpus()
+    except Unseen as problem:
+        yield wrong("GPUs", str(problem), "run on a machine with NVIDIA GPUs and their driver")
+        return
+    names = ", ".join(sorted({card.name for card in seen.cards}))
+    found = f"{len(seen.cards)} of {wanted}" + (f": {names}" if names else "")
+    fewer = "place the groups on fewer (cluster.placement), look at CUDA_VISIBLE_DEVICES, or use a machine with more"
+    yield ok("GPUs", found) if len(seen.cards) >= wanted else wrong("GPUs", found, fewer)
+    # Only now: torch takes memory of the cards that it looks at.
+    here = machine.capabilities
+    yield _driver(seen.driver, here.cuda)
+    if not seen.cards:
+        return
+    smallest = min(card.total_gib for card in seen.cards)
+    real = _on_these(config, smallest, here)
+    if (plan := _plan(real)) is None:
+        return
+    groups, needed = fullest_device(real, plan)
+    yield _gpu_memory(groups, needed, smallest, config.cluster.device_memory_gib)
+    yield from _used_gpus(seen, needed)
+
+
+def _on_these(config: RunConfig, card_gib: float, here: Capabilities) -> RunConfig:
+    """`config` with the memory of these cards for the stated one, and what `model.layers=auto` is here."""
+    layers = here.layers if config.model.layers is Layers.auto else config.model.layers
+    cluster = replace(config.cluster, device_memory_gib=card_gib)
+    return replace(config, model=replace(config.model, layers=layers), cluster=cluster)
+
+
+def _driver(driver: str, cuda: str | None) -> Finding:
+    what = "CUDA driver"
+    if cuda is None:
+        return wrong(what, f"{driver}, and torch is built without CUDA", "install torch as requirements/gpu.txt says")
+    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    if oldest is None:
+        return unknown(what, f"{driver}; what CUDA {cuda} needs is not known here", "look at NVIDIA's release notes")
+    if int(driver.split(".")[0]) < oldest:
+        old = f"{driver} is too old for torch's CUDA {cuda}, which needs {oldest}"
+        return wrong(what, old, f"install driver {oldest} or newer, or torch built for an older CUDA")
+    return ok(what, f"{driver}, torch is built for CUDA {cuda}")
+
+
+def _gpu_memory(names: Sequence[str], needed: float, card_gib: float, stated_gib: float | None) -> Finding:
+    """Compare with the smallest card, which the groups `names` are to share; `stated_gib` is what the config takes it for."""
+    found = f"{' + '.join(names)} take about {needed:.1f} of {card_gib:.1f} GiB of a card"
+    if stated_gib is not None and abs(stated_gib - card_gib) > (1 - USABLE) * stated_gib:
+        found += f" (not of cluster.device_memory_gib={stated_gib:g})"
+    if needed <= card_gib * USABLE:
+        return ok("GPU memory", found)
+    fixes = [f"raise {name}.parallel.tp or lower {name}.micro_batch_tokens" for name in names if name != "rollout"]
+    fixes += ["lower rollout.engine.memory_fraction or raise rollout.engine.tp"] if "rollout" in names else []
+    return wrong("GPU memory", f"{found}, of which {USABLE:.0%} can be used", "; or ".join(fixes))
+
+
+def _used_gpus(seen: Gpus, needed: float) -> Iterator[Finding]:
+    """Look who is on the cards already, and whether it leaves what the fullest card is to hold."""
+    taken = [card for card in seen.cards if card.used_gib > _RESERVED_GIB]
+    if not taken:
+        yield ok("GPUs in use", "nobody else is on them")
+    for card in taken:
+        who = ", ".join(
+            f"{process.name} (process {process.pid}, {process.used_gib:.1f} GiB)"
+            for process in seen.processes
+            if process.uuid == card.uuid
+        )
+        what = f"GPU {card.index} in use"
+        found = f"{card.used_gib:.1f} of {card.total_gib:.1f} GiB by {who or 'a process that is not seen from here'}"
+        if card.total_gib - card.used_gib >= needed:
+            yield note(what, f"{found}; the rest is enough")
+        else:
+            fix = "end it, or leave the card out with CUDA_VISIBLE_DEVICES"
+            yield wrong(what, f"{found}; {needed:.1f} may be wanted", fix)
+
+
+def _interface_findings(machine: ThisMachine) -> Iterator[Finding]:
+    """Look for the network interfaces that the environment names, if any."""
+    present = machine.interfaces()
+    for variable in INTERFACE_VARIABLES:
+        value = machine.variable(variable)
+        if not value:
+            continue
+        if any(_lets_through(value, interface, variable) for interface in present):
+            yield ok(variable, value)
+        else:
+            found = f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}"
+            yield wrong(variable, found, f"export {variable} with one of them, or unset it")
+
+
+def _lets_through(value: str, interface: str, variable: str) -> bool:
+    """Whether `value` lets `interface` through.
+
+    gloo takes whole names. NCCL takes prefixes; behind `=` whole names, behind `^` all but these and the loopback.
+    """
+    if variable != "NCCL_SOCKET_IFNAME":
+        return interface in _listed(value)
+    but, prefixes = value.startswith("^"), value.removeprefix("^")
+    names = _listed(prefixes.removeprefix("="))
+    matches = interface in names if prefixes.startswith("=") else interface.startswith(tuple(names))
+    return not matches and interface != "lo" if but else matches
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]
+
+
+def _look_at_ray(config: RunConfig, machine: ThisMachine) -> RayCluster | Unseen | None:
+    """The cluster that the run joins, or why it cannot; None where it starts its own."""
+    if config.cluster.address is None:
+        return None
+    try:
+        return machine.ray(config.cluster.address)
+    except Unseen as problem:
+        return problem
+
+
+def _ray_findings(
+    config: RunConfig, ranks: int, seen: RayCluster | Unseen | None, machine: ThisMachine
+) -> Iterator[Finding]:
+    """Look at the cluster that the run joins, or the one that it starts; `ranks` devices are to be there."""
+    cluster = config.cluster
+    if isinstance(seen, RayCluster):
+        found = f"{len(seen.nodes)} of {cluster.nodes} machines at {cluster.address}"
+        if len(seen.nodes) >= cluster.nodes:
+            yield ok(RAY, found)
+        else:
+            there = ", ".join(node.address for node in seen.nodes)
+            fix = f"run `ray start --address={cluster.address}` on those missing"
+            yield wrong(RAY, f"{found}: {there}", fix)
+        yield _ray_devices(config, seen, ranks)
+    elif isinstance(seen, Unseen):
+        fix = "start it with `ray start --head` or `rlsys launch`, or set cluster.address=null"
+        yield wrong(RAY, f"cluster.address={cluster.address}: {seen}", fix)
+    elif cluster.nodes == 1:
+        yield ok(RAY, "the run starts its own on this machine")
+    elif machine.port_is_free(RAY_PORT):
+        found = f"cluster.address is null, and {cluster.nodes} machines are wanted"
+        fix = "start on all of them with `rlsys launch`, or give cluster.address of a running cluster"
+        yield unknown(RAY, found, fix)
+    else:
+        found = f"port {RAY_PORT}, which the head of a cluster takes, is taken on this machine"
+        yield wrong(RAY, found, "end what runs there (`ray stop`), or give its address as cluster.address")
+
+
+def _ray_devices(config: RunConfig, seen: RayCluster, ranks: int) -> Finding:
+    kind, per_node = _RESOURCE[config.cluster.device], config.cluster.devices_per_node
+    what = f"Ray's {kind}s"
+    have = {node.address: int(node.resources.get(kind, 0)) for node in seen.nodes}
+    total, free = sum(have.values()), int(seen.free.get(kind, 0))
+    if total < ranks:
+        each = ", ".join(f"{address} {number}" for address, number in have.items())
+        fix = f"join more machines, start Ray with --num-{kind.lower()}s, or place the groups on fewer"
+        return wrong(what, f"{total} of {ranks}: {each}", fix)
+    if free < ranks:
+        fix = "end the job that holds them (`ray list placement-groups` names it)"
+        return wrong(what, f"{total}, of which {free} are free and {ranks} are wanted", fix)
+    # Where as many machines as there are must have all of theirs.
+    needed = 0 if per_node is None or len(seen.nodes) > config.cluster.nodes else per_node
+    if short := next((address for address, number in have.items() if number < needed), ""):
+        found = f"{short} has fewer than cluster.devices_per_node={per_node}"
+        return wrong(what, found, "look at CUDA_VISIBLE_DEVICES there, or lower cluster.devices_per_node")
+    return ok(what, f"{free} free, {ranks} wanted")
+
+
+def _room_findings(config: RunConfig, plan: Mapping[str, Any] | None, machine: ThisMachine) -> Iterator[Finding]:
+    """Room for all that a run writes and holds; without a plan, for what does not depend on it."""
+    if plan is not None:
+        yield _output(config, int(plan["model"]["parameters"]), machine)
+    yield _spill(machine)
+    yield _shared(config.cluster.device, machine)
+    if plan is not None and config.cluster.device is Device.cpu and config.cluster.address is None:
+        groups, free = plan["groups"].values(), machine.memory_gib()
+        needed = float(sum(len(group["ranks"]) * group["memory_gib_per_rank"] for group in groups))
+        found = f"{free:.1f} GiB free, and models and optimisers take about {needed:.1f}"
+        fix = "free some, take a smaller model, or place the groups on fewer ranks"
+        yield ok("memory", found) if free > needed else wrong("memory", found, fix)
+
+
+def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding:
+    what, folder = "disk for the run", Path(config.output_dir)
+    try:
+        disk = machine.disk(folder)
+    except Unseen as problem:
+        return wrong(what, f"output_dir={folder}: {problem}", "give a folder that can be written")
+    if not disk.writable:
+        found = f"{disk.folder} cannot be written by this user"
+        return wrong(what, found, "give another output_dir, or make it writable")
+    count, each = _checkpoints_at_once(config), _checkpoint_gib(config, parameters)
+    by_disk = config.cluster.sync_mode is SyncMode.disk
+    weights = _BUCKET_FILES * config.cluster.sync_bucket_bytes / GIB if by_disk else 0.0
+    needed = count * each + weights + _LOGS_GIB
+    checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {spoken(each)}"
+    found = f"{disk.free_gib:.1f} GiB free in {disk.folder}, and {needed:.1f} may be written, {checkpoints} among it"
+    if disk.free_gib >= needed:
+        return ok(what, found)
+    room = int((disk.free_gib - _LOGS_GIB) / each)
+    fewer = f"set checkpoint.keep_last={room - 1}, or " if room > 1 else ""
+    return wrong(what, found, f"{fewer}free {needed - disk.free_gib:.1f} GiB, or give another output_dir")
+
+
+def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
+    """Size of one checkpoint, with all its parts.
+
+    For every parameter it has its weight and three numbers in float32: the optimiser's copy of it and both moments
+    (16.2 bytes a parameter were measured for float32 weights); a reference that moves is saved with its weights and
+    their copy in float32.
+    """
+    weight = BYTES[config.model.dtype]
+    trained = 1 + has_critic(config.algorithm)
+    moved = has_reference(config.algorithm) and moves_reference(config.algorithm)
+    return parameters * (trained * (weight + _OPTIMIZER_BYTES) + moved * (weight + 4)) / GIB
+
+
+def _checkpoints_at_once(config: RunConfig) -> int:
+    """Most that are on disk at the same time: those that are kept, and the one that is being written."""
+    settings, steps = config.checkpoint, config.trainer.steps
+    saved = {*range(settings.interval, steps + 1, settings.interval), steps} if settings.interval > 0 else {steps}
+    if settings.keep_last is None:
+        return len(saved)
+    landmarks = 0 if settings.keep_every is None else sum(step % settings.keep_every == 0 for step in saved)
+    return min(len(saved), settings.keep_last + settings.keep_best + landmarks + 1)
+
+
+def _spill(machine: ThisMachine) -> Finding:
+    """Look at the disk where Ray keeps its session, and what it spills."""
+    what = "disk for Ray"
+    try:
+        scratch = ray_parent()
+        disk = machine.disk(scratch)
+    except UserError as problem:
+        return wrong(what, str(problem))
+    except Unseen as problem:
+        return wrong(what, f"{scratch}: {problem}", "set TMPDIR to a folder that can be written")
+    if not disk.writable:
+        return wrong(what, f"{disk.folder} cannot be written by this user", "set TMPDIR to another folder")
+    used = 1 - disk.free_gib / disk.total_gib if disk.total_gib else 1.0
+    found = f"{disk.free_gib:.1f} GiB free in {disk.folder}, which is {used:.0%} full"
+    if used >= _FULL or disk.free_gib < _LOGS_GIB:
+        return wrong(what, f"{found}; from {_FULL:.0%} on Ray spills nothing to it", "free some, or set TMPDIR")
+    return ok(what, found)
+
+
+def _shared(device: Device, machine: ThisMachine) -> Finding:
+    what, needed = str(SHARED_MEMORY), SHARED_GIB[device]
+    try:
+        disk = machine.disk(SHARED_MEMORY)
+    except Unseen as problem:
+        return unknown(what, str(problem))
+    if disk.folder != SHARED_MEMORY:
+        return unknown(what, "this system has none")
+    found = f"{disk.free_gib:.1f} GiB free"
+    if disk.free_gib >= needed:
+        return ok(what, found)
+    fix = "free some, or give the container more: docker run --shm-size=16g"
+    if device is Device.gpu:
+        return wrong(what, f"{found}, and NCCL wants {needed:g}", fix)
+    return note(what, f"{found}, so Ray's object store of {needed:g} goes to the slower disk", fix)

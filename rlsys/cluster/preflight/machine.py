@@ -1,4 +1,8 @@
-"""The probes of the machine that this process is on."""
+"""Probes of this machine and of all that it can reach, for the checks.
+
+Contract: nothing that is asked here starts anything that stays, and each answer comes, or `Unseen` is raised, within a
+minute at most. Tests ask another machine, a subclass.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import psutil
 
-from rlsys.cluster.preflight.probes import Answer, Disk, Gpu, Gpus, RayCluster, RayNode, Tenant, Unseen
+from rlsys.cluster.network import require_listener
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError, UserError
 from rlsys.observe.capabilities import Capabilities, detect, version_of
@@ -22,34 +26,100 @@ from rlsys.observe.capabilities import Capabilities, detect, version_of
 _GIB = 1024**3
 _DRIVER_S, _CONNECT_S, _RAY_S, _SEARCH_S = 15.0, 3.0, 60.0, 10.0
 _CARD_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
-_TENANT_FIELDS = "gpu_uuid,pid,process_name,used_memory"
+_PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
+
+
+class Unseen(Exception):
+    """There is no answer; one phrase says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One card that this process may use."""
+
+    index: int
+    uuid: str
+    name: str
+    total_gib: float
+    used_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that computes on a card."""
+
+    uuid: str  # Of the card.
+    pid: int
+    name: str
+    used_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The cards of this machine that CUDA_VISIBLE_DEVICES leaves, and who is on them."""
+
+    driver: str
+    cards: tuple[Gpu, ...]
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The file system that a path is, or will be, on."""
+
+    folder: Path  # The nearest folder that is there.
+    total_gib: float
+    free_gib: float
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RayMachine:
+    """A machine of a Ray cluster that is alive."""
+
+    address: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """A Ray cluster that this process could join."""
+
+    nodes: tuple[RayMachine, ...]
+    free: Mapping[str, float]  # What nobody has reserved, of all nodes together.
+
+
+@dataclass(frozen=True, slots=True)
+class SearchAnswer:
+    """One search server's answer to a question."""
+
+    url: str
+    passages: int
+    error: str = ""  # Why there is no answer; one phrase.
 
 
 class ThisMachine:
-    """See `rlsys.cluster.preflight.probes.Probes`."""
+    """The machine that a run is to start from."""
 
     @cached_property
-    def _capabilities(self) -> Capabilities:
-        return detect()
-
     def capabilities(self) -> Capabilities:
-        """What is installed, and what torch sees."""
-        return self._capabilities
+        """Installed packages, and devices that torch sees."""
+        return detect()
 
     def gpus(self) -> Gpus:
         """Raises Unseen where the driver gives no answer."""
         cards = _nvidia_smi(f"--query-gpu={_CARD_FIELDS}")
-        tenants = _nvidia_smi(f"--query-compute-apps={_TENANT_FIELDS}")
-        return read_gpus(cards, tenants, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        processes = _nvidia_smi(f"--query-compute-apps={_PROCESS_FIELDS}")
+        return read_gpus(cards, processes, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def version(self, package: str) -> str | None:
-        """Of an installed package; None is absent."""
+        """Version of an installed package; None is absent."""
         return version_of(package)
 
     def disk(self, path: Path) -> Disk:
-        """Where `path` is or will be. Raises Unseen."""
+        """The file system that `path` is or will be on. Raises Unseen."""
         whole = path.absolute()
-        folder = next((one for one in (whole, *whole.parents) if one.exists()), whole)
+        folder = next((parent for parent in (whole, *whole.parents) if parent.exists()), whole)
         try:
             usage = shutil.disk_usage(folder)
         except OSError as problem:
@@ -66,12 +136,11 @@ class ThisMachine:
     def interfaces(self) -> Mapping[str, Sequence[str]]:
         """Addresses of each network interface that is up."""
         up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-        return {
-            name: [one.address for one in addresses] for name, addresses in psutil.net_if_addrs().items() if name in up
-        }
+        every = psutil.net_if_addrs().items()
+        return {name: [each.address for each in addresses] for name, addresses in every if name in up}
 
     def variable(self, name: str) -> str | None:
-        """Of the environment."""
+        """A variable of the environment."""
         return os.environ.get(name)
 
     def port_is_free(self, port: int) -> bool:
@@ -88,19 +157,26 @@ class ThisMachine:
         """The cluster at `address`. Raises Unseen where it cannot be joined."""
         from rlsys.cluster.look import cluster_at
 
-        _require_listener(address)
         try:
+            require_listener(address, _CONNECT_S)
             seen = cluster_at(address, _RAY_S)
+        except OSError as problem:
+            raise Unseen(f"nobody listens there ({problem.strerror or problem})") from problem
         except RunError as problem:
             raise Unseen(str(problem)) from problem
-        return RayCluster(tuple(RayNode(**node) for node in seen["nodes"]), seen["free"])
+        return RayCluster(tuple(RayMachine(**node) for node in seen["nodes"]), seen["free"])
 
-    def search(self, settings: SearchConfig, question: str) -> tuple[Answer, ...]:
-        """What `url` and each of `replicas` answers."""
-        return asyncio.run(_ask_all(settings, question))
+    def search(self, settings: SearchConfig, question: str) -> tuple[SearchAnswer, ...]:
+        """Answers of `url` and each of `replicas`."""
+
+        async def ask_all() -> list[SearchAnswer]:
+            urls = [url for url in [settings.url, *settings.replicas] if url]
+            return await asyncio.gather(*(_ask(settings, url, question) for url in urls))
+
+        return tuple(asyncio.run(ask_all()))
 
     def search_differs(self, settings: SearchConfig) -> str:
-        """In what the servers are no replicas of each other; empty where they are."""
+        """A sentence on how the servers differ; empty where they are replicas of each other."""
         try:
             asyncio.run(_compare(settings))
         except UserError as problem:
@@ -110,7 +186,7 @@ class ThisMachine:
         return ""
 
 
-def read_gpus(cards: str, tenants: str, visible: str | None) -> Gpus:
+def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
     """Read what nvidia-smi prints of cards and of the processes on them, in CSV without header and units.
 
     `visible` is CUDA_VISIBLE_DEVICES: CUDA takes cards up to the first that is none. Raises Unseen for other text.
@@ -118,20 +194,17 @@ def read_gpus(cards: str, tenants: str, visible: str | None) -> Gpus:
     try:
         rows = [[cell.strip() for cell in line.split(",")] for line in cards.splitlines() if line.strip()]
         driver = rows[0][5] if rows else ""
-        everything = tuple(
-            Gpu(int(index), uuid, name, _mib(total), _mib(used)) for index, uuid, name, total, used, _ in rows
-        )
-        found = tuple(_tenant(line) for line in tenants.splitlines() if line.strip())
+        found = [Gpu(int(index), uuid, name, _mib(total), _mib(used)) for index, uuid, name, total, used, _ in rows]
+        running = tuple(_process(line) for line in processes.splitlines() if line.strip())
     except (ValueError, IndexError) as problem:
         raise Unseen(f"nvidia-smi printed what is not understood ({problem})") from problem
-    return Gpus(driver, _visible(everything, visible), found)
+    return Gpus(driver, _visible(found, visible), running)
 
 
-def _tenant(line: str) -> Tenant:
-    """Of a process, whose name may have commas."""
+def _process(line: str) -> GpuProcess:
     uuid, pid, rest = line.split(",", 2)
-    name, used = rest.rsplit(",", 1)
-    return Tenant(uuid.strip(), int(pid), Path(name.strip()).name, _mib(used.strip()))
+    name, used = rest.rsplit(",", 1)  # The name may have commas.
+    return GpuProcess(uuid.strip(), int(pid), Path(name.strip()).name, _mib(used.strip()))
 
 
 def _visible(cards: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
@@ -139,7 +212,7 @@ def _visible(cards: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
         return tuple(cards)
     chosen: list[Gpu] = []
     for name in filter(None, map(str.strip, visible.split(","))):
-        card = next((one for one in cards if name == str(one.index) or one.uuid.startswith(name)), None)
+        card = next((card for card in cards if name == str(card.index) or card.uuid.startswith(name)), None)
         if card is None:
             break
         chosen.append(card)
@@ -152,7 +225,7 @@ def _mib(text: str) -> float:
 
 
 def _nvidia_smi(query: str) -> str:
-    """Its own process, which can be ended where a driver hangs."""
+    """Run nvidia-smi, which can be ended where a driver hangs."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
@@ -166,24 +239,8 @@ def _nvidia_smi(query: str) -> str:
     return done.stdout
 
 
-def _require_listener(address: str) -> None:
-    """Raise Unseen where nobody listens, which Ray would take long to say."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as problem:
-        raise Unseen(f"nobody listens there ({problem.strerror or problem})") from problem
-
-
-async def _ask_all(settings: SearchConfig, question: str) -> tuple[Answer, ...]:
-    urls = [url for url in [settings.url, *settings.replicas] if url]
-    return tuple(await asyncio.gather(*(_ask(settings, url, question) for url in urls)))
-
-
-async def _ask(settings: SearchConfig, url: str, question: str) -> Answer:
-    """Once, without the patience of a client."""
+async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
+    """Ask one server once, without the patience of a client."""
     from rlsys.search.wire import Fault, HttpWire, NoReplyError, passages_of, request_body
 
     token = os.environ.get(settings.token_env) if settings.token_env else None
@@ -191,11 +248,11 @@ async def _ask(settings: SearchConfig, url: str, question: str) -> Answer:
     try:
         async with asyncio.timeout(limit_s):
             reply = await wire.post(f"{url.rstrip('/')}/retrieve", request_body([question], settings.topk))
-        return Answer(url, len(passages_of(reply, 1, settings.topk)[0]))
+        return SearchAnswer(url, len(passages_of(reply, 1, settings.topk)[0]))
     except TimeoutError:
-        return Answer(url, 0, f"no answer within {limit_s:g} s")
+        return SearchAnswer(url, 0, f"no answer within {limit_s:g} s")
     except (NoReplyError, Fault) as problem:
-        return Answer(url, 0, str(problem))
+        return SearchAnswer(url, 0, str(problem))
     finally:
         await wire.close()
 

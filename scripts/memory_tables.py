@@ -1,4 +1,4 @@
-"""docs/memory.md: a table of memory for every experiment on GPUs; `python -m rlsys.cluster.planning.memory_tables` writes it.
+"""docs/memory.md: a table of memory for every experiment on GPUs; `python scripts/memory_tables.py` writes it.
 
 Models are those of configs/model/shapes, the folder named as the experiment's `model.path` in lower case, so that nothing
 has to be there but the project's own files.
