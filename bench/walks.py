@@ -1,0 +1,105 @@
+"""The way of one episode from prompt to gradient, and of one weight version from optimiser to engine, through the code.
+
+    python -m bench.walks
+
+trains two steps of the demo in which every process records the functions of rlsys that run for one prompt group and for one
+version (see `walks_hook`), and prints their files in the order in which they are first reached. Counts are written to
+outputs/bench/walks.json: `frames_scheduler_to_sglang` and `files_scheduler_to_sglang` are of the functions between the pipeline's
+request for a group and SGLang, those included that run in the engine's process; `files_episode` and `files_weight_version`
+of all processes together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+import rlsys
+from examples.searchr1.tiny.demo import prepare_world
+
+OUT = Path("outputs/bench")
+HOOK = Path(__file__).with_name("walks_hook")
+CONFIG = "searchr1_tiny_cpu"
+SETTINGS = [
+    *("trainer.steps=2", "trainer.prompts_per_step=8", "trainer.mini_batches=2", "eval.interval=0", "eval.limit=8"),
+    *("tracking.wandb=false", "tracking.tensorboard=false"),
+]
+
+
+def record(folder: Path) -> None:
+    """Train two steps with every process writing what it runs into `folder`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH")]))
+    followed = {"RLSYS_WALKS": str(folder.resolve()), "RLSYS_PACKAGE": f"{Path(rlsys.__file__).parent}/"}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlsys.apps.cli.main", "train", "-c", CONFIG, f"output_dir={OUT / 'walks'}", *SETTINGS],
+        env=os.environ | followed | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"The run failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def read(folder: Path) -> dict[str, list[str]]:
+    """Walk -> its functions in all processes, the driver's first, each once."""
+    lines = [line.split() for file in sorted(folder.iterdir(), key=_begun) for line in file.read_text().splitlines()]
+    found: dict[str, list[str]] = {"episode": [], "version": [], "to_engine": [], "to_sglang": []}
+    for walk, *functions in lines:
+        if walk in ("episode", "version"):
+            found[walk] += [function for function in functions if function not in found[walk]]
+        else:
+            found[walk] = found[walk] or functions
+    return found
+
+
+def files(functions: list[str]) -> list[str]:
+    """Files of `functions`, in the order of their first one."""
+    return list(dict.fromkeys(function.partition(":")[0] for function in functions))
+
+
+def main() -> None:
+    """Measure, print and write."""
+    console = Console()
+    prepare_world(console)
+    folder = OUT / "walks" / "functions"
+    record(folder)
+    found = read(folder)
+    chain = found["to_engine"] + found["to_sglang"]
+    begin = next(index for index, function in enumerate(chain) if function.endswith(":_roll"))
+    chain = chain[begin:]
+    figures = {
+        "frames_scheduler_to_sglang": len(chain),
+        "files_scheduler_to_sglang": len(files(chain)),
+        "files_episode": len(files(found["episode"])),
+        "files_weight_version": len(files(found["version"])),
+    }
+    for title, names in (
+        ("Scheduler to SGLang, function by function", chain),
+        ("One episode, prompt to gradient", files(found["episode"])),
+        ("One weight version, optimiser to engine", files(found["version"])),
+    ):
+        console.print(f"\n[bold]{title}[/]")
+        for number, name in enumerate(names, start=1):
+            console.print(f"{number:3} {name}", highlight=False)
+    console.print()
+    for key, value in figures.items():
+        console.print(f"{key} {value}", highlight=False)
+    (OUT / "walks.json").write_text(json.dumps(figures | {"walks": found}, indent=2) + "\n")
+
+
+def _begun(file: Path) -> float:
+    """When a process wrote its first line: the order of their ids is that of their starts."""
+    return int(file.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Records which functions of rlsys run for one prompt group and for one weight version, in each process of a run.
+
+Python imports this module by itself where its folder is on PYTHONPATH; `bench.walks` puts it there. A context variable marks
+the work that is followed: tasks inherit it, so what runs beside them is not counted. Every new function is a line of
+`RLSYS_WALKS/<process id>`: the walk, its file and its name. A line "to_sglang" has the functions between the pipeline and a call:
+those on the stack, and for a task those on the stack of who created it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from contextvars import ContextVar
+from inspect import CO_COROUTINE
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+FOLDER, PACKAGE = os.environ.get("RLSYS_WALKS"), os.environ.get("RLSYS_PACKAGE", "")
+GROUP, VERSION = 0, 1
+"""The prompt group and the version that are followed in the driver; in a worker it is its first call of each kind."""
+EPISODE_CALLS = ("run_group", "compute", "accumulate")
+VERSION_CALLS = ("apply", "begin_export", "next_bucket", "end_export", "begin_update", "load_bucket", "finish_update")
+SGLANG = "sglang/srt/entrypoints/engine.py"
+
+_walk: ContextVar[str] = ContextVar("walk", default="")
+_stack: ContextVar[tuple[str, ...]] = ContextVar("stack", default=())
+_base: ContextVar[tuple[int, tuple[str, ...]]] = ContextVar("base", default=(0, ()))
+_written: set[str] = set()
+_uids: set[str] = set()
+
+
+def _write(line: str) -> None:
+    if line not in _written:
+        _written.add(line)
+        with (Path(str(FOLDER)) / str(os.getpid())).open("a") as file:
+            file.write(line + "\n")
+
+
+def _name(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_code.co_name}"
+
+
+def _ours(frame: FrameType | None) -> list[FrameType]:
+    """Frames of rlsys from `frame` outwards, the outermost first."""
+    found = []
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _marked(frame: FrameType) -> str:
+    """The walk that the call of `frame` begins; empty if none."""
+    name, known = frame.f_code.co_name, frame.f_locals
+    if name == "_roll" and known["prompt_group"].number == GROUP:
+        _uids.add(known["prompt_group"].question.uid)
+        return "episode"
+    if name == "_score" and any(group.number == GROUP for group, _ in known.get("batch", ())):
+        return "episode"
+    if name == "accumulate" and any(one.trajectory.question_uid in _uids for one in known.get("samples", ())):
+        return "episode"
+    if name in ("push_weights", "activate_weights") and known["version"] == VERSION:
+        return "version"
+    if name == "call" and "method" in known and "self" in known:
+        method = known["method"]
+        return "episode" if method in EPISODE_CALLS else "version" if method in VERSION_CALLS else ""
+    return ""
+
+
+def _chain(frame: FrameType | None) -> tuple[str, ...]:
+    """Functions of rlsys on the stack, after those of whoever created the task."""
+    try:
+        task = id(asyncio.current_task())
+    except RuntimeError:
+        task = 0
+    if _base.get()[0] != task:
+        _base.set((task, _stack.get()))
+    return (*_base.get()[1], *map(_name, _ours(frame)))
+
+
+def _profile(frame: FrameType, event: str, _argument: Any) -> None:
+    if event not in ("call", "return"):
+        return
+    code = frame.f_code
+    if not code.co_filename.startswith(PACKAGE):
+        if event == "call" and code.co_name == "async_generate" and code.co_filename.endswith(SGLANG) and _walk.get():
+            _write("to_sglang " + " ".join(_chain(frame)))
+        return
+    if event == "call":
+        walk = _marked(frame)
+        if walk and not _walk.get():
+            _walk.set(walk)
+            for outer in _ours(frame.f_back):
+                _write(f"{walk} {_name(outer)}")
+        if _walk.get():
+            _stack.set(_chain(frame))
+            _write(f"{_walk.get()} {_name(frame)}")
+            if code.co_name == "call_rank" and frame.f_locals.get("method") == "run_group":
+                _write("to_engine " + " ".join(_stack.get()))
+    elif _walk.get():
+        _stack.set(_chain(frame.f_back))
+        if code.co_name == "call" and not code.co_flags & CO_COROUTINE:
+            _walk.set("")
+
+
+if FOLDER:
+    threading.setprofile(_profile)
+    sys.setprofile(_profile)
