@@ -27,7 +27,7 @@ from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, run_episode
 from rlsys.rollout.requests import Streaming
 from rlsys.rollout.sampling import of_answers
 from rlsys.rollout.search_tool import open_tool
-from rlsys.search.result import SearchResult
+from rlsys.search.retrieval import SearchResult
 
 T = TypeVar("T")
 

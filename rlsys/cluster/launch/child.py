@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from rlsys.cluster.tether import tethered
-from rlsys.search.launch import child_environment
+from rlsys.search.server_process import child_environment
 
 PATIENCE_S = 60.0
 """For a command that is told to end: a run closes what it has opened."""

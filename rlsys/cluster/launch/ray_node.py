@@ -25,7 +25,7 @@ from rlsys.config.derived import has_critic
 from rlsys.config.schema import Device, RunConfig
 from rlsys.errors import RunError
 from rlsys.files import write_atomically
-from rlsys.search.launch import child_environment
+from rlsys.search.server_process import child_environment
 
 FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"
 """Where processes that Ray starts learn the folder."""
