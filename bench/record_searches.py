@@ -29,9 +29,9 @@ from rlsys.errors import RunError, UserError
 from rlsys.rollout.search_tool import open_tool
 from rlsys.search.cassette import CassetteTool
 from rlsys.search.index.manifest import Manifest
-from rlsys.search.launch import SearchServer
 from rlsys.search.recording import Cassette
-from rlsys.search.replicas import differences
+from rlsys.search.retrieval import differences
+from rlsys.search.server_process import SearchServer
 
 WORLD = Path("data/tiny_world")
 INDEX = WORLD / "index"

@@ -40,7 +40,7 @@ from rich.table import Table
 
 from bench.load import Load, run_load
 from rlsys.search.index.make import make_index
-from rlsys.search.launch import SearchServer
+from rlsys.search.server_process import SearchServer
 
 RESULT = Path("outputs/bench/search.json")
 WORLD = Path("outputs/bench/search_world")

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from bench.load import run_load
 from bench.search import START_TIMEOUT_S, ensure_index, memory_of, unique_queries
-from rlsys.search.launch import SearchServer
+from rlsys.search.server_process import SearchServer
 
 RESULT = Path("outputs/bench/search_soak.json")
 LOAD_S = 20.0

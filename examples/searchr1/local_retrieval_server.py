@@ -19,9 +19,8 @@ from rlsys.apps.cli.main import run_command
 from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK
 from rlsys.search.pages import PageStore
-from rlsys.search.retriever import Retriever
-from rlsys.search.server.command import load_reranker
-from rlsys.search.server.serve import TOKEN_VARIABLE, Parts, read_token, serve_parts
+from rlsys.search.retrieval import Retriever
+from rlsys.search.server.command import TOKEN_VARIABLE, Parts, load_reranker, read_token, serve_parts
 
 BM25 = "bm25"
 UPSTREAM_NAME, UPSTREAM_MODEL = "e5", "intfloat/e5-base-v2"

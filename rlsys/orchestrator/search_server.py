@@ -17,8 +17,8 @@ from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError
 from rlsys.rollout.search_tool import open_client
 from rlsys.search.address import TOKEN_VARIABLE
-from rlsys.search.launch import SearchServer
-from rlsys.search.result import Failure
+from rlsys.search.retrieval import Failure
+from rlsys.search.server_process import SearchServer
 
 _RETRIES_AT_START = 1
 """Few: a run that has begun loses its work with the server, one that has not can be started again."""

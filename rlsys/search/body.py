@@ -1,8 +1,8 @@
 """Bodies of HTTP answers that are not trusted, in bounded memory, whichever library receives them.
 
-Libraries decode what a server says it has compressed, in whatever layers, with no limit: some kilobytes may
-become gigabytes. So a request says which encoding it takes, the raw bytes are read, and one layer at most is
-taken off under a limit.
+Libraries decode what a server says it has compressed, in whatever layers, with no limit: some kilobytes may become
+gigabytes. So a request says which encoding it takes, the raw bytes are read, and one layer at most is taken off under a
+limit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ class BodyError(Exception):
 
 
 async def read_body(
-    headers: Mapping[str, str],
-    blocks: AsyncIterator[bytes],
-    max_bytes: int,
-    accepted: Encoding = Encoding.identity,
+    headers: Mapping[str, str], blocks: AsyncIterator[bytes], max_bytes: int, accepted: Encoding = Encoding.identity
 ) -> bytes:
     """The decoded body of an answer with these headers, which arrives as these raw blocks.
 
-    Raises BodyError when it is, or would become, larger than `max_bytes`, or is encoded otherwise than
-    `accepted`.
+    Raises BodyError when it is, or would become, larger than `max_bytes`, or is encoded otherwise than `accepted`.
     """
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding in ("", "identity"):

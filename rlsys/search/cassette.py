@@ -16,8 +16,7 @@ from typing import Any, Protocol, Self
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.recording import Call, Cassette, CassetteFile, Header
-from rlsys.search.replicas import served
-from rlsys.search.result import BLANK, Failure, SearchResult, as_sent
+from rlsys.search.retrieval import BLANK, Failure, SearchResult, as_sent, served
 
 _QUOTED_CHARS = 80
 """Of a query in an error: the policy, which wrote the query, reads that error."""

@@ -21,14 +21,10 @@ HEAD_BYTES = 16_384
 BODY_SHARE = 64
 """A body of so many bytes allows one byte more: a body in chunks of 400 bytes and more fits at any length."""
 MOST_HEADERS = 128
-HEAD_S = 10.0
-"""Until a head is whole, from the connection's beginning or the last answer."""
-FLUSH_S = 120.0
-"""Until a client has taken its answer, from when it was written."""
-PAGE_CONNECTIONS = 128
-"""Most connections of a server that shows a page to people."""
-_OTHER_FILES = 128
-"""Descriptors that are left to everything but connections."""
+HEAD_S = 10.0  # until a head is whole, from the connection's beginning or the last answer
+FLUSH_S = 120.0  # until a client has taken its answer, from when it was written
+PAGE_CONNECTIONS = 128  # most connections of a server that shows a page to people
+_OTHER_FILES = 128  # descriptors that are left to everything but connections
 
 
 class Connections:
@@ -43,28 +39,24 @@ class Connections:
         if files != resource.RLIM_INFINITY:
             most = min(most, max(files // 2, files - _OTHER_FILES))
         self.most = most
-        self._waiting: OrderedDict[LimitedHttp, float] = OrderedDict()
-        """Since when, longest first."""
+        self.waiting: OrderedDict[LimitedHttp, float] = OrderedDict()
+        """Connections without a whole request, and since when; longest first."""
 
     def waits(self, connection: LimitedHttp, now: float) -> None:
-        """`connection` waits for a request from `now` on."""
-        self._waiting[connection] = now
-        self._waiting.move_to_end(connection)
-
-    def works(self, connection: LimitedHttp) -> None:
-        """`connection` has a whole request, or is gone."""
-        self._waiting.pop(connection, None)
+        """Note that `connection` waits for a request from `now` on."""
+        self.waiting[connection] = now
+        self.waiting.move_to_end(connection)
 
     def make_room(self) -> bool:
         """End the connection that has waited longest; False where each has a request in work."""
-        if not self._waiting:
+        if not self.waiting:
             return False
-        self._waiting.popitem(last=False)[0].transport.abort()
+        self.waiting.popitem(last=False)[0].transport.abort()
         return True
 
     def end_late(self, now: float) -> None:
         """End the connections whose heads or whose clients are late at `now`."""
-        for connection, since in list(self._waiting.items()):
+        for connection, since in list(self.waiting.items()):
             if now - since < HEAD_S:
                 break
             if connection.reads_body:
@@ -89,8 +81,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(config, LimitedConfig)
         self._all = config.connections
-        self._head_bytes = 0
-        """Received of this request, less those of its body and of what that allows."""
+        self._head_bytes = 0  # received of this request, less those of its body and of what that allows
         self._refusal = (400, "this is no HTTP request")
         self.reads_body = False
         """True while a head is whole and its body is not: how long that may take is the application's to say."""
@@ -104,7 +95,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._all.works(self)
+        self._all.waiting.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -149,7 +140,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self.reads_body = False
         if not self.cycle.response_complete:
-            self._all.works(self)
+            self._all.waiting.pop(self, None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -196,7 +187,7 @@ class LimitedServer(uvicorn.Server):
     config: LimitedConfig
 
     async def on_tick(self, counter: int) -> bool:
-        """As uvicorn calls it ten times a second."""
+        """Called by uvicorn ten times a second."""
         if counter % 10 == 0:
             self.config.connections.end_late(asyncio.get_running_loop().time())
         return await super().on_tick(counter)

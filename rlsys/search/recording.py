@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.replicas import differences, listed
-from rlsys.search.result import Failure, Passage, SearchResult
+from rlsys.search.retrieval import Failure, Passage, SearchResult, differences, listed
 
 FORMAT = 1
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -47,7 +46,7 @@ class Header:
 
     topk: int
     server: Mapping[str, Any] = field(default_factory=dict)
-    """The part of the server's health that its answers depend on, see `replicas.served`; empty without a health."""
+    """The part of the server's health that its answers depend on, see `retrieval.served`; empty without a health."""
 
     def line(self) -> bytes:
         """As it is written."""

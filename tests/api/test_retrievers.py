@@ -13,7 +13,7 @@ import pytest
 from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever, SearchBackend, WebSearch
 from rlsys.apps.api.web_server import WebServer
 from rlsys.errors import UserError
-from rlsys.search.launch import SearchServer
+from rlsys.search.server_process import SearchServer
 
 DOCUMENTS: list[str | dict[str, Any]] = [
     {"id": "ke", "title": "Kenya", "text": "Kenya: capital Nairobi."},

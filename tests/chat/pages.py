@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rlsys.apps.chat.opening import Opened
 from rlsys.apps.chat.web import create_app
 from rlsys.apps.evaluation.how import EngineName
-from rlsys.search.hosts import own_names
+from rlsys.search.address import own_names
 from tests.chat.scripted import Script, Shelf, conversation, task
 from tests.ports import free_port
 from tests.search.conftest import serving

@@ -21,7 +21,7 @@ from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import build
 from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.launch import SearchServer
+from rlsys.search.server_process import SearchServer
 
 
 @pytest.fixture(scope="session")

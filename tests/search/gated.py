@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from rlsys.search.retriever import Hit
-from rlsys.search.server.app import create_app
-from rlsys.search.server.limits import ServerLimits
+from rlsys.search.retrieval import Hit
+from rlsys.search.server.asgi import create_app
+from rlsys.search.server.contract import ServerLimits
 
 
 class Gated:

@@ -142,7 +142,7 @@ def attacked(kind: str, health: str, **environment: str) -> Iterator[Victim]:
 
 def run_search(port: int) -> None:
     """A search server, with a reranker, pages and a token where the environment says so."""
-    from rlsys.search.server.serve import Parts, read_token, serve_parts
+    from rlsys.search.server.command import Parts, read_token, serve_parts
     from tests.search.gated import Gated, Lengths, Pages
 
     class _ClosablePages(Pages):

@@ -14,7 +14,7 @@ from rlsys.config.schema import CassetteMode
 from rlsys.errors import RunError
 from rlsys.search.cassette import CassetteTool
 from rlsys.search.recording import Call, CassetteFile, Header
-from rlsys.search.result import Passage, SearchResult
+from rlsys.search.retrieval import Passage, SearchResult
 from rlsys.search.wire import NoReplyError, Reply
 from tests.pipeline.virtual_time import now
 

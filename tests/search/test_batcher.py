@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.search.batcher import Batcher, BatcherClosed, QueueFull
+from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
 
 
 class Doubler:

@@ -18,11 +18,10 @@ from rlsys.errors import UserError
 from rlsys.rollout.search_tool import open_tool, search_metrics
 from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.launch import SearchServer
 from rlsys.search.recording import Call, Cassette, Header, drawn_rank
-from rlsys.search.replicas import served
-from rlsys.search.result import Failure, Passage, SearchResult
-from rlsys.search.server.app import create_app
+from rlsys.search.retrieval import Failure, Passage, SearchResult, served
+from rlsys.search.server.asgi import create_app
+from rlsys.search.server_process import SearchServer
 from tests.pipeline.virtual_time import now, run_virtually
 from tests.ports import free_port
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlsys.errors import RunError
 from rlsys.search.recording import Call, Cassette, CassetteFile, Header
-from rlsys.search.result import SearchResult
+from rlsys.search.retrieval import SearchResult
 from tests.pipeline.virtual_time import run_virtually
 
 from .scripted import EXTEND, RECORD, Script, found, rows, tool, written

@@ -14,9 +14,9 @@ import pytest
 from rlsys.errors import RunError, UserError
 from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.launch import SearchServer
-from rlsys.search.result import Failure, SearchResult
-from rlsys.search.server.app import create_app
+from rlsys.search.retrieval import Failure, SearchResult
+from rlsys.search.server.asgi import create_app
+from rlsys.search.server_process import SearchServer
 from tests.ports import free_port
 
 from .conftest import serving

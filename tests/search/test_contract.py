@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.checks import load_all_checks
 
 from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.server.app import create_app
-from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.asgi import create_app
+from rlsys.search.server.contract import ServerLimits
 from tests.ports import free_port
 
 from .conftest import serving

@@ -17,10 +17,10 @@ import pytest
 from rlsys.search.cassette import CassetteTool
 from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.launch import SearchServer
 from rlsys.search.recording import Cassette
-from rlsys.search.result import Failure, SearchResult
-from rlsys.search.server.app import create_app
+from rlsys.search.retrieval import Failure, SearchResult
+from rlsys.search.server.asgi import create_app
+from rlsys.search.server_process import SearchServer
 from tests.ports import free_port
 
 from .conftest import serving

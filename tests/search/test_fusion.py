@@ -16,7 +16,7 @@ from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
 from rlsys.search.index.open import open_retriever
-from rlsys.search.retriever import Hit
+from rlsys.search.retrieval import Hit
 from tests.search.conftest import encoder_workers
 
 rankings = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=8), min_size=1, max_size=4)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from rlsys.search.address import TOKEN_VARIABLE
-from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.contract import ServerLimits
 from tests.search.hostile import FILES, FULL, MOST_BYTES, Cost, attacked
 
 MOST_MB, MOST_CPU_S, MOST_WAIT_CPU_S = 100, 2.0, 1.0

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import requests
 
-from rlsys.search.hosts import is_foreign, is_inner, is_trusted, own_names
-from rlsys.search.server.app import create_app
+from rlsys.search.address import is_foreign, is_inner, is_trusted, own_names
+from rlsys.search.server.asgi import create_app
 from tests.ports import free_port
 
 from .conftest import serving
@@ -131,7 +131,7 @@ def test_a_server_that_others_reach_has_names_of_their_network(
     host: str, flags: list[str], statuses: dict[str, int]
 ) -> None:
     script = (
-        "import sys; from rlsys.search.server.serve import Parts, serve_parts; from tests.search.gated import Gated\n"
+        "import sys; from rlsys.search.server.command import Parts, serve_parts; from tests.search.gated import Gated\n"
         f"serve_parts(lambda: Parts(Gated()), name='x', host={host!r}, port=int(sys.argv[1]), "
         f"allowed_hosts={flags!r})"
     )

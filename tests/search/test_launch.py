@@ -19,9 +19,8 @@ import requests
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind
-from rlsys.search.launch import SearchServer
-from rlsys.search.server.command import serve_index
-from rlsys.search.server.serve import TOKEN_VARIABLE, read_token
+from rlsys.search.server.command import TOKEN_VARIABLE, read_token, serve_index
+from rlsys.search.server_process import SearchServer
 from tests.ports import free_port
 
 
@@ -64,7 +63,7 @@ def test_a_server_that_is_killed_is_noticed(index_dir: Path, tmp_path: Path) -> 
 def test_close_ends_a_server_that_does_not_listen_to_reason(
     index_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.search.launch._TERMINATE_S", 0.2)
+    monkeypatch.setattr("rlsys.search.server_process._TERMINATE_S", 0.2)
     server = SearchServer(index_dir, tmp_path / "server.log")
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
@@ -73,7 +72,7 @@ def test_close_ends_a_server_that_does_not_listen_to_reason(
 
 def test_the_server_ends_when_its_parent_is_killed(index_dir: Path, tmp_path: Path) -> None:
     script = (
-        "import sys, time; from rlsys.search.launch import SearchServer\n"
+        "import sys, time; from rlsys.search.server_process import SearchServer\n"
         f"server = SearchServer({str(index_dir)!r}, {str(tmp_path / 'server.log')!r}, threads=1)\n"
         "server.wait_healthy(90); print(server.pid, flush=True); time.sleep(90)"
     )
@@ -160,8 +159,8 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-from rlsys.search.server.limits import ServerLimits
-from rlsys.search.server.serve import Parts, serve_parts
+from rlsys.search.server.contract import ServerLimits
+from rlsys.search.server.command import Parts, serve_parts
 
 class Slow:
     parallel = 1

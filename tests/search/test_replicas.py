@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlsys.search.replicas import HedgeBudget, Replica, Replicas, State, Trail, Verdict, differences, served
+from rlsys.search.client import HedgeBudget, Replica, Replicas, ReplicaState, SearchRequest
+from rlsys.search.retrieval import differences, served
+from rlsys.search.wire import ReplicaVerdict
 
 URLS = ("http://a", "http://b", "http://c")
 ROWS = st.integers(0, len(URLS) - 1)
@@ -22,9 +24,9 @@ class Histories(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**32))
     def begin(self, seed: int) -> None:
         self.replicas = Replicas(URLS, Random(seed))
-        self.under_way: list[tuple[Replica, Trail]] = []
-        self.trails: list[Trail] = [Trail()]
-        self.state = [State.healthy] * 3
+        self.under_way: list[tuple[Replica, SearchRequest]] = []
+        self.trails: list[SearchRequest] = [SearchRequest()]
+        self.state = [ReplicaState.healthy] * 3
         self.busy = [0] * 3
         self.suspicions = [0] * 3
         self.reference: str | None = None
@@ -33,8 +35,8 @@ class Histories(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         trail = data.draw(st.sampled_from(self.trails))
         chosen = self.replicas.pick(trail)
-        rows = [row for row in range(3) if self.state[row] is not State.foreign]
-        fresh = [row for row in rows if self.state[row] is State.healthy and not self.failed(row, trail.failed)]
+        rows = [row for row in range(3) if self.state[row] is not ReplicaState.foreign]
+        fresh = [row for row in rows if self.state[row] is ReplicaState.healthy and not self.failed(row, trail.failed)]
         if not fresh:
             fresh = [row for row in rows if not self.failed(row, trail.broken)]
         if not fresh:
@@ -44,7 +46,7 @@ class Histories(RuleBasedStateMachine):
         row = URLS.index(chosen.url)
         assert row in fresh
         last = trail.failed[-1] if trail.failed else None
-        healthy = [row for row in fresh if self.state[row] is State.healthy]
+        healthy = [row for row in fresh if self.state[row] is ReplicaState.healthy]
         if healthy:
             assert row in healthy
         if len(healthy or fresh) > 1:
@@ -56,23 +58,23 @@ class Histories(RuleBasedStateMachine):
         self.under_way.append((chosen, trail))
 
     @precondition(lambda self: self.under_way)
-    @rule(data=st.data(), verdict=st.sampled_from(Verdict), broken=st.booleans())
-    def end(self, data: st.DataObject, verdict: Verdict, broken: bool) -> None:
+    @rule(data=st.data(), verdict=st.sampled_from(ReplicaVerdict), broken=st.booleans())
+    def end(self, data: st.DataObject, verdict: ReplicaVerdict, broken: bool) -> None:
         replica, trail = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
         row = URLS.index(replica.url)
-        if verdict in (Verdict.lost, Verdict.busy):
+        if verdict in (ReplicaVerdict.lost, ReplicaVerdict.busy):
             trail.failed.append(replica)
-        if verdict is Verdict.lost and broken:
+        if verdict is ReplicaVerdict.lost and broken:
             trail.broken.append(replica)
         self.replicas.end(replica, verdict)
-        if verdict is Verdict.answered:
+        if verdict is ReplicaVerdict.answered:
             self.busy[row] = self.suspicions[row] = 0
-            if self.state[row] is State.suspect:
-                self.state[row] = State.healthy
-        self.busy[row] += verdict is Verdict.busy
-        gone = verdict is Verdict.lost or (verdict is Verdict.busy and self.busy[row] >= 3)
-        if gone and self.state[row] is State.healthy:
-            self.state[row] = State.suspect
+            if self.state[row] is ReplicaState.suspect:
+                self.state[row] = ReplicaState.healthy
+        self.busy[row] += verdict is ReplicaVerdict.busy
+        gone = verdict is ReplicaVerdict.lost or (verdict is ReplicaVerdict.busy and self.busy[row] >= 3)
+        if gone and self.state[row] is ReplicaState.healthy:
+            self.state[row] = ReplicaState.suspect
             self.suspicions[row] += 1
 
     @rule(row=ROWS, corpus=st.sampled_from([None, "", "x", "y"]))
@@ -82,18 +84,18 @@ class Histories(RuleBasedStateMachine):
         self.replicas.probed(replica, None if corpus is None else {"corpus_sha256": corpus} if corpus else {})
         if corpus is None:
             self.suspicions[row] += 1
-            if self.state[row] is State.healthy:
-                self.state[row] = State.suspect
+            if self.state[row] is ReplicaState.healthy:
+                self.state[row] = ReplicaState.suspect
             return
         self.reference = self.reference or corpus or None
         if corpus and corpus != self.reference:
-            self.state[row] = State.foreign
-        elif self.state[row] is not State.healthy:
-            self.state[row], self.busy[row] = State.healthy, 2
+            self.state[row] = ReplicaState.foreign
+        elif self.state[row] is not ReplicaState.healthy:
+            self.state[row], self.busy[row] = ReplicaState.healthy, 2
 
     @rule()
     def another_request(self) -> None:
-        self.trails = [*self.trails[-4:], Trail()]
+        self.trails = [*self.trails[-4:], SearchRequest()]
 
     @invariant()
     def states_are_those_of_the_reference(self) -> None:
@@ -102,7 +104,7 @@ class Histories(RuleBasedStateMachine):
             for row, replica in enumerate(self.replicas.all):
                 assert replica.in_flight == self.in_flight(row)
                 wait_s = min(0.1 * 2 ** max(0, self.suspicions[row] - 1), 10.0)
-                if self.state[row] is State.foreign:
+                if self.state[row] is ReplicaState.foreign:
                     wait_s = 10.0
                 assert wait_s <= self.replicas.probe_after_s(replica) <= 1.5 * wait_s
 
@@ -120,20 +122,20 @@ TestHistories = Histories.TestCase
 def test_equals_are_chosen_by_lot() -> None:
     """3000 choices of three: a fair share is 1000 with a standard deviation of 26."""
     replicas = Replicas(URLS, Random(3))
-    chosen = Counter(replica.url for _ in range(3000) if (replica := replicas.pick(Trail())))
+    chosen = Counter(replica.url for _ in range(3000) if (replica := replicas.pick(SearchRequest())))
     assert set(chosen) == set(URLS)
     assert all(abs(count - 1000) < 5 * 26 for count in chosen.values())
 
 
 def test_of_suspects_the_one_that_failed_the_longest_ago_is_asked() -> None:
     replicas = Replicas(URLS, Random(0))
-    trail = Trail()
+    trail = SearchRequest()
     order = []
     for _ in range(9):
         replica = replicas.pick(trail)
         assert replica is not None
         replicas.start(replica)
-        replicas.end(replica, Verdict.lost)
+        replicas.end(replica, ReplicaVerdict.lost)
         trail.failed.append(replica)
         order.append(replica.url)
     assert set(order[:3]) == set(URLS)

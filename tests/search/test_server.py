@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import requests
 
-from rlsys.search.launch import SearchServer
+from rlsys.search.server_process import SearchServer
 
 
 def post(server: SearchServer, **body: Any) -> requests.Response:

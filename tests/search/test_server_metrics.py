@@ -7,7 +7,7 @@ import asyncio
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.contract import ServerLimits
 
 from .gated import Gated, Lengths, Pages, in_process
 

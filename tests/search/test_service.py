@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.retriever import Hit
-from rlsys.search.server.limits import SMALL_BODY_BYTES, ServerLimits
-from rlsys.search.server.retrieval import HitCache
+from rlsys.search.retrieval import Hit
+from rlsys.search.server.contract import SMALL_BODY_BYTES, ServerLimits
+from rlsys.search.server.service import HitCache
 
 from .gated import Gated, Lengths, Pages, in_process, until
 

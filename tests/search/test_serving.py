@@ -16,7 +16,7 @@ import pytest
 from rlsys.config.schema import CassetteConfig, SearchConfig
 from rlsys.errors import RunError
 from rlsys.orchestrator.search_server import Serving, require_named, serving
-from rlsys.search.launch import SearchServer
+from rlsys.search.server_process import SearchServer
 
 DEAD = "http://127.0.0.1:9"
 

@@ -10,9 +10,8 @@ import orjson
 import pytest
 
 from rlsys.search.client import SearchClient
-from rlsys.search.replicas import Verdict
-from rlsys.search.result import Failure
-from rlsys.search.wire import Fault, HttpWire, Reply, passages_of
+from rlsys.search.retrieval import Failure
+from rlsys.search.wire import Fault, HttpWire, ReplicaVerdict, Reply, passages_of
 from tests.hostile import answer_of_child, hostile_server
 from tests.ports import free_port
 from tests.search.conftest import serving
@@ -103,7 +102,7 @@ async def test_a_busy_server_that_says_too_much_is_still_busy() -> None:
     assert (reply.body, reply.refused != "") == (b"", True)
     with pytest.raises(Fault) as fault:
         passages_of(reply, 1, 3)
-    assert (fault.value.verdict, fault.value.retry_after_s) == (Verdict.busy, 7.0)
+    assert (fault.value.verdict, fault.value.retry_after_s) == (ReplicaVerdict.busy, 7.0)
 
 
 async def test_searches_whose_answer_is_too_large_together_are_asked_apart() -> None:

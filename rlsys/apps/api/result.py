@@ -21,7 +21,7 @@ from rlsys.apps.api.retrievers import SearchBackend
 from rlsys.apps.api.settings import Settings, quoted
 from rlsys.apps.evaluation.results import ANSWERS, RESULTS
 from rlsys.errors import RunError, UserError
-from rlsys.search.launch import child_environment
+from rlsys.search.server_process import child_environment
 
 _GRACE_S = 15.0
 """For a command that was interrupted to end what it has started."""

@@ -20,7 +20,7 @@ from rlsys.apps.api.web_server import WebServer
 from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_TOPK, TOKEN_VARIABLE, is_url
 from rlsys.search.index.manifest import read_manifest
-from rlsys.search.launch import SearchServer
+from rlsys.search.server_process import SearchServer
 
 START_TIMEOUT_S = 180.0
 """For a server that is started here to answer."""
@@ -241,8 +241,7 @@ class WebSearch:
     requests_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        from rlsys.search.web.client import Keys
-        from rlsys.search.web.providers import PROVIDERS
+        from rlsys.search.web.providers import PROVIDERS, Keys
 
         _require_count("top_k", self.top_k)
         if self.provider not in PROVIDERS:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys.search.address import DEFAULT_HOST
-from rlsys.search.launch import SearchServer, child_environment
+from rlsys.search.server_process import SearchServer, child_environment
 
 
 class WebServer(SearchServer):

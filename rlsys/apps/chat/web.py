@@ -28,8 +28,8 @@ from starlette.requests import ClientDisconnect
 from rlsys.apps.chat.events import Failed, as_dict
 from rlsys.apps.chat.opening import Opened
 from rlsys.errors import RunError, UserError
+from rlsys.search.address import is_foreign, is_trusted, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
-from rlsys.search.hosts import is_foreign, is_trusted, own_names
 
 _STATIC = Path(__file__).with_name("static")
 _FILES = {"/": "chat.html", "/chat.css": "chat.css", "/chat.js": "chat.js"}

@@ -26,7 +26,7 @@ from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, run_episode
 from rlsys.rollout.requests import Streaming, of_answers
 from rlsys.rollout.search_tool import open_tool
-from rlsys.search.result import SearchResult
+from rlsys.search.retrieval import SearchResult
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE, Ending, tell_ending
 from rlsys.cluster.preflight.findings import FindingState
 from rlsys.cluster.worker_group import GATHERED, RankDied, RankSilent, WorkerGroup
 from rlsys.errors import RunError
-from rlsys.search.launch import SearchServer, child_environment
+from rlsys.search.server_process import SearchServer, child_environment
 
 MOST_BYTES = 4 * 1024**2  # Of logs in one answer.
 _RAYS_DEFAULT = Path("/tmp/ray")

@@ -26,7 +26,7 @@ from rlsys.config.derived import has_critic
 from rlsys.config.schema import Device, RunConfig
 from rlsys.errors import RunError
 from rlsys.files import write_atomically
-from rlsys.search.launch import child_environment
+from rlsys.search.server_process import child_environment
 
 FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"  # Where processes that Ray starts learn the folder.
 OBJECT_STORE_BYTES = 512 * 1024**2  # On CPUs; on GPUs Ray's own choice, a share of the memory.

@@ -24,7 +24,7 @@ from rlsys.errors import UserError
 from rlsys.files import json_safe
 from rlsys.report.page import live_page
 from rlsys.report.watch.live import LiveRun
-from rlsys.search.hosts import HostGate
+from rlsys.search.address import HostGate
 
 POLL_S = 1.0
 """Between two looks for what is new, while somebody listens."""

@@ -17,9 +17,8 @@ from pathlib import Path
 from rlsys.errors import UserError
 from rlsys.report.watch.app import create_app
 from rlsys.report.watch.live import LiveRun
-from rlsys.search.address import bind
+from rlsys.search.address import bind, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
-from rlsys.search.hosts import own_names
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8800
 _SHUTDOWN_S = 3

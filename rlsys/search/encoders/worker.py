@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.launch import child_environment
+from rlsys.search.server_process import child_environment
 
 _JOIN_S = 5.0
 

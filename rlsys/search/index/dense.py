@@ -16,7 +16,7 @@ from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats, QueryE
 from rlsys.search.index.folder import Index, SearchOptions
 from rlsys.search.index.manifest import Manifest
 from rlsys.search.index.vectors import Vectors
-from rlsys.search.retriever import Hit
+from rlsys.search.retrieval import Hit
 
 _TWO_ENCODERS = ("dpr",)
 """Families with a model of its own for queries."""

@@ -29,7 +29,7 @@ from rlsys.search.index.lexical import KIND as BM25
 from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, build_lexical
 from rlsys.search.index.manifest import DENSE, read_manifest, write_manifest
 from rlsys.search.index.progress import OnProgress
-from rlsys.search.retriever import Hit, Retriever
+from rlsys.search.retrieval import Hit, Retriever
 
 KIND = "hybrid"
 

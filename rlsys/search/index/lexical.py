@@ -41,7 +41,7 @@ from rlsys.search.index.folder import CORPUS_FILE
 from rlsys.search.index.manifest import read_manifest, typed
 from rlsys.search.index.postings import Floats, Postings, PostingsBuilder, Rows, Scorer
 from rlsys.search.index.progress import OnProgress
-from rlsys.search.retriever import Hit
+from rlsys.search.retrieval import Hit
 
 KIND = "bm25"
 _POSTINGS_FOLDER = "postings"

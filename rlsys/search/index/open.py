@@ -9,7 +9,7 @@ from rlsys.errors import UserError
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.folder import SearchOptions
 from rlsys.search.index.manifest import DENSE, read_kind
-from rlsys.search.retriever import Retriever
+from rlsys.search.retrieval import Retriever
 
 
 def open_retriever(

@@ -25,7 +25,7 @@ from rlsys.search.index.engines import Engine, EngineKind, Patience
 from rlsys.search.index.lexical import LexicalOptions
 from rlsys.search.index.manifest import read_manifest, typed
 from rlsys.search.index.progress import OnProgress
-from rlsys.search.retriever import Hit
+from rlsys.search.retrieval import Hit
 
 PARALLEL = 8
 """Batches that may wait for the server at once."""

@@ -1,19 +1,33 @@
 """Own documents to a corpus: one passage a line, as `rlsys.search.corpus` reads it.
 
-Contract: each line is {"id", "contents": '"title"\\ntext', ..., "source"}, where "..." is what else the
-document's row holds and `source` (kept if the row has one) is its file. The same files give the same bytes.
-A document that makes one passage hands on its id, one that makes more numbers them: "id#1", "id#2". No two
-passages share an id. The output appears whole or not at all.
+Contract: each line is {"id", "contents": '"title"\\ntext', ..., "source"}, where "..." is what else the document's row
+holds and `source` (kept if the row has one) is its file. The same files give the same bytes. A document that makes one
+passage hands on its id, one that makes more numbers them: "id#1", "id#2". No two passages share an id. The output
+appears whole or not at all. Memory: one document, and about 100 bytes a passage to know its id again (as much again to
+drop duplicates).
 
-Memory: one document, and about 100 bytes a passage to know its id again (as much again to drop duplicates).
+Texts are cut to chunks by a pure function of their words (`cut`). Invariants, for every text: read in order, the fresh
+parts of the chunks hold every word once; a chunk is a slice of the text, so nothing is changed inside it; it starts and
+ends at a word and costs at most the limit (a single word that costs more makes a chunk of its own). A chunk ends at the
+best of these places that lies within the limit:
+
+1. the last end of a paragraph in the second half of what fits,
+2. the last end of a sentence in the second half,
+3. the last end of a sentence at all, so that a sentence is cut only if it is longer than a chunk,
+4. the last end of a line inside code,
+5. the last word that fits.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +35,57 @@ import orjson
 import xxhash
 
 from rlsys.errors import UserError
-from rlsys.search.ingest.chunker import Word, chunk_text, find_words
 from rlsys.search.ingest.sources import Document, Fields, File, Skipped, find_files, read
 
-_REPEATED_BYTES = 1 << 26
-"""Most that one document repeats in all its passages, beside its text."""
-Costs = Callable[[str, Sequence[Word]], Sequence[int]]
+_REPEATED_BYTES = 1 << 26  # most that one document repeats in all its passages, beside its text
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_CJK}][、。，．！？；：」』）】》]*|[^\s{_CJK}]+")
+"""Chinese and Japanese put no spaces between words: there each character counts as one."""
+_CLOSERS = "\"'”’»)]}」』）】》*_"
+_OPENERS = "\"'“‘«([{「『（【《*_¿¡"
+_SENTENCE_END = tuple(".!?…。！？")
+_ABBREVIATION = re.compile(
+    r"(?:[A-Z]|\d{1,3}|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|No|Fig|cf|al|etc|[A-Za-z](?:\.[A-Za-z])+)\."
+)
+_LIST_MARK = re.compile(r"[-*+•]|\d{1,3}[.)]")
+
+
+class CutQuality(IntEnum):
+    """Ranks of the places between two words, the higher the better for a cut."""
+
+    WORD = 0
+    LINE = 1  # the end of a line of code
+    SENTENCE = 2
+    PARAGRAPH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A run of characters that is never cut: `text[start:end]`."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Words `first` to `end` - 1; those before `fresh` repeat the end of the chunk before."""
+
+    first: int
+    fresh: int
+    end: int
+
+
+Costs = Callable[[str, Sequence[Word]], Sequence[int]]  # text and its words -> what each word costs
 
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """How documents are cut; sizes count the text of a passage, not its title."""
+    """Settings of the cutting of documents; sizes count the text of a passage, not its title."""
 
-    size: int = 100
-    """Most words of a passage, or tokens if there is a tokenizer; 100 words as in wiki-18."""
-    overlap: int = 0
-    """Most words, or tokens, that a passage repeats of the one before in the same section."""
-    tokenizer: str = ""
-    """Encoder, or folder with a tokenizer.json, whose tokens are counted; "" counts words."""
+    size: int = 100  # most words of a passage, or tokens if there is a tokenizer; 100 words as in wiki-18
+    overlap: int = 0  # most words, or tokens, that a passage repeats of the one before in the same section
+    tokenizer: str = ""  # encoder, or folder with a tokenizer.json, whose tokens are counted; "" counts words
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -49,22 +96,14 @@ class Chunking:
 
 @dataclass(slots=True)
 class Summary:
-    """What an ingestion read and wrote."""
+    """Counts of what an ingestion read and wrote."""
 
     documents: int = 0
     passages: int = 0
-    duplicates: int = 0
-    """Passages left out because an earlier one says the same, title included."""
+    duplicates: int = 0  # passages left out because an earlier one says the same, title included
     skipped: list[Skipped] = field(default_factory=list)
-    words: int = 0
-    """Over all passages, title not included."""
-    longest: int = 0
-    """Words of the longest passage."""
-
-    @property
-    def mean_words(self) -> float:
-        """Words of a passage on average, 0 without passages."""
-        return self.words / self.passages if self.passages else 0.0
+    words: int = 0  # over all passages, title not included
+    longest: int = 0  # words of the longest passage
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values for people; what was skipped is grouped by reason, with up to three names."""
@@ -72,7 +111,7 @@ class Summary:
             ("documents", f"{self.documents:,}"),
             ("passages", f"{self.passages:,}"),
             ("duplicates left out", f"{self.duplicates:,}"),
-            ("words a passage", f"mean {self.mean_words:.1f}, most {self.longest:,}"),
+            ("words a passage", f"mean {self.words / max(1, self.passages):.1f}, most {self.longest:,}"),
         ]
         for reason, count in Counter(entry.reason for entry in self.skipped).most_common():
             names = [entry.name for entry in self.skipped if entry.reason == reason][:3]
@@ -89,10 +128,10 @@ def ingest(
     *,
     drop_duplicates: bool = False,
 ) -> Summary:
-    """Cut the documents of `sources` (files, or folders walked in the order of names) into passages at `out`.
+    """CutQuality the documents of `sources` (files, or folders walked in the order of names) into passages at `out`.
 
-    Raises UserError for what cannot be read, for ids that occur twice and where there is nothing to write;
-    a file that was at `out` before is untouched then.
+    Raises UserError for what cannot be read, for ids that occur twice and where there is nothing to write; a file that
+    was at `out` before is untouched then.
     """
     chunking = chunking or Chunking()
     costs = token_costs(chunking.tokenizer) if chunking.tokenizer else None
@@ -107,7 +146,11 @@ def ingest(
             file.flush()
             os.fsync(file.fileno())
         if not writer.summary.passages:
-            raise UserError(_nothing(sources, writer.summary))
+            reasons = Counter(entry.reason for entry in writer.summary.skipped)
+            passed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            told = f" (passed over: {passed})" if passed else ""
+            kinds = "give text, Markdown, jsonl or parquet files"
+            raise UserError(f"{', '.join(map(str, sources))} holds no document{told}: {kinds}")
         part.replace(out)
     except OSError as problem:
         raise UserError(f"{out} cannot be written ({problem.strerror}): give another place") from problem
@@ -130,16 +173,9 @@ def token_costs(name: str) -> Costs:
     tokenizer.no_padding()
 
     def costs(text: str, words: Sequence[Word]) -> list[int]:
-        ends = iter(sorted(end for _, end in tokenizer.encode(text, add_special_tokens=False).offsets))
-        counted = []
-        end = next(ends, None)
-        for word in words:
-            count = 0
-            while end is not None and end <= word.end:
-                count += 1
-                end = next(ends, None)
-            counted.append(count)
-        return counted
+        ends = sorted(end for _, end in tokenizer.encode(text, add_special_tokens=False).offsets)
+        until = [0, *(bisect_right(ends, word.end) for word in words)]
+        return [after - before for before, after in pairwise(until)]
 
     return costs
 
@@ -155,7 +191,7 @@ def _documents(found: Sequence[File | Skipped], fields: Fields, summary: Summary
 
 
 class _Writer:
-    """Passages to lines, with a count of everything."""
+    """Writes passages as lines, with a count of everything."""
 
     def __init__(self, drop_duplicates: bool) -> None:
         self.summary = Summary()
@@ -221,14 +257,118 @@ def _plain(value: Any) -> str:
 
 
 def _add(seen: set[bytes], text: str) -> bool:
-    """Whether `text` is new to `seen`, which then knows it."""
+    """True where `text` is new to `seen`, which then knows it."""
     before = len(seen)
     seen.add(xxhash.xxh128_digest(text.encode()))
     return len(seen) > before
 
 
-def _nothing(sources: Sequence[Path], summary: Summary) -> str:
-    reasons = Counter(entry.reason for entry in summary.skipped)
-    passed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    told = f" (passed over: {passed})" if passed else ""
-    return f"{', '.join(map(str, sources))} holds no document{told}: give text, Markdown, jsonl or parquet files"
+def find_words(text: str) -> list[Word]:
+    """The words of `text`, in order."""
+    return [Word(*match.span()) for match in _WORD.finditer(text)]
+
+
+def chunk_text(
+    text: str,
+    *,
+    size: int,
+    overlap: int = 0,
+    code: Sequence[tuple[int, int]] = (),
+    costs: Callable[[str, Sequence[Word]], Sequence[int]] | None = None,
+) -> list[str]:
+    """The chunks of `text`. See `cut` for `size` and `overlap`.
+
+    `code` gives, in order, the character ranges that are kept whole where they fit. `costs` says what each word costs;
+    without it a word costs 1. A text without a word has no chunks.
+    """
+    words = find_words(text)
+    prices = [1] * len(words) if costs is None else costs(text, words)
+    chunks = cut(prices, find_cuts(text, words, code), size=size, overlap=overlap)
+    return [text[words[chunk.first].start : words[chunk.end - 1].end] for chunk in chunks]
+
+
+def cut(costs: Sequence[int], cuts: Sequence[CutQuality], *, size: int, overlap: int) -> list[Chunk]:
+    """Chunks that cost at most `size` and repeat words that cost at most `overlap` (less than `size`).
+
+    `cuts[i]` says how good the place after word i is. What is repeated starts at the start of a sentence if one is in
+    reach, and gives way to a sentence that would have to be cut otherwise.
+    """
+    spent = [0, *accumulate(costs)]
+    count = len(costs)
+    chunks: list[Chunk] = []
+    fresh = 0
+    while fresh < count:
+        first = _repeat_from(spent, cuts, fresh, overlap, chunks[-1].first) if chunks and overlap else fresh
+        end = _fitting(spent, first, size)
+        if first < fresh and not _has_sentence_end(cuts, fresh, end):
+            alone = _fitting(spent, fresh, size)
+            starts_sentence = cuts[fresh - 1] >= CutQuality.SENTENCE
+            if end <= fresh or (starts_sentence and _has_sentence_end(cuts, fresh, alone)):
+                first, end = fresh, alone
+        end = max(end, fresh + 1)
+        if end < count:
+            half = bisect_right(spent, spent[first] + size // 2)
+            end = _best_end(cuts, max(fresh + 1, half), fresh + 1, end)
+        chunks.append(Chunk(first, fresh, end))
+        fresh = end
+    return chunks
+
+
+def _fitting(spent: Sequence[int], first: int, size: int) -> int:
+    """The furthest end with which words from `first` on cost at most `size`."""
+    return bisect_right(spent, spent[first] + size) - 1
+
+
+def _has_sentence_end(cuts: Sequence[CutQuality], first: int, end: int) -> bool:
+    return any(cuts[word] >= CutQuality.SENTENCE for word in range(first, end))
+
+
+def _best_end(cuts: Sequence[CutQuality], half: int, least: int, most: int) -> int:
+    """The best end from `least` to `most`; ends from `half` on are those in the second half."""
+    paragraph, sentence, line = CutQuality.PARAGRAPH, CutQuality.SENTENCE, CutQuality.LINE
+    for start, level in ((half, paragraph), (half, sentence), (least, sentence), (least, line)):
+        for end in range(most, start - 1, -1):
+            if cuts[end - 1] >= level:
+                return end
+    return most
+
+
+def _repeat_from(spent: Sequence[int], cuts: Sequence[CutQuality], fresh: int, overlap: int, before: int) -> int:
+    """The first word of the repetition before word `fresh`: later than the chunk before, which starts at `before`."""
+    earliest = fresh
+    while earliest > before + 1 and spent[fresh] - spent[earliest - 1] <= overlap:
+        earliest -= 1
+    starts = (word for word in range(earliest, fresh) if cuts[word - 1] >= CutQuality.SENTENCE)
+    return next(starts, earliest)
+
+
+def find_cuts(text: str, words: Sequence[Word], code: Iterable[tuple[int, int]] = ()) -> list[CutQuality]:
+    """The quality of the place after each word; the place after the last word ends a paragraph."""
+    cuts: list[CutQuality] = []
+    ranges = iter(code)
+    begin, stop = next(ranges, (len(text), len(text)))
+    for word, following in pairwise(words):
+        while stop <= word.start:
+            begin, stop = next(ranges, (len(text) + 1, len(text) + 1))
+        if begin <= word.start and following.start < stop:
+            cuts.append(CutQuality.LINE if "\n" in text[word.end : following.start] else CutQuality.WORD)
+        elif begin <= following.start and (word.start < begin or stop <= following.start):
+            cuts.append(CutQuality.PARAGRAPH)
+        else:
+            gap = text[word.end : following.start]
+            cuts.append(_prose_cut(text[word.start : word.end], gap, text[following.start : following.end]))
+    return [*cuts, CutQuality.PARAGRAPH] if words else []
+
+
+def _prose_cut(word: str, gap: str, following: str) -> CutQuality:
+    if gap.count("\n") > 1:
+        return CutQuality.PARAGRAPH
+    if "\n" in gap and _LIST_MARK.fullmatch(following):
+        return CutQuality.SENTENCE
+    stem = word.rstrip(_CLOSERS)
+    if not stem.endswith(_SENTENCE_END):
+        return CutQuality.WORD
+    if stem.endswith(tuple("。！？")):
+        return CutQuality.SENTENCE
+    goes_on = not gap or following.lstrip(_OPENERS)[:1].islower()
+    return CutQuality.WORD if goes_on or _ABBREVIATION.fullmatch(stem.lstrip(_OPENERS)) else CutQuality.SENTENCE

@@ -1,4 +1,4 @@
-"""`python -m rlsys.search.server`: the process that `launch.SearchServer` starts."""
+"""`python -m rlsys.search.server`: the process that `server_process.SearchServer` starts."""
 
 import sys
 

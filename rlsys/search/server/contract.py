@@ -1,4 +1,4 @@
-"""The HTTP contract: what a request may hold, what an answer holds, and how both are described in OpenAPI.
+"""The HTTP contract: the requests, the answers, their limits, and how all of it is described in OpenAPI.
 
     POST /retrieve  {"queries": [str], "topk": int | null, "return_scores": bool, "rerank": bool}
       with scores     {"result": [[{"document": {"id", "contents", ...}, "score": float}]]}
@@ -9,41 +9,76 @@
     POST /access    {"urls": [str]} -> {"result": [{"url", "contents", ...} | null]}
     any error       {"detail": one sentence}
 
-Types are strict: `3` is an integer, and in JSON `3.0` is the same one, but `"3"` is none; an unknown field is an
-error, not a slip that nobody sees. Each limit is one object that both checks values and describes itself, so that
-the description stays true.
+Types are strict: `3` is an integer, and in JSON `3.0` is the same one, but `"3"` is none; an unknown field is an error,
+not a slip that nobody sees. Each limit is one object that both checks values and describes itself, so that the
+description stays true.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
-from rlsys.search.server.limits import ServerLimits
+from rlsys.errors import UserError
 
 Document = str | dict[str, Any]
 """Text, `{"contents": text, ...}`, or a hit, `{"document": {"contents": text, ...}, ...}`."""
-
-_QUOTED_CHARS = 200
-"""Of a field that is not known."""
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
+SMALL_BODY_BYTES = 16_384  # requests of so much are turned away for their number alone, never for what others hold
+_QUOTED_CHARS = 200  # of a field that is not known
 # pydantic would make an error for each unknown field of a request: `Contract.parse` refuses the first.
 _CLOSED = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
 _VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[^\s"\[\]{}:,]++|[\[{]', re.DOTALL)
 """A value of JSON, or a key, in linear time also where a text does not end."""
 
-Count = Annotated[int, BeforeValidator(_whole)]
-"""A JSON integer, which may be written with a fraction of zero."""
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds of requests (beyond them 413 or 422), of the queue (429) and of time (408, 503).
+
+    Raises UserError for a number that bounds nothing.
+    """
+
+    max_topk: int = 100
+    max_queries: int = 4096  # queries of one request: a whole training batch of an upstream client fits
+    max_urls: int = 64  # URLs of one request
+    max_query_chars: int = 8192  # of a query, or of a URL
+    max_document_chars: int = 65_536  # of a document to rerank
+    max_passages: int = 131_072
+    """Passages of one answer, queries times `topk`: what is held in memory and written at once."""
+    max_body_bytes: int = 12 * 1024 * 1024
+    """Of a request; all that are in work may have twice as much together, those up to `SMALL_BODY_BYTES` left out."""
+    max_values: int = 262_144
+    """JSON values of a body, keys too: each takes up to 200 bytes of memory, however short it is written."""
+    max_requests: int = 2048  # requests in work at once
+    max_pending: int = 16_384  # queries of all clients that may wait
+    max_batch: int = 128  # queries encoded and searched together
+    max_wait_ms: float = 2.0  # how long a query waits for others while nothing is being encoded
+    body_timeout_s: float = 30.0  # until a body has arrived
+    request_timeout_s: float = 120.0  # from the arrived body to the answer
+    cache_entries: int = 16_384
+    """Answers to queries that are kept, of at most eight times as many passages; 0 keeps none."""
+    rerank_candidates: int = 50
+    """Passages that are retrieved, and then reranked, for a query that asks for it; `topk` if that is more."""
+    max_pending_pairs: int = 65_536
+    """Pairs of a query and a document that may wait to be scored; one request may hold no more."""
+    max_pair_batch: int = 64  # pairs scored together
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            zero = field.name in ("max_wait_ms", "cache_entries")
+            if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+                raise UserError(f"{field.name} {value} is out of range: give {'0 or more' if zero else 'more than 0'}")
+
+
+_is_whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+Count = Annotated[int, _is_whole]  # A JSON integer, which may be written with a fraction of zero
 
 
 class RetrieveRequest(BaseModel):
@@ -51,7 +86,6 @@ class RetrieveRequest(BaseModel):
 
     model_config = _CLOSED
     shape: ClassVar[str] = '{"queries": [str], "topk": int or null, "return_scores": bool, "rerank": bool}'
-
     queries: Annotated[list[str], FailFast()]
     topk: Count | None = Field(None, description="Passages of each query; null takes the server's default.")
     return_scores: bool = False
@@ -66,7 +100,6 @@ class RerankRequest(BaseModel):
         '{"queries": [str], "documents": [[str or {"contents": str}]], "rerank_topk": int or null, '
         '"return_scores": bool}'
     )
-
     queries: Annotated[list[str], FailFast()]
     documents: Annotated[list[Annotated[list[Document], FailFast()]], FailFast()] = Field(
         description="As many lists as queries."
@@ -82,19 +115,17 @@ class AccessRequest(BaseModel):
 
     model_config = _CLOSED
     shape: ClassVar[str] = '{"urls": [str]}'
-
     urls: Annotated[list[str], FailFast()]
-
-
-class Scored(BaseModel):
-    """A passage or document and its score."""
-
-    document: dict[str, Any] | str
-    score: float
 
 
 class RankedAnswer(BaseModel):
     """A list for each query, best first: with scores if the request asks for them."""
+
+    class Scored(BaseModel):
+        """A passage or document and its score."""
+
+        document: dict[str, Any] | str
+        score: float
 
     result: list[list[Scored | dict[str, Any] | str]]
 
@@ -112,13 +143,7 @@ class Health(BaseModel):
     status: str
 
 
-class Failure(BaseModel):
-    """Why there is no answer, in one sentence."""
-
-    detail: str
-
-
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request is wrong: an HTTP status of 4xx and one sentence."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -131,6 +156,11 @@ Body = TypeVar("Body", RetrieveRequest, RerankRequest, AccessRequest)
 
 class Contract:
     """The request models under a server's limits."""
+
+    class Failure(BaseModel):
+        """Why there is no answer, in one sentence."""
+
+        detail: str
 
     def __init__(self, limits: ServerLimits) -> None:
         # One that can never fit into the queue must not be told to try again.
@@ -146,46 +176,40 @@ class Contract:
         }
 
     def parse(self, model: type[Body], body: bytes | bytearray) -> Body:
-        """The request in a body. Raises Refused: 400 for what is not JSON, 422 for what is not such a request."""
+        """The request in a body. Raises RequestRefused: 400 for what is not JSON, 422 for what is no such request."""
         # All of a body is in memory before any of it is checked. A short one cannot hold so many.
         if len(body) > self._max_values and next(islice(_VALUE.finditer(body), self._max_values, None), None):
-            raise Refused(422, f"the body: more than {self._max_values} values are too many; send fewer")
+            raise RequestRefused(422, f"the body: more than {self._max_values} values are too many; send fewer")
         try:
             asked = model.model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             if first["type"] == "json_invalid":
-                raise Refused(400, f"the body is not JSON: {first['msg']}") from None
+                raise RequestRefused(400, f"the body is not JSON: {first['msg']}") from None
             where = ".".join(map(str, first["loc"])) or "the body"
-            raise Refused(422, f"{where}: {first['msg']}; send {model.shape}") from None
+            raise RequestRefused(422, f"{where}: {first['msg']}; send {model.shape}") from None
         if asked.model_extra:
             unknown = next(iter(asked.model_extra))[:_QUOTED_CHARS]
-            raise Refused(422, f"{unknown}: Extra inputs are not permitted; send {model.shape}")
+            raise RequestRefused(422, f"{unknown}: Extra inputs are not permitted; send {model.shape}")
         for field, bound in self._bounds.items():
             value = getattr(asked, field, None)
             if value is not None and (problem := bound.problem(value)):
-                raise Refused(422, f"{field}{problem}")
+                raise RequestRefused(422, f"{field}{problem}")
         return asked
 
     def schema(self, model: type[BaseModel]) -> dict[str, Any]:
         """JSON schema of a request's body."""
         described = model.model_json_schema()
-        for field, bound in self._bounds.items():
-            if field in described["properties"]:
-                kept = {
-                    key: value
-                    for key, value in described["properties"][field].items()
-                    if key in ("title", "description", "default")
-                }
-                described["properties"][field] = kept | bound.schema()
+        for field, value in described["properties"].items():
+            if field in self._bounds:
+                kept = {key: value[key] for key in ("title", "description", "default") if key in value}
+                described["properties"][field] = kept | self._bounds[field].schema()
         return described
 
 
 def text_of(document: Document) -> str | None:
     """The text to rerank by; None for an object that has none."""
-    if isinstance(document, str):
-        return document
-    contents = bare(document).get("contents")
+    contents = document if isinstance(document, str) else bare(document).get("contents")
     return contents if isinstance(contents, str) else None
 
 

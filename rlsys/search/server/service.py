@@ -1,7 +1,16 @@
-"""What a server does for a request, whatever the protocol: retrieve, rerank, fetch pages, within limits and time.
+"""The work of a server, whatever the protocol: retrieve, rerank, fetch pages, within limits and time.
 
-Invariants: nothing that computes or reads runs on the event loop; a caller waits at most `request_timeout_s`; what
-goes wrong is a `Refused` (the request's fault), a `Busy` (too much at once) or an `Unavailable` (no answer now).
+One thread prepares queries and up to `Retriever.parallel` threads find: while a batch is being found, the next one is
+prepared. A batch keeps its place until a thread can find it, so at most one prepared batch waits, and a batch is put
+together at the moment when preparing it can begin.
+
+Invariants:
+  - nothing that computes or reads runs on the event loop; a caller waits at most `request_timeout_s`;
+  - a failure is a `RequestRefused` (the request's fault), a `Busy` (too much at once) or an `Unavailable` (not now);
+  - an answer does not depend on what it was batched with. Queries with another `topk` are prepared and found on their
+    own, as an approximate index looks the further the more it is asked for; the rest is the retriever's promise. A
+    query that is in a batch twice is searched once;
+  - a query is reranked with its own documents only, and equal scores keep the documents' order.
 """
 
 from __future__ import annotations
@@ -9,31 +18,52 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.batcher import BatcherClosed, QueueFull
+from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
 from rlsys.search.pages import PageSource
-from rlsys.search.retriever import Hit, Retriever
+from rlsys.search.retrieval import Hit, Retriever
 from rlsys.search.server.contract import (
     AccessRequest,
-    Document,
-    Refused,
+    RequestRefused,
     RerankRequest,
     RetrieveRequest,
+    ServerLimits,
     bare,
     text_of,
 )
-from rlsys.search.server.limits import ServerLimits
-from rlsys.search.server.metrics import Metrics
-from rlsys.search.server.reranking import Reranking, Scorer
-from rlsys.search.server.retrieval import Retrieval
+
+if TYPE_CHECKING:
+    from rlsys.search.encoders.reranker import Reranker
 
 NO_RERANKER = "this server has no reranker: start it with one (--reranker MODEL)"
 NO_PAGES = "this server has no pages: start it with a file of them (--pages FILE)"
+TALLIES = {
+    "queries": "Queries asked for, those of the cache too.",
+    "cached": "Queries answered from the cache.",
+    "batches": "Batches of queries that were searched.",
+    "pairs": "Pairs of query and document that were scored.",
+}  # counters of `SearchService.tallies`, with their help
+LEVELS = {"pending": "Queries that wait to be searched.", "pending_pairs": "Pairs that wait to be scored."}
+"""Gauges of the same."""
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_PASSAGES_PER_ENTRY = 8
 _log = logging.getLogger("uvicorn.error")
 Answer = TypeVar("Answer")
+Ask = tuple[str, int]  # A query and how many hits it wants
+Pair = tuple[str, str]  # A query and a text
 
 
 class Unavailable(Exception):
@@ -44,96 +74,136 @@ class Busy(Exception):
     """Too much is asked at once; the same request may succeed a little later."""
 
 
+class Metrics(Collector):
+    """Prometheus metrics of one application, in a registry of their own, so that two in a process do not mix."""
+
+    def __init__(self) -> None:
+        self.tallies: Callable[[], Mapping[str, int]] = dict
+        """Numbers that are kept elsewhere, read each time they are asked for."""
+        self._registry = registry = CollectorRegistry(auto_describe=True)
+        ProcessCollector(registry=registry)
+        registry.register(self)
+        self._requests = Counter("rlsys_search_requests", "Requests ended.", ["path", "status"], registry=registry)
+        self._request_seconds = Histogram(
+            "rlsys_search_request_seconds",
+            "Time from a request's headers to the end of its answer.",
+            ["path"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._stage_seconds = Histogram(
+            "rlsys_search_stage_seconds",
+            "Time of a batch in a stage: prepare (queries are encoded), find, rerank, pages.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.batch_queries = Histogram(
+            "rlsys_search_batch_queries", "Queries of a batch.", buckets=_SIZES, registry=registry
+        )
+
+    def request(self, path: str, status: int, seconds: float) -> None:
+        """Count a request that has ended."""
+        self._requests.labels(path, str(status)).inc()
+        self._request_seconds.labels(path).observe(seconds)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage of a batch; from any thread."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stage_seconds.labels(name).observe(time.perf_counter() - began)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The tallies, for the registry."""
+        numbers = self.tallies()
+        for family, described in ((CounterMetricFamily, TALLIES), (GaugeMetricFamily, LEVELS)):
+            for name in described.keys() & numbers:
+                yield family(f"rlsys_search_{name}", described[name], value=numbers[name])
+
+
+@dataclass(eq=False)
 class SearchService:
     """Answers requests of many callers at once. Use within one event loop; `close` it at the end."""
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        topk: int,
-        limits: ServerLimits,
-        metrics: Metrics,
-        *,
-        reranker: Scorer | None = None,
-        pages: PageSource | None = None,
-    ) -> None:
-        self._retriever = retriever
-        self._topk = topk
-        self._limits = limits
-        self._metrics = metrics
-        self._retrieval = Retrieval(retriever, limits, metrics)
-        self._reranking = None if reranker is None else Reranking(reranker, limits, metrics)
-        self._pages = pages
+    retriever: Retriever
+    topk: int
+    limits: ServerLimits
+    metrics: Metrics
+    reranker: Reranker | None = None
+    pages: PageSource | None = None
+
+    def __post_init__(self) -> None:
+        self._retrieval = _Retrieval(self.retriever, self.limits, self.metrics)
+        self._reranking = None if self.reranker is None else _Reranking(self.reranker, self.limits, self.metrics)
         self._began = time.monotonic()
-        metrics.watch(self.tallies)
+        self.metrics.tallies = self.tallies
 
     async def retrieve(self, asked: RetrieveRequest) -> list[list[Any]]:
         """Passages of each query: documents, or documents with scores."""
-        topk = asked.topk or self._topk
-        if len(asked.queries) * topk > self._limits.max_passages:
-            raise Refused(
+        topk, queries = asked.topk or self.topk, asked.queries
+        if len(queries) * topk > self.limits.max_passages:
+            raise RequestRefused(
                 422,
-                f"queries: {len(asked.queries)} with topk {topk} are too many passages; "
-                f"send fewer, for at most {self._limits.max_passages}",
+                f"queries: {len(queries)} with topk {topk} are too many passages; send fewer, for at most "
+                f"{self.limits.max_passages}",
             )
+        found: Sequence[Sequence[tuple[float, Any]]]
         if not asked.rerank:
-            found = await self._answer(self._retrieval.find(asked.queries, topk))
+            found = await self._answer(self._retrieval.find(queries, topk))
         elif self._reranking is None:
-            raise Refused(422, "rerank: this server has no reranker; leave it out, or start the server with one")
+            raise RequestRefused(422, "rerank: this server has no reranker; leave it out, or start the server with one")
         else:
-            found = await self._answer(self._retrieve_reranked(self._reranking, asked.queries, topk))
-        if asked.return_scores:
-            return [[{"document": hit.document, "score": hit.score} for hit in line] for line in found]
-        return [[hit.document for hit in line] for line in found]
+            found = await self._answer(self._retrieve_reranked(self._reranking, queries, topk))
+        return _lines(found, asked.return_scores)
 
     async def rerank(self, asked: RerankRequest) -> list[list[Any]]:
         """The best documents of each query: alone, or with scores."""
         if self._reranking is None:
-            raise Refused(404, NO_RERANKER)
+            raise RequestRefused(404, NO_RERANKER)
         if len(asked.documents) != len(asked.queries):
-            raise Refused(
-                422,
-                f"documents: {len(asked.documents)} lists for {len(asked.queries)} queries; send one for each",
+            raise RequestRefused(
+                422, f"documents: {len(asked.documents)} lists for {len(asked.queries)} queries; send one for each"
             )
-        texts = [[text_of(document) or "" for document in own] for own in asked.documents]
+        texts = [[text_of(document) or "" for document in line] for line in asked.documents]
         self._check_pairs(sum(map(len, texts)))
         ranked = await self._answer(self._reranking.rank(asked.queries, texts))
-        topk = asked.rerank_topk or self._topk
-        best = [
-            [(_unwrapped(own[place]), score) for place, score in line[:topk]]
-            for own, line in zip(asked.documents, ranked, strict=True)
-        ]
-        if asked.return_scores:
-            return [[{"document": document, "score": score} for document, score in line] for line in best]
-        return [[document for document, _ in line] for line in best]
+        documents = [[doc if isinstance(doc, str) else bare(doc) for doc in line] for line in asked.documents]
+        return _lines(_in_order(documents, ranked, asked.rerank_topk or self.topk), asked.return_scores)
 
     async def access(self, asked: AccessRequest) -> list[Mapping[str, Any] | None]:
         """The page of each URL, or None."""
-        if self._pages is None:
-            raise Refused(404, NO_PAGES)
-        return await self._answer(self._fetch(self._pages, asked.urls))
+        if self.pages is None:
+            raise RequestRefused(404, NO_PAGES)
+        return await self._answer(self._fetch(self.pages, asked.urls))
 
     def health(self) -> dict[str, Any]:
-        """What is served and how much has been asked so far."""
+        """A description of what is served, and how much has been asked so far."""
         return {
             "status": "ok",
-            **self._retriever.describe(),
-            "topk": self._topk,
-            "reranker": None if self._reranking is None else dict(self._reranking.describe()),
-            "pages": self._pages is not None,
+            **self.retriever.describe(),
+            "topk": self.topk,
+            "reranker": None if self.reranker is None else dict(self.reranker.describe()),
+            "pages": self.pages is not None,
             "uptime_s": round(time.monotonic() - self._began, 1),
             **self.tallies(),
         }
 
     def tallies(self) -> dict[str, int]:
-        """How much has been asked, and how much waits."""
+        """Counts of what has been asked, and of what waits."""
         return {
             "queries": self._retrieval.queries,
             "cached": self._retrieval.cached,
-            "batches": self._retrieval.batches,
-            "pending": self._retrieval.pending,
+            "batches": self._retrieval.batcher.batches,
+            "pending": self._retrieval.batcher.pending,
             "pairs": 0 if self._reranking is None else self._reranking.pairs,
-            "pending_pairs": 0 if self._reranking is None else self._reranking.pending,
+            "pending_pairs": 0 if self._reranking is None else self._reranking.batcher.pending,
         }
 
     async def close(self) -> None:
@@ -142,27 +212,23 @@ class SearchService:
         if self._reranking is not None:
             await self._reranking.close()
 
-    async def _retrieve_reranked(self, reranking: Reranking, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        candidates = max(topk, self._limits.rerank_candidates)
+    async def _retrieve_reranked(
+        self, reranking: _Reranking, queries: Sequence[str], topk: int
+    ) -> list[list[tuple[float, Any]]]:
+        candidates = max(topk, self.limits.rerank_candidates)
         self._check_pairs(len(queries) * candidates)
         found = await self._retrieval.find(queries, candidates)
         texts = [[str(hit.document.get("contents", "")) for hit in line] for line in found]
         ranked = await reranking.rank(queries, texts)
-        return [
-            [Hit(score, line[place].document) for place, score in order[:topk]]
-            for line, order in zip(found, ranked, strict=True)
-        ]
+        return _in_order([[hit.document for hit in line] for line in found], ranked, topk)
 
     def _check_pairs(self, pairs: int) -> None:
-        if pairs > self._limits.max_pending_pairs:
-            raise Refused(
-                422,
-                f"queries: {pairs} pairs to rerank are too many; send fewer, for at most "
-                f"{self._limits.max_pending_pairs}",
-            )
+        most = self.limits.max_pending_pairs
+        if pairs > most:
+            raise RequestRefused(422, f"queries: {pairs} pairs to rerank are too many; send fewer, for at most {most}")
 
     async def _fetch(self, pages: PageSource, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
-        with self._metrics.stage("pages"):
+        with self.metrics.stage("pages"):
             found = await pages.fetch(urls)
         if len(found) != len(urls):
             raise ValueError(f"{len(urls)} URLs gave {len(found)} pages")
@@ -171,12 +237,12 @@ class SearchService:
     async def _answer(self, work: Awaitable[Answer]) -> Answer:
         """The result of `work`, or the reason why there is none."""
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s) as time_limit:
+            async with asyncio.timeout(self.limits.request_timeout_s) as time_limit:
                 return await work
-        except Refused:
+        except RequestRefused:
             raise
         except QueueFull:
-            waiting = ", ".join(f"{key}: {self.tallies()[key]}" for key in ("pending", "pending_pairs"))
+            waiting = ", ".join(f"{key}: {self.tallies()[key]}" for key in LEVELS)
             raise Busy(f"too much waits already ({waiting}): try again later") from None
         except BatcherClosed:
             raise Unavailable("the server is shutting down") from None
@@ -184,10 +250,158 @@ class SearchService:
             raise Unavailable(f"the search failed: {error}") from None
         except Exception as error:  # noqa: BLE001  a fault of what was loaded must not end as a bare 500
             if time_limit.expired():
-                raise Unavailable(f"no answer within {self._limits.request_timeout_s:g} s: try again") from None
+                raise Unavailable(f"no answer within {self.limits.request_timeout_s:g} s: try again") from None
             _log.exception("a search failed")
             raise Unavailable(f"the search failed ({type(error).__name__}): see the server's log") from None
 
 
-def _unwrapped(document: Document) -> Document:
-    return document if isinstance(document, str) else bare(document)
+def _lines(found: Sequence[Sequence[tuple[float, Any]]], with_scores: bool) -> list[list[Any]]:
+    """The lines of an answer, of (score, document)s."""
+    if with_scores:
+        return [[{"document": document, "score": score} for score, document in line] for line in found]
+    return [[document for _, document in line] for line in found]
+
+
+def _in_order(
+    documents: Sequence[Sequence[Any]], ranked: Sequence[Sequence[tuple[int, float]]], topk: int
+) -> list[list[tuple[float, Any]]]:
+    """The first `topk` documents of each line in the order of `ranked`, with its scores."""
+    return [
+        [(score, line[place]) for place, score in order[:topk]] for line, order in zip(documents, ranked, strict=True)
+    ]
+
+
+class _Group(NamedTuple):
+    """Queries of a batch that want equally many hits."""
+
+    topk: int
+    queries: list[str]
+    prepared: Any
+
+
+class _Retrieval:
+    """Batches queries through the two stages of a retriever."""
+
+    def __init__(self, retriever: Retriever, limits: ServerLimits, metrics: Metrics) -> None:
+        self._retriever = retriever
+        self._metrics = metrics
+        self._prepare_thread = ThreadPoolExecutor(1, "prepare")
+        self._find_threads = ThreadPoolExecutor(retriever.parallel, "find")
+        self._may_find = asyncio.Semaphore(retriever.parallel)
+        self.batcher: Batcher[Ask, list[Hit]] = Batcher(
+            self._run,
+            max_batch=limits.max_batch,
+            max_wait_s=limits.max_wait_ms / 1000,
+            max_running=1,
+            max_pending=limits.max_pending,
+        )
+        self._cache = HitCache(limits.cache_entries)
+        self.queries = 0
+        self.cached = 0  # queries that needed no search
+
+    async def find(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """At most `topk` hits of each query, in order. Raises what the retriever and `Batcher.submit` raise.
+
+        Cancelling it drops the queries that no batch has taken yet.
+        """
+        found = {query: hits for query in queries if (hits := self._cache.get((query, topk))) is not None}
+        missing = list(dict.fromkeys(query for query in queries if query not in found))
+        futures = self.batcher.submit([(query, topk) for query in missing])
+        self.queries += len(queries)
+        self.cached += len(queries) - len(missing)
+        # One query is the common request, and to gather costs more than to wait.
+        answers = [await futures[0]] if len(futures) == 1 else await asyncio.gather(*futures)
+        for query, hits in zip(missing, answers, strict=True):
+            self._cache.put((query, topk), hits)
+            found[query] = hits
+        return [found[query] for query in queries]
+
+    async def close(self) -> None:
+        await self.batcher.close()
+        for threads in (self._prepare_thread, self._find_threads):
+            await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
+
+    async def _run(self, asks: list[Ask]) -> list[list[Hit]]:
+        loop = asyncio.get_running_loop()
+        groups = await loop.run_in_executor(self._prepare_thread, self._prepare, asks)
+        async with self._may_find:
+            self.batcher.pass_on()
+            return await loop.run_in_executor(self._find_threads, self._find, groups, asks)
+
+    def _prepare(self, asks: list[Ask]) -> list[_Group]:
+        self._metrics.batch_queries.observe(len(asks))
+        by_topk: dict[int, dict[str, None]] = {}
+        for query, topk in asks:
+            by_topk.setdefault(topk, {})[query] = None
+        with self._metrics.stage("prepare"):
+            return [_Group(topk, list(asked), self._retriever.prepare(list(asked))) for topk, asked in by_topk.items()]
+
+    def _find(self, groups: list[_Group], asks: list[Ask]) -> list[list[Hit]]:
+        found: dict[Ask, list[Hit]] = {}
+        with self._metrics.stage("find"):
+            for topk, queries, prepared in groups:
+                lines = self._retriever.find(prepared, topk)
+                found.update(zip(((query, topk) for query in queries), lines, strict=True))
+        return [found[ask] for ask in asks]
+
+
+class _Reranking:
+    """Scores pairs of many requests together, in one thread."""
+
+    def __init__(self, reranker: Reranker, limits: ServerLimits, metrics: Metrics) -> None:
+        self._reranker = reranker
+        self._metrics = metrics
+        self._thread = ThreadPoolExecutor(1, "rerank")
+        self.batcher: Batcher[Pair, float] = Batcher(
+            self._run,
+            max_batch=limits.max_pair_batch,
+            max_wait_s=limits.max_wait_ms / 1000,
+            max_running=1,
+            max_pending=limits.max_pending_pairs,
+        )
+        self.pairs = 0
+
+    async def rank(self, queries: Sequence[str], texts: Sequence[Sequence[str]]) -> list[list[tuple[int, float]]]:
+        """For each query the places of its texts and their scores, best first.
+
+        Raises what the reranker and `Batcher.submit` raise.
+        """
+        pairs = [(query, text) for query, line in zip(queries, texts, strict=True) for text in line]
+        scores: Iterator[float] = iter(await asyncio.gather(*self.batcher.submit(pairs)))
+        self.pairs += len(pairs)
+        lines = [list(islice(scores, len(line))) for line in texts]
+        return [sorted(enumerate(line), key=lambda ranked: -ranked[1]) for line in lines]
+
+    async def close(self) -> None:
+        await self.batcher.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+    async def _run(self, pairs: list[Pair]) -> list[float]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, pairs)
+
+    def _score(self, pairs: list[Pair]) -> list[float]:
+        with self._metrics.stage("rerank"):
+            return list(self._reranker.scores(pairs))
+
+
+class HitCache:
+    """The hits of the queries asked last: of at most `entries`, and of eight passages an entry on average."""
+
+    def __init__(self, entries: int) -> None:
+        self._entries = entries
+        self._hits: OrderedDict[Ask, list[Hit]] = OrderedDict()
+        self._passages = 0
+
+    def get(self, ask: Ask) -> list[Hit] | None:
+        """The hits, if they are known."""
+        hits = self._hits.get(ask)
+        if hits is not None:
+            self._hits.move_to_end(ask)
+        return hits
+
+    def put(self, ask: Ask, hits: list[Hit]) -> None:
+        """Remember hits, and forget those that were not asked for the longest time."""
+        self._passages += len(hits) - len(self._hits.pop(ask, ()))
+        self._hits[ask] = hits
+        while len(self._hits) > self._entries or self._passages > _PASSAGES_PER_ENTRY * self._entries:
+            self._passages -= len(self._hits.popitem(last=False)[1])

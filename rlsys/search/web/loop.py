@@ -23,7 +23,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(task, self._loop).result()
 
     async def result_of(self, task: Coroutine[Any, Any, T]) -> T:
-        """As `run`, for a coroutine of another loop; cancelling it cancels `task`."""
+        """The same as `run`, for a coroutine of another loop; cancelling it cancels `task`."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(task, self._loop))
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:

@@ -1,5 +1,4 @@
-"""The providers of web search, each as data: where it is asked, with which keys, in which shape, and how its
-answer reads.
+"""The providers of web search: how each is asked, what its answer reads, and what happens when it does not answer.
 
 Field names are those of the public references of the APIs:
   google   Custom Search JSON API   items[].{title, link, snippet}; closed to new customers, and announced to
@@ -10,26 +9,50 @@ Field names are those of the public references of the APIs:
   bing     Bing Web Search v7       webPages.value[].{name, url, snippet}; Microsoft retired the public API in
                                     August 2025, so this one is for endpoints that are compatible with it
 
-Nothing here touches the network. An answer that is not of its provider's shape raises MalformedAnswer: what
-is broken must not read as "nothing was found".
+Invariants:
+  - an outage never looks like an empty answer: `ProviderClient.search` gives results or raises ProviderError, also for
+    an answer that is not of its provider's shape;
+  - keys come from the environment and leave it in requests to the provider only. They are added below httpx's client,
+    which logs URLs at INFO and keeps requests in its errors, and redirects are not followed;
+  - a busy provider (429, 5xx) or a lost connection is asked again, no earlier than it wants; a refusal (401, 403 and
+    other 4xx) is not.
+Proxies of the environment are not used, as everywhere in rlsys.
 """
 
 from __future__ import annotations
 
+import asyncio
 import html
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple
 
+import httpx
+import orjson
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+
+from rlsys.errors import RunError, UserError
+from rlsys.search.body import BodyError, Encoding, read_body
+
+MAX_QUERY_CHARS = 400
+MAX_QUERY_WORDS = 50
+"""What every provider takes (Brave takes no more); longer queries are cut, as engines ignore the rest."""
+_MAX_ANSWER_BYTES = 8 * 1024 * 1024
+_MAX_REASON_CHARS = 400
+
 Json = Mapping[str, Any]
+Sleep = Callable[[float], Awaitable[None]]
 
 
 class Result(NamedTuple):
     """One thing found."""
 
     title: str
-    url: str
-    """Empty where the provider answers by itself and names no page."""
+    url: str  # empty where the provider answers by itself and names no page
     snippet: str
 
 
@@ -38,20 +61,16 @@ class Answer:
     """One page of results, each kind best first."""
 
     organic: tuple[Result, ...]
-    direct: tuple[Result, ...] = ()
-    """What the provider answers itself, above its results."""
-    related: tuple[Result, ...] = ()
-    """Answers to questions that are near to the query, below its results."""
-    more: bool = False
-    """Whether the provider has a further page."""
+    direct: tuple[Result, ...] = ()  # what the provider answers itself, above its results
+    related: tuple[Result, ...] = ()  # answers to questions that are near to the query, below its results
+    more: bool = False  # whether the provider has a further page
 
 
 class MalformedAnswer(ValueError):
     """The answer is not of the provider's shape; the text says where."""
 
 
-@dataclass(frozen=True, slots=True)
-class Credential:
+class Credential(NamedTuple):
     """A secret of the environment, and how it travels."""
 
     variable: str
@@ -59,24 +78,33 @@ class Credential:
     name: str
 
 
+class ResultFields(NamedTuple):
+    """The place of results in an answer: the keys down to a list of objects, or to one, and the keys of their fields."""
+
+    path: str  # keys, with dots between them
+    title: str
+    url: str
+    snippet: tuple[str, ...]  # these are joined
+
+
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """What there is to know about one API."""
+    """One API as data."""
 
     name: str
     endpoint: str
-    method: Literal["GET", "POST"]
-    """GET sends the request as URL parameters, POST as JSON."""
+    method: Literal["GET", "POST"]  # GET sends the request as URL parameters, POST as JSON
     credentials: tuple[Credential, ...]
-    page_size: int
-    """Most results of one request."""
-    max_results: int
-    """Most results of one query, over all its pages."""
-    request: Callable[[str, int, int], dict[str, str | int]]
-    """(query, results a page, page from 0) -> parameters or body."""
-    signs: frozenset[str]
-    """Top-level keys of an answer; one that has none of them is not an answer."""
-    read: Callable[[Json], Answer]
+    page_size: int  # most results of one request
+    max_results: int  # most results of one query, over all its pages
+    request: Callable[
+        [str, int, int], dict[str, str | int]
+    ]  # (query, results a page, page from 0) -> parameters or body
+    signs: frozenset[str]  # top-level keys of an answer; one that has none of them is not an answer
+    more: Callable[[Json, tuple[Result, ...]], bool]  # (answer, its organic results) -> there is a further page
+    organic: ResultFields
+    direct: tuple[ResultFields, ...] = ()
+    related: tuple[ResultFields, ...] = ()
 
     def parse(self, body: object) -> Answer:
         """The results in a decoded JSON body. Raises MalformedAnswer."""
@@ -84,22 +112,29 @@ class Provider:
             raise MalformedAnswer(f"the answer is a {type(body).__name__}, not an object")
         if not self.signs & body.keys():
             raise MalformedAnswer(f"the answer has none of {', '.join(sorted(self.signs))}")
-        return self.read(body)
+        # A search of SerpApi that found nothing has an `error` too, and the status Success.
+        if self.name == "serpapi" and "error" in body and _object(body, "search_metadata").get("status") != "Success":
+            raise MalformedAnswer(f"the provider says: {_text(body['error'])}")
+        organic = _results(_objects(body, self.organic.path), self.organic)
+        direct = [result for box in self.direct for result in _results([_object(body, box.path)], box)]
+        related = [result for box in self.related for result in _results(_objects(body, box.path), box)]
+        return Answer(organic, tuple(direct), tuple(related), self.more(body, organic))
 
 
-def _section(body: Json, key: str) -> Json:
-    """The object at `key`; empty where there is none."""
-    value = body.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise MalformedAnswer(f"`{key}` is a {type(value).__name__}, not an object")
-    return value
+def _object(body: Json, path: str) -> Json:
+    """The object at `path`; empty where there is none."""
+    for key in path.split(".") if path else ():
+        value = body.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise MalformedAnswer(f"`{key}` is a {type(value).__name__}, not an object")
+        body = value or {}
+    return body
 
 
-def _entries(body: Json, key: str) -> list[Json]:
-    """The list of objects at `key`; empty where there is none."""
-    value = body.get(key)
+def _objects(body: Json, path: str) -> list[Json]:
+    """The list of objects at `path`; empty where there is none."""
+    above, _, key = path.rpartition(".")
+    value = _object(body, above).get(key)
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
@@ -114,137 +149,365 @@ def _text(value: object) -> str:
     return " ".join(html.unescape(value).split()) if isinstance(value, str) else ""
 
 
-def _results(entries: Iterable[Json], title: str, url: str, *snippet: str) -> tuple[Result, ...]:
-    """Those of `entries` that say anything, by the keys of their fields; `snippet` parts are joined."""
+def _results(entries: Iterable[Json], fields: ResultFields) -> tuple[Result, ...]:
+    """Those of `entries` that say anything."""
     found = []
     for entry in entries:
-        parts = dict.fromkeys(_text(entry.get(key)) for key in snippet)
-        result = Result(_text(entry.get(title)), _text(entry.get(url)), " ".join(filter(None, parts)))
+        parts = dict.fromkeys(_text(entry.get(key)) for key in fields.snippet)
+        result = Result(_text(entry.get(fields.title)), _text(entry.get(fields.url)), " ".join(filter(None, parts)))
         if result.snippet or (result.title and result.url):
             found.append(result)
     return tuple(found)
 
 
-def _read_google(body: Json) -> Answer:
-    return Answer(
-        organic=_results(_entries(body, "items"), "title", "link", "snippet"),
-        more=bool(_entries(_section(body, "queries"), "nextPage")),
-    )
-
-
-def _read_serpapi(body: Json) -> Answer:
-    # A search that found nothing has an `error` too, and the status Success.
-    if "error" in body and _section(body, "search_metadata").get("status") != "Success":
-        raise MalformedAnswer(f"the provider says: {_text(body['error'])}")
-    organic = _results(_entries(body, "organic_results"), "title", "link", "snippet")
-    return Answer(
-        organic=organic,
-        direct=_results([_section(body, "answer_box")], "title", "link", "answer", "result", "snippet"),
-        related=_results(_entries(body, "related_questions"), "question", "link", "snippet"),
-        more="next" in _section(body, "serpapi_pagination"),
-    )
-
-
-def _read_serper(body: Json) -> Answer:
-    organic = _results(_entries(body, "organic"), "title", "link", "snippet")
-    box = _results([_section(body, "answerBox")], "title", "link", "answer", "snippet")
-    graph = _results([_section(body, "knowledgeGraph")], "title", "descriptionLink", "description")
-    return Answer(
-        organic=organic,
-        direct=box + graph,
-        related=_results(_entries(body, "peopleAlsoAsk"), "question", "link", "snippet"),
-        more=bool(organic),
-    )
-
-
-def _read_brave(body: Json) -> Answer:
-    return Answer(
-        organic=_results(_entries(_section(body, "web"), "results"), "title", "url", "description"),
-        more=_section(body, "query").get("more_results_available") is True,
-    )
-
-
-def _read_bing(body: Json) -> Answer:
-    organic = _results(_entries(_section(body, "webPages"), "value"), "name", "url", "snippet")
-    return Answer(organic=organic, more=bool(organic))
-
-
-_GOOGLE = Provider(
-    name="google",
-    endpoint="https://www.googleapis.com/customsearch/v1",
-    method="GET",
-    credentials=(
-        Credential("GOOGLE_API_KEY", "parameter", "key"),
-        Credential("GOOGLE_CSE_ID", "parameter", "cx"),
+_PROVIDERS = (
+    Provider(
+        name="google",
+        endpoint="https://www.googleapis.com/customsearch/v1",
+        method="GET",
+        credentials=(Credential("GOOGLE_API_KEY", "parameter", "key"), Credential("GOOGLE_CSE_ID", "parameter", "cx")),
+        page_size=10,
+        max_results=100,
+        request=lambda query, count, page: {"q": query, "num": count, "start": 1 + page * count},
+        signs=frozenset({"kind", "queries", "searchInformation", "items"}),
+        organic=ResultFields("items", "title", "link", ("snippet",)),
+        more=lambda body, _: bool(_objects(body, "queries.nextPage")),
     ),
-    page_size=10,
-    max_results=100,
-    request=lambda query, count, page: {"q": query, "num": count, "start": 1 + page * count},
-    signs=frozenset({"kind", "queries", "searchInformation", "items"}),
-    read=_read_google,
+    Provider(
+        name="serpapi",
+        endpoint="https://serpapi.com/search.json",
+        method="GET",
+        credentials=(Credential("SERPAPI_API_KEY", "parameter", "api_key"),),
+        page_size=10,
+        max_results=100,
+        # Google itself answers ten results at a time whatever `num` says.
+        request=lambda query, _, page: {"engine": "google", "q": query, "start": page * 10},
+        signs=frozenset({"search_metadata", "organic_results", "error"}),
+        organic=ResultFields("organic_results", "title", "link", ("snippet",)),
+        direct=(ResultFields("answer_box", "title", "link", ("answer", "result", "snippet")),),
+        related=(ResultFields("related_questions", "question", "link", ("snippet",)),),
+        more=lambda body, _: "next" in _object(body, "serpapi_pagination"),
+    ),
+    Provider(
+        name="serper",
+        endpoint="https://google.serper.dev/search",
+        method="POST",
+        credentials=(Credential("SERPER_API_KEY", "header", "X-API-KEY"),),
+        page_size=10,
+        max_results=100,
+        request=lambda query, count, page: {"q": query, "num": count, **({"page": page + 1} if page else {})},
+        signs=frozenset({"searchParameters", "organic"}),
+        organic=ResultFields("organic", "title", "link", ("snippet",)),
+        direct=(
+            ResultFields("answerBox", "title", "link", ("answer", "snippet")),
+            ResultFields("knowledgeGraph", "title", "descriptionLink", ("description",)),
+        ),
+        related=(ResultFields("peopleAlsoAsk", "question", "link", ("snippet",)),),
+        more=lambda _, organic: bool(organic),
+    ),
+    Provider(
+        name="brave",
+        endpoint="https://api.search.brave.com/res/v1/web/search",
+        method="GET",
+        credentials=(Credential("BRAVE_API_KEY", "header", "X-Subscription-Token"),),
+        page_size=20,
+        max_results=200,
+        request=lambda query, count, page: {
+            "q": query,
+            "count": count,
+            "offset": page,
+            "text_decorations": "false",
+            "result_filter": "web",
+        },
+        signs=frozenset({"type", "query", "web"}),
+        organic=ResultFields("web.results", "title", "url", ("description",)),
+        more=lambda body, _: _object(body, "query").get("more_results_available") is True,
+    ),
+    Provider(
+        name="bing",
+        endpoint="https://api.bing.microsoft.com/v7.0/search",
+        method="GET",
+        credentials=(Credential("BING_API_KEY", "header", "Ocp-Apim-Subscription-Key"),),
+        page_size=50,
+        max_results=1000,
+        request=lambda query, count, page: {
+            "q": query,
+            "count": count,
+            "offset": page * count,
+            "responseFilter": "Webpages",
+        },
+        signs=frozenset({"_type", "queryContext", "webPages"}),
+        organic=ResultFields("webPages.value", "name", "url", ("snippet",)),
+        more=lambda _, organic: bool(organic),
+    ),
 )
-
-_SERPAPI = Provider(
-    name="serpapi",
-    endpoint="https://serpapi.com/search.json",
-    method="GET",
-    credentials=(Credential("SERPAPI_API_KEY", "parameter", "api_key"),),
-    page_size=10,
-    max_results=100,
-    # Google itself answers ten results at a time whatever `num` says.
-    request=lambda query, _, page: {"engine": "google", "q": query, "start": page * 10},
-    signs=frozenset({"search_metadata", "organic_results", "error"}),
-    read=_read_serpapi,
-)
-
-_SERPER = Provider(
-    name="serper",
-    endpoint="https://google.serper.dev/search",
-    method="POST",
-    credentials=(Credential("SERPER_API_KEY", "header", "X-API-KEY"),),
-    page_size=10,
-    max_results=100,
-    request=lambda query, count, page: {"q": query, "num": count, **({"page": page + 1} if page else {})},
-    signs=frozenset({"searchParameters", "organic"}),
-    read=_read_serper,
-)
-
-_BRAVE = Provider(
-    name="brave",
-    endpoint="https://api.search.brave.com/res/v1/web/search",
-    method="GET",
-    credentials=(Credential("BRAVE_API_KEY", "header", "X-Subscription-Token"),),
-    page_size=20,
-    max_results=200,
-    request=lambda query, count, page: {
-        "q": query,
-        "count": count,
-        "offset": page,
-        "text_decorations": "false",
-        "result_filter": "web",
-    },
-    signs=frozenset({"type", "query", "web"}),
-    read=_read_brave,
-)
-
-_BING = Provider(
-    name="bing",
-    endpoint="https://api.bing.microsoft.com/v7.0/search",
-    method="GET",
-    credentials=(Credential("BING_API_KEY", "header", "Ocp-Apim-Subscription-Key"),),
-    page_size=50,
-    max_results=1000,
-    request=lambda query, count, page: {
-        "q": query,
-        "count": count,
-        "offset": page * count,
-        "responseFilter": "Webpages",
-    },
-    signs=frozenset({"_type", "queryContext", "webPages"}),
-    read=_read_bing,
-)
-
-PROVIDERS: Mapping[str, Provider] = {
-    provider.name: provider for provider in (_GOOGLE, _SERPAPI, _SERPER, _BRAVE, _BING)
-}
+PROVIDERS: Mapping[str, Provider] = {provider.name: provider for provider in _PROVIDERS}
 """All providers, by name."""
+
+
+class ProviderError(RunError):
+    """A provider that gave no answer: one sentence, without keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderLimits:
+    """Bounds of how much is asked of a provider, and for how long."""
+
+    max_concurrent: int = 16  # requests in flight
+    requests_per_second: float | None = None  # of the subscription; None where it has no such limit
+    tries: int = 4
+    try_timeout_s: float = 10.0
+    timeout_s: float = 30.0  # of one request with all its tries and waits, without the wait for its turn
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent", "tries", "try_timeout_s", "timeout_s", "requests_per_second"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name} {value:g} is out of range: give more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The secrets of one provider, ready to be sent."""
+
+    headers: Mapping[str, str] = field(repr=False)
+    parameters: Mapping[str, str] = field(repr=False)
+
+    @classmethod
+    def of(cls, provider: Provider, environ: Mapping[str, str]) -> Keys:
+        """The keys of `environ`. Raises UserError that names the variable which is missing or cannot be a key."""
+        found: dict[str, dict[str, str]] = {"header": {}, "parameter": {}}
+        for credential in provider.credentials:
+            value = environ.get(credential.variable, "").strip()
+            if not value:
+                raise UserError(
+                    f"{credential.variable} is not set: web search by {provider.name} needs it in the environment"
+                )
+            if not (value.isascii() and value.isprintable()):
+                raise UserError(f"{credential.variable} holds characters that no key has: set it to the key alone")
+            found[credential.place][credential.name] = value
+        return cls(found["header"], found["parameter"])
+
+    def hidden_in(self, text: str) -> str:
+        """`text` with every secret blotted out."""
+        for secret in (*self.headers.values(), *self.parameters.values()):
+            text = text.replace(secret, "***")
+        return text
+
+
+class ProviderClient:
+    """A client of one provider, for one event loop.
+
+    Args:
+        endpoint: URL to ask in place of the provider's own: a compatible service, a test.
+        sleep, now: the clock that waits are made by.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        keys: Keys,
+        *,
+        endpoint: str | None = None,
+        limits: ProviderLimits | None = None,
+        sleep: Sleep = asyncio.sleep,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._endpoint = _endpoint_url(endpoint or provider.endpoint)
+        self._provider = provider
+        self._keys = keys
+        self._limits = limits or ProviderLimits()
+        self._sleep = sleep
+        self._now = now
+        self._next_turn = 0.0
+        self._slots = asyncio.Semaphore(self._limits.max_concurrent)
+        connections = httpx.Limits(max_keepalive_connections=self._limits.max_concurrent)
+        self._http = httpx.AsyncClient(
+            transport=_KeyedTransport(keys, connections),
+            timeout=self._limits.try_timeout_s,
+            headers={"Accept": "application/json", "Accept-Encoding": Encoding.gzip},
+            trust_env=False,
+        )
+
+    async def search(self, query: str, count: int) -> list[Result]:
+        """At most `count` distinct results: direct answers, then pages of results, then related questions.
+
+        Costs a request for every `page_size` results that are wanted. A blank query is not sent. Raises ProviderError
+        when the provider does not answer as it should.
+        """
+        # In one line, without what UTF-8 cannot say.
+        words = query.encode("utf-8", "ignore").decode("utf-8").split()[:MAX_QUERY_WORDS]
+        if not (query := " ".join(words)[:MAX_QUERY_CHARS].rstrip()):
+            return []
+        size = min(count, self._provider.page_size)
+        first = answer = await self._ask(query, size, 0)
+        found: dict[str, Result] = {}
+        _add(found, first.direct + first.organic)
+        pages = min(math.ceil(count / size), self._provider.max_results // size)
+        for page in range(1, pages):
+            if len(found) >= count or not answer.more or not answer.organic:
+                break
+            answer = await self._ask(query, size, page)
+            _add(found, answer.organic)
+        _add(found, first.related)
+        return list(found.values())[:count]
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._http.aclose()
+
+    async def _ask(self, query: str, count: int, page: int) -> Answer:
+        """One page of results, with retries."""
+        limits = self._limits
+        failed: list[str] = []
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(limits.tries),
+            wait=_wait_s,
+            retry=retry_if_exception(lambda error: isinstance(error, _Again) and error.after_s < limits.timeout_s),
+            before_sleep=lambda state: failed.append(str(state.outcome and state.outcome.exception())),
+            sleep=self._pause,
+            reraise=True,
+        )
+        async with self._slots:
+            await self._take_turn()
+            try:
+                async with asyncio.timeout(limits.timeout_s):
+                    return await retrying(self._try, self._provider.request(query, count, page))
+            except TimeoutError:
+                reason = "; ".join([f"no answer within {limits.timeout_s:g} s", *failed[-1:]])
+            except (_Again, _RefusedByProvider) as error:
+                reason = str(error)
+        raise ProviderError(
+            f"web search by {self._provider.name} failed: {self._keys.hidden_in(reason)[:_MAX_REASON_CHARS]}"
+        )
+
+    async def _pause(self, seconds: float) -> None:
+        """The wait before a further try, which needs its turn as the first one did."""
+        await self._sleep(seconds)
+        await self._take_turn()
+
+    async def _take_turn(self) -> None:
+        """Wait for the next free moment of a timetable that spreads requests evenly."""
+        if per_second := self._limits.requests_per_second:
+            now = self._now()
+            mine = max(now, self._next_turn)
+            self._next_turn = mine + 1 / per_second
+            if mine > now:
+                await self._sleep(mine - now)
+
+    async def _try(self, asked: dict[str, str | int]) -> Answer:
+        as_json = self._provider.method == "POST"
+        request = self._http.build_request(
+            self._provider.method,
+            self._endpoint if as_json else self._endpoint.copy_merge_params(asked),
+            json=asked if as_json else None,
+        )
+        try:
+            async with asyncio.timeout(self._limits.try_timeout_s):
+                response = await self._http.send(request, stream=True)
+                try:
+                    body = await read_body(response.headers, response.aiter_raw(), _MAX_ANSWER_BYTES, Encoding.gzip)
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise _Again(f"no answer within {self._limits.try_timeout_s:g} s") from None
+        except httpx.TransportError as error:
+            raise _Again(f"{type(error).__name__} {error}".strip()) from None
+        except BodyError as error:
+            raise _RefusedByProvider(f"its answer is refused: {error}") from None
+        return self._read(response, body)
+
+    def _read(self, response: httpx.Response, body: bytes) -> Answer:
+        status = response.status_code
+        said = f"status {status}{_detail(body)}"
+        if status == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
+            raise _Again(said, _retry_after_s(response))
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            names = " and ".join(credential.variable for credential in self._provider.credentials)
+            raise _RefusedByProvider(f"{said}; check the key and the quota of {names}")
+        if not response.is_success:
+            raise _RefusedByProvider(f"{said}; check the endpoint and the keys")
+        try:
+            return self._provider.parse(orjson.loads(body))
+        except orjson.JSONDecodeError as error:
+            raise _RefusedByProvider(f"its answer is not JSON ({error})") from None
+        except MalformedAnswer as error:
+            raise _RefusedByProvider(str(error)) from None
+
+
+class _Again(Exception):
+    """A try that failed where the next one may not."""
+
+    def __init__(self, reason: str, after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+class _RefusedByProvider(Exception):
+    """A try that would fail again."""
+
+
+class _KeyedTransport(httpx.AsyncHTTPTransport):
+    """Adds the keys where httpx's own log and errors do not see them."""
+
+    def __init__(self, keys: Keys, limits: httpx.Limits) -> None:
+        super().__init__(limits=limits, trust_env=False)
+        self._keys = keys
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        headers = request.headers.copy()
+        headers.update(self._keys.headers)
+        keyed = httpx.Request(
+            request.method,
+            request.url.copy_merge_params(dict(self._keys.parameters)),
+            headers=headers,
+            stream=request.stream,
+            extensions=request.extensions,
+        )
+        return await super().handle_async_request(keyed)
+
+
+def _endpoint_url(endpoint: str) -> httpx.URL:
+    try:
+        url = httpx.URL(endpoint)
+    except httpx.InvalidURL:
+        url = httpx.URL()
+    if url.scheme not in ("http", "https") or not url.host:
+        raise UserError(f"endpoint {endpoint!r} is not an address: write it like https://host/search")
+    return url
+
+
+def _add(found: dict[str, Result], results: Iterable[Result]) -> None:
+    """Append those of `results` whose page is not among `found` yet."""
+    for result in results:
+        found.setdefault(result.url or result.snippet, result)
+
+
+def _wait_s(state: RetryCallState) -> float:
+    """The back-off before the next try, and no less than the provider asked for."""
+    backoff_s = wait_exponential_jitter(multiplier=0.5, max=8.0, jitter=0.5)(state)
+    error = state.outcome.exception() if state.outcome else None
+    return max(backoff_s, error.after_s) if isinstance(error, _Again) else backoff_s
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """Retry-After in seconds, from a number or a date; 0 where there is none."""
+    value = response.headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value)
+    try:
+        wait = parsedate_to_datetime(value) - datetime.now(UTC)
+    except (ValueError, TypeError):
+        return 0.0
+    return max(0.0, wait.total_seconds())
+
+
+def _detail(body: bytes) -> str:
+    """The provider's own words about an error, where it gives them: `: ...`."""
+    try:
+        error = orjson.loads(body)
+        error = error.get("error", error)
+        text = error if isinstance(error, str) else error.get("message") or error.get("detail")
+    except (ValueError, AttributeError):
+        return ""
+    return f": {' '.join(text.split())}" if isinstance(text, str) else ""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.search.ingest.chunker import Chunk, Cut, Word, chunk_text, cut, find_cuts, find_words
+from rlsys.search.ingest.ingest import Chunk, CutQuality, Word, chunk_text, cut, find_cuts, find_words
 
 LETTERS = st.text(st.sampled_from("abC.,!?)\"'1-éß中。かダ#"), min_size=1, max_size=6)
 GAPS = st.sampled_from([" ", " ", "\n", "\n\n", " \n \n", "\t", "\u00a0"])
@@ -43,8 +43,8 @@ def test_chunks_are_slices_of_bounded_size(text: str, data: st.DataObject) -> No
     assert chunks == chunk_text(text, size=size, overlap=overlap)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(Cut)), max_size=40), st.data())
-def test_costs_and_overlaps_are_bounded(places: list[tuple[int, Cut]], data: st.DataObject) -> None:
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(CutQuality)), max_size=40), st.data())
+def test_costs_and_overlaps_are_bounded(places: list[tuple[int, CutQuality]], data: st.DataObject) -> None:
     size, overlap = sizes(data)
     costs, cuts = [cost for cost, _ in places], [place for _, place in places]
     chunks = cut(costs, cuts, size=size, overlap=overlap)
@@ -104,7 +104,7 @@ def test_overlap_gives_way_to_a_sentence_that_needs_the_room() -> None:
     ],
 )
 def test_points_that_end_no_sentence(text: str) -> None:
-    assert find_cuts(text, find_words(text))[:-1] == [Cut.WORD] * (len(text.split()) - 1)
+    assert find_cuts(text, find_words(text))[:-1] == [CutQuality.WORD] * (len(text.split()) - 1)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_points_that_end_no_sentence(text: str) -> None:
     ['He said "Go." Then left.', "Really?! Yes it is.", "(So it was.) Then not.", "Ends here… Then on."],
 )
 def test_closing_marks_belong_to_their_sentence(text: str) -> None:
-    assert find_cuts(text, find_words(text)).count(Cut.SENTENCE) == 1
+    assert find_cuts(text, find_words(text)).count(CutQuality.SENTENCE) == 1
 
 
 def test_chinese_and_japanese_count_characters() -> None:
@@ -136,7 +136,10 @@ def test_code_stays_whole_where_it_fits_and_is_cut_at_lines_where_not() -> None:
 
 
 def test_two_blocks_of_code_are_two_paragraphs() -> None:
-    assert find_cuts("ab cd", [Word(0, 2), Word(3, 5)], [(0, 2), (3, 5)]) == [Cut.PARAGRAPH, Cut.PARAGRAPH]
+    assert find_cuts("ab cd", [Word(0, 2), Word(3, 5)], [(0, 2), (3, 5)]) == [
+        CutQuality.PARAGRAPH,
+        CutQuality.PARAGRAPH,
+    ]
 
 
 def test_costs_count_instead_of_words() -> None:
@@ -147,7 +150,7 @@ def test_costs_count_instead_of_words() -> None:
 
 
 def test_a_first_word_beyond_the_size_is_alone() -> None:
-    assert cut([9, 1], [Cut.WORD, Cut.PARAGRAPH], size=5, overlap=2) == [Chunk(0, 0, 1), Chunk(1, 1, 2)]
+    assert cut([9, 1], [CutQuality.WORD, CutQuality.PARAGRAPH], size=5, overlap=2) == [Chunk(0, 0, 1), Chunk(1, 1, 2)]
 
 
 @pytest.mark.parametrize("text", ["", " \n\t "])

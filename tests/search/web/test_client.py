@@ -14,8 +14,7 @@ import pytest
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from rlsys.errors import UserError
-from rlsys.search.web.client import Keys, ProviderClient, ProviderError, ProviderLimits
-from rlsys.search.web.providers import PROVIDERS
+from rlsys.search.web.providers import PROVIDERS, Keys, ProviderClient, ProviderError, ProviderLimits
 from tests.search.web.conftest import Clock
 from tests.search.web.fake_web import BOMB_BYTES, CSE_ID, ENVIRON, KEY, FakeWeb, gzipped, never_ending
 

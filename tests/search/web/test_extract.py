@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rlsys.search.web.extract import MAX_TEXT_CHARS, clean, decode, extract
 from rlsys.search.web.fetch import Fetched
-from rlsys.search.web.passage import best_passage, passages
-from rlsys.search.web.reader import Workers
+from rlsys.search.web.web_search import Workers, best_passage, passages
 from tests.search.conftest import children_of
 from tests.search.web.fake_web import HTML
 
@@ -131,7 +130,7 @@ async def test_workers_do_not_see_the_keys(monkeypatch: pytest.MonkeyPatch) -> N
     workers = Workers(1, 5.0, {"SERPER_API_KEY"})
     try:
         await workers.read(Fetched(b"text", "text/plain", None))
-        (worker,) = children_of("rlsys.search.web.worker")
+        (worker,) = children_of("rlsys.search.web.extract")
         assert "PATH" in worker.environ()
         assert "SERPER_API_KEY" not in worker.environ()
     finally:
@@ -142,7 +141,7 @@ async def test_a_worker_cannot_take_all_memory_or_write_what_it_held() -> None:
     workers = Workers(1, 5.0)
     try:
         await workers.read(Fetched(b"text", "text/plain", None))
-        (worker,) = children_of("rlsys.search.web.worker")
+        (worker,) = children_of("rlsys.search.web.extract")
         assert worker.rlimit(resource.RLIMIT_AS) == (2 * 1024**3, 2 * 1024**3)
         assert worker.rlimit(resource.RLIMIT_CORE) == (0, 0)
     finally:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.search.web.guard import GuardedTransport, Policy, Refused, Resolver
+from rlsys.search.web.fetch import GuardedTransport, Policy, Resolver, UrlRefused
 from tests.search.web.fake_web import FakeWeb, redirect_to
 
 
@@ -107,7 +107,7 @@ def test_an_address_within_an_address_is_judged_alike(inner: ipaddress.IPv4Addre
     ],
 )
 def test_urls_that_are_refused_before_anything_is_resolved(url: str, reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(UrlRefused, match=reason):
         Policy().check(httpx.URL(url))
 
 
@@ -118,7 +118,7 @@ async def test_a_name_with_one_private_address_is_refused_without_a_connection(w
         Policy(frozenset({port})), max_connections=1, resolver=answering(["93.184.216.34", "127.0.0.1"])
     )
     async with httpx.AsyncClient(transport=transport) as client:
-        with pytest.raises(Refused, match=r"name\.test is at 127\.0\.0\.1"):
+        with pytest.raises(UrlRefused, match=r"name\.test is at 127\.0\.0\.1"):
             await client.get(f"http://name.test:{port}/page/html")
     assert web.fetched == []
 
@@ -132,7 +132,7 @@ async def test_this_machine_is_refused_under_all_its_names(web: FakeWeb, host: s
     assert port is not None
     transport = GuardedTransport(Policy(frozenset({port})), max_connections=1)
     async with httpx.AsyncClient(transport=transport) as client:
-        with pytest.raises(Refused, match="not on the public internet"):
+        with pytest.raises(UrlRefused, match="not on the public internet"):
             await client.get(f"http://{host}:{port}/page/html")
     assert web.fetched == []
 
@@ -146,7 +146,7 @@ async def test_a_name_that_changes_its_answer_is_connected_to_as_it_was_checked(
     transport = GuardedTransport(only, max_connections=1, resolver=rebinding)
     async with httpx.AsyncClient(transport=transport) as client:
         assert (await client.get(f"http://rebinding.test:{port}/page/html")).status_code == 200
-        with pytest.raises(Refused, match=r"rebinding\.test is at 127\.0\.0\.2"):
+        with pytest.raises(UrlRefused, match=r"rebinding\.test is at 127\.0\.0\.2"):
             await client.get(f"http://rebinding.test:{port}/page/html")
 
 
@@ -159,7 +159,7 @@ async def test_the_server_sees_the_name_and_the_second_address_is_tried(web: Fak
         assert (await client.get(f"http://name.test:{port}/page/html")).status_code == 200
         response = await client.get(f"http://name.test:{port}{redirect_to('http://10.0.0.1/')}")
         assert response.next_request is not None
-        with pytest.raises(Refused, match="port 80"):
+        with pytest.raises(UrlRefused, match="port 80"):
             await client.send(response.next_request)
     assert web.hosts == [f"name.test:{port}"] * 2
 

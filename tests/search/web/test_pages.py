@@ -9,13 +9,11 @@ import httpx
 import pytest
 
 from rlsys.errors import RunError
-from rlsys.search.server.app import create_app
-from rlsys.search.server.limits import ServerLimits
+from rlsys.search.server.asgi import create_app
+from rlsys.search.server.contract import ServerLimits
 from rlsys.search.web.extract import Page
-from rlsys.search.web.fetch import FetchLimits
-from rlsys.search.web.pages import WebPages
-from rlsys.search.web.retriever import open_pages
-from rlsys.search.web.slots import Slots
+from rlsys.search.web.fetch import FetchLimits, RankedSlots
+from rlsys.search.web.web_search import WebPages, open_pages
 from tests.ports import free_port
 from tests.search.conftest import serving
 from tests.search.gated import Gated, in_process, until
@@ -27,7 +25,7 @@ class Reader:
     """Reads a page whose URL starts with `fast` at once and no other ever, `count` at a time."""
 
     def __init__(self, count: int = 1000) -> None:
-        self._slots = Slots(count)
+        self._slots = RankedSlots(count)
         self.reading: list[str] = []
         self.most = 0
         self.closed = False
@@ -102,7 +100,7 @@ async def test_a_reader_that_cannot_start_is_an_error_at_once() -> None:
 
 
 async def test_a_free_slot_goes_to_the_lowest_rank_and_then_to_who_came_first() -> None:
-    slots, order = Slots(1), []
+    slots, order = RankedSlots(1), []
     go_on = asyncio.Event()
 
     async def work(name: str, rank: int) -> None:
@@ -121,7 +119,7 @@ async def test_a_free_slot_goes_to_the_lowest_rank_and_then_to_who_came_first() 
 
 @pytest.mark.parametrize("before", [True, False])
 async def test_a_slot_that_is_given_while_its_caller_is_cancelled_is_not_lost(before: bool) -> None:
-    slots = Slots(1)
+    slots = RankedSlots(1)
 
     async def work() -> None:
         async with slots.held():

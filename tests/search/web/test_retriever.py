@@ -11,9 +11,9 @@ import pytest
 from starlette.responses import Response
 
 from rlsys.errors import UserError
-from rlsys.search.server.app import create_app
-from rlsys.search.web.client import ProviderError, ProviderLimits
-from rlsys.search.web.retriever import WebRetriever, open_web
+from rlsys.search.server.asgi import create_app
+from rlsys.search.web.providers import ProviderError, ProviderLimits
+from rlsys.search.web.web_search import WebRetriever, open_web
 from tests.ports import free_port
 from tests.search.conftest import serving
 from tests.search.web.fake_web import ENVIRON, KEY, FakeWeb

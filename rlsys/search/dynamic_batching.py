@@ -1,9 +1,9 @@
-"""Many small calls become few large ones: the batching that server and client share.
+"""Dynamic batching, which server and client share: makes few large calls of many small ones.
 
-Invariants: items start in the order of their submission; every future that `submit` returns is resolved,
-by a result, by the batch's error or by `BatcherClosed`; a cancelled item that has not started never runs and
-takes no place in the queue. A batch is put together only when it starts, so it is as full as it can be.
-All methods belong to the event loop's thread.
+Invariants: items start in the order of their submission; every future that `submit` returns is resolved, by a result,
+by the batch's error or by `BatcherClosed`; a cancelled item that has not started never runs and takes no place in the
+queue. A batch is put together only when it starts, so it is as full as it can be. All methods belong to the event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Batcher(Generic[Item, Result]):
         run: takes a batch and returns one result an item, in the same order.
         max_batch: most items of one call.
         max_wait_s: how long the first item of a batch waits for others, unless the last two batches had found none: a
-            lone caller need not wait. While `max_running` batches run, items wait longer, and the next batch
-            starts as soon as one ends.
-        max_running: batches that hold a place at once. A batch of several stages may give its place to the next
-            batch before it ends: see `pass_on`.
+            lone caller need not wait. While `max_running` batches run, items wait longer, and the next batch starts as
+            soon as one ends.
+        max_running: batches that hold a place at once. A batch of several stages may give its place to the next batch
+            before it ends: see `pass_on`.
         max_pending: items that may wait.
     """
 
@@ -59,10 +59,8 @@ class Batcher(Generic[Item, Result]):
         """The running batches that have not passed their place on."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._singles = 0
-        """Batches of one item in a row; under load there are some, but seldom two."""
-        self.batches = 0
-        """Batches started so far."""
+        self._singles = 0  # batches of one item in a row; under load there are some, but seldom two
+        self.batches = 0  # batches started so far
 
     @property
     def pending(self) -> int:
@@ -74,7 +72,7 @@ class Batcher(Generic[Item, Result]):
         if self._closed:
             raise BatcherClosed
         if len(self._pending) + len(items) > self._max_pending:
-            self._forget_cancelled()
+            self._pending = deque(entry for entry in self._pending if not entry[1].done())  # without cancelled ones
             if len(self._pending) + len(items) > self._max_pending:
                 raise QueueFull
         loop = asyncio.get_running_loop()
@@ -119,9 +117,6 @@ class Batcher(Generic[Item, Result]):
     def _has_slot(self) -> bool:
         return len(self._places) < self._max_running
 
-    def _forget_cancelled(self) -> None:
-        self._pending = deque(entry for entry in self._pending if not entry[1].done())
-
     def _on_timer(self) -> None:
         self._timer = None
         self._pump(partial_too=True)
@@ -151,11 +146,9 @@ class Batcher(Generic[Item, Result]):
         if error is None and len(results) != len(futures):
             error = ValueError(f"a batch of {len(futures)} gave {len(results)} results")
         for row, future in enumerate(futures):
-            if future.done():
-                continue
-            if error is not None:
+            if error is not None and not future.done():
                 future.set_exception(error)
-            else:
+            elif not future.done():
                 future.set_result(results[row])
         if held_place and not self._closed:
             self._pump(partial_too=True)

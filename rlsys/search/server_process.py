@@ -1,7 +1,7 @@
 """A search server as a child process: started, waited for, and certainly ended.
 
-Invariants: the port is bound by the parent and handed down, so that no other process can take it between;
-the child ends when the parent does, however the parent ends; `close` may be called at any time, again too.
+Invariants: the port is bound by the parent and handed down, so that no other process can take it between; the child
+ends when the parent does, however the parent ends; `close` may be called at any time, again too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -90,8 +89,7 @@ class SearchServer:
         """Return once the server answers. Raises RunError, with the end of its log, if it dies or takes longer."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            status = self._process.poll()
-            if status is not None:
+            if (status := self._process.poll()) is not None:
                 raise RunError(f"the search server ended with status {status}; {self._log_tail()}")
             if self._answers():
                 return
@@ -115,9 +113,7 @@ class SearchServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _answers(self) -> bool:
@@ -136,7 +132,7 @@ class SearchServer:
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:
-    """What a child process needs to find this very rlsys, installed or not."""
+    """The environment in which a child process finds this very rlsys, installed or not."""
     root = str(Path(rlsys.__path__[0]).parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.search.server.gate import Gate
+from rlsys.rollout.engine import DrainLock
 
 DELAYS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8)
 """Turns of the event loop before and after something begins."""
@@ -27,7 +27,7 @@ def test_nobody_is_inside_while_it_is_closed_and_everybody_gets_through(
     inside: set[int] = set()
     through: list[int] = []
 
-    async def visit(gate: Gate, name: int, delay: int, stay: int) -> None:
+    async def visit(gate: DrainLock, name: int, delay: int, stay: int) -> None:
         await turns(delay)
         async with gate.inside():
             inside.add(name)
@@ -35,7 +35,7 @@ def test_nobody_is_inside_while_it_is_closed_and_everybody_gets_through(
             inside.remove(name)
         through.append(name)
 
-    async def close(gate: Gate, delay: int, stay: int) -> None:
+    async def close(gate: DrainLock, delay: int, stay: int) -> None:
         await turns(delay)
         async with gate.closed():
             for _ in range(stay + 1):
@@ -43,7 +43,7 @@ def test_nobody_is_inside_while_it_is_closed_and_everybody_gets_through(
                 await asyncio.sleep(0)
 
     async def play() -> None:
-        gate = Gate()
+        gate = DrainLock()
         visitors = [visit(gate, name, *visit_) for name, visit_ in enumerate(visits)]
         await asyncio.gather(*(close(gate, *closing) for closing in closings), *visitors)
 
@@ -52,7 +52,7 @@ def test_nobody_is_inside_while_it_is_closed_and_everybody_gets_through(
 
 
 async def test_those_inside_go_on_while_it_closes() -> None:
-    gate, leave, closed = Gate(), asyncio.Event(), asyncio.Event()
+    gate, leave, closed = DrainLock(), asyncio.Event(), asyncio.Event()
 
     async def visit() -> None:
         async with gate.inside():
@@ -70,7 +70,7 @@ async def test_those_inside_go_on_while_it_closes() -> None:
 
 
 async def test_it_opens_again_after_a_failure_and_after_a_closing_that_was_given_up() -> None:
-    gate = Gate()
+    gate = DrainLock()
     with pytest.raises(ZeroDivisionError):
         async with gate.closed():
             raise ZeroDivisionError

@@ -1,0 +1,390 @@
+"""The search server as an ASGI application: Search-R1's contract (`contract`) over any retriever.
+
+    POST /retrieve, /rerank, /access      GET /health, /metrics (Prometheus), /openapi.json, /docs
+
+A request that is wrong gets 4xx, a queue that is full 429, a server that cannot answer now 503, each with one sentence:
+`{"detail": ...}`; 429 and 503 come with Retry-After. A client that hangs up is not searched for any more.
+
+Without a token, a request that another page has a browser send gets 403: one that comes by a name which is not the
+server's (DNS rebinding), and one with the Origin of another page. With a token, every path but those of `OPEN` needs it
+as `Authorization: Bearer <token>`, also a path that does not exist; /health says only that it is well without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from hmac import compare_digest
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request, Response, Security
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from fastapi.telemetry import TelemetryConfig
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlsys.search.address import DEFAULT_TOPK, is_foreign
+from rlsys.search.pages import PageSource
+from rlsys.search.retrieval import Retriever
+from rlsys.search.server.contract import (
+    SMALL_BODY_BYTES,
+    AccessAnswer,
+    AccessRequest,
+    Body,
+    Contract,
+    Health,
+    RankedAnswer,
+    RequestRefused,
+    RerankRequest,
+    RetrieveRequest,
+    ServerLimits,
+)
+from rlsys.search.server.service import NO_PAGES, NO_RERANKER, Busy, Metrics, SearchService, Unavailable
+
+if TYPE_CHECKING:
+    from rlsys.search.encoders.reranker import Reranker
+
+PATHS = frozenset({"/retrieve", "/rerank", "/access", "/health", "/metrics"})
+"""Paths that are counted by name; the rest is counted as "other", so that names stay few."""
+OPEN = frozenset({"/health", "/openapi.json", "/docs"})
+"""Paths that need no token. /health says little to those without it."""
+RETRY_AFTER_S = 1
+_QUOTED_CHARS = 200
+_REASONS = {
+    400: "The body is not JSON, or not whole.",
+    401: "The bearer token is missing or wrong.",
+    403: "The server was asked by a name that is not its own, or from another page.",
+    404: "The server has no reranker, or no pages.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not said to be plain JSON.",
+    422: "The body is JSON, but no such request, or beyond a limit.",
+    429: "Too much waits already.",
+    503: "No answer now: a time-out, a fault, or a server that shuts down.",
+}
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+"""OpenTelemetry, which reads the environment in each request to see whether it is on."""
+_log = logging.getLogger("uvicorn.error")
+Result = TypeVar("Result")
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+Responses = dict[int | str, dict[str, Any]]
+
+
+def create_app(
+    retriever: Retriever,
+    topk: int = DEFAULT_TOPK,
+    limits: ServerLimits | None = None,
+    *,
+    reranker: Reranker | None = None,
+    pages: PageSource | None = None,
+    token: str | None = None,
+    trusts: Callable[[str], bool] | None = None,
+) -> FastAPI:
+    """The application; `topk` serves requests that leave it out. What it is given stays the caller's to close.
+
+    Without a `token` it answers only requests whose Host header `trusts` accepts.
+    """
+    limits = limits or ServerLimits()
+    metrics = Metrics()
+    service: SearchService
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        nonlocal service
+        service = SearchService(retriever, topk, limits, metrics, reranker=reranker, pages=pages)
+        yield
+        await service.close()
+
+    async def health(request: Request) -> Response:
+        return _written(service.health() if request.state.trusted else {"status": "ok"})
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    app = FastAPI(title="rlsys search server", version="1", redoc_url=None, lifespan=lifespan, telemetry=_NO_TELEMETRY)
+    app.add_middleware(RequestGate, metrics=metrics, max_requests=limits.max_requests, token=token, trusts=trusts)
+    routes = _Routes(app, limits, secured=token is not None)
+    routes.post("/retrieve", RetrieveRequest, RankedAnswer, lambda asked: service.retrieve(asked))
+    no_reranker, no_pages = NO_RERANKER if reranker is None else "", NO_PAGES if pages is None else ""
+    routes.post("/rerank", RerankRequest, RankedAnswer, lambda asked: service.rerank(asked), no_reranker)
+    routes.post("/access", AccessRequest, AccessAnswer, lambda asked: service.access(asked), no_pages)
+    routes.add("GET", "/health", health, {200: {"model": Health}}, secured=False)
+    routes.add("GET", "/metrics", show_metrics, {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    return app
+
+
+class RequestGate:
+    """ASGI middleware, the outermost: decides who may come in and how many at once, and counts what becomes of each.
+
+    Leaves in the ASGI scope's state, under "trusted", whether a request showed the token.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        max_requests: int,
+        token: str | None = None,
+        trusts: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._max_requests = max_requests
+        self._wanted = None if token is None else f"Bearer {token}".encode()
+        # Clients send the same one again and again.
+        self._trusts = None if trusts is None else lru_cache(256)(trusts)
+        self._inside = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = perf_counter()
+        status = 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._inside += 1
+        try:
+            await (self._refusal(scope) or self._app)(scope, receive, noting)
+        finally:
+            self._inside -= 1
+            path = scope["path"] if scope["path"] in PATHS else "other"
+            self._metrics.request(path, status, perf_counter() - began)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """The answer to a request that may not come in."""
+        if self._wanted is None and (reason := self._stranger(dict(scope["headers"]))):
+            return failure(403, reason)
+        # The scheme may be written in any case (RFC 9110, 11.1).
+        value: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, secret = value.partition(b" ")
+        shown = b"Bearer " + secret.strip() if scheme.lower() == b"bearer" else b""
+        trusted = self._wanted is None or compare_digest(shown, self._wanted)
+        scope.setdefault("state", {})["trusted"] = trusted
+        if scope["path"] in OPEN:
+            return None
+        if not trusted:
+            reason = "this server needs its bearer token: send Authorization: Bearer TOKEN"
+            return failure(401, reason, {"WWW-Authenticate": "Bearer"})
+        if self._inside > self._max_requests:
+            return failure(429, f"{self._max_requests} requests are in work already: try again later")
+        return None
+
+    def _stranger(self, headers: dict[bytes, bytes]) -> str:
+        """Why a request may come from another page in a browser; empty where it cannot."""
+        host = headers.get(b"host")
+        # Every browser names one.
+        if host is not None and self._trusts is not None and not self._trusts(host.decode("latin-1")):
+            return (
+                f"this server is not known as {host.decode('latin-1')[:_QUOTED_CHARS]!r}: ask it by its address or its "
+                "machine's name, or start it with --allowed-host NAME or with a token"
+            )
+        if is_foreign(headers.get(b"origin"), host):
+            return "another page may not ask this server: start it with a token, and send that"
+        return ""
+
+
+def failure(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
+    """The answer that says in one sentence why there is none; one that may be retried says when."""
+    retry = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    return Response(orjson.dumps({"detail": reason}), status, retry | (headers or {}), media_type="application/json")
+
+
+class _DocumentedRoute(APIRoute):
+    """A route that FastAPI describes and leaves alone: its endpoint takes the request and gives the response.
+
+    FastAPI's own reading, checking and writing of bodies has no limits, and takes half of a short request's time.
+    """
+
+    def get_route_handler(self) -> Endpoint:
+        return self.endpoint
+
+
+class _Routes:
+    """Adds routes to an application, each with its description."""
+
+    def __init__(self, app: FastAPI, limits: ServerLimits, *, secured: bool) -> None:
+        self._app = app
+        self._limits = limits
+        self._contract = Contract(limits)
+        self._secured = secured
+        self.free_bytes = 2 * limits.max_body_bytes
+        """Bytes that large bodies may still take, of all that are in work together."""
+
+    def post(
+        self,
+        path: str,
+        asks: type[Body],
+        gives: type[BaseModel],
+        answer: Callable[[Body], Coroutine[Any, Any, Any]],
+        lacks: str | None = None,
+    ) -> None:
+        """Answer a body `asks` by `{"result": await answer(body)}`, or by 404 where the server `lacks` something.
+
+        None cannot be lacking; otherwise it is the sentence that says what is, empty where nothing is.
+        """
+
+        async def endpoint(request: Request) -> Response:
+            if lacks:
+                return failure(404, lacks)
+            held = _HeldBytes(self)
+            try:
+                asked = self._contract.parse(asks, await _read_body(request, self._limits, held))
+                return _written({"result": await _unless_gone(request, answer(asked))})
+            except RequestRefused as error:
+                return failure(error.status, str(error), {"Connection": "close"} if error.status in (408, 413) else {})
+            except (Busy, Unavailable) as error:
+                return failure(429 if isinstance(error, Busy) else 503, str(error))
+            finally:
+                held.release()
+
+        endpoint.__doc__ = asks.__doc__
+        responses: Responses = {200: {"model": gives}}
+        responses |= _failures((400, 408, 413, 415, 422, 429, 503, *([] if lacks is None else [404])))
+        content = {"application/json": {"schema": self._contract.schema(asks)}}
+        body = {"required": True, "content": content}
+        self.add("POST", path, endpoint, responses, body=body)
+
+    def add(
+        self,
+        method: str,
+        path: str,
+        endpoint: Endpoint,
+        responses: Responses,
+        *,
+        body: dict[str, Any] | None = None,
+        secured: bool = True,
+    ) -> None:
+        """Add a route; `secured` where it wants the token, if the server has one."""
+        refusal = 403 if not self._secured else 401 if secured else None
+        self._app.router.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            name=path.strip("/"),
+            response_model=None,
+            responses=responses | (_failures((refusal,)) if refusal else {}),
+            # The gate checks the token; this only describes that.
+            dependencies=[Security(HTTPBearer(scheme_name="token", auto_error=False))] if refusal == 401 else None,
+            openapi_extra=None if body is None else {"requestBody": body},
+            route_class_override=_DocumentedRoute,
+        )
+
+
+def _failures(statuses: Iterable[int]) -> Responses:
+    described: Responses = {}
+    wait = {"Retry-After": {"description": "Seconds.", "required": True, "schema": {"type": "integer"}}}
+    for status in statuses:
+        described[status] = {"model": Contract.Failure, "description": _REASONS[status]}
+        if status in (429, 503):
+            described[status]["headers"] = wait
+    return described
+
+
+@dataclass(slots=True)
+class _HeldBytes:
+    """Bytes that one body takes of those that are free; a small one takes none."""
+
+    _routes: _Routes
+    _bytes: int = 0
+
+    def grow(self, size: int) -> None:
+        """Take what a body of `size` bytes needs. Raises Busy where there is no room for it."""
+        if size <= SMALL_BODY_BYTES:
+            return
+        if size - self._bytes > self._routes.free_bytes:
+            raise Busy(f"large bodies take all room already: try again later, or send {SMALL_BODY_BYTES} bytes at most")
+        self._routes.free_bytes -= size - self._bytes
+        self._bytes = size
+
+    def release(self) -> None:
+        """Give back what was taken."""
+        self._routes.free_bytes += self._bytes
+        self._bytes = 0
+
+
+async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -> bytearray:
+    """The body of a request. Raises RequestRefused, and Busy where others take too much memory.
+
+    What is too large is read to its end, and forgotten, as far as twice the limit: a client that is still sending when
+    the connection is closed does not see the answer.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise RequestRefused(415, f"Content-Type {kind!r} is not JSON; send application/json")
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise RequestRefused(415, f"Content-Encoding {coding!r} is not supported; send the body as it is")
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for block in request.stream():
+                size += len(block)
+                if size <= limits.max_body_bytes:
+                    held.grow(size)
+                    body += block
+                    continue
+                body.clear()
+                held.release()
+                if size > 2 * limits.max_body_bytes:
+                    break
+    except TimeoutError:
+        raise RequestRefused(408, f"the body did not arrive within {limits.body_timeout_s:g} s") from None
+    except ClientDisconnect:
+        raise RequestRefused(400, "the body is incomplete") from None
+    except asyncio.CancelledError:
+        # Only a server that shuts down cancels a request, and it waits for no more than the answer.
+        raise Unavailable("the server is shutting down") from None
+    if size > limits.max_body_bytes:
+        raise RequestRefused(413, f"the body is too large; send at most {limits.max_body_bytes} bytes")
+    return body
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client hangs up or the server shuts down."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        task.uncancel()
+        if watching.done():
+            raise RequestRefused(499, "the client hung up") from None
+        raise Unavailable("the server is shutting down") from None
+    finally:
+        watching.cancel()
+
+
+def _written(body: dict[str, Any]) -> Response:
+    try:
+        try:
+            text = orjson.dumps(body)
+        except orjson.JSONEncodeError:
+            # It knows no integer beyond 64 bits and no half of a surrogate pair; documents may hold both.
+            text = json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        _log.exception("an answer is not JSON")
+        raise Unavailable(f"a document cannot be written as JSON ({error})") from None
+    return Response(text, media_type="application/json")
