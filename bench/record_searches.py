@@ -28,10 +28,9 @@ from rlsys.data.question import Question
 from rlsys.data.rows import read_questions
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.search_tool import open_tool
-from rlsys.search.cassette import CassetteTool
+from rlsys.search.cassette import Cassette, CassetteTool
 from rlsys.search.index.manifest import Manifest
 from rlsys.search.launch import SearchServer
-from rlsys.search.recording import Cassette
 from rlsys.search.replicas import differences
 
 WORLD = Path("data/tiny_world")

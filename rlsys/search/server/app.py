@@ -27,7 +27,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from rlsys.search.address import DEFAULT_TOPK
-from rlsys.search.pages import PageSource
+from rlsys.search.page_store import PageSource
 from rlsys.search.retriever import Retriever
 from rlsys.search.server.contract import (
     AccessAnswer,

@@ -17,7 +17,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.vectors import DEPTH
-from rlsys.search.pages import PageStore
+from rlsys.search.page_store import PageStore
 from rlsys.search.retriever import Retriever
 from rlsys.search.server.limits import ServerLimits
 from rlsys.search.server.reranking import Scorer
@@ -134,7 +134,7 @@ def _open_index(given: argparse.Namespace) -> Retriever:
             f"--{key.replace('_', '-')} is for a FAISS file from elsewhere, and {given.index} is not a file: leave "
             "it out, a folder knows how it was built"
         )
-    from rlsys.search.index.open import open_retriever
+    from rlsys.search.index.manifest import open_retriever
 
     deeper = {"depth": depth} if depth > DEPTH else {}
     chosen = {"encoder": given.encoder, "device": given.device, "dtype": given.dtype}
@@ -142,8 +142,8 @@ def _open_index(given: argparse.Namespace) -> Retriever:
 
 
 def _open_file(given: argparse.Namespace, searching: dict[str, Any], made: dict[str, Any]) -> Retriever:
-    from rlsys.search.index.folder import SearchOptions
-    from rlsys.search.index.prebuilt import open_prebuilt
+    from rlsys.search.index.dense import open_prebuilt
+    from rlsys.search.index.vectors import SearchOptions
 
     for flag in ("corpus", "encoder"):
         if getattr(given, flag) is None:

@@ -24,7 +24,7 @@ from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK, TOKEN_VARIABLE, bind
 from rlsys.search.connections import LimitedConfig, LimitedServer
 from rlsys.search.hosts import is_inner, is_trusted, own_names
-from rlsys.search.pages import PageSource
+from rlsys.search.page_store import PageSource
 from rlsys.search.retriever import Retriever
 from rlsys.search.server.app import create_app
 from rlsys.search.server.limits import ServerLimits

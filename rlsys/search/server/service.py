@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.batcher import BatcherClosed, QueueFull
-from rlsys.search.pages import PageSource
+from rlsys.search.page_store import PageSource
 from rlsys.search.retriever import Hit, Retriever
 from rlsys.search.server.contract import (
     AccessRequest,
