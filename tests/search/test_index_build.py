@@ -25,8 +25,8 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.assembly import claim_draft, new_array
 from rlsys.search.index.build import BuildOptions, ChunkWriter, Embeddings, build
+from rlsys.search.index.building import claim_draft, new_array
 from rlsys.search.index.dense import DenseIndex, VectorRetriever
 from rlsys.search.index.lexical import build_lexical
 from rlsys.search.index.make import ProgressLines, make_index, recipe, shown

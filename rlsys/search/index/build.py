@@ -2,7 +2,7 @@
 
 Invariants: memory holds one chunk a worker, one block of vectors, the training sample and the FAISS index itself,
 whatever the corpus; a build that was ended at any moment continues with the first chunk that is not on disk, and ends
-with the same vectors; what is at `out` is whole at any time (`assembly`). A chunk is marked as done only after its
+with the same vectors; what is at `out` is whole at any time (`building`). A chunk is marked as done only after its
 vectors have reached the disk, and is the same rows in every run. What can be refused is refused before the first
 passage is encoded. Training and filling begin anew after a kill, the encoding does not.
 """
@@ -25,7 +25,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.process import EncoderPool
 from rlsys.search.encoders.spec import EncoderSpec, Floats
-from rlsys.search.index.assembly import (
+from rlsys.search.index.building import (
     IndexDraft,
     OnProgress,
     add_corpus,
@@ -139,10 +139,7 @@ def _plan(corpus: Corpus, spec: EncoderSpec, options: BuildOptions) -> Manifest:
         encoder=facts.name,
         encoder_sha256=facts.checksum,
         family=facts.family_name,
-        query_prefix=facts.family.query_prefix,
-        passage_prefix=facts.family.passage_prefix,
-        pooling=facts.family.pooling.value,
-        normalize=facts.family.normalize,
+        **(asdict(facts.family) | {"pooling": facts.family.pooling.value}),
         max_tokens=facts.max_tokens,
         dimension=facts.dimension,
         embeddings_dtype=options.embeddings_dtype,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats, QueryEncoder
-from rlsys.search.index.assembly import open_corpus
+from rlsys.search.index.building import open_corpus
 from rlsys.search.index.manifest import Manifest
 from rlsys.search.index.vectors import FaissSettings, SearchOptions, Vectors
 from rlsys.search.retriever import Hit

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.assembly import IndexDraft, OnProgress, claim_draft, link, refuse_foreign, silent
 from rlsys.search.index.build import BuildOptions, build
+from rlsys.search.index.building import IndexDraft, OnProgress, claim_draft, link, refuse_foreign, silent
 from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, build_lexical
 from rlsys.search.index.manifest import BM25, CORPUS_FILE, DENSE, HYBRID, read_manifest, read_values, write_manifest

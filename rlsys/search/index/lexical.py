@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import Floats
-from rlsys.search.index.assembly import IndexDraft, OnProgress, add_corpus, assemble, new_array, open_corpus, silent
+from rlsys.search.index.building import IndexDraft, OnProgress, add_corpus, assemble, new_array, open_corpus, silent
 from rlsys.search.index.manifest import BM25, read_values, typed
 from rlsys.search.retriever import Hit
 

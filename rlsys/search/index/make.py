@@ -16,8 +16,8 @@ from rich.text import Text
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.assembly import OnProgress
 from rlsys.search.index.build import BuildOptions, build
+from rlsys.search.index.building import OnProgress
 from rlsys.search.index.fusion import build_hybrid
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
 from rlsys.search.index.manifest import BM25, DENSE, HYBRID, MANIFEST_FILE, REMOTE, read_manifest

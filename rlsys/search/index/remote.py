@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.assembly import IndexDraft, OnProgress, assemble, silent
+from rlsys.search.index.building import IndexDraft, OnProgress, assemble, silent
 from rlsys.search.index.lexical import LexicalOptions
 from rlsys.search.index.manifest import REMOTE, read_manifest, read_values, typed
 from rlsys.search.retriever import Hit

@@ -124,16 +124,13 @@ def settle(
     recorded = recorded or FaissSettings()
     nlist = max((layer.nlist for layer in _layers(index) if hasattr(layer, "nlist")), default=None)
     graph = any(hasattr(layer, "hnsw") for layer in _layers(index))
-    for key, value, there, most in (
-        ("nprobe", asked.nprobe, nlist is not None, nlist),
-        ("ef_search", asked.ef_search, graph, None),
-    ):
-        if value is None:
-            continue
-        if not there:
+    limits = {"nprobe": (asked.nprobe, nlist), "ef_search": (asked.ef_search, _NEVER if graph else None)}
+    for key, (value, most) in limits.items():
+        if value is not None and most is None:
             raise UserError(f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out")
-        if value < 1 or value > (_NEVER if most is None else most):
-            raise UserError(f"{key}={value} is out of range: give 1 to {most or 'as many as there are passages'}")
+        if value is not None and most is not None and not 1 <= value <= most:
+            most_text = "as many as there are passages" if most == _NEVER else most
+            raise UserError(f"{key}={value} is out of range: give 1 to {most_text}")
     for key, value in asdict(recorded).items():
         if value is not None and not 1 <= value <= _NEVER:
             raise UserError(f"the manifest's {key}={value} is out of range: build the index again")

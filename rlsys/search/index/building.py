@@ -164,8 +164,7 @@ def refuse_foreign(out: Path) -> None:
 def link(source: Path, target: Path) -> None:
     """Give one file two names, or copy it where that cannot be.
 
-    A link is safe: FAISS files and embeddings are never written again once they are complete, and a corpus that is
-    changed in its place no longer has the checksum of the manifest and is refused, as a changed copy is.
+    That is safe: complete FAISS files and embeddings are never written again, and a changed corpus is refused.
     """
     target.unlink(missing_ok=True)
     try:
