@@ -156,11 +156,11 @@ def open_retriever(folder: str | Path, *, own_process: bool = False, **options: 
     # Each kind has libraries of its own, so only those that are needed are loaded.
     kind = str(read_manifest(folder)["kind"])
     given = {name: value for name, value in options.items() if value is not None}
-    loading = {name: given.pop(name) for name in ("encoder", "device", "dtype") if name in given}
+    loading: dict[str, Any] = {name: given.pop(name) for name in ("encoder", "device", "dtype") if name in given}
     if kind in (DENSE, HYBRID):
         from rlsys.search.index.vectors import SearchOptions
 
-        dense: dict[str, Any] = {**loading, "options": SearchOptions(**given), "own_process": own_process}
+        dense = {**loading, "options": SearchOptions(**given), "own_process": own_process}
         if kind == DENSE:
             from rlsys.search.index.dense import VectorRetriever
 
