@@ -37,8 +37,7 @@ from rich.table import Table
 from sentence_transformers import SentenceTransformer
 
 from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.files import BUNDLED, resolve_folder
-from rlsys.search.encoders.spec import Floats
+from rlsys.search.encoders.spec import BUNDLED, Floats, resolve_folder
 
 RESULT = Path("outputs/bench/encoders.json")
 BASELINE = "sentence-transformers"

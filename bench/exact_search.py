@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rlsys.search.index.vectors import Settings, Vectors
+from rlsys.search.index.vectors import FaissSettings, Vectors
 
 RESULT = Path("outputs/bench/exact_search.json")
 ROWS, DIMENSION = 100_000, 768
@@ -40,7 +40,7 @@ def main() -> None:
     index = faiss.IndexFlatIP(DIMENSION)
     index.add(stored)
     default = faiss.cvar.distance_compute_blas_threshold
-    vectors = Vectors(index, Settings())
+    vectors = Vectors(index, FaissSettings())
     table = Table(title=f"{ROWS:,} vectors of {DIMENSION}, one thread: queries per second")
     for column in ("batch", "FAISS as it comes", "rlsys", "ratio"):
         table.add_column(column, justify="right")

@@ -27,9 +27,8 @@ from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.search_tool import open_tool
-from rlsys.search.cassette import CassetteTool
+from rlsys.search.cassette import Cassette, CassetteTool
 from rlsys.search.index.manifest import Manifest
-from rlsys.search.recording import Cassette
 from rlsys.search.retrieval import differences
 from rlsys.search.server_process import SearchServer
 

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.apps.cli.main import run_command
 from rlsys.errors import UserError
-from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK
-from rlsys.search.pages import PageStore
+from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK, TOKEN_VARIABLE
+from rlsys.search.page_store import PageStore
 from rlsys.search.retrieval import Retriever
-from rlsys.search.server.command import TOKEN_VARIABLE, Parts, load_reranker, read_token, serve_parts
+from rlsys.search.server.command import Parts, load_reranker, read_token, serve_parts
 
 BM25 = "bm25"
 UPSTREAM_NAME, UPSTREAM_MODEL = "e5", "intfloat/e5-base-v2"
@@ -44,8 +44,7 @@ def load(given: argparse.Namespace) -> Parts:
 def open_folder(given: argparse.Namespace) -> Retriever:
     """The retriever of a folder made by rlsys; flags that say otherwise than the folder are refused."""
     from rlsys.search.corpus import Corpus
-    from rlsys.search.index.manifest import read_manifest
-    from rlsys.search.index.open import open_retriever
+    from rlsys.search.index.manifest import open_retriever, read_manifest
 
     folder: Path = given.index_path
     if any(folder.glob("segments_*")):
@@ -87,8 +86,8 @@ def open_file(given: argparse.Namespace) -> Retriever:
         raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
 
     from rlsys.search.encoders.spec import EncoderSpec
-    from rlsys.search.index.folder import SearchOptions
-    from rlsys.search.index.prebuilt import open_prebuilt
+    from rlsys.search.index.dense import open_prebuilt
+    from rlsys.search.index.vectors import SearchOptions
 
     encoder = EncoderSpec(
         given.retriever_model or UPSTREAM_MODEL,

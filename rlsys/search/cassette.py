@@ -1,66 +1,279 @@
-"""A cassette before a server, or in its place: search calls are recorded, and played back as they were.
+"""A cassette: search calls recorded from a server, to be played back without one, as they were.
 
-Invariant: as long as nothing is added, the k-th ask of a query in a process is played with the same delay in
-every run. `recording` has the file.
+A jsonl file. The header says what was asked, each further line is one call, in the order of their ends:
+
+    {"rlsys_cassette": 1, "topk": 3, "server": {"kind": "dense", "passages": 3904, ...}}
+    {"query": "Mali", "latency_s": 0.0123, "passages": [{"id": "17", "contents": "...", "score": 0.61}, ...]}
+    {"query": "Mali", "latency_s": 0.0098}
+    {"query": "Chad", "latency_s": 30.0, "error": "no answer from ...", "failure": "unavailable"}
+
+Passages stand in the first line of a query that a process writes. Older files say less of the server, and nothing of
+the kind of a failure: what is missing is no difference.
+
+Invariants: a cassette is never played or continued with another topk, nor continued from a server that serves something
+else; a file under its name has a whole header; a line is written at once, to the file's end and under a lock, so
+several processes of a host may write one file; a line that was torn by a kill costs no other line; as long as nothing
+is added, the k-th ask of a query in a process is played with the same delay in every run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.recording import Call, Cassette, CassetteFile, Header
-from rlsys.search.retrieval import BLANK, Failure, SearchResult, as_sent, served
+from rlsys.search.retrieval import BLANK, Failure, Passage, SearchResult, as_sent, differences, listed, served
 
+if TYPE_CHECKING:
+    from rlsys.search.client import SearchClient
+
+FORMAT = 1
+_GOLDEN = (math.sqrt(5) - 1) / 2
 _QUOTED_CHARS = 80
 """Of a query in an error: the policy, which wrote the query, reads that error."""
+_log = logging.getLogger(__name__)
 
 
-class Server(Protocol):
-    """What is recorded: `client.SearchClient`, or anything that answers as it does."""
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Facts that all calls of a cassette share."""
 
-    async def search(self, query: str) -> SearchResult:
-        """Passages of a query, or why there are none."""
+    topk: int
+    server: Mapping[str, Any] = field(default_factory=dict)
+    """The part of the server's health that its answers depend on, see `replicas.served`; empty without a health."""
 
-    async def health(self) -> Mapping[str, Any]:
-        """What the server says of itself. Raises RunError where it says nothing."""
+    def line(self) -> bytes:
+        """As it is written."""
+        return json.dumps({"rlsys_cassette": FORMAT, "topk": self.topk, "server": dict(self.server)}).encode() + b"\n"
 
-    async def close(self) -> None:
-        """End what is in flight, and the connections."""
+    @classmethod
+    def read(cls, path: Path) -> Header:
+        """The header of the cassette at `path`. Raises UserError where there is no cassette."""
+        if not path.is_file():
+            raise UserError(
+                f"there is no cassette at {path}: record one with search.cassette.mode=record, or give another path."
+            )
+        with path.open("rb") as file:
+            row = _parsed(file.readline())
+        match row:
+            case {"rlsys_cassette": int(made), "topk": int(topk), "server": dict(server)} if made == FORMAT:
+                return cls(topk, server)
+        raise UserError(
+            f"{path} is not a cassette of format {FORMAT}: give a file that search.cassette.mode=record has made."
+        )
+
+    def require_topk(self, topk: int, path: Path) -> None:
+        """Raise UserError for another number of passages."""
+        if self.topk != topk:
+            raise UserError(
+                f"the cassette {path} was recorded with search.topk={self.topk}, not {topk}: set it to that, or "
+                "record another cassette."
+            )
+
+    def require_server(self, server: Mapping[str, Any], path: Path) -> None:
+        """Raise UserError if `server` is known to serve something else."""
+        keys = differences(self.server, server)
+        if keys:
+            recorded, serves = (listed({key: side[key] for key in keys}) for side in (self.server, server))
+            raise UserError(
+                f"the cassette {path} was recorded from a server of {recorded}, search.url serves {serves}: "
+                "record another cassette."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One search as an episode saw it."""
+
+    query: str
+    result: SearchResult
+    latency_s: float
+
+    def line(self, *, with_passages: bool) -> bytes:
+        """As it is written; `with_passages` unless an earlier line of this query has them."""
+        row: dict[str, Any] = {"query": self.query, "latency_s": round(self.latency_s, 6)}
+        if self.result.error:
+            row["error"] = self.result.error
+            if self.result.failure is not None:
+                row["failure"] = self.result.failure.value
+        elif with_passages:
+            row["passages"] = [asdict(passage) for passage in self.result.passages]
+        return json.dumps(row).encode() + b"\n"
+
+
+@dataclass(slots=True)
+class Cassette:
+    """Answers and latencies of recorded calls."""
+
+    header: Header
+    answers: dict[str, SearchResult] = field(default_factory=dict)
+    """By query. A failure is kept only while no call of the query has worked."""
+    latencies_s: list[float] = field(default_factory=list)
+    """Of all calls, failed ones too, in ascending order: the recorded distribution."""
+    errors: int = 0
+    """Calls that failed."""
+
+    @classmethod
+    def read(cls, path: Path) -> Cassette:
+        """The cassette at `path`. Raises UserError for a file that is not one."""
+        cassette = cls(Header.read(path))
+        torn = 0
+        with path.open("rb") as file:
+            file.readline()
+            for number, line in enumerate(file, start=2):
+                row = _parsed(line)
+                if row is not None:
+                    cassette._take(row, f"line {number} of {path}")
+                elif line.strip():
+                    torn += 1
+        cassette.latencies_s.sort()
+        if torn:
+            _log.warning("%s: %d torn line(s) left out, cut off by a kill or a full disk", path, torn)
+        return cassette
+
+    def add(self, call: RecordedCall) -> None:
+        """Count `call` in."""
+        insort(self.latencies_s, call.latency_s)
+        self._learn(call.query, call.result)
+
+    def delay_s(self, query: str, asked: int) -> float:
+        """How long `query` takes when it was asked `asked` times before; see `drawn_rank`."""
+        return self.latencies_s[drawn_rank(query, asked, len(self.latencies_s))]
+
+    def quantile_s(self, share: float) -> float:
+        """The least latency that `share` of the calls do not exceed (nearest rank), in seconds."""
+        return self.latencies_s[max(0, math.ceil(share * len(self.latencies_s)) - 1)]
+
+    def _take(self, row: Any, where: str) -> None:
+        try:
+            query, latency_s, error = str(row["query"]), float(row["latency_s"]), str(row.get("error", ""))
+            failure = Failure(row["failure"]) if "failure" in row else None
+            passages = row.get("passages")
+            found = tuple(Passage(**passage) for passage in passages or ())
+            if not 0 <= latency_s < math.inf:
+                raise ValueError(f"latency_s={latency_s}")  # noqa: TRY301  one sentence for all that is wrong
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
+            raise UserError(f"{where} is not a search call ({problem!r}): record the cassette anew.") from None
+        self.latencies_s.append(latency_s)
+        if error or passages is not None:
+            self._learn(query, SearchResult(found, error, failure))
+
+    def _learn(self, query: str, result: SearchResult) -> None:
+        self.errors += bool(result.error)
+        known = self.answers.get(query)
+        if known is None or (known.error and not result.error):
+            self.answers[query] = result
+
+
+def drawn_rank(query: str, asked: int, count: int) -> int:
+    """The rank, among `count` sorted latencies, of the ask of `query` after `asked` earlier ones.
+
+    The asks of one query walk through all ranks in strides near the golden section and coprime to `count`: `count` asks
+    get every rank once, and a few are spread over all of them. The walk starts at a hash of the query, so that queries
+    that are asked once get the distribution too.
+    """
+    start = int.from_bytes(hashlib.sha256(query.encode()).digest()[:8], "big")
+    stride = max(1, round(count * _GOLDEN))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return (start + asked * stride) % count
+
+
+class CassetteFile:
+    """The writing end of a cassette, for one of the processes that write it."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        """Make the file, or join the others that write it.
+
+        Raises UserError if `header` does not fit to that of a file that is there.
+        """
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:  # Other processes see no file, or one with a whole header.
+            part.write_bytes(header.line())
+            with suppress(FileExistsError):
+                os.link(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        written = Header.read(path)
+        written.require_topk(header.topk, path)
+        written.require_server(header.server, path)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND)
+        with self._alone():
+            if os.pread(self._file, 1, os.fstat(self._file).st_size - 1) != b"\n":
+                self._write(b"\n")  # a killed process left a part of a line, which must not swallow the next
+
+    def append(self, line: bytes) -> None:
+        """Write a whole line. Raises RunError if it does not fit onto the disk."""
+        with self._alone():
+            self._write(line)
+
+    def close(self) -> None:
+        """Give the file back."""
+        os.close(self._file)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps the other writers away; a process that is killed lets them in again."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise RunError(f"the cassette {self._path} cannot be written: {error}") from error
+        if written < len(line):
+            raise RunError(f"the cassette {self._path} cannot be written: the disk is full")
+
+
+def _parsed(line: bytes) -> Any:
+    """The JSON value of a line; None if it is none."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 @dataclass(slots=True)
 class Counts:
-    """Searches since the start."""
+    """Searches since the start: played, not played (asked of the server, or failed for want of one), and written."""
 
     hits: int = 0
-    """Played from the cassette."""
     misses: int = 0
-    """Not played: they went to the server, or failed where there is none."""
     recorded: int = 0
-    """Written to the cassette."""
 
 
 class CassetteTool:
     """A search tool that records calls, plays them, or both. For one event loop; `close` it at the end.
 
     Args:
-        path: of the cassette.
+        path: the cassette.
         mode: record, replay or extend. Blank queries are not searches in any of them.
         latency_scale: a played call takes this times a recorded latency.
         topk: passages a query.
-        server: what is asked and recorded; not used to replay.
+        server: asked and recorded; None to replay.
 
     Raises UserError for a cassette that cannot be played, and for a recording that is there already.
     """
 
-    def __init__(self, path: Path, mode: str, latency_scale: float, topk: int, server: Server | None) -> None:
+    def __init__(self, path: Path, mode: str, latency_scale: float, topk: int, server: SearchClient | None) -> None:
         if (server is None) != (mode == "replay"):
             raise ValueError(f"{mode} with {server}: a server is there to be recorded, and for nothing else")
         if mode == "record" and path.exists():
@@ -85,27 +298,32 @@ class CassetteTool:
     async def search(self, query: str) -> SearchResult:
         """Play or ask one query.
 
-        Raises UserError if the server that is recorded serves something else than the cassette was made from,
-        and RunError if a call cannot be written: neither is the policy's fault, as a search that fails may be.
+        Raises UserError if the server that is recorded serves something else than the cassette was made from, and
+        RunError if a call cannot be written: neither is the policy's fault, as a search that fails may be.
         """
         query = as_sent(query)
         if not query:
             return BLANK
         asked = self._asked[query]
         self._asked[query] += 1
-        played = self._played(query)
-        if played is not None:
+        played = None if self._mode == "record" else self._cassette.answers.get(query)
+        # Where a server can be asked, a recorded failure is no answer.
+        if played is not None and not (played.error and self._mode == "extend"):
             self.counts.hits += 1
             await asyncio.sleep(self._latency_scale * self._cassette.delay_s(query, asked))
             return played
         self.counts.misses += 1
         if self._server is None:
             quoted = query if len(query) <= _QUOTED_CHARS else query[:_QUOTED_CHARS] + "..."
-            return SearchResult(
-                error=f"the cassette holds no answer to {quoted!r} (mode {self._mode})",
-                failure=Failure.not_recorded,
-            )
-        return await self._ask(self._server, query)
+            error = f"the cassette holds no answer to {quoted!r} (mode {self._mode})"
+            return SearchResult(error=error, failure=Failure.not_recorded)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        result = await self._server.search(query)
+        call = RecordedCall(query, result, clock() - started)
+        if self._mode == "record" or not result.error:
+            await self._write(self._server, call)
+        return result
 
     async def close(self) -> None:
         """End the client and the file; calls in flight end as the client ends them, unrecorded."""
@@ -120,48 +338,23 @@ class CassetteTool:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _played(self, query: str) -> SearchResult | None:
-        """What the cassette answers; where a server can be asked, a recorded failure is no answer."""
-        if self._mode == "record":
-            return None
-        result = self._cassette.answer(query)
-        if result is not None and result.error and self._mode == "extend":
-            return None
-        return result
-
-    async def _ask(self, server: Server, query: str) -> SearchResult:
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        result = await server.search(query)
-        call = Call(query, result, clock() - started)
-        if self._mode == "record" or not result.error:
-            await self._write(server, call)
-        return result
-
-    async def _write(self, server: Server, call: Call) -> None:
+    async def _write(self, server: SearchClient, call: RecordedCall) -> None:
         # One at a time, because the first opens the file, and asks the server what it serves before that.
         async with self._opening:
             if self._closed:
                 return
             if self._file is None:
-                header = Header(self._cassette.header.topk, await _served(server))
+                health: Mapping[str, Any] = {}
+                with suppress(RunError):  # the retrieval contract asks for no /health
+                    health = await server.health()
+                header = Header(self._cassette.header.topk, served(health))
                 if self._closed:
                     return
                 self._file = CassetteFile(self._path, header)
-            known = self._cassette.answer(call.query)
+            known = self._cassette.answers.get(call.query)
             self._file.append(call.line(with_passages=known is None or bool(known.error)))
             self._cassette.add(call)
             self.counts.recorded += 1
-
-
-async def _served(server: Server) -> dict[str, Any]:
-    """What the answers of `server` depend on, as far as it says."""
-    try:
-        return served(await server.health())
-    except RunError:  # the retrieval contract asks for no /health
-        return {}

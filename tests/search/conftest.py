@@ -20,7 +20,7 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import build
-from rlsys.search.index.dense import DenseRetriever
+from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.server_process import SearchServer
 
 
@@ -58,8 +58,8 @@ def index_dir(corpus_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="session")
-def retriever(index_dir: Path) -> DenseRetriever:
-    return DenseRetriever.open(index_dir)
+def retriever(index_dir: Path) -> VectorRetriever:
+    return VectorRetriever.open(index_dir)
 
 
 @pytest.fixture(scope="session")
@@ -116,4 +116,4 @@ def children_of(module: str) -> set[psutil.Process]:
 
 def encoder_workers() -> set[psutil.Process]:
     """The living encoders that this process has started."""
-    return children_of("rlsys.search.encoders.worker")
+    return children_of("rlsys.search.encoders.process")

@@ -12,8 +12,7 @@ from typing import Any
 
 from rlsys.config.schema import CassetteMode
 from rlsys.errors import RunError
-from rlsys.search.cassette import CassetteTool
-from rlsys.search.recording import Call, CassetteFile, Header
+from rlsys.search.cassette import CassetteFile, CassetteTool, Header, RecordedCall
 from rlsys.search.retrieval import Passage, SearchResult
 from rlsys.search.wire import NoReplyError, Reply
 from tests.pipeline.virtual_time import now
@@ -65,7 +64,7 @@ def written(path: Path, latencies_s: Iterable[float], query: str = "Mali") -> Pa
     path.unlink(missing_ok=True)
     file = CassetteFile(path, Header(3, {"encoder": "e"}))
     for latency_s in latencies_s:
-        file.append(Call(query, found(query), latency_s).line(with_passages=True))
+        file.append(RecordedCall(query, found(query), latency_s).line(with_passages=True))
     file.close()
     return path
 

@@ -16,9 +16,9 @@ from rlsys.config.derived import needs_server
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.errors import UserError
 from rlsys.rollout.search_tool import open_tool, search_metrics
+from rlsys.search.cassette import Cassette, Header, RecordedCall, drawn_rank
 from rlsys.search.client import SearchClient
-from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.recording import Call, Cassette, Header, drawn_rank
+from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.retrieval import Failure, Passage, SearchResult, served
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server_process import SearchServer
@@ -125,7 +125,7 @@ def test_queries_that_are_asked_once_draw_from_the_whole_distribution() -> None:
 def test_a_quantile_is_the_least_latency_that_so_many_calls_keep(latencies: list[float], share: float) -> None:
     cassette = Cassette(Header(3))
     for latency_s in latencies:
-        cassette.add(Call("Mali", found("Mali"), latency_s))
+        cassette.add(RecordedCall("Mali", found("Mali"), latency_s))
     enough = [one for one in latencies if sum(other <= one for other in latencies) >= share * len(latencies)]
     assert cassette.quantile_s(share) == min(enough)
 
@@ -348,7 +348,7 @@ def test_servers_of_other_corpora_do_not_mix_on_a_cassette(tmp_path: Path) -> No
     assert rows(path)[0]["server"] == serves
 
 
-async def test_a_server_without_health_is_recorded(retriever: DenseRetriever, tmp_path: Path) -> None:
+async def test_a_server_without_health_is_recorded(retriever: VectorRetriever, tmp_path: Path) -> None:
     app = create_app(retriever)
 
     async def retrieve_alone(scope: Any, receive: Any, send: Any) -> None:

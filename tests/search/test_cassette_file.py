@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlsys.errors import RunError
-from rlsys.search.recording import Call, Cassette, CassetteFile, Header
+from rlsys.search.cassette import Cassette, CassetteFile, Header, RecordedCall
 from rlsys.search.retrieval import SearchResult
 from tests.pipeline.virtual_time import run_virtually
 
@@ -35,7 +35,7 @@ def test_a_torn_end_costs_its_own_line_only(
     queries = ["Mali", "São Tomé", "Chad", "Niger"]
     file = CassetteFile(path, Header(3))
     for query in queries:
-        file.append(Call(query, found(query), 1.0).line(with_passages=True))
+        file.append(RecordedCall(query, found(query), 1.0).line(with_passages=True))
     file.close()
     whole = path.read_bytes()
     ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
@@ -49,7 +49,7 @@ def test_a_torn_end_costs_its_own_line_only(
     assert ("1 torn line" in caplog.text) == (cut not in ends and cut + 1 not in ends)
 
     file = CassetteFile(path, Header(3))
-    file.append(Call("Togo", found("Togo"), 2.0).line(with_passages=True))
+    file.append(RecordedCall("Togo", found("Togo"), 2.0).line(with_passages=True))
     file.close()
     assert Cassette.read(path).answers == {query: found(query) for query in [*kept, "Togo"]}
 
@@ -114,7 +114,7 @@ def test_a_full_disk_ends_the_run_and_costs_the_cassette_nothing(tmp_path: Path)
 
 def test_a_line_in_the_making_is_waited_for(tmp_path: Path) -> None:
     path = written(tmp_path / "tape.jsonl", [1.0])
-    line = Call("Chad", found("Chad"), 2.0).line(with_passages=True)
+    line = RecordedCall("Chad", found("Chad"), 2.0).line(with_passages=True)
     half_written = threading.Event()
 
     def write_slowly() -> None:
@@ -129,7 +129,7 @@ def test_a_line_in_the_making_is_waited_for(tmp_path: Path) -> None:
     other.start()
     half_written.wait()
     file = CassetteFile(path, Header(3))
-    file.append(Call("Togo", found("Togo"), 2.0).line(with_passages=True))
+    file.append(RecordedCall("Togo", found("Togo"), 2.0).line(with_passages=True))
     file.close()
     other.join()
     assert [row.get("query") for row in rows(path)] == [None, "Mali", "Chad", "Togo"]

@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.client import SearchClient
-from rlsys.search.index.dense import DenseRetriever
+from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.retrieval import Failure, SearchResult
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server_process import SearchServer
@@ -59,7 +59,9 @@ async def test_passages_are_those_of_brute_force(
 
 
 @pytest.mark.parametrize(("max_coalesced", "posts"), [(64, 4), (1, 200)])
-async def test_searches_of_one_moment_share_requests(retriever: DenseRetriever, max_coalesced: int, posts: int) -> None:
+async def test_searches_of_one_moment_share_requests(
+    retriever: VectorRetriever, max_coalesced: int, posts: int
+) -> None:
     front = Front(create_app(retriever))
     with serving(front, free_port()) as url:
         async with SearchClient(url, max_coalesced=max_coalesced) as client:
@@ -70,7 +72,7 @@ async def test_searches_of_one_moment_share_requests(retriever: DenseRetriever, 
     assert found[:9] == found[9:18], "the same query, in whatever company, finds the same passages"
 
 
-async def test_a_blank_query_is_an_error_that_is_not_sent(retriever: DenseRetriever) -> None:
+async def test_a_blank_query_is_an_error_that_is_not_sent(retriever: VectorRetriever) -> None:
     front = Front(create_app(retriever))
     with serving(front, free_port()) as url:
         async with SearchClient(url) as client:
@@ -91,7 +93,7 @@ async def test_a_refused_query_does_not_cost_the_others_theirs(server: SearchSer
     assert client.counts.searches == 3
 
 
-async def test_busy_answers_are_retried(retriever: DenseRetriever) -> None:
+async def test_busy_answers_are_retried(retriever: VectorRetriever) -> None:
     front = Front(create_app(retriever), [(503, b"{}"), (429, b"slow down")])
     with serving(front, free_port()) as url:
         async with SearchClient(url, retries=2) as client:
@@ -124,7 +126,7 @@ async def test_busy_answers_are_retried(retriever: DenseRetriever) -> None:
     ],
 )
 async def test_a_server_that_misbehaves_gives_a_typed_error(
-    retriever: DenseRetriever, reply: tuple[int, bytes], failure: str, reason: str, posts: int
+    retriever: VectorRetriever, reply: tuple[int, bytes], failure: str, reason: str, posts: int
 ) -> None:
     front = Front(create_app(retriever), [reply] * 5)
     with serving(front, free_port()) as url:
@@ -158,7 +160,7 @@ async def test_the_token_is_sent_with_searches_and_probes() -> None:
             SearchClient("http://127.0.0.1:8000", token=bad)
 
 
-async def test_a_server_that_starts_late_dies_and_comes_back(retriever: DenseRetriever) -> None:
+async def test_a_server_that_starts_late_dies_and_comes_back(retriever: VectorRetriever) -> None:
     port = free_port()
     async with SearchClient(f"http://127.0.0.1:{port}", retries=10) as client:
         early = asyncio.create_task(client.search("Mali"))

@@ -15,7 +15,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.checks import load_all_checks
 
-from rlsys.search.index.dense import DenseRetriever
+from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import ServerLimits
 from tests.ports import free_port
@@ -173,7 +173,7 @@ async def test_a_client_that_hangs_up_is_not_searched_for(small: tuple[str, Gate
 
 
 @pytest.fixture(scope="module")
-def described(retriever: DenseRetriever) -> Any:
+def described(retriever: VectorRetriever) -> Any:
     app = create_app(retriever, 3, LIMITS, reranker=Lengths(), pages=Pages(), token=TOKEN)
     load_all_checks()
     return schemathesis.openapi.from_asgi("/openapi.json", app)
@@ -215,7 +215,7 @@ def test_the_description_is_true(described: Any, path: str, method: str, mode: s
     check()
 
 
-def test_the_description_names_every_path_and_refusal(retriever: DenseRetriever) -> None:
+def test_the_description_names_every_path_and_refusal(retriever: VectorRetriever) -> None:
     paths = create_app(retriever, 3, LIMITS).openapi()["paths"]
     assert set(paths) == {"/retrieve", "/rerank", "/access", "/health", "/metrics"}
     assert set(paths["/retrieve"]["post"]["responses"]) == {

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.errors import RunError, UserError
-from rlsys.search import jsonl
+from rlsys.search import corpus as corpus_module
 from rlsys.search.corpus import Corpus
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -95,7 +95,7 @@ def test_any_lines_survive_whatever_the_scan_block(
     raw = newline.join(row(*item) for item in enumerate(texts)) + tail
     path.write_bytes(raw.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "_SCAN_BYTES", block)
+        patch.setattr(corpus_module, "_SCAN_BYTES", block)
         first = Corpus.open(path)
     for corpus in (first, Corpus.open(path)):
         assert corpus.fetch(range(len(corpus))) == [

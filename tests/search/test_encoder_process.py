@@ -16,9 +16,8 @@ import pytest
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.process import EncoderProcess
+from rlsys.search.encoders.process import EncoderProcess, EncoderWorker
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.encoders.worker import EncoderWorker, Task
 from tests.search.conftest import encoder_workers
 
 
@@ -70,7 +69,7 @@ def test_ctrl_c_in_a_terminal_leaves_a_worker_to_its_owner() -> None:
     worker().send_signal(signal.SIGINT)  # while it still imports
     assert started.take().name == "minilm"
     worker().send_signal(signal.SIGINT)
-    started.give(Task(0, ["Mali"], queries=True))
+    started.give(0, ["Mali"], queries=True)
     assert started.take()[1].shape == (1, 384)
     started.close()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -27,7 +27,7 @@ from transformers import (
 
 from rlsys.errors import UserError
 from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.families import family_of_name
+from rlsys.search.encoders.spec import family_of_name
 
 TEXTS = ["Paris", "", "The capital of Mali is Bamako, on the Niger.", "word " * 400, "Zürich — 東京 🗼"]
 TINY: dict[str, Any] = {

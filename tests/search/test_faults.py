@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.search.cassette import CassetteTool
+from rlsys.search.cassette import Cassette, CassetteTool
 from rlsys.search.client import SearchClient
-from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.recording import Cassette
+from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.retrieval import Failure, SearchResult
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server_process import SearchServer
@@ -202,7 +201,7 @@ class Gate:
         self.left.set()
 
 
-async def test_a_held_search_is_answered_by_another_replica_and_given_up(retriever: DenseRetriever) -> None:
+async def test_a_held_search_is_answered_by_another_replica_and_given_up(retriever: VectorRetriever) -> None:
     """The gate never opens: without the second request the first searches would not end."""
     gate = Gate()
     with serving(gate, free_port()) as held, serving(create_app(retriever), free_port()) as well:

@@ -15,7 +15,7 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
-from rlsys.search.index.open import open_retriever
+from rlsys.search.index.manifest import open_retriever
 from rlsys.search.retrieval import Hit
 from tests.search.conftest import encoder_workers
 

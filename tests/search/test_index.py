@@ -18,11 +18,9 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import BuildOptions, build
-from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.index.folder import Index, SearchOptions
-from rlsys.search.index.manifest import Manifest, read_kind, write_manifest
-from rlsys.search.index.open import open_retriever
-from rlsys.search.index.prebuilt import open_prebuilt
+from rlsys.search.index.dense import DenseIndex, VectorRetriever, open_prebuilt
+from rlsys.search.index.manifest import Manifest, open_retriever, read_manifest, write_manifest
+from rlsys.search.index.vectors import SearchOptions
 
 MINILM = EncoderSpec("minilm")
 
@@ -36,19 +34,19 @@ def test_scores_and_rows_equal_brute_force(
     index_dir: Path, encoder: Encoder, queries: list[str], brute_force: tuple[Any, Any]
 ) -> None:
     expected, order = brute_force
-    scores, rows = Index.open(index_dir).vectors.search(encoder.encode_queries(queries), topk=5)
+    scores, rows = DenseIndex.open(index_dir).vectors.search(encoder.encode_queries(queries), topk=5)
     np.testing.assert_allclose(scores, np.take_along_axis(expected, order[:, :5], axis=1), atol=1e-5)
     np.testing.assert_allclose(np.take_along_axis(expected, rows, axis=1), scores, atol=1e-5)
 
 
-def test_more_hits_than_passages_gives_all_of_them(retriever: DenseRetriever) -> None:
+def test_more_hits_than_passages_gives_all_of_them(retriever: VectorRetriever) -> None:
     (hits,) = retriever.find(retriever.prepare(["Bamako"]), topk=1000)
     assert len({hit.document["id"] for hit in hits}) == 200
 
 
 def test_the_manifest_says_how_the_vectors_were_made(index_dir: Path, encoder: Encoder) -> None:
     assert (
-        asdict(Index.open(index_dir).manifest).items()
+        asdict(DenseIndex.open(index_dir).manifest).items()
         >= {
             "rows": 200,
             "encoder": "minilm",
@@ -62,7 +60,7 @@ def test_the_manifest_says_how_the_vectors_were_made(index_dir: Path, encoder: E
             "encoder_sha256": encoder.facts.checksum,
         }.items()
     )
-    assert read_kind(index_dir) == "dense"
+    assert read_manifest(index_dir)["kind"] == "dense"
 
 
 def edit_corpus(folder: Path) -> None:
@@ -112,21 +110,21 @@ def drop_vector(folder: Path) -> None:
 def test_what_does_not_fit_together_is_refused(copy: Path, damage: Any, reason: str) -> None:
     damage(copy)
     with pytest.raises(UserError, match=reason):
-        Index.open(copy)
+        DenseIndex.open(copy)
 
 
 def test_other_weights_than_the_index_was_made_with_are_refused(copy: Path) -> None:
     edit_manifest(encoder_sha256="0" * 64)(copy)
     for encoder in (None, "minilm", MINILM):
         with pytest.raises(UserError, match="weights of encoder 'minilm' are not those"):
-            DenseRetriever.open(copy, encoder)
+            VectorRetriever.open(copy, encoder)
 
 
 def test_a_query_encoder_of_its_own_is_for_dpr(copy: Path) -> None:
     edit_manifest(encoder_sha256="0" * 64, family="dpr")(copy)
     with pytest.raises(UserError, match="are not those"):
-        DenseRetriever.open(copy)
-    assert DenseRetriever.open(copy, "minilm").describe()["passages"] == 200
+        VectorRetriever.open(copy)
+    assert VectorRetriever.open(copy, "minilm").describe()["passages"] == 200
 
 
 @pytest.mark.parametrize(
@@ -143,17 +141,17 @@ def test_a_query_encoder_of_its_own_is_for_dpr(copy: Path) -> None:
 def test_a_spec_that_contradicts_the_index_is_refused(index_dir: Path, field: str, value: Any) -> None:
     spec = replace(MINILM, **{field: value})
     with pytest.raises(UserError, match=f"the encoder's {field} is given as {value!r}"):
-        DenseRetriever.open(index_dir, spec)
+        VectorRetriever.open(index_dir, spec)
 
 
 def test_queries_are_encoded_as_the_manifest_says_not_as_the_family_would(copy: Path, queries: list[str]) -> None:
     edit_manifest(pooling="cls", query_prefix="search: ", normalize=False)(copy)
     expected = EncoderSpec("minilm", pooling="cls", query_prefix="search: ", normalize=False).load()
-    np.testing.assert_array_equal(DenseRetriever.open(copy).prepare(queries[:3]), expected.encode_queries(queries[:3]))
+    np.testing.assert_array_equal(VectorRetriever.open(copy).prepare(queries[:3]), expected.encode_queries(queries[:3]))
 
 
 def test_any_folder_is_opened_by_its_kind(index_dir: Path, tmp_path: Path) -> None:
-    assert open_retriever(index_dir, depth=7).describe() == DenseRetriever.open(index_dir).describe()
+    assert open_retriever(index_dir, depth=7).describe() == VectorRetriever.open(index_dir).describe()
     with pytest.raises(UserError, match="nprobe=4 is given, but an index of FAISS type 'Flat' has none"):
         open_retriever(index_dir, nprobe=4)
     for kind, options, reason in (
@@ -167,7 +165,7 @@ def test_any_folder_is_opened_by_its_kind(index_dir: Path, tmp_path: Path) -> No
 
 
 def test_describe_names_what_answers_depend_on(index_dir: Path, corpus_path: Path, tmp_path: Path) -> None:
-    assert DenseRetriever.open(index_dir).describe() == {
+    assert VectorRetriever.open(index_dir).describe() == {
         "kind": "dense",
         "passages": 200,
         "corpus_sha256": Corpus.open(corpus_path).checksum,
@@ -177,16 +175,16 @@ def test_describe_names_what_answers_depend_on(index_dir: Path, corpus_path: Pat
     }
     out = tmp_path / "lists"
     build(Corpus.open(corpus_path), MINILM, out, BuildOptions("IVF16_HNSW4,Flat", nprobe=5))
-    built = DenseRetriever.open(out).describe()
+    built = VectorRetriever.open(out).describe()
     assert (built["faiss_type"], built["nprobe"], built["ef_search"]) == ("IVF16_HNSW4,Flat", 5, 128)
-    asked = DenseRetriever.open(out, options=SearchOptions(nprobe=2, ef_search=9)).describe()
+    asked = VectorRetriever.open(out, options=SearchOptions(nprobe=2, ef_search=9)).describe()
     assert (asked["nprobe"], asked["ef_search"]) == (2, 9)
 
 
 def test_lists_that_hold_too_few_give_short_answers_of_real_passages(corpus_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "lists"
     build(Corpus.open(corpus_path), MINILM, out, BuildOptions("IVF16,Flat", nprobe=1))
-    few = DenseRetriever.open(out)
+    few = VectorRetriever.open(out)
     (hits,) = few.find(few.prepare(["Bamako"]), 150)
     assert 0 < len(hits) < 150
     assert len({hit.document["id"] for hit in hits}) == len(hits)
@@ -194,7 +192,7 @@ def test_lists_that_hold_too_few_give_short_answers_of_real_passages(corpus_path
 
 
 def test_a_bare_faiss_file_is_served_with_its_corpus(
-    index_dir: Path, corpus_path: Path, retriever: DenseRetriever, queries: list[str], caplog: Any
+    index_dir: Path, corpus_path: Path, retriever: VectorRetriever, queries: list[str], caplog: Any
 ) -> None:
     with caplog.at_level(logging.WARNING):
         bare = open_prebuilt(index_dir / "index.faiss", corpus_path, MINILM)

@@ -25,14 +25,11 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.build import BuildOptions, build
-from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.index.draft import claim_draft
-from rlsys.search.index.embeddings import ChunkWriter, Embeddings
-from rlsys.search.index.folder import Index
+from rlsys.search.index.build import BuildOptions, ChunkWriter, Embeddings, build
+from rlsys.search.index.building import claim_draft, new_array
+from rlsys.search.index.dense import DenseIndex, VectorRetriever
 from rlsys.search.index.lexical import build_lexical
-from rlsys.search.index.make import make_index, recipe
-from rlsys.search.index.progress import Lines, shown
+from rlsys.search.index.make import ProgressLines, make_index, recipe, shown
 
 MINILM = EncoderSpec("minilm")
 ROWS = 2 * 1024 + 50
@@ -144,7 +141,7 @@ def test_an_interrupted_build_continues_and_a_draft_of_other_inputs_is_thrown_aw
     with caplog.at_level(logging.WARNING):
         assert build(Corpus.open(corpus_path), MINILM, out)
     assert "the beginning of an index of other inputs: it is thrown away" in caplog.text
-    assert Index.open(out).manifest.rows == 200
+    assert DenseIndex.open(out).manifest.rows == 200
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
@@ -164,7 +161,7 @@ def test_another_faiss_type_or_setting_needs_no_encoding(copy: Path, corpus_path
     assert stages.seen == {}
     assert (out / "index.faiss").stat().st_ino == made
     assert not (out / "embeddings.npy").exists()
-    assert Index.open(out).vectors.settings.nprobe == 3
+    assert DenseIndex.open(out).vectors.settings.nprobe == 3
     assert build(corpus, MINILM, out, BuildOptions("IVF8,SQ8"), stages)
     assert stages.seen == {}
     with pytest.raises(KeyError, match="encode"):
@@ -179,7 +176,7 @@ def test_half_precision_halves_the_embeddings_and_hardly_moves_the_vectors(
     stored = np.load(out / "embeddings.npy")
     assert stored.dtype == np.float16
     np.testing.assert_allclose(stored, np.load(index_dir / "embeddings.npy"), atol=5e-4)
-    assert DenseRetriever.open(out).describe()["passages"] == 200
+    assert VectorRetriever.open(out).describe()["passages"] == 200
 
 
 def test_building_twice_builds_once_and_other_inputs_replace(copy: Path, corpus_path: Path, tmp_path: Path) -> None:
@@ -191,10 +188,10 @@ def test_building_twice_builds_once_and_other_inputs_replace(copy: Path, corpus_
     stages = Stages()
     assert build(Corpus.open(shorter), MINILM, copy, progress=stages)
     assert stages.seen == {"encode": (0, 5), "add": (0, 5)}
-    assert Index.open(copy).vectors.rows == 5
+    assert DenseIndex.open(copy).vectors.rows == 5
     (copy / "manifest.json").write_text('{"format": 1}')
     assert build(Corpus.open(shorter), MINILM, copy)
-    assert Index.open(copy).manifest.rows == 5
+    assert DenseIndex.open(copy).manifest.rows == 5
 
 
 def test_what_cannot_be_built_is_refused_before_anything_is_encoded(
@@ -215,7 +212,7 @@ def test_what_cannot_be_built_is_refused_before_anything_is_encoded(
             with pytest.raises(UserError, match=reason):
                 build(Corpus.open(corpus), MINILM, out, options, stages)
             assert stages.seen == {}
-    assert Index.open(copy).manifest.rows == 200
+    assert DenseIndex.open(copy).manifest.rows == 200
     assert {path.name for path in tmp_path.iterdir()} <= {"bad.jsonl", "bad.jsonl.offsets", "copy"}
 
 
@@ -274,11 +271,12 @@ def test_a_corpus_that_changes_after_the_build_is_refused(corpus_path: Path, tmp
     with corpus.open("a") as file:
         file.write('{"id": "new", "contents": "added in place"}\n')
     with pytest.raises(UserError, match="has changed since"):
-        Index.open(out)
+        DenseIndex.open(out)
 
 
 def test_vectors_that_are_not_numbers_are_not_stored(tmp_path: Path) -> None:
-    embeddings = Embeddings.create(tmp_path / "e.npy", 1500, 4, "float16")
+    new_array(tmp_path / "e.npy", (1500, 4), np.dtype("float16")).flush()
+    embeddings = Embeddings.open(tmp_path / "e.npy", 1500, 4, "float16")
     writer = ChunkWriter(embeddings, tmp_path / "done")
     vectors = np.ones((476, 4), dtype=np.float32)
     vectors[7] = 1e6
@@ -307,7 +305,7 @@ def test_a_sample_is_drawn_without_repetition_and_the_same_each_time(tmp_path: P
 def test_progress_without_a_terminal_is_a_line_now_and_then() -> None:
     now = 0.0
     lines: list[str] = []
-    report = Lines(lines.append, "passages", lambda: now)
+    report = ProgressLines(lines.append, "passages", lambda: now)
     report("encode", 4000, 10_000)
     for second in range(1, 31):
         now = second
@@ -394,7 +392,7 @@ def test_a_full_disk_while_a_dense_index_is_written(corpus_path: Path, tmp_path:
     assert str(told.value).isprintable()
     assert not list(tmp_path.rglob("manifest.json"))
     assert build(corpus, MINILM, out, options)
-    assert Index.open(out).vectors.rows == 200
+    assert DenseIndex.open(out).vectors.rows == 200
 
 
 def test_what_did_not_reach_the_disk_is_never_taken_for_whole(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from rlsys.errors import UserError
 from rlsys.search.index import vectors as module
 from rlsys.search.index.vectors import (
-    Settings,
+    FaissSettings,
+    SearchOptions,
     Vectors,
     gpu_count,
     least_train_rows,
@@ -22,7 +24,7 @@ from rlsys.search.index.vectors import (
 )
 
 ROWS, DIMENSION, QUERIES = 6000, 64, 100
-DEFAULTS = Settings()
+DEFAULTS = FaissSettings()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_each_type_finds_most_of_what_exact_search_finds(
     tmp_path: Path,
 ) -> None:
     path = write(tmp_path / "i", faiss_type, stored)
-    read, mapped = Vectors.open(path), Vectors.open(path, mmap=True)
+    read, mapped = Vectors.open(path), Vectors.open(path, SearchOptions(mmap=True))
     scores, rows = read.search(asked, 10)
     assert recall(rows, exact) >= RECALL[faiss_type]
     assert (np.diff(scores, axis=1) <= 0).all()
@@ -114,15 +116,15 @@ def test_more_is_found_the_broader_the_search(
     stored: np.ndarray[Any, Any], asked: np.ndarray[Any, Any], exact: np.ndarray[Any, Any], tmp_path: Path
 ) -> None:
     for faiss_type, narrow, broad in (
-        ("IVF64,Flat", Settings(nprobe=1), Settings(nprobe=64)),
-        ("RR64,IVF64,Flat", Settings(nprobe=1), Settings(nprobe=64)),
-        ("HNSW8", Settings(ef_search=1), Settings(ef_search=1000)),
-        ("RR64,HNSW8", Settings(ef_search=1), Settings(ef_search=1000)),
+        ("IVF64,Flat", FaissSettings(nprobe=1), FaissSettings(nprobe=64)),
+        ("RR64,IVF64,Flat", FaissSettings(nprobe=1), FaissSettings(nprobe=64)),
+        ("HNSW8", FaissSettings(ef_search=1), FaissSettings(ef_search=1000)),
+        ("RR64,HNSW8", FaissSettings(ef_search=1), FaissSettings(ef_search=1000)),
     ):
         path = write(tmp_path / faiss_type, faiss_type, stored)
-        few = recall(Vectors.open(path, asked=narrow, depth=10).search(asked, 10)[1], exact)
-        many = recall(Vectors.open(path, asked=broad, depth=10).search(asked, 10)[1], exact)
-        recorded = recall(Vectors.open(path, recorded=broad, depth=10).search(asked, 10)[1], exact)
+        few = recall(Vectors.open(path, SearchOptions(**asdict(narrow), depth=10)).search(asked, 10)[1], exact)
+        many = recall(Vectors.open(path, SearchOptions(**asdict(broad), depth=10)).search(asked, 10)[1], exact)
+        recorded = recall(Vectors.open(path, SearchOptions(depth=10), recorded=broad).search(asked, 10)[1], exact)
         assert few < many - 0.03
         assert many == recorded >= 0.97
 
@@ -130,7 +132,7 @@ def test_more_is_found_the_broader_the_search(
 def test_more_hits_than_ef_search_are_all_found_and_found_well(
     stored: np.ndarray[Any, Any], asked: np.ndarray[Any, Any], exact: np.ndarray[Any, Any], tmp_path: Path
 ) -> None:
-    narrow = Vectors.open(write(tmp_path / "i", "HNSW16", stored), asked=Settings(ef_search=4), depth=10)
+    narrow = Vectors.open(write(tmp_path / "i", "HNSW16", stored), SearchOptions(ef_search=4, depth=10))
     before = narrow.search(asked, 10)[1]
     rows = narrow.search(asked, 500)[1]
     assert rows.shape == (QUERIES, 500)
@@ -144,7 +146,7 @@ def test_answers_do_not_depend_on_how_many_are_asked_for(
     faiss_type: str, stored: np.ndarray[Any, Any], asked: np.ndarray[Any, Any], tmp_path: Path
 ) -> None:
     doubled = np.concatenate([stored[:2000]] * 2)
-    index = Vectors.open(write(tmp_path / "i", faiss_type, doubled), asked=None, depth=200)
+    index = Vectors.open(write(tmp_path / "i", faiss_type, doubled), SearchOptions(depth=200))
     scores, rows = index.search(asked, 200)
     for topk in (1, 3, 50):
         some_scores, some_rows = index.search(asked, topk)
@@ -153,22 +155,24 @@ def test_answers_do_not_depend_on_how_many_are_asked_for(
 
 
 def test_settings_by_default_and_those_that_a_type_does_not_have() -> None:
-    def settled(faiss_type: str, asked: Settings = DEFAULTS, recorded: Settings | None = None) -> Settings:
+    def settled(
+        faiss_type: str, asked: FaissSettings = DEFAULTS, recorded: FaissSettings | None = None
+    ) -> FaissSettings:
         return settle(new_index(faiss_type, 64), asked, faiss_type=faiss_type, recorded=recorded)
 
-    assert settled("Flat") == Settings()
-    assert settled("HNSW16") == Settings(None, 128)
-    assert settled("IVF1024,Flat") == Settings(32, None)
-    assert settled("IVF4,Flat") == Settings(4, None)
-    assert settled("OPQ8_32,IVF256_HNSW8,PQ8x4fs,RFlat") == Settings(16, 128)
-    assert settled("IVF1024,Flat", recorded=Settings(nprobe=5)) == Settings(5, None)
-    assert settled("IVF1024,Flat", Settings(nprobe=6), Settings(nprobe=5)) == Settings(6, None)
+    assert settled("Flat") == FaissSettings()
+    assert settled("HNSW16") == FaissSettings(None, 128)
+    assert settled("IVF1024,Flat") == FaissSettings(32, None)
+    assert settled("IVF4,Flat") == FaissSettings(4, None)
+    assert settled("OPQ8_32,IVF256_HNSW8,PQ8x4fs,RFlat") == FaissSettings(16, 128)
+    assert settled("IVF1024,Flat", recorded=FaissSettings(nprobe=5)) == FaissSettings(5, None)
+    assert settled("IVF1024,Flat", FaissSettings(nprobe=6), FaissSettings(nprobe=5)) == FaissSettings(6, None)
     for faiss_type, asked, reason in (
-        ("Flat", Settings(nprobe=1), "nprobe=1 is given, .* has none"),
-        ("IVF4,Flat", Settings(ef_search=9), "ef_search=9 is given, .* has none"),
-        ("HNSW4", Settings(nprobe=9), "nprobe=9 is given, .* has none"),
-        ("IVF4,Flat", Settings(nprobe=5), "nprobe=5 is out of range: give 1 to 4"),
-        ("HNSW4", Settings(ef_search=0), "ef_search=0 is out of range"),
+        ("Flat", FaissSettings(nprobe=1), "nprobe=1 is given, .* has none"),
+        ("IVF4,Flat", FaissSettings(ef_search=9), "ef_search=9 is given, .* has none"),
+        ("HNSW4", FaissSettings(nprobe=9), "nprobe=9 is given, .* has none"),
+        ("IVF4,Flat", FaissSettings(nprobe=5), "nprobe=5 is out of range: give 1 to 4"),
+        ("HNSW4", FaissSettings(ef_search=0), "ef_search=0 is out of range"),
     ):
         with pytest.raises(UserError, match=reason):
             settled(faiss_type, asked)
@@ -225,13 +229,13 @@ def test_gpus_are_refused_by_name_where_there_are_none(
     graph = write(tmp_path / "graph", "PCA48,HNSW4", stored)
     if gpu_count() == 0:
         with pytest.raises(UserError, match="faiss_gpu is asked for, but this FAISS"):
-            Vectors.open(flat, gpu=True)
+            Vectors.open(flat, SearchOptions(faiss_gpu=True))
     monkeypatch.setattr(module, "gpu_count", lambda: 1)
     with pytest.raises(UserError, match="FAISS keeps IndexHNSWFlat on the CPU"):
-        Vectors.open(graph, gpu=True)
+        Vectors.open(graph, SearchOptions(faiss_gpu=True))
     module.require_gpu(faiss.read_index(str(flat)))
 
 
 def test_a_depth_below_one_is_refused(stored: np.ndarray[Any, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="depth 0 is out of range"):
-        Vectors.open(write(tmp_path / "i", "Flat", stored), depth=0)
+        Vectors.open(write(tmp_path / "i", "Flat", stored), SearchOptions(depth=0))

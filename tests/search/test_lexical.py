@@ -21,8 +21,14 @@ from hypothesis import strategies as st
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, Tokeniser, build_lexical
-from rlsys.search.index.postings import PostingsBuilder, Scorer
+from rlsys.search.index.lexical import (
+    LexicalOptions,
+    LexicalRetriever,
+    PostingsBuilder,
+    PostingsScorer,
+    WordSplitter,
+    build_lexical,
+)
 
 STOPWORDS = re.compile(
     "a|an|and|are|as|at|be|but|by|for|if|in|into|is|it|no|not|of|on|or|such|that|the|their|then|there|these|"
@@ -130,7 +136,7 @@ def test_postings_equal_the_formula_however_they_are_cut(
     builder = PostingsBuilder(tmp_path_factory.mktemp("scratch"), block=block)
     for passage in passages:
         builder.add(names[term] for term in passage)
-    scorer = Scorer(builder.finish(k1, b), len(passages))
+    scorer = PostingsScorer(builder.finish(k1, b), len(passages))
     terms = np.array([names[term] for term in query if term in names], dtype=np.int32)
     expected = np.array(reference(passages, query, k1, b))
     for _ in range(2):  # the second search finds the scratch of the first clean
@@ -155,10 +161,10 @@ def test_only_passages_with_a_word_of_the_query_are_hits(tmp_path: Path) -> None
 
 
 def test_words_are_those_of_lucenes_english_analyser() -> None:
-    split = Tokeniser().splitter()
+    split = WordSplitter().function()
     text = "The Beatles' drummer, O'Neil’s 2nd café IS in U.S. (Vitamin C) — it’s"
     assert split(text) == ["beatles", "drummer", "o", "neil", "2nd", "café", "u", "s", "vitamin", "c"]
-    assert Tokeniser(stopwords="none").splitter()("To be, or not to be") == [
+    assert WordSplitter(stopwords="none").function()("To be, or not to be") == [
         "to",
         "be",
         "or",

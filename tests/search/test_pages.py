@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.errors import UserError
-from rlsys.search import pages as pages_module
-from rlsys.search.pages import PageStore, page_key
+from rlsys.search import page_store as pages_module
+from rlsys.search.page_store import PageStore, page_key
 
 WIKI = "https://en.wikipedia.org/wiki"
 

@@ -13,7 +13,7 @@ import torch
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.encoder import Encoder
-from rlsys.search.encoders.parallel import EncoderPool
+from rlsys.search.encoders.process import EncoderPool
 from rlsys.search.encoders.spec import EncoderSpec
 from tests.search.conftest import encoder_workers
 

@@ -13,9 +13,8 @@ import pytest
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.engines import EngineKind, Patience
-from rlsys.search.index.open import open_retriever
-from rlsys.search.index.remote import RemoteRetriever, build_remote
+from rlsys.search.index.manifest import REMOTE, open_retriever
+from rlsys.search.index.remote import Patience, RemoteRetriever, build_remote
 from tests.hostile import answer_of_child, hostile_server
 from tests.ports import free_port
 from tests.search.fake_elastic import FakeElastic, bm25, running
@@ -27,13 +26,13 @@ ROWS = 2300
 
 CONNECTS = """
 import sys
-from rlsys.search.index.engines import Engine, EngineKind, Patience
+from rlsys.search.index.remote import EngineClient, Patience
 
 kind, url, *answers = sys.argv[1:]
 seen, before = {}, peak_mib()
 for answer in answers:
     try:
-        Engine(EngineKind(kind), f"{url}/{answer}", {}, patience=Patience(timeout_s=60.0, retries=0))
+        EngineClient(kind, f"{url}/{answer}", patience=Patience(timeout_s=60.0, retries=0))
     except Exception as error:
         seen[answer] = [type(error).__name__, len(str(error))]
 print(json.dumps([seen, peak_mib() - before]))
@@ -196,8 +195,8 @@ def test_a_search_that_fails_says_why(fake: FakeElastic, corpus: Corpus, tmp_pat
         retriever.find(["cat"], 1)
 
 
-@pytest.mark.parametrize("kind", list(EngineKind))
-def test_an_answer_that_is_too_large_or_compressed_is_a_sentence(kind: EngineKind) -> None:
+@pytest.mark.parametrize("kind", REMOTE)
+def test_an_answer_that_is_too_large_or_compressed_is_a_sentence(kind: str) -> None:
     with hostile_server() as hostile:
         seen, grown_mib = answer_of_child(CONNECTS, kind, hostile.url, "bomb", "body", "line", "deep")
     assert set(seen) == {"bomb", "body", "line", "deep"}
@@ -224,13 +223,13 @@ def test_credentials_come_from_the_environment(
         load(corpus, tmp_path / "out", fake)
 
 
-@pytest.mark.parametrize("kind", list(EngineKind))
+@pytest.mark.parametrize("kind", REMOTE)
 def test_an_api_key_is_for_elasticsearch(
-    kind: EngineKind, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLSYS_SEARCH_API_KEY", "a2V5")
     with running(FakeElastic(kind, VERSIONS[kind], authorization="ApiKey a2V5")) as fake:
-        if kind is EngineKind.elasticsearch:
+        if kind == "elasticsearch":
             assert load(corpus, tmp_path / "out", fake)
         else:
             with pytest.raises(UserError, match="OpenSearch takes no API key"):
@@ -253,8 +252,8 @@ def test_a_url_that_cannot_be_used_is_refused(url: str, reason: str, corpus: Cor
     assert "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", list(EngineKind))
-def test_a_server_that_is_not_there_is_named(kind: EngineKind, corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", REMOTE)
+def test_a_server_that_is_not_there_is_named(kind: str, corpus: Corpus, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RunError, match=f"{kind} at {url} gave no answer"):
         build_remote(corpus, tmp_path / "out", url, "wiki", kind, patience=PATIENCE)

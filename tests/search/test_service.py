@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rlsys.search.index.dense import DenseRetriever
+from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.retrieval import Hit
 from rlsys.search.server.contract import SMALL_BODY_BYTES, ServerLimits
 from rlsys.search.server.service import HitCache
@@ -92,7 +92,7 @@ async def test_requests_that_come_during_a_search_share_the_next_one() -> None:
 
 
 async def test_an_answer_does_not_depend_on_its_batch(
-    retriever: DenseRetriever, queries: list[str], brute_force: tuple[Any, Any]
+    retriever: VectorRetriever, queries: list[str], brute_force: tuple[Any, Any]
 ) -> None:
     order = brute_force[1]
     async with in_process(retriever, ServerLimits(cache_entries=0, max_batch=64)) as client:

@@ -17,7 +17,7 @@ from rlsys.files import write_atomically
 from rlsys.search.index.manifest import DENSE, MANIFEST_FILE, read_manifest
 
 if TYPE_CHECKING:  # Building loads libraries of seconds.
-    from rlsys.search.index.make import Recipe
+    from rlsys.search.index.make import IndexRecipe
 
 CHUNK_WORDS = 100
 """Of a passage, as in the Wikipedia of 2018 that Search-R1 searches."""
@@ -48,7 +48,7 @@ def index_documents(kind: str, documents: Documents, index: Path, settings: Mapp
     make_index(kind, index.with_name(passages.name), index, made, replace=False)
 
 
-def _refuse_other(index: Path, kind: str, passages: Path, made: Recipe) -> None:
+def _refuse_other(index: Path, kind: str, passages: Path, made: IndexRecipe) -> None:
     if not (index / MANIFEST_FILE).is_file():
         return
     from rlsys.search.corpus import Corpus

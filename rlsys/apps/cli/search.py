@@ -175,7 +175,7 @@ def cassette(path: Annotated[Path, typer.Argument(help="Made by search.cassette.
     from rich.table import Table
     from rich.text import Text
 
-    from rlsys.search.recording import Cassette
+    from rlsys.search.cassette import Cassette
 
     recorded = Cassette.read(path)
     table = Table(show_header=False)

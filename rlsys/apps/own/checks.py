@@ -21,7 +21,7 @@ from rlsys.errors import UserError
 from rlsys.orchestrator.run import ready_to_start
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.tools.load import described
-from rlsys.search.encoders.files import resolve_folder
+from rlsys.search.encoders.spec import resolve_folder
 from rlsys.search.ingest.sources import Fields, File, Skipped, find_files, read
 
 _INDICES = ("dense", "bm25", "hybrid")

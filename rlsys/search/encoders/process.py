@@ -1,27 +1,121 @@
-"""An encoder for queries in a process of its own, so that a server's event loop takes no time from it.
+"""Encoders in processes of their own: one for a server's queries, several for a corpus.
 
-In one process the two would share the interpreter's lock, which a model's forward pass takes and gives some
-hundred times. A worker that dies, or gives no answer, is replaced once by another, which gets the same texts.
+A server's event loop and a model in one process would share the interpreter's lock, which a forward pass takes and
+gives some hundred times.
+
+Invariants: whoever waits for a worker that dies gets RunError, never a hang; a worker ends with its owner and with the
+parent process, however these end; a pool has at most one chunk in flight per worker, so memory is bounded whatever the
+corpus, and its vectors equal those of one process with one thread, bit by bit.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import multiprocessing
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
 
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats
-from rlsys.search.encoders.worker import EncoderWorker, Task
+from rlsys.search.server_process import child_environment
 
+if TYPE_CHECKING:
+    from rlsys.search.encoders.encoder import Encoder
+
+Chunk = tuple[int, list[str]]
+"""Number of a chunk and its passages."""
+_JOIN_S = 5.0
 _ANSWER_S = 300.0
-"""The longest that a batch may take: of long queries, with a large model on few cores."""
+"""The longest that a batch of queries may take: of long queries, with a large model on few cores."""
 _WARM_UP = (1, 16, 64)
 """Texts of the first batches: libraries prepare themselves for a size when they first meet it."""
 _log = logging.getLogger("uvicorn.error")
 
 
+class EncoderWorker:
+    """A started process that loads the encoder of `spec`. The first answer to `take` is its `EncoderFacts`.
+
+    `one_thread` bounds torch on a CPU, for one of many workers; otherwise the environment says how many it takes.
+    """
+
+    def __init__(self, spec: EncoderSpec, *, one_thread: bool) -> None:
+        self.pipe, there = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "rlsys.search.encoders.process", str(there.fileno())]
+        # No process of multiprocessing: such a one imports the main module of whoever uses an encoder.
+        with _interrupts_blocked():
+            self._process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], env=child_environment(), stdin=subprocess.DEVNULL
+            )
+        there.close()
+        self.pipe.send((spec, one_thread))
+
+    def give(self, number: int, texts: Sequence[str], *, queries: bool) -> None:
+        """Send queries, or passages; the answer is (number, vectors). Raises RunError if the worker has died."""
+        try:
+            self.pipe.send((number, texts, queries))
+        except OSError:
+            raise self._died() from None
+
+    def take(self, timeout_s: float | None = None) -> Any:
+        """Wait for the next answer. Raises UserError or RunError that the worker met, RunError if it has died.
+
+        With `timeout_s` a worker that gives no answer for so long is ended, and counts as dead.
+        """
+        try:
+            if timeout_s is not None and not self.pipe.poll(timeout_s):
+                self._process.kill()
+            answer = self.pipe.recv()
+        except (EOFError, OSError):  # the latter in the midst of an answer
+            raise self._died() from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def terminate(self) -> None:
+        """Ask it to end, whatever it is doing; `close` waits for that."""
+        self.pipe.close()
+        self._process.terminate()
+
+    def close(self) -> None:
+        """End it. May be called again."""
+        self.terminate()
+        self._wait()
+
+    def _wait(self) -> int:
+        """The exit status, once it has ended, if need be by force."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_JOIN_S)
+        self._process.kill()
+        return self._process.wait()
+
+    def _died(self) -> RunError:
+        return RunError(
+            f"encoding worker {self._process.pid} died (exit code {self._wait()}): "
+            "if memory was short, take fewer workers or a smaller model"
+        )
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Keeps SIGINT from a process that is started meanwhile: on Ctrl-C the parent decides what becomes of workers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class EncoderProcess:
-    """A started `spec.QueryEncoder`. Raises what `Encoder.load` raises, and RunError if the process dies."""
+    """A started `spec.QueryEncoder`, replaced once by another, which gets the same texts, if it dies or hangs.
+
+    Raises what `Encoder.load` raises, and RunError if the process dies.
+    """
 
     def __init__(self, spec: EncoderSpec) -> None:
         self._spec = spec
@@ -58,10 +152,118 @@ class EncoderProcess:
             self._start()
         assert self._worker is not None
         try:
-            self._worker.give(Task(0, list(texts), queries=True))
-            _, vectors = self._worker.take(_ANSWER_S)
+            self._worker.give(0, list(texts), queries=True)
+            vectors: Floats = self._worker.take(_ANSWER_S)[1]
         except RunError:
             self.close()
             raise
-        encoded: Floats = vectors
-        return encoded
+        return vectors
+
+
+class EncoderPool:
+    """Encodes chunks of passages in `workers` processes; with one, in this process. A context manager.
+
+    A worker runs one thread on a CPU. `devices` are dealt out to the workers in turn; without them, device `cuda` means
+    every GPU and any other device is that of all workers.
+    """
+
+    def __init__(self, spec: EncoderSpec, workers: int = 1, devices: Sequence[str] = ()) -> None:
+        if workers < 1:
+            raise UserError(f"workers {workers} is out of range: give 1 or more")
+        devices = devices or _devices(spec.device)
+        self.devices = [devices[rank % len(devices)] for rank in range(workers)]
+        """The device of each worker."""
+        self._spec = spec
+        self._encoder: Encoder | None = None
+        self._workers: list[EncoderWorker] = []
+
+    def __enter__(self) -> EncoderPool:
+        """Load the encoders. Raises UserError as `Encoder.load` does."""
+        specs = [replace(self._spec, device=device) for device in self.devices]
+        if len(specs) == 1:
+            self._encoder = specs[0].load()
+            return self
+        try:
+            for spec in specs:
+                self._workers.append(EncoderWorker(spec, one_thread=True))
+            for worker in self._workers:
+                worker.take()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing."""
+        for worker in self._workers:
+            worker.terminate()
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+        self._encoder = None
+
+    def map(self, chunks: Iterable[Chunk]) -> Iterator[tuple[int, Floats]]:
+        """The number of each chunk with its vectors [passages, dimension], in the order in which they are done.
+
+        Raises RunError when a worker dies or fails. One map at a time, and the pool is of no further use after a map
+        that was not followed to its end.
+        """
+        if self._encoder is not None:
+            for number, texts in chunks:
+                yield number, self._encoder.encode_passages(texts)
+            return
+        waiting = iter(chunks)
+        busy: dict[Any, EncoderWorker] = {}
+
+        def occupy(worker: EncoderWorker) -> None:
+            if (chunk := next(waiting, None)) is not None:
+                worker.give(*chunk, queries=False)
+                busy[worker.pipe] = worker
+
+        for worker in self._workers:
+            occupy(worker)
+        while busy:
+            for pipe in wait(list(busy)):
+                worker = busy.pop(pipe)
+                done: tuple[int, Floats] = worker.take()
+                # The worker gets its next chunk before the caller gets this one, so that it need not wait.
+                occupy(worker)
+                yield done
+
+
+def _devices(device: str) -> list[str]:
+    if device != "cuda":
+        return [device]
+    import torch
+
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())] or [device]
+
+
+def _work(pipe: Connection) -> None:
+    """Run a worker: a spec in, facts out, then texts in and vectors out, until the other end of the pipe is closed."""
+    import torch
+    import transformers
+
+    with suppress(EOFError, OSError):  # the owner is gone
+        spec, one_thread = pipe.recv()
+        if one_thread and spec.device == "cpu":
+            torch.set_num_threads(1)
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            encoder = spec.load()
+            pipe.send(encoder.facts)
+            while True:
+                number, texts, queries = pipe.recv()
+                encode = encoder.encode_queries if queries else encoder.encode_passages
+                pipe.send((number, encode(texts)))
+        except UserError as error:
+            pipe.send(error)
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
+            pipe.send(RunError(f"an encoding worker on {spec.device} failed: {type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    _work(Connection(int(sys.argv[1])))

@@ -3,9 +3,9 @@
     dense/, bm25/   an index of either kind, over the same corpus
     manifest.json   which corpus that is
 
-Reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009): a passage gets the sum over the rankings
-that hold it of weight / (k + rank), where the best rank is 1. Ranks need no common scale, so inner products
-and BM25 scores fuse as they are.
+Reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009): a passage gets the sum over the rankings that hold
+it of weight / (k + rank), where the best rank is 1. Ranks need no common scale, so inner products and BM25 scores fuse
+as they are.
 """
 
 from __future__ import annotations
@@ -20,18 +20,12 @@ from typing import Any, TypeVar
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.assemble import link, refuse_foreign
 from rlsys.search.index.build import BuildOptions, build
-from rlsys.search.index.dense import DenseRetriever
-from rlsys.search.index.draft import Draft, claim_draft
-from rlsys.search.index.folder import CORPUS_FILE
-from rlsys.search.index.lexical import KIND as BM25
+from rlsys.search.index.building import IndexDraft, OnProgress, claim_draft, link, refuse_foreign, silent
+from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, build_lexical
-from rlsys.search.index.manifest import DENSE, read_manifest, write_manifest
-from rlsys.search.index.progress import OnProgress
+from rlsys.search.index.manifest import BM25, CORPUS_FILE, DENSE, HYBRID, read_manifest, read_values, write_manifest
 from rlsys.search.retrieval import Hit, Retriever
-
-KIND = "hybrid"
 
 RANK_CONSTANT = 60
 """The k of the article."""
@@ -42,16 +36,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def fuse(
-    rankings: Sequence[Sequence[Key]],
-    topk: int,
-    *,
-    k: float = RANK_CONSTANT,
-    weights: Sequence[float] | None = None,
+    rankings: Sequence[Sequence[Key]], topk: int, *, k: float = RANK_CONSTANT, weights: Sequence[float] | None = None
 ) -> list[tuple[Key, float]]:
     """The best `topk` keys of all rankings with their scores, best first.
 
-    Of equal scores the one that stands higher in the first ranking comes first, then in the second. A key
-    that a ranking repeats counts where it stands first. `weights` has one number a ranking, 1 without it.
+    Of equal scores the one that stands higher in the first ranking comes first, then in the second. A key that a
+    ranking repeats counts where it stands first. `weights` has one number a ranking, 1 without it.
     """
     places = [{key: place for place, key in reversed(list(enumerate(ranking, 1)))} for ranking in rankings]
     factors = [1.0] * len(places) if weights is None else weights
@@ -70,12 +60,12 @@ def build_hybrid(
     out: str | Path,
     dense: BuildOptions | None = None,
     lexical: LexicalOptions | None = None,
-    progress: OnProgress | None = None,
+    progress: OnProgress = silent,
 ) -> bool:
     """Make the index folder `out` with both parts; False if it is there already with these inputs.
 
-    A part that is there with its inputs is not built again, whether in `out` or in what a killed build left,
-    and the encoding of the dense part continues where it was ended. The parts share one corpus file.
+    A part that is there with its inputs is not built again, whether in `out` or in what a killed build left, and the
+    encoding of the dense part continues where it was ended. The parts share one corpus file.
     """
     out = Path(out).absolute()
     refuse_foreign(out)
@@ -91,12 +81,12 @@ def build_hybrid(
         if all(_manifest_at(out / part) == _manifest_at(draft.folder / part) for part in (DENSE, BM25)):
             draft.clear()
             return False
-        write_manifest(draft.folder, KIND, {"corpus_sha256": corpus.checksum, "rows": len(corpus)})
+        write_manifest(draft.folder, HYBRID, {"corpus_sha256": corpus.checksum, "rows": len(corpus)})
         draft.publish()
     return True
 
 
-def _take_over(out: Path, draft: Draft) -> None:
+def _take_over(out: Path, draft: IndexDraft) -> None:
     """Put the parts of the hybrid at `out` into the draft as well, each whole or not at all."""
     for part in (DENSE, BM25):
         if _manifest_at(out) is not None and _manifest_at(out / part) is not None:
@@ -116,14 +106,16 @@ def _manifest_at(folder: Path) -> dict[str, Any] | None:
 class HybridRetriever:
     """Asks two retrievers of one corpus and fuses what they find; a hit's score is that of the fusion.
 
-    Passages are told apart by their `id`. Each side gives `candidates` hits, more only where more are asked
-    for, so the hits of a query depend on `topk` only beyond that.
+    Passages are told apart by their `id`. Each side gives `candidates` hits, more only where more are asked for, so the
+    hits of a query depend on `topk` only beyond that.
     """
 
     def __init__(self, dense: Retriever, lexical: Retriever, *, candidates: int = CANDIDATES) -> None:
         self._sides = {DENSE: dense, BM25: lexical}
         self._candidates = candidates
         self._described = {name: side.describe() for name, side in self._sides.items()}
+        self.parallel = min(dense.parallel, lexical.parallel)
+        """As many as both sides allow."""
         first, second = (described.get("corpus_sha256") for described in self._described.values())
         if first is None or first != second:
             raise UserError(
@@ -133,16 +125,14 @@ class HybridRetriever:
 
     @classmethod
     def open(cls, folder: str | Path, **dense: Any) -> HybridRetriever:
-        """Open what `build_hybrid` made; `dense` are options of `DenseRetriever.open`.
+        """Open what `build_hybrid` made; `dense` are options of `VectorRetriever.open`.
 
         Raises UserError when the folder is no hybrid or its parts do not fit together.
         """
         folder = Path(folder)
-        manifest = read_manifest(folder)
-        if manifest["kind"] != KIND:
-            raise UserError(f"{folder} is an index of kind {manifest['kind']!r}, not {KIND!r}: give a hybrid")
+        manifest = read_values(folder, [HYBRID], f"{HYBRID!r}: give a hybrid")
         with ExitStack() as on_failure:
-            vectors = DenseRetriever.open(folder / DENSE, **dense)
+            vectors = VectorRetriever.open(folder / DENSE, **dense)
             on_failure.callback(vectors.close)
             words = LexicalRetriever.open(folder / BM25)
             on_failure.callback(words.close)
@@ -152,13 +142,8 @@ class HybridRetriever:
             on_failure.pop_all()
         return opened
 
-    @property
-    def parallel(self) -> int:
-        """As many as both sides allow."""
-        return min(side.parallel for side in self._sides.values())
-
     def prepare(self, queries: Sequence[str]) -> list[Any]:
-        """What either side prepares."""
+        """The preparations of either side."""
         return [side.prepare(queries) for side in self._sides.values()]
 
     def find(self, prepared: list[Any], topk: int) -> list[list[Hit]]:
@@ -171,7 +156,7 @@ class HybridRetriever:
         """Passages, corpus, how it fuses, and what either side says of itself."""
         dense = self._described[DENSE]
         return {
-            "kind": KIND,
+            "kind": HYBRID,
             "passages": dense["passages"],
             "corpus_sha256": dense["corpus_sha256"],
             "candidates": self._candidates,

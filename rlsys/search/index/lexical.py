@@ -4,51 +4,58 @@
     postings/       an index of the library bm25s, which can open it too
     manifest.json   corpus, BM25 parameters, and how text is split into words
 
-The defaults are those of Anserini, whose BM25 Search-R1 serves through pyserini: k1 0.9, b 0.4, lower-cased
-words without possessive 's and without Lucene's 33 English stop words. One thing differs: Anserini also cuts
-English words to their Porter stems, here words are matched as they are.
+BM25 as Lucene has it since version 8 (Kamphuis et al., ECIR 2020, "Which BM25 do you mean?"), with exact passage
+lengths where Lucene keeps eight bits of each:
 
-Building streams the corpus (see `postings`); bm25s itself would hold 4 KB a passage of 100 words in memory.
-The scorer is one of its own too: it leaves the passages without a word of the query untouched, orders equal
-scores by row and lets other threads run. A build that is killed starts anew and leaves nothing under the final
-name.
+    score(q, d) = sum over the words t of q of idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|))
+    idf(t) = ln(1 + (N - df + 0.5) / (df + 0.5))            always positive
+
+so a passage scores above 0 exactly if it holds a word of the query. A word that is asked twice counts twice. The
+defaults are those of Anserini, whose BM25 Search-R1 serves through pyserini, but words are not cut to Porter stems.
+
+Building streams the corpus in bounded memory, where bm25s would hold 4 KB a passage of 100 words. A first pass writes
+runs: blocks of passages as (term, row, count), sorted. A second walks over the terms in ranges, gathers each from all
+runs, weighs it and writes it behind the one before. A build that is killed starts anew and leaves nothing under the
+final name. Unlike that of bm25s the scorer leaves the passages without a word of the query untouched, orders equal
+scores by row and lets other threads run.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
-from bm25s import BM25
+from bm25s import BM25 as BM25sIndex
 from bm25s import __version__ as bm25s_version
 from bm25s.stopwords import STOPWORDS_EN
+from numba import njit
+from numpy.typing import NDArray
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.assemble import add_corpus, assemble
-from rlsys.search.index.draft import Draft
-from rlsys.search.index.folder import CORPUS_FILE
-from rlsys.search.index.manifest import read_manifest, typed
-from rlsys.search.index.postings import Floats, Postings, PostingsBuilder, Rows, Scorer
-from rlsys.search.index.progress import OnProgress
+from rlsys.search.encoders.spec import Floats
+from rlsys.search.index.building import IndexDraft, OnProgress, add_corpus, assemble, new_array, open_corpus, silent
+from rlsys.search.index.manifest import BM25, read_values, typed
 from rlsys.search.retrieval import Hit
 
-KIND = "bm25"
+Rows = NDArray[np.int32]
 _POSTINGS_FOLDER = "postings"
 _STOP_WORDS: Mapping[str, Sequence[str]] = {"en": STOPWORDS_EN, "none": ()}
 _WORDS = r"\b(?!(?<=['’])s\b)\w+"
 """Runs of letters, digits and underscores, but no `s` behind an apostrophe."""
 _CHUNK_ROWS = 1024
+_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +75,11 @@ class LexicalOptions:
             raise UserError(
                 f"k1 {self.k1:g} and b {self.b:g} are no BM25 parameters: give k1 from 0 to 1000000 and b from 0 to 1"
             )
-        Tokeniser(stopwords=self.stopwords)
+        WordSplitter(stopwords=self.stopwords)
 
 
 @dataclass(frozen=True, slots=True)
-class Tokeniser:
+class WordSplitter:
     """Splits passages and queries into words alike. Raises UserError for unknown stop words, and for no pattern."""
 
     pattern: str = _WORDS
@@ -88,7 +95,7 @@ class Tokeniser:
                 f"pattern {self.pattern!r} is no regular expression ({error}): build the index again"
             ) from None
 
-    def splitter(self) -> Callable[[str], list[str]]:
+    def function(self) -> Callable[[str], list[str]]:
         """The function that gives the words of a text, in order."""
         words, stopped = re.compile(self.pattern).findall, frozenset(_STOP_WORDS[self.stopwords])
         return lambda text: [word for word in words(text.lower()) if word not in stopped]
@@ -96,110 +103,86 @@ class Tokeniser:
 
 @dataclass(frozen=True, slots=True)
 class LexicalManifest:
-    """What an index was made from. Two builds with equal manifests give the same index."""
+    """The inputs of a BM25 index. Two builds with equal manifests give the same index."""
 
     corpus_sha256: str
     rows: int
     k1: float
     b: float
-    tokeniser: Tokeniser
+    tokeniser: WordSplitter
     method: str = "lucene"
     bm25s: str = bm25s_version
 
     @classmethod
     def read(cls, folder: str | Path) -> LexicalManifest:
         """The folder's manifest. Raises UserError when there is none, or none of a BM25 index."""
-        values = read_manifest(folder)
-        if values["kind"] != KIND:
-            raise UserError(f"{folder} is an index of kind {values['kind']!r}, not {KIND!r}: give a BM25 one")
-        del values["format"], values["kind"]
-        values["tokeniser"] = typed(Tokeniser, values.get("tokeniser"), folder)
+        values = read_values(folder, [BM25], f"{BM25!r}: give a BM25 one")
+        values["tokeniser"] = typed(WordSplitter, values.get("tokeniser"), folder)
         return typed(cls, values, folder)
 
 
 def build_lexical(
-    corpus: Corpus,
-    out: str | Path,
-    options: LexicalOptions | None = None,
-    progress: OnProgress | None = None,
+    corpus: Corpus, out: str | Path, options: LexicalOptions | None = None, progress: OnProgress = silent
 ) -> bool:
     """Make the index folder `out`; True if it was made, False if it is there already with this manifest.
 
-    An index of other inputs in `out` is replaced once the new one is complete. Raises UserError for a folder
-    that is no index, and for a corpus with a bad line or without a single word.
+    An index of other inputs in `out` is replaced once the new one is complete. Raises UserError for a folder that is no
+    index, and for a corpus with a bad line or without a single word.
     """
     options = options or LexicalOptions()
-    tokeniser = Tokeniser(stopwords=options.stopwords)
-    manifest = LexicalManifest(corpus.checksum, len(corpus), options.k1, options.b, tokeniser)
+    splitter = WordSplitter(stopwords=options.stopwords)
+    manifest = LexicalManifest(corpus.checksum, len(corpus), options.k1, options.b, splitter)
 
-    def fill(draft: Draft) -> None:
+    def fill(draft: IndexDraft) -> None:
         builder = PostingsBuilder(draft.home)
-        vocabulary = _add_all(corpus, tokeniser.splitter(), builder, progress)
+        vocabulary: defaultdict[str, int] = defaultdict()
+        vocabulary.default_factory = vocabulary.__len__
+        split = splitter.function()
+        done = 0
+        progress("tokenise", 0, len(corpus))
+        for passages in corpus.chunks(_CHUNK_ROWS):
+            for passage in passages:
+                builder.add(map(vocabulary.__getitem__, split(passage["contents"])))
+            done += len(passages)
+            progress("tokenise", done, len(corpus))
         if not vocabulary:
             raise UserError(f"corpus {corpus.path} holds no words: BM25 has nothing to find in it")
-        _save(builder.finish(options.k1, options.b), vocabulary, manifest, draft.folder / _POSTINGS_FOLDER)
-        add_corpus(corpus, draft.folder / CORPUS_FILE)
+        _save(builder.finish(options.k1, options.b), dict(vocabulary), manifest, draft.folder / _POSTINGS_FOLDER)
+        add_corpus(corpus, draft.folder)
 
-    return assemble(Path(out).absolute(), KIND, asdict(manifest), fill)
-
-
-def _add_all(
-    corpus: Corpus,
-    words: Callable[[str], list[str]],
-    builder: PostingsBuilder,
-    progress: OnProgress | None,
-) -> dict[str, int]:
-    """Give every passage's words to the builder; returns the number of each word."""
-    vocabulary: defaultdict[str, int] = defaultdict()
-    vocabulary.default_factory = vocabulary.__len__
-    done = 0
-    if progress is not None:
-        progress("tokenise", 0, len(corpus))
-    for passages in corpus.chunks(_CHUNK_ROWS):
-        for passage in passages:
-            builder.add(map(vocabulary.__getitem__, words(passage["contents"])))
-        done += len(passages)
-        if progress is not None:
-            progress("tokenise", done, len(corpus))
-    return dict(vocabulary)
+    return assemble(Path(out).absolute(), BM25, asdict(manifest), fill)
 
 
 def _save(postings: Postings, vocabulary: dict[str, int], made: LexicalManifest, folder: Path) -> None:
-    ranker = BM25(k1=made.k1, b=made.b, method=made.method)
+    ranker = BM25sIndex(k1=made.k1, b=made.b, method=made.method)
     ranker.vocab_dict = vocabulary
     ranker.nonoccurrence_array = None  # Lucene's method has none
-    ranker.scores = {
-        "data": postings.weights,
-        "indices": postings.rows,
-        "indptr": postings.starts,
-        "num_docs": made.rows,
-    }
+    arrays = {"data": postings.weights, "indices": postings.rows, "indptr": postings.starts}
+    ranker.scores = {**arrays, "num_docs": made.rows}
     ranker.save(folder, show_progress=False)
 
 
 class LexicalRetriever:
     """Finds the passages that hold words of the query; the queries of a batch are shared out over threads.
 
-    A passage without any of the words is no hit, so there may be fewer hits than asked for, and none for a
-    query of unknown words. Equal scores are in the order of the rows.
+    A passage without any of the words is no hit, so there may be fewer hits than asked for, and none for a query of
+    unknown words. Equal scores are in the order of the rows.
     """
 
+    parallel = 1
+    """A batch keeps all threads busy."""
+
     def __init__(
-        self,
-        manifest: LexicalManifest,
-        corpus: Corpus,
-        postings: Postings,
-        vocabulary: Mapping[str, int],
-        threads: int,
+        self, manifest: LexicalManifest, corpus: Corpus, postings: Postings, vocabulary: Mapping[str, int], threads: int
     ) -> None:
         self._manifest = manifest
         self._corpus = corpus
         self._vocabulary = vocabulary
-        self._words = manifest.tokeniser.splitter()
+        self._words = manifest.tokeniser.function()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bm25")
-        self._idle: SimpleQueue[Scorer] = SimpleQueue()
+        self._idle: SimpleQueue[PostingsScorer] = SimpleQueue()
         for _ in range(threads):
-            self._idle.put(Scorer(postings, manifest.rows))
+            self._idle.put(PostingsScorer(postings, manifest.rows))
         self._best(np.zeros(1, dtype=np.int32), topk=1)  # compiles, so that no query waits for it
 
     @classmethod
@@ -211,20 +194,11 @@ class LexicalRetriever:
         """
         folder = Path(folder)
         manifest = LexicalManifest.read(folder)
-        corpus = Corpus.open(folder / CORPUS_FILE)
-        if corpus.checksum != manifest.corpus_sha256:
-            raise UserError(
-                f"{corpus.path} has changed since {folder} was built: build the index again or restore the file"
-            )
+        corpus = open_corpus(folder, manifest.corpus_sha256)
         postings, vocabulary, passages = _load(folder / _POSTINGS_FOLDER)
         if not (passages == manifest.rows == len(corpus) and _fits(postings, len(vocabulary))):
             raise UserError(f"the postings of {folder} do not fit its manifest: build the index again")
         return cls(manifest, corpus, postings, vocabulary, threads or len(os.sched_getaffinity(0)))
-
-    @property
-    def parallel(self) -> int:
-        """One: a batch keeps all threads busy."""
-        return 1
 
     def prepare(self, queries: Sequence[str]) -> list[Rows]:
         """The known words of each query as numbers, repeated as often as they are asked."""
@@ -235,8 +209,7 @@ class LexicalRetriever:
 
     def find(self, prepared: list[Rows], topk: int) -> list[list[Hit]]:
         """At most `topk` hits of each query, best first."""
-        best = partial(self._best, topk=min(topk, self._manifest.rows))
-        found = list(self._pool.map(best, prepared))
+        found = list(self._pool.map(partial(self._best, topk=min(topk, self._manifest.rows)), prepared))
         passages = iter(self._corpus.fetch([row for rows, _ in found for row in rows.tolist()]))
         return [[Hit(score, next(passages)) for score in scores.tolist()] for _, scores in found]
 
@@ -254,7 +227,7 @@ class LexicalRetriever:
         """Passages, corpus and how they are ranked."""
         made = self._manifest
         return {
-            "kind": KIND,
+            "kind": BM25,
             "passages": made.rows,
             "corpus_sha256": made.corpus_sha256,
             "k1": made.k1,
@@ -293,3 +266,157 @@ def _fits(postings: Postings, words: int) -> bool:
         and starts[0] == 0
         and bool((starts[1:] >= starts[:-1]).all())
     )
+
+
+class Postings(NamedTuple):
+    """Entries `starts[t]` to `starts[t + 1]` belong to term t, by row; the arrays may be memory-mapped.
+
+    `starts` is [terms + 1], `rows` and `weights` are [entries].
+    """
+
+    starts: NDArray[np.int64]
+    rows: Rows
+    weights: Floats
+
+
+class PostingsBuilder:
+    """Takes passages in order of their rows, then makes their postings.
+
+    It keeps `block` words, or entries, in memory at a time (about 60 bytes each, so 1 GB), besides 12 bytes a passage
+    and 24 a term; `scratch` takes 12 bytes an entry for the runs and 8 for the result.
+    """
+
+    def __init__(self, scratch: Path, block: int = _BLOCK) -> None:
+        self._scratch = scratch
+        self._block = block
+        self._terms = array("i")
+        self._lengths = array("i")
+        self._written = 0
+        self._frequencies = np.zeros(0, dtype=np.int64)
+        self._runs: list[NDArray[np.int32]] = []
+
+    def add(self, terms: Iterable[int]) -> None:
+        """The terms of the next passage, in any order, repeated as often as they occur."""
+        before = len(self._terms)
+        self._terms.extend(terms)
+        self._lengths.append(len(self._terms) - before)
+        if len(self._terms) >= self._block:
+            self._write_run()
+
+    def finish(self, k1: float, b: float) -> Postings:
+        """The postings, mapped from files in `scratch`. There must be at least one term."""
+        if self._terms:
+            self._write_run()
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._frequencies)])
+        count = len(self._lengths)
+        idf = np.log1p((count - self._frequencies + 0.5) / (self._frequencies + 0.5))
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        saturation = k1 * (1 - b + b * lengths / lengths.mean())
+        shape = (int(starts[-1]),)
+        made = Postings(
+            starts,
+            new_array(self._scratch / "rows.npy", shape, np.dtype(np.int32)),
+            new_array(self._scratch / "weights.npy", shape, np.dtype(np.float32)),
+        )
+        for first, last in _ranges(starts, self._block):
+            term, row, tf = self._gather(first, last)
+            made.rows[starts[first] : starts[last]] = row
+            made.weights[starts[first] : starts[last]] = idf[term] * tf / (tf + saturation[row])
+        return made
+
+    def _write_run(self) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)[self._written :]
+        rows = np.repeat(np.arange(self._written, len(self._lengths)), lengths)
+        keys = np.frombuffer(self._terms, dtype=np.int32).astype(np.int64) << 32 | rows
+        keys, counts = np.unique(keys, return_counts=True)
+        run = np.stack([keys >> 32, keys & 0xFFFFFFFF, counts]).astype(np.int32)
+        path = self._scratch / f"run-{len(self._runs)}.npy"
+        np.save(path, run)
+        self._runs.append(np.load(path, mmap_mode="r"))
+        frequencies = np.bincount(run[0], minlength=len(self._frequencies))
+        frequencies[: len(self._frequencies)] += self._frequencies
+        self._frequencies = frequencies
+        self._written = len(self._lengths)
+        self._terms = array("i")
+
+    def _gather(self, first: int, last: int) -> tuple[Rows, Rows, Rows]:
+        """Term, row and count of the entries of the terms first to last - 1, by term, then by row."""
+        entries = np.concatenate([run[:, slice(*np.searchsorted(run[0], [first, last]))] for run in self._runs], axis=1)
+        term, row, tf = entries[:, np.argsort(entries[0], kind="stable")]
+        return term, row, tf
+
+
+def _ranges(starts: NDArray[np.int64], entries: int) -> Iterator[tuple[int, int]]:
+    """Ranges of terms of at most `entries` entries each, or of one term."""
+    first = 0
+    while first < len(starts) - 1:
+        last = max(first + 1, int(np.searchsorted(starts, starts[first] + entries, side="right")) - 1)
+        yield first, last
+        first = last
+
+
+class PostingsScorer:
+    """Finds the best rows of one query at a time; keeps 8 bytes a passage. Each thread needs its own."""
+
+    def __init__(self, postings: Postings, passages: int) -> None:
+        self._postings = postings
+        self._scores = np.zeros(passages, dtype=np.float32)
+        self._touched = np.empty(passages, dtype=np.int32)
+
+    def best(self, terms: Rows, topk: int) -> tuple[Rows, Floats]:
+        """At most `topk` rows that hold one of `terms`, and their scores; best first, ties by row.
+
+        Runs without Python's global lock. Raises IndexError where the postings of the terms point out of the arrays, as
+        in a damaged file.
+        """
+        try:
+            return _best(*self._postings, terms, self._scores, self._touched, topk)
+        except IndexError:
+            self._scores.fill(0)
+            raise
+
+
+@njit(nogil=True)
+def _best(
+    starts: NDArray[np.int64], rows: Rows, weights: Floats, terms: Rows, scores: Floats, touched: Rows, topk: int
+) -> tuple[Rows, Floats]:
+    """`scores` is all zeros on entry and on return; `touched` is scratch. Both are [passages].
+
+    Compiled code reads and writes wherever it is told, so whatever comes from a file is looked at before it is used.
+    """
+    reached = 0
+    for term in terms:
+        if not 0 <= term < len(starts) - 1:
+            raise IndexError("term")
+        first, last = starts[term], starts[term + 1]
+        if not 0 <= first <= last <= min(len(rows), len(weights)):
+            raise IndexError("entries")
+        for entry in range(first, last):
+            row, weight = rows[entry], weights[entry]
+            # A weight of 0 or less could leave a row at 0 and have it touched without end.
+            if not (0 <= row < len(scores) and 0.0 < weight < np.inf):
+                raise IndexError("entry")
+            if scores[row] == 0.0:
+                touched[reached] = row
+                reached += 1
+            scores[row] += weight
+    best_rows = np.empty(topk, np.int32)
+    best_scores = np.empty(topk, np.float32)
+    kept = 0
+    for row in touched[:reached]:
+        score = scores[row]
+        scores[row] = 0.0
+        place = kept
+        while place > 0 and (
+            score > best_scores[place - 1] or (score == best_scores[place - 1] and row < best_rows[place - 1])
+        ):
+            place -= 1
+        if place == topk:
+            continue
+        kept = min(kept + 1, topk)
+        for later in range(kept - 1, place, -1):
+            best_rows[later] = best_rows[later - 1]
+            best_scores[later] = best_scores[later - 1]
+        best_rows[place] = row
+        best_scores[place] = score
+    return best_rows[:kept], best_scores[:kept]

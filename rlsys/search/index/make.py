@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.build import BuildOptions, build
+from rlsys.search.index.building import OnProgress
 from rlsys.search.index.fusion import build_hybrid
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
-from rlsys.search.index.manifest import DENSE, MANIFEST_FILE, read_manifest
-from rlsys.search.index.progress import OnProgress, shown
+from rlsys.search.index.manifest import BM25, DENSE, HYBRID, MANIFEST_FILE, REMOTE, read_manifest
 from rlsys.search.index.remote import build_remote
 
-DEFAULT_ENCODER = EncoderSpec("minilm")
+_LINE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What an index is made with. Each kind takes the parts that `PARTS` names."""
+class IndexRecipe:
+    """Settings of an index. Each kind takes the parts that `PARTS` names."""
 
-    encoder: EncoderSpec = DEFAULT_ENCODER
+    encoder: EncoderSpec = field(default_factory=lambda: EncoderSpec("minilm"))
     dense: BuildOptions = field(default_factory=BuildOptions)
     lexical: LexicalOptions = field(default_factory=LexicalOptions)
     url: str | None = None
@@ -33,21 +39,19 @@ class Recipe:
     """Of the index on that server."""
 
 
-_WEIGHTS = ("k1", "b")
-_ENCODER = ("encoder", *(field.name for field in fields(EncoderSpec) if field.name != "name"))
-_DENSE = tuple(field.name for field in fields(BuildOptions))
-_REMOTE = ("url", "index_name", *_WEIGHTS)
+_SPEC = tuple(item.name for item in fields(EncoderSpec) if item.name != "name")
+_DENSE = tuple(item.name for item in fields(BuildOptions))
+_LEXICAL = tuple(item.name for item in fields(LexicalOptions))
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "dense": (*_ENCODER, *_DENSE),
-    "bm25": (*_WEIGHTS, "stopwords"),
-    "hybrid": (*_ENCODER, *_DENSE, *_WEIGHTS, "stopwords"),
-    "elasticsearch": _REMOTE,
-    "opensearch": _REMOTE,
+    DENSE: ("encoder", *_SPEC, *_DENSE),
+    BM25: _LEXICAL,
+    HYBRID: ("encoder", *_SPEC, *_DENSE, *_LEXICAL),
+    **dict.fromkeys(REMOTE, ("url", "index_name", "k1", "b")),
 }
 """Kind -> the settings that it has."""
 
 
-def recipe(kind: str, settings: Mapping[str, Any]) -> Recipe:
+def recipe(kind: str, settings: Mapping[str, Any]) -> IndexRecipe:
     """A recipe from settings by name. Raises UserError for an unknown kind, and for one that the kind has not."""
     if kind not in PARTS:
         raise UserError(f"index kind {kind!r} is unknown: choose one of {', '.join(PARTS)}")
@@ -58,32 +62,38 @@ def recipe(kind: str, settings: Mapping[str, Any]) -> Recipe:
     def given(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: settings[name] for name in names if name in settings}
 
-    encoder = given(_ENCODER)
-    return Recipe(
-        replace(DEFAULT_ENCODER, **{"name" if key == "encoder" else key: value for key, value in encoder.items()}),
+    return IndexRecipe(
+        EncoderSpec(settings.get("encoder", "minilm"), **given(_SPEC)),
         BuildOptions(**given(_DENSE)),
-        LexicalOptions(**given((*_WEIGHTS, "stopwords"))),
+        LexicalOptions(**given(_LEXICAL)),
         **given(("url", "index_name")),
     )
 
 
 def make_index(
-    kind: str, corpus: str | Path, out: str | Path, made: Recipe | None = None, *, replace: bool = True
+    kind: str, corpus: str | Path, out: str | Path, made: IndexRecipe | None = None, *, replace: bool = True
 ) -> bool:
     """Build the index folder `out` and show how far it is; False if it was there already, with these inputs.
 
     Without `replace` an index of another kind, corpus or encoder that is there is refused with UserError.
     """
-    from rich.console import Console
-
-    passages, made = Corpus.open(corpus), made or Recipe()
+    passages, made = Corpus.open(corpus), made or IndexRecipe()
     if not replace:
         _refuse_other(Path(out), kind, passages, made)
     with shown(Console(stderr=True)) as progress:
-        return _BUILDERS[kind](passages, out, made, progress)
+        if kind == DENSE:
+            return build(passages, made.encoder, out, made.dense, progress)
+        if kind == BM25:
+            return build_lexical(passages, out, made.lexical, progress)
+        if kind == HYBRID:
+            return build_hybrid(passages, made.encoder, out, made.dense, made.lexical, progress)
+        if made.url is None or made.index_name is None:
+            raise UserError(f"an index of kind {kind} lies on a server: give its url and an index_name there")
+        k1, b = made.lexical.k1, made.lexical.b
+        return build_remote(passages, out, made.url, made.index_name, kind, progress, k1=k1, b=b)
 
 
-def _refuse_other(out: Path, kind: str, corpus: Corpus, made: Recipe) -> None:
+def _refuse_other(out: Path, kind: str, corpus: Corpus, made: IndexRecipe) -> None:
     if not (out / MANIFEST_FILE).is_file():
         return
     there = read_manifest(out)
@@ -98,32 +108,54 @@ def _refuse_other(out: Path, kind: str, corpus: Corpus, made: Recipe) -> None:
             )
 
 
-def _dense(corpus: Corpus, out: str | Path, made: Recipe, progress: OnProgress) -> bool:
-    return build(corpus, made.encoder, out, made.dense, progress)
+@contextmanager
+def shown(console: Console, unit: str = "passages") -> Iterator[OnProgress]:
+    """Shows a build on `console`: a bar on a terminal, a line now and then elsewhere; with rate and remaining time."""
+    if not console.is_terminal:
+        yield ProgressLines(lambda line: console.print(line, highlight=False, soft_wrap=True), unit)
+        return
+    text = TextColumn("{task.description}")
+    with Progress(text, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn(), console=console) as bar:
+        tasks: dict[str, int] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                # What was done before is no work of this run, so the rate leaves it out.
+                tasks[stage] = bar.add_task(f"{stage} {unit}", total=total, completed=done)
+            bar.update(tasks[stage], completed=done)  # type: ignore[arg-type]
+
+        yield show
 
 
-def _bm25(corpus: Corpus, out: str | Path, made: Recipe, progress: OnProgress) -> bool:
-    return build_lexical(corpus, out, made.lexical, progress)
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """Passages a second."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f}/s")
 
 
-def _hybrid(corpus: Corpus, out: str | Path, made: Recipe, progress: OnProgress) -> bool:
-    return build_hybrid(corpus, made.encoder, out, made.dense, made.lexical, progress)
+class ProgressLines:
+    """Progress as lines of text, at most one every ten seconds and one at the end of each stage."""
 
+    def __init__(self, write: Callable[[str], None], unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._write = write
+        self._unit = unit
+        self._clock = clock
+        self._stage = ""
+        self._started = (0.0, 0)
+        self._written = 0.0
 
-def _remote(engine: str) -> Callable[[Corpus, str | Path, Recipe, OnProgress], bool]:
-    def load(corpus: Corpus, out: str | Path, made: Recipe, progress: OnProgress) -> bool:
-        if made.url is None or made.index_name is None:
-            raise UserError(f"an index of kind {engine} lies on a server: give its url and an index_name there")
-        k1, b = made.lexical.k1, made.lexical.b
-        return build_remote(corpus, out, made.url, made.index_name, engine, progress, k1=k1, b=b)
-
-    return load
-
-
-_BUILDERS: Mapping[str, Callable[[Corpus, str | Path, Recipe, OnProgress], bool]] = {
-    "dense": _dense,
-    "bm25": _bm25,
-    "hybrid": _hybrid,
-    "elasticsearch": _remote("elasticsearch"),
-    "opensearch": _remote("opensearch"),
-}
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """See OnProgress."""
+        now = self._clock()
+        if stage != self._stage:
+            self._stage, self._started, self._written = stage, (now, done), now
+            if done < total:
+                where = f", continuing after {done:,}" if done else ""
+                self._write(f"{stage}: {total:,} {self._unit}{where}")
+        elif done == total or now - self._written >= _LINE_EVERY_S:
+            self._written = now
+            began, before = self._started
+            rate = (done - before) / max(now - began, 1e-9)
+            left = f", {(total - done) / rate:,.0f} s left" if rate and done < total else ""
+            self._write(f"{stage}: {done:,} of {total:,} {self._unit}, {rate:,.0f}/s{left}")

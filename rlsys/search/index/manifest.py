@@ -1,26 +1,28 @@
-"""What an index folder says of itself: `manifest.json`.
+"""The description of an index folder, `manifest.json`, and how a folder is opened by it.
 
-Invariant: the file is written last and under another name first, so a folder that has it is complete. Every
-kind of index has `format`, `kind`, `corpus_sha256` and `rows`; what else it holds is the kind's own matter.
+Invariant: the file is written last and under another name first, so a folder that has it is complete. Every kind of
+index has `format`, `kind`, `corpus_sha256` and `rows`; what else it holds is the kind's own matter.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from rlsys.errors import UserError
-from rlsys.search.corpus import Corpus
-from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec
+from rlsys.search.encoders.spec import EncoderSpec
+from rlsys.search.retrieval import Retriever
 
 MANIFEST_FILE = "manifest.json"
+CORPUS_FILE = "corpus.jsonl"
 FORMAT = 2
 """Of the folder. Folders without the key are format 1, of before there were kinds."""
-DENSE = "dense"
+DENSE, BM25, HYBRID = "dense", "bm25", "hybrid"
+REMOTE = ("elasticsearch", "opensearch")
 
 T = TypeVar("T")
 
@@ -34,10 +36,10 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}): build the index again") from None
-    found = values.get("format", 1) if isinstance(values, dict) else None
-    if found != FORMAT:
+    written = values.get("format", 1) if isinstance(values, dict) else None
+    if written != FORMAT:
         raise UserError(
-            f"{path} has format {found}, this version of rlsys reads {FORMAT}: build the index again, or serve "
+            f"{path} has format {written}, this version of rlsys reads {FORMAT}: build the index again, or serve "
             "it with the version that built it"
         )
     if not isinstance(values.get("kind"), str):
@@ -45,9 +47,13 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return values
 
 
-def read_kind(folder: str | Path) -> str:
-    """What kind of index the folder holds, as `open.open_retriever` tells them apart."""
-    return str(read_manifest(folder)["kind"])
+def read_values(folder: str | Path, kinds: Iterable[str], wanted: str) -> dict[str, Any]:
+    """The manifest's keys but format and kind. Raises UserError, which names what is `wanted`, for other kinds."""
+    values = read_manifest(folder)
+    if (kind := values.pop("kind")) not in kinds:
+        raise UserError(f"{folder} is an index of kind {kind!r}, not {wanted}")
+    del values["format"]
+    return values
 
 
 def typed(made: type[T], values: Any, folder: str | Path) -> T:
@@ -57,21 +63,19 @@ def typed(made: type[T], values: Any, folder: str | Path) -> T:
     """
     types = get_type_hints(made)
     needed = {item.name for item in fields(made) if item.default is MISSING}  # type: ignore[arg-type]
-    found = values if isinstance(values, dict) else {}
-    bad = {key for key in found if key not in types or not _is_a(found[key], types[key])}
-    if wrong := sorted(bad | (needed - found.keys())):
+    given = values if isinstance(values, dict) else {}
+    bad = {key for key in given if key not in types or not _is_a(given[key], types[key])}
+    if wrong := sorted(bad | (needed - given.keys())):
         raise UserError(
             f"{Path(folder) / MANIFEST_FILE} does not hold its keys (missing, unknown or of the wrong type: "
             f"{', '.join(wrong)}): build the index again"
         )
-    return made(**found)
+    return made(**given)
 
 
 def _is_a(value: Any, kind: Any) -> bool:
     """True for a JSON value of type `kind`, where a whole number is a float as well and a truth value no number."""
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float if kind is float else kind)
+    return kind is bool if isinstance(value, bool) else isinstance(value, int | float if kind is float else kind)
 
 
 def write_manifest(folder: str | Path, kind: str, values: Mapping[str, Any]) -> None:
@@ -87,7 +91,7 @@ def write_manifest(folder: str | Path, kind: str, values: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a dense index was made from. Two builds with equal manifests give the same index."""
+    """The inputs of a dense index. Two builds with equal manifests give the same index."""
 
     corpus_sha256: str
     rows: int
@@ -103,91 +107,36 @@ class Manifest:
     embeddings_dtype: str
     """As the vectors were stored before FAISS got them: float32 or float16."""
     faiss_type: str
-    """The string that faiss.index_factory took; the type alone for an index from elsewhere."""
+    """The string that faiss.index_factory took."""
     nprobe: int | None
     """Lists that a query visits unless it is opened otherwise; null where there are no lists."""
     ef_search: int | None
     """Breadth of a search in a graph unless it is opened otherwise; null where there is no graph."""
 
     @classmethod
-    def of(
-        cls,
-        corpus: Corpus,
-        facts: EncoderFacts,
-        *,
-        embeddings_dtype: str = "float32",
-        faiss_type: str = "Flat",
-        nprobe: int | None = None,
-        ef_search: int | None = None,
-    ) -> Manifest:
-        """The manifest of an index of `corpus` made with the encoder of `facts`."""
-        return cls(
-            corpus_sha256=corpus.checksum,
-            rows=len(corpus),
-            encoder=facts.name,
-            encoder_sha256=facts.checksum,
-            family=facts.family_name,
-            query_prefix=facts.family.query_prefix,
-            passage_prefix=facts.family.passage_prefix,
-            pooling=facts.family.pooling.value,
-            normalize=facts.family.normalize,
-            max_tokens=facts.max_tokens,
-            dimension=facts.dimension,
-            embeddings_dtype=embeddings_dtype,
-            faiss_type=faiss_type,
-            nprobe=nprobe,
-            ef_search=ef_search,
-        )
-
-    @classmethod
     def read(cls, folder: str | Path) -> Manifest:
         """The folder's manifest. Raises UserError when there is none, or none of a dense index."""
-        values = read_manifest(folder)
-        kind = values.pop("kind")
-        if kind != DENSE:
-            raise UserError(f"{folder} is an index of kind {kind!r}, not {DENSE!r}: give a dense one")
-        del values["format"]
-        return typed(cls, values, folder)
-
-    def write(self, folder: str | Path) -> None:
-        """Write it to a folder that is complete but for this."""
-        write_manifest(folder, DENSE, asdict(self))
+        return typed(cls, read_values(folder, [DENSE], f"{DENSE!r}: give a dense one"), folder)
 
     def embeddings(self) -> dict[str, Any]:
         """The part that the embeddings depend on: two manifests that share it can share them."""
-        values = asdict(self)
-        for key in ("faiss_type", "nprobe", "ef_search"):
-            del values[key]
-        return values
-
-    def with_settings_of(self, other: Manifest) -> Manifest:
-        """This one, searched as `other` is: equal to `other` if the vectors in FAISS are the same."""
-        return replace(self, nprobe=other.nprobe, ef_search=other.ef_search)
+        return {k: v for k, v in asdict(self).items() if k not in ("faiss_type", "nprobe", "ef_search")}
 
     def query_spec(
         self, encoder: str | EncoderSpec | None = None, *, device: str = "cpu", dtype: str | None = None
     ) -> EncoderSpec:
-        """How queries are encoded: as the passages were.
+        """The encoder of queries, which encodes them as the passages were.
 
-        `encoder` may name where the weights lie now, or be a spec whose fields agree with the manifest; what a
-        spec leaves to its family is taken from here. Raises UserError for a field that contradicts it.
+        `encoder` may name where the weights lie now, or be a spec whose fields agree with the manifest; what a spec
+        leaves to its family is taken from here. Raises UserError for a field that contradicts it.
         """
-        made = EncoderSpec(
-            name=self.encoder,
-            family=self.family,
-            max_tokens=self.max_tokens,
-            device=device,
-            dtype=dtype,
-            pooling=self.pooling,
-            query_prefix=self.query_prefix,
-            passage_prefix=self.passage_prefix,
-            normalize=self.normalize,
-        )
+        shared = ("family", "max_tokens", "pooling", "query_prefix", "passage_prefix", "normalize")
+        made = EncoderSpec(self.encoder, device=device, dtype=dtype, **{name: getattr(self, name) for name in shared})
         if encoder is None:
             return made
         if isinstance(encoder, str):
             return replace(made, name=encoder)
-        for name in ("family", "max_tokens", "pooling", "query_prefix", "passage_prefix", "normalize"):
+        for name in shared:
             asked, built = getattr(encoder, name), getattr(made, name)
             if asked not in (built, None) and (name, asked) != ("family", "auto"):
                 raise UserError(
@@ -195,3 +144,38 @@ class Manifest:
                     "out, or build the index again, because vectors of two kinds cannot be compared"
                 )
         return replace(made, name=encoder.name, device=encoder.device, dtype=encoder.dtype)
+
+
+def open_retriever(folder: str | Path, *, own_process: bool = False, **options: Any) -> Retriever:
+    """Open the index in `folder`, whatever its kind.
+
+    `options` are encoder, device and dtype of `VectorRetriever.open`, and the fields of `SearchOptions`, for kinds that
+    have vectors; None leaves each as it is there. With `own_process` an encoder, if there is one, gets a process.
+    Raises UserError for an option that the kind does not have, and for an unknown kind.
+    """
+    # Each kind has libraries of its own, so only those that are needed are loaded.
+    kind = str(read_manifest(folder)["kind"])
+    given = {name: value for name, value in options.items() if value is not None}
+    loading: dict[str, Any] = {name: given.pop(name) for name in ("encoder", "device", "dtype") if name in given}
+    if kind in (DENSE, HYBRID):
+        from rlsys.search.index.vectors import SearchOptions
+
+        dense = {**loading, "options": SearchOptions(**given), "own_process": own_process}
+        if kind == DENSE:
+            from rlsys.search.index.dense import VectorRetriever
+
+            return VectorRetriever.open(folder, **dense)
+        from rlsys.search.index.fusion import HybridRetriever
+
+        return HybridRetriever.open(folder, **dense)
+    if names := [*loading, *given]:
+        raise UserError(f"{folder} is an index of kind {kind!r}, which has no {', '.join(names)}: leave it out")
+    if kind == BM25:
+        from rlsys.search.index.lexical import LexicalRetriever
+
+        return LexicalRetriever.open(folder)
+    if kind in REMOTE:
+        from rlsys.search.index.remote import RemoteRetriever
+
+        return RemoteRetriever.open(folder)
+    raise UserError(f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it")

@@ -1,30 +1,38 @@
 """Retrieval by an Elasticsearch or OpenSearch server: BM25 of `contents`, one request a batch.
 
-The server holds the passages whole, so a host that serves needs neither the corpus nor memory for it: the
-index folder is a manifest that says where the index is and what it was loaded from. The text is analysed as
-Anserini does for Search-R1 (Lucene's English analyser, stems and all), weighed with the manifest's k1 and b,
-and held in one shard, because each shard counts words on its own.
+The server holds the passages whole, so the index folder is a manifest that says where the index is and what it was
+loaded from. The text is analysed as Anserini does for Search-R1 (Lucene's English analyser, stems and all), and held in
+one shard, because each shard counts words on its own. Loading can be repeated: a passage's `_id` is its row, and the
+index carries the corpus's checksum in its `_meta`, so a killed load goes on where it was, and an index of other things
+is never written to.
 
-Loading can be repeated: a passage's `_id` is its row, and the index carries the corpus's checksum in its
-`_meta`, so a killed load goes on where it was, and an index of other things is never written to.
+Credentials come from the environment and are never written anywhere; certificates are always verified:
+
+    RLSYS_SEARCH_API_KEY                           an API key (Elasticsearch only)
+    RLSYS_SEARCH_USER, RLSYS_SEARCH_PASSWORD       or a user and a password
+    RLSYS_SEARCH_CA_CERTS                          the file of a certificate authority of one's own
+
+A failure is a UserError where the user can mend it (address, credentials, index, version of the client) and a
+RunError where the server fails.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.assemble import assemble
-from rlsys.search.index.draft import Draft
-from rlsys.search.index.engines import Engine, EngineKind, Patience
+from rlsys.search.index.building import IndexDraft, OnProgress, assemble, silent
 from rlsys.search.index.lexical import LexicalOptions
-from rlsys.search.index.manifest import read_manifest, typed
-from rlsys.search.index.progress import OnProgress
+from rlsys.search.index.manifest import REMOTE, read_manifest, read_values, typed
 from rlsys.search.retrieval import Hit
 
 PARALLEL = 8
@@ -34,6 +42,26 @@ _ROW = "rlsys_row"
 _BLOCK_ROWS = 1000
 _LOADED_FILE = "loaded"
 _WEIGHTS = LexicalOptions()
+_RETRIED = (429, 502, 503, 504)
+_LONGEST_WAIT_S = 60.0
+_REQUEST_BYTES = 10 << 20
+"""Largest bulk request; servers refuse more than 100 MB."""
+_MAX_ANSWER_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 16
+_QUOTED_CHARS = 400
+"""Characters of a server's reason that a message quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Time that a server gets, and how often it is asked again."""
+
+    timeout_s: float = 30.0
+    """For one request."""
+    retries: int = 5
+    """After lost connections, time-outs and answers that say to come later."""
+    backoff_s: float = 1.0
+    """Wait before the first retry of rejected documents; each later wait is twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +76,223 @@ class RemoteManifest:
     b: float
 
     @classmethod
-    def read(cls, folder: str | Path) -> tuple[EngineKind, RemoteManifest]:
+    def read(cls, folder: str | Path) -> RemoteManifest:
         """The folder's manifest. Raises UserError when there is none, or none of an index on a server."""
-        values = read_manifest(folder)
-        del values["format"]
-        kind = values.pop("kind")
-        if kind not in list(EngineKind):
-            kinds = " or ".join(EngineKind)
-            raise UserError(f"{folder} is an index of kind {kind!r}, not {kinds}: give one of those")
-        return EngineKind(kind), typed(cls, values, folder)
+        return typed(cls, read_values(folder, REMOTE, f"{' or '.join(REMOTE)}: give one of those"), folder)
 
     def meta(self) -> dict[str, Any]:
-        """What the index on the server says of itself."""
+        """The `_meta` of the index on the server."""
         return {key: value for key, value in asdict(self).items() if key not in ("url", "index")}
 
-    def body(self) -> dict[str, Any]:
-        """Settings and mappings of the index; fields but the text are kept and not searched."""
-        return {
-            "settings": {
-                "number_of_shards": 1,
-                "similarity": {"default": {"type": "BM25", "k1": self.k1, "b": self.b}},
-            },
-            "mappings": {
-                "_meta": self.meta(),
-                "dynamic": False,
-                "properties": {
-                    "contents": {"type": "text", "analyzer": "english"},
-                    _ROW: {"type": "integer"},
-                },
-            },
+
+class EngineClient:
+    """A server that can be asked; safe to use from several threads."""
+
+    def __init__(self, kind: str, url: str, connections: int = 1, patience: Patience | None = None) -> None:
+        """Connect, and check that the server answers, lets us in and is of this `kind`, one of `REMOTE`."""
+        _require_url(url)
+        self.kind = kind
+        self.url = url
+        self._patience = patience or Patience()
+        self._client, self._library = _connect(kind, url, connections, self._patience)
+        with self._explained():
+            version = self._client.info()["version"]
+            if version.get("distribution", "elasticsearch") != kind:
+                raise UserError(f"{url} is not {kind}: it calls itself {version}")
+            self.version = str(version["number"])
+
+    def create(self, manifest: RemoteManifest) -> None:
+        """Make the manifest's index; fields but the text are kept and not searched."""
+        text = {"contents": {"type": "text", "analyzer": "english"}, _ROW: {"type": "integer"}}
+        similarity = {"default": {"type": "BM25", "k1": manifest.k1, "b": manifest.b}}
+        body = {
+            "settings": {"number_of_shards": 1, "similarity": similarity},
+            "mappings": {"_meta": manifest.meta(), "dynamic": False, "properties": text},
         }
+        with self._explained(manifest.index):
+            self._client.indices.create(index=manifest.index, body=body)
+
+    def meta(self, index: str) -> Mapping[str, Any] | None:
+        """The `_meta` of the index's mapping, empty where it has none; None without such an index."""
+        with self._explained(index):
+            if not self._client.indices.exists(index=index):
+                return None
+            (described,) = self._client.indices.get_mapping(index=index).values()
+            meta: Mapping[str, Any] = described["mappings"].get("_meta", {})
+            return meta
+
+    def load(self, index: str, documents: Mapping[str, Mapping[str, Any]]) -> None:
+        """Store documents under their ids, in place of what had these ids; rejected ones are sent again."""
+        actions = ({"_index": index, "_id": key, "_source": document} for key, document in documents.items())
+        with self._explained(index):
+            sent = self._library.helpers.streaming_bulk(
+                self._client,
+                actions,
+                chunk_size=len(documents),
+                max_chunk_bytes=_REQUEST_BYTES,
+                max_retries=self._patience.retries,
+                initial_backoff=self._patience.backoff_s,
+                max_backoff=_LONGEST_WAIT_S,
+                raise_on_error=False,
+            )
+            refused = [answer["index"] for ok, answer in sent if not ok]
+        if refused:
+            first = refused[0]
+            raise RunError(
+                f"{self.kind} at {self.url} refused {len(refused)} of {len(documents)} passages of index "
+                f"{index!r}; row {first['_id']} with status {first['status']}: {first['error']}"
+            )
+
+    def count(self, index: str) -> int:
+        """Documents that a search sees from now on."""
+        with self._explained(index):
+            self._client.indices.refresh(index=index)
+            return int(self._client.count(index=index)["count"])
+
+    def search(self, index: str, searches: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+        """The hits of each search body, asked in one request."""
+        lines: list[Mapping[str, Any]] = [line for search in searches for line in ({}, search)]
+        with self._explained(index):
+            answers = self._client.msearch(index=index, body=lines)["responses"]
+        for answer in answers:
+            if "error" in answer:
+                raise self._failure(answer["status"], _reason(answer["error"]), index)
+        return [answer["hits"]["hits"] for answer in answers]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    @contextmanager
+    def _explained(self, index: str = "") -> Iterator[None]:
+        """Turn the client's exceptions into sentences."""
+        library = self._library
+        api_error = getattr(library, "ApiError", library.TransportError)
+        try:
+            yield
+        except getattr(library, "UnsupportedProductError", ()):
+            raise UserError(f"{self.url} is not {self.kind}: give the engine that it is") from None
+        except (library.TransportError, library.SerializationError, api_error, RecursionError) as error:
+            raise self._failure(getattr(error, "status_code", None), _reason(error), index) from None
+
+    def _failure(self, status: object, reason: str, index: str) -> Exception:
+        where = f"{self.kind} at {self.url}"
+        if not isinstance(status, int):
+            return RunError(f"{where} gave no answer ({reason}): check that it runs and that the URL is right")
+        if status in (401, 403):
+            return UserError(
+                f"{where} refused the credentials ({status}, {reason}): set RLSYS_SEARCH_API_KEY, or "
+                "RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD, to ones that may use the index"
+            )
+        if status == 404 and index:
+            return UserError(f"{where} has no index {index!r}: load it with `rlsys search index`")
+        if "media_type_header" in reason:
+            version = self._library.__version__[0]
+            return UserError(
+                f"{where} does not speak with version {version} of the client: install the client of the "
+                f"server's version, such as pip install 'elasticsearch<{version}'"
+            )
+        return RunError(f"{where} answered {status}: {reason}")
+
+
+def _require_url(url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:
+        complete = None
+    if not complete:
+        raise UserError(f"{url!r} is not the URL of a server: give http://HOST:PORT or https://HOST:PORT")
+    if parts.username or parts.password:
+        raise UserError(
+            f"the URL of {parts.hostname} holds credentials: leave them out and set RLSYS_SEARCH_USER and "
+            "RLSYS_SEARCH_PASSWORD"
+        )
+
+
+def _connect(kind: str, url: str, connections: int, patience: Patience) -> tuple[Any, Any]:
+    """A client and the library that it comes from."""
+    packages = {"elasticsearch": ("elasticsearch", "elasticsearch"), "opensearch": ("opensearchpy", "opensearch-py")}
+    module, package = packages[kind]
+    try:
+        library = importlib.import_module(module)
+        importlib.import_module(f"{module}.helpers")
+    except ImportError:
+        raise UserError(f"engine {kind} needs its client: pip install {package}") from None
+    common: dict[str, Any] = {"max_retries": patience.retries, "retry_on_timeout": True, "retry_on_status": _RETRIED}
+    common |= _credentials(kind)
+    if ca_certs := os.environ.get("RLSYS_SEARCH_CA_CERTS"):
+        common["ca_certs"] = ca_certs
+    if kind == "elasticsearch":
+        node: Any = importlib.import_module("elastic_transport").Urllib3HttpNode
+
+        class BoundedNode(node):
+            def __init__(self, *given: Any, **options: Any) -> None:
+                super().__init__(*given, **options)
+                self.pool: Any = _BoundedPool(self.pool)
+
+        common |= {"node_class": BoundedNode, "connections_per_node": connections}
+        return library.Elasticsearch(url, request_timeout=patience.timeout_s, **common), library
+    connection: Any = library.Urllib3HttpConnection
+
+    class BoundedConnection(connection):
+        def _create_urllib3_pool(self) -> None:
+            super()._create_urllib3_pool()
+            self.pool: Any = _BoundedPool(self.pool)
+
+    common |= {"connection_class": BoundedConnection, "pool_maxsize": connections}
+    return library.OpenSearch(url, timeout=patience.timeout_s, **common), library
+
+
+class _BoundedPool:
+    """A pool of connections of urllib3 that reads answers under a limit; the clients have none."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.close = pool.close
+
+    def urlopen(self, *given: Any, **options: Any) -> Any:
+        """As the pool's own. Raises HTTPError, which the clients take for a lost connection."""
+        from urllib3.exceptions import HTTPError
+        from urllib3.response import HTTPResponse
+
+        answer = self._pool.urlopen(*given, preload_content=False, decode_content=False, **options)
+        body = bytearray()
+        try:
+            if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+                raise HTTPError(f"its answer is refused: its encoding {encoding[:40]!r} is not identity")
+            for block in answer.stream(_BLOCK_BYTES, decode_content=False):
+                body += block
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise HTTPError(f"its answer is refused: it is larger than {_MAX_ANSWER_BYTES} bytes")
+        finally:
+            answer.close()  # of one that was read to its end the connection is in the pool again
+        return HTTPResponse(io.BytesIO(body), headers=answer.headers, status=answer.status)
+
+
+def _credentials(kind: str) -> dict[str, Any]:
+    key, user, password = (os.environ.get(f"RLSYS_SEARCH_{name}") for name in ("API_KEY", "USER", "PASSWORD"))
+    if (user is None) != (password is None):
+        raise UserError("RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD belong together: set both or neither")
+    if key is not None:
+        if user is not None:
+            raise UserError("RLSYS_SEARCH_API_KEY and RLSYS_SEARCH_USER are both set: set one of them")
+        if kind == "opensearch":
+            raise UserError("OpenSearch takes no API key: set RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD")
+        return {"api_key": key}
+    return {} if user is None else {"basic_auth" if kind == "elasticsearch" else "http_auth": (user, password)}
+
+
+def _reason(error: Any) -> str:
+    """The words of an answer's {"type", "reason"}, or of an exception, which may carry such an answer."""
+    body = getattr(error, "body", getattr(error, "info", error))
+    inner = body.get("error", body) if isinstance(body, Mapping) else None
+    if isinstance(inner, Mapping) and "type" in inner:
+        return f"{inner['type']}: {inner.get('reason', '')}"[:_QUOTED_CHARS]
+    if inner is not None:
+        return str(inner)[:_QUOTED_CHARS]
+    causes = getattr(error, "errors", ())
+    return "; ".join([str(error)[:_QUOTED_CHARS], *(str(cause)[:_QUOTED_CHARS] for cause in causes[-1:])])
 
 
 def build_remote(
@@ -86,7 +301,7 @@ def build_remote(
     url: str,
     index: str,
     engine: str = "elasticsearch",
-    progress: OnProgress | None = None,
+    progress: OnProgress = silent,
     *,
     k1: float = _WEIGHTS.k1,
     b: float = _WEIGHTS.b,
@@ -94,51 +309,49 @@ def build_remote(
 ) -> bool:
     """Load the corpus into `index` of the server at `url`, and make the folder `out` that serves it.
 
-    False if both are there already. A load that was ended continues with the first block that the server has
-    not confirmed. Raises UserError for an index of that name that holds something else, and for what
-    `Engine` cannot use; RunError when the server fails.
+    False if both are there already. A load that was ended continues with the first block that the server has not
+    confirmed. Raises UserError for an index of that name that holds something else, and for what `EngineClient` cannot
+    use; RunError when the server fails.
     """
-    if engine not in list(EngineKind):
-        raise UserError(f"engine {engine!r} is unknown: give {' or '.join(EngineKind)}")
+    if engine not in REMOTE:
+        raise UserError(f"engine {engine!r} is unknown: give {' or '.join(REMOTE)}")
     weights = LexicalOptions(k1, b)
     manifest = RemoteManifest(corpus.checksum, len(corpus), url, index, weights.k1, weights.b)
-    server = Engine(EngineKind(engine), url, os.environ, patience=patience)
+    client = EngineClient(engine, url, patience=patience)
     try:
-        found = server.meta(index)
-        if found is not None and found != manifest.meta():
+        meta = client.meta(index)
+        if meta is not None and meta != manifest.meta():
             raise UserError(
                 f"{engine} at {url} has an index {index!r} that does not hold this corpus with these settings: give "
                 "another name, or delete it there first"
             )
 
-        def fill(draft: Draft) -> None:
-            _load(server, manifest, corpus, draft.home / _LOADED_FILE, progress)
+        def fill(draft: IndexDraft) -> None:
+            _load(client, manifest, corpus, draft.home / _LOADED_FILE, progress)
 
-        whole = found is not None and server.count(index) == manifest.rows
+        whole = meta is not None and client.count(index) == manifest.rows
         return assemble(Path(out).absolute(), engine, asdict(manifest), fill, resume=True, again=not whole)
     finally:
-        server.close()
+        client.close()
 
 
-def _load(server: Engine, manifest: RemoteManifest, corpus: Corpus, loaded: Path, progress: OnProgress | None) -> None:
+def _load(client: EngineClient, manifest: RemoteManifest, corpus: Corpus, loaded: Path, progress: OnProgress) -> None:
     """Send the blocks that `loaded` does not count, and count them there."""
     done = int(loaded.read_text()) if loaded.is_file() else 0
-    if server.meta(manifest.index) is None:
-        server.create(manifest.index, manifest.body())
+    if client.meta(manifest.index) is None:
+        client.create(manifest)
         done = 0
-    if progress is not None:
-        progress("load", done, manifest.rows)
+    progress("load", done, manifest.rows)
     while done < manifest.rows:
         rows = range(done, min(done + _BLOCK_ROWS, manifest.rows))
         passages = zip(rows, corpus.fetch(rows), strict=True)
-        server.load(manifest.index, {str(row): {**passage, _ROW: row} for row, passage in passages})
+        client.load(manifest.index, {str(row): {**passage, _ROW: row} for row, passage in passages})
         done = rows.stop
         part = loaded.with_suffix(".part")
         part.write_text(str(done))
         part.replace(loaded)
-        if progress is not None:
-            progress("load", done, manifest.rows)
-    held = server.count(manifest.index)
+        progress("load", done, manifest.rows)
+    held = client.count(manifest.index)
     if held != manifest.rows:
         loaded.unlink()
         raise RunError(
@@ -150,8 +363,11 @@ def _load(server: Engine, manifest: RemoteManifest, corpus: Corpus, loaded: Path
 class RemoteRetriever:
     """Asks a server; hits of one score are in the order of the rows."""
 
-    def __init__(self, server: Engine, manifest: RemoteManifest) -> None:
-        self._server = server
+    parallel = PARALLEL
+    """A batch does nothing here but wait."""
+
+    def __init__(self, client: EngineClient, manifest: RemoteManifest) -> None:
+        self._client = client
         self._manifest = manifest
 
     @classmethod
@@ -160,19 +376,18 @@ class RemoteRetriever:
 
         Raises UserError or RunError when it cannot be reached, refuses, or holds something else by now.
         """
-        kind, manifest = RemoteManifest.read(folder)
-        server = Engine(kind, manifest.url, os.environ, connections=PARALLEL, patience=patience)
-        try:
-            _check(server, manifest, folder)
-        except BaseException:
-            server.close()
-            raise
-        return cls(server, manifest)
-
-    @property
-    def parallel(self) -> int:
-        """Several: a batch does nothing here but wait."""
-        return PARALLEL
+        manifest = RemoteManifest.read(folder)
+        kind, url, index = read_manifest(folder)["kind"], manifest.url, manifest.index
+        client = EngineClient(kind, url, PARALLEL, patience)
+        with ExitStack() as on_failure:
+            on_failure.callback(client.close)
+            meta = client.meta(index)
+            if meta is None:
+                raise UserError(f"{kind} at {url} has no index {index!r}: load it again")
+            if meta != manifest.meta() or client.count(index) != manifest.rows:
+                raise UserError(f"index {index!r} at {url} has changed since {folder} was made: load it again")
+            on_failure.pop_all()
+        return cls(client, manifest)
 
     def prepare(self, queries: Sequence[str]) -> Sequence[str]:
         """The queries themselves; the server splits them into words."""
@@ -182,41 +397,30 @@ class RemoteRetriever:
         """At most `topk` hits of each query, best first. Raises RunError when the server fails."""
         if not prepared:
             return []
-        found = self._server.search(self._manifest.index, [_search(query, topk) for query in prepared])
-        return [[Hit(float(hit["_score"]), hit["_source"]) for hit in hits] for hits in found]
+        options = {
+            "size": topk,
+            "sort": [{"_score": "desc"}, {_ROW: "asc"}],
+            "_source": {"excludes": [_ROW]},
+            "track_total_hits": False,
+        }
+        searches = [{"query": {"match": {"contents": query}}, **options} for query in prepared]
+        answers = self._client.search(self._manifest.index, searches)
+        return [[Hit(float(hit["_score"]), hit["_source"]) for hit in hits] for hits in answers]
 
     def describe(self) -> Mapping[str, Any]:
         """Passages, corpus, where they are and how they are ranked."""
+        made = self._manifest
         return {
-            "kind": str(self._server.kind),
-            "passages": self._manifest.rows,
-            "corpus_sha256": self._manifest.corpus_sha256,
-            "url": self._manifest.url,
-            "index": self._manifest.index,
-            "server_version": self._server.version,
-            "k1": self._manifest.k1,
-            "b": self._manifest.b,
+            "kind": self._client.kind,
+            "passages": made.rows,
+            "corpus_sha256": made.corpus_sha256,
+            "url": made.url,
+            "index": made.index,
+            "server_version": self._client.version,
+            "k1": made.k1,
+            "b": made.b,
         }
 
     def close(self) -> None:
         """Close the connections."""
-        self._server.close()
-
-
-def _check(server: Engine, manifest: RemoteManifest, folder: str | Path) -> None:
-    """Raise UserError unless the server still holds what the manifest says."""
-    meta = server.meta(manifest.index)
-    if meta is None:
-        raise UserError(f"{server.kind} at {server.url} has no index {manifest.index!r}: load it again")
-    if meta != manifest.meta() or server.count(manifest.index) != manifest.rows:
-        raise UserError(f"index {manifest.index!r} at {server.url} has changed since {folder} was made: load it again")
-
-
-def _search(query: str, topk: int) -> dict[str, Any]:
-    return {
-        "query": {"match": {"contents": query}},
-        "size": topk,
-        "sort": [{"_score": "desc"}, {_ROW: "asc"}],
-        "_source": {"excludes": [_ROW]},
-        "track_total_hits": False,
-    }
+        self._client.close()

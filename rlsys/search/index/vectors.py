@@ -1,11 +1,11 @@
-"""Vectors in FAISS: which types there are, how they are trained, opened and searched.
+"""Vectors in FAISS: their types, how they are trained, opened and searched.
 
 A type is any string that faiss.index_factory takes: Flat, SQ8, PQ48x4fs, HNSW64, "IVF1024,Flat",
-"OPQ48_192,IVF4096,PQ48x4fs", "IVF256,PQ48x4fs,RFlat" and so on; the metric is the inner product always. PCA
-subtracts the mean of the passages, so its inner products are those of centred vectors.
+"OPQ48_192,IVF4096,PQ48x4fs", "IVF256,PQ48x4fs,RFlat" and so on; the metric is the inner product always. PCA subtracts
+the mean of the passages, so its inner products are those of centred vectors.
 
-Invariants: a search returns rows of the index or -1 at its end, never anything else; what is found for a
-query does not depend on how many hits are asked for, as long as these are at most `depth`.
+Invariants: a search returns rows of the index or -1 at its end, never anything else; what is found for a query does not
+depend on how many hits are asked for, as long as these are at most `depth`.
 """
 
 from __future__ import annotations
@@ -35,26 +35,36 @@ _MATRIX_QUERIES = 3
 _NEVER = 2**31 - 1
 _CENTROIDS = 256
 """Of a code of eight bits, FAISS's default."""
-_WHOLE = (
-    "IndexIDMap",
-    "IndexIDMap2",
-    "IndexNSG",
-    "IndexNSGFlat",
-    "IndexNSGPQ",
-    "IndexNSGSQ",
-    "IndexNNDescent",
-)
+_WHOLE = ("IndexIDMap", "IndexIDMap2", "IndexNSG", "IndexNSGFlat", "IndexNSGPQ", "IndexNSGSQ", "IndexNNDescent")
 """Types that name rows themselves or cannot be filled block by block."""
+_GPU = ("IndexFlat", "IndexFlatIP", "IndexIVFFlat", "IndexIVFPQ", "IndexIVFScalarQuantizer", "IndexPreTransform")
 _INNER = ("index", "base_index", "refine_index", "quantizer", "storage")
-"""Where FAISS keeps an index within another."""
+"""Attributes in which FAISS keeps an index within another."""
+_MMAP: int = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
+"""Maps everything; before FAISS 1.11 there is only the flag that maps inverted lists and reads the rest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How broadly an approximate index is searched; None for what a type does not have."""
+class FaissSettings:
+    """Breadth of a search in an approximate index; None for the index's own, or for what a type does not have."""
 
     nprobe: int | None = None
+    """Lists of an IVF index that a query visits."""
     ef_search: int | None = None
+    """Breadth of a search in an HNSW index."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions(FaissSettings):
+    """How the vectors of a dense index are opened and searched."""
+
+    mmap: bool = False
+    """Map the vectors in place of reading them: opens at once, and processes of a host share the memory, but the first
+    searches wait for the disk. What a fast-scan type packs together is read in full."""
+    faiss_gpu: bool = False
+    """Spread the vectors over all GPUs as float16."""
+    depth: int = DEPTH
+    """Hits up to which a query's answer is the same however many are asked for: 1 or more."""
 
 
 def new_index(faiss_type: str, dimension: int) -> faiss.Index:
@@ -103,41 +113,40 @@ def reserve(index: faiss.Index, rows: int) -> None:
             layer.codes.resize(0)
 
 
-def settle(index: faiss.Index, asked: Settings, *, faiss_type: str, recorded: Settings | None = None) -> Settings:
+def settle(
+    index: faiss.Index, asked: FaissSettings, *, faiss_type: str, recorded: FaissSettings | None = None
+) -> FaissSettings:
     """The settings that hold: those asked for, else the recorded ones, else the type's defaults.
 
-    By default sqrt(nlist) lists are visited, 8 at least, and graphs are searched with breadth 128. Raises
-    UserError for a setting that the type does not have or a number out of range.
+    By default sqrt(nlist) lists are visited, 8 at least, and graphs are searched with breadth 128. Raises UserError for
+    a setting that the type does not have or a number out of range.
     """
-    recorded = recorded or Settings()
-    lists = [layer.nlist for layer in _layers(index) if hasattr(layer, "nlist")]
-    graphs = [layer for layer in _layers(index) if hasattr(layer, "hnsw")]
-    for key, value, there, most in (
-        ("nprobe", asked.nprobe, bool(lists), max(lists, default=0)),
-        ("ef_search", asked.ef_search, bool(graphs), None),
-    ):
-        if value is None:
-            continue
-        if not there:
+    recorded = recorded or FaissSettings()
+    nlist = max((layer.nlist for layer in _layers(index) if hasattr(layer, "nlist")), default=None)
+    graph = any(hasattr(layer, "hnsw") for layer in _layers(index))
+    limits = {"nprobe": (asked.nprobe, nlist), "ef_search": (asked.ef_search, _NEVER if graph else None)}
+    for key, (value, most) in limits.items():
+        if value is not None and most is None:
             raise UserError(f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out")
-        if value < 1 or value > (_NEVER if most is None else most):
-            raise UserError(f"{key}={value} is out of range: give 1 to {most or 'as many as there are passages'}")
+        if value is not None and most is not None and not 1 <= value <= most:
+            most_text = "as many as there are passages" if most == _NEVER else most
+            raise UserError(f"{key}={value} is out of range: give 1 to {most_text}")
     for key, value in asdict(recorded).items():
         if value is not None and not 1 <= value <= _NEVER:
             raise UserError(f"the manifest's {key}={value} is out of range: build the index again")
-    nlist = max(lists, default=0)
-    nprobe = min(nlist, max(_MIN_NPROBE, math.isqrt(nlist))) if lists else None
-    return Settings(
+    nprobe = None if nlist is None else min(nlist, max(_MIN_NPROBE, math.isqrt(nlist)))
+    return FaissSettings(
         nprobe=asked.nprobe or recorded.nprobe or nprobe,
-        ef_search=asked.ef_search or recorded.ef_search or (EF_SEARCH if graphs else None),
+        ef_search=asked.ef_search or recorded.ef_search or (EF_SEARCH if graph else None),
     )
 
 
 class Vectors:
     """An index that is ready to be searched, by one thread at a time."""
 
-    def __init__(self, index: faiss.Index, settings: Settings, *, depth: int = DEPTH, gpu: bool = False) -> None:
+    def __init__(self, index: faiss.Index, settings: FaissSettings, *, depth: int = DEPTH, gpu: bool = False) -> None:
         self.settings = settings
+        self.rows, self.dimension = int(index.ntotal), int(index.d)
         self._index = index
         self._depth = depth
         self._graphs = [layer.hnsw for layer in _layers(index) if hasattr(layer, "hnsw")]
@@ -148,72 +157,41 @@ class Vectors:
         if gpu:
             # Last, because a copy on a GPU keeps the settings that it was made with.
             self._index = _to_gpus(index)
+        self.faiss_type = _name(faiss.downcast_index(self._index))
+        """FAISS's name of its class, for an index whose factory string is not known."""
 
     @classmethod
     def open(
         cls,
         path: Path,
+        options: SearchOptions | None = None,
         *,
         faiss_type: str | None = None,
-        asked: Settings | None = None,
-        recorded: Settings | None = None,
-        depth: int = DEPTH,
-        mmap: bool = False,
-        gpu: bool = False,
+        recorded: FaissSettings | None = None,
     ) -> Vectors:
-        """Open the FAISS file at `path`.
-
-        With `mmap` nothing is read until a search needs it, and processes of a host share what is read: all
-        types open so, and vectors, codes, lists and links stay on disk; what a fast-scan type packs together
-        is read in full. `gpu` spreads the vectors over all GPUs, halved to float16. `depth` is the number of
-        hits up to which answers do not depend on how many are asked for: 1 or more.
-        """
-        flags = _MMAP if mmap else 0
+        """Open the FAISS file at `path`, with the `recorded` settings where `options` has none."""
+        options = options or SearchOptions()
         try:
-            index = faiss.read_index(str(path), flags)
+            index = faiss.read_index(str(path), _MMAP if options.mmap else 0)
         except RuntimeError as error:
             raise UserError(f"{path} is missing or damaged ({_reason(error)}): build the index again") from None
         _require_inner_product(index, str(path))
-        if depth < 1:
-            raise UserError(f"depth {depth} is out of range: give 1 or more")
-        if gpu:
+        if options.depth < 1:
+            raise UserError(f"depth {options.depth} is out of range: give 1 or more")
+        if options.faiss_gpu:
             require_gpu(index)
         name = faiss_type or _name(faiss.downcast_index(index))
-        return cls(
-            index,
-            settle(index, asked or Settings(), faiss_type=name, recorded=recorded),
-            depth=depth,
-            gpu=gpu,
-        )
-
-    @property
-    def rows(self) -> int:
-        """Vectors in it."""
-        return int(self._index.ntotal)
-
-    @property
-    def dimension(self) -> int:
-        """Length of a vector."""
-        return int(self._index.d)
-
-    @property
-    def faiss_type(self) -> str:
-        """FAISS's name of its class, for an index whose factory string is not known."""
-        return _name(faiss.downcast_index(self._index))
+        settings = settle(index, options, faiss_type=name, recorded=recorded)
+        return cls(index, settings, depth=options.depth, gpu=options.faiss_gpu)
 
     def search(self, queries: Floats, topk: int) -> tuple[Floats, NDArray[np.int64]]:
-        """The best rows of each query, best first, by inner product.
+        """The best rows of each query ([n, dimension] float32), best first, by inner product.
 
-        Depth is constant because a graph's breadth, a refinement's candidates and the order of equal codes all
-        follow from the number of hits: a query would otherwise be answered according to what it is batched with.
+        Depth is constant because a graph's breadth, a refinement's candidates and the order of equal codes all follow
+        from the number of hits: a query would otherwise be answered according to what it is batched with.
 
-        Args:
-            queries: [n, dimension] float32.
-            topk: rows a query.
-
-        Returns:
-            scores and rows, both [n, min(topk, rows)]. Where fewer were found, because the lists that were
-            visited hold no more, the last rows are -1.
+        Returns scores and rows, both [n, min(topk, rows)]. Where fewer were found, because the lists that were visited
+        hold no more, the last rows are -1.
         """
         # FAISS's own threshold is made for many cores: with few, a batch of 32 takes nine times as long with it.
         faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) >= _MATRIX_QUERIES else _NEVER
@@ -231,18 +209,6 @@ class Vectors:
             graph.efSearch = max(self.settings.ef_search or 0, hits)
 
 
-_MMAP: int = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
-"""Maps everything; before FAISS 1.11 there is only the flag that maps inverted lists and reads the rest."""
-_GPU_TYPES = (
-    "IndexFlat",
-    "IndexFlatIP",
-    "IndexIVFFlat",
-    "IndexIVFPQ",
-    "IndexIVFScalarQuantizer",
-    "IndexPreTransform",
-)
-
-
 def gpu_count() -> int:
     """GPUs that this FAISS can use; 0 for the build that knows none."""
     return int(faiss.get_num_gpus()) if hasattr(faiss, "StandardGpuResources") else 0
@@ -253,8 +219,7 @@ def require_gpu(index: faiss.Index) -> None:
     if gpu_count() == 0:
         has = "sees no GPU" if hasattr(faiss, "StandardGpuResources") else "is built without GPU support"
         raise UserError(f"faiss_gpu is asked for, but this FAISS {has}: install faiss-gpu-cu12, or leave it out")
-    held = [_name(layer) for layer in _layers(index) if _name(layer) not in _GPU_TYPES]
-    if held:
+    if held := [_name(layer) for layer in _layers(index) if _name(layer) not in _GPU]:
         raise UserError(
             f"faiss_gpu is asked for, but FAISS keeps {held[0]} on the CPU: leave it out, or build a type such as "
             "Flat or IVF4096,SQ8"
@@ -279,8 +244,7 @@ def _layers(index: faiss.Index) -> Iterator[Any]:
     index = faiss.downcast_index(index)
     yield index
     for attribute in _INNER:
-        inner = getattr(index, attribute, None)
-        if inner is not None:
+        if (inner := getattr(index, attribute, None)) is not None:
             yield from _layers(inner)
 
 

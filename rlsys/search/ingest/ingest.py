@@ -163,7 +163,7 @@ def token_costs(name: str) -> Costs:
     """Tokens of each word in its text, for the tokenizer of encoder (or folder) `name`; no special tokens."""
     from tokenizers import Tokenizer
 
-    from rlsys.search.encoders.files import resolve_folder
+    from rlsys.search.encoders.spec import resolve_folder
 
     path = resolve_folder(name) / "tokenizer.json"
     if not path.is_file():

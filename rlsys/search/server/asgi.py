@@ -34,7 +34,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlsys.search.address import DEFAULT_TOPK, is_foreign
-from rlsys.search.pages import PageSource
+from rlsys.search.page_store import PageSource
 from rlsys.search.retrieval import Retriever
 from rlsys.search.server.contract import (
     SMALL_BODY_BYTES,

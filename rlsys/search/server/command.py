@@ -39,7 +39,7 @@ from rlsys.search.address import (
 from rlsys.search.connections import LimitedConfig, LimitedServer
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.vectors import DEPTH
-from rlsys.search.pages import PageSource, PageStore
+from rlsys.search.page_store import PageSource, PageStore
 from rlsys.search.retrieval import Retriever
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import ServerLimits
@@ -174,7 +174,7 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
             f"--{key.replace('_', '-')} is for a FAISS file from elsewhere, and {given.index} is not a file: leave "
             "it out, a folder knows how it was built"
         )
-    from rlsys.search.index.open import open_retriever
+    from rlsys.search.index.manifest import open_retriever
 
     deeper = {"depth": depth} if depth > DEPTH else {}
     chosen = {"encoder": given.encoder, "device": given.device, "dtype": given.dtype}
@@ -182,8 +182,8 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
 
 
 def _open_file(given: argparse.Namespace, searching: dict[str, Any], made: dict[str, Any]) -> Retriever:
-    from rlsys.search.index.folder import SearchOptions
-    from rlsys.search.index.prebuilt import open_prebuilt
+    from rlsys.search.index.dense import open_prebuilt
+    from rlsys.search.index.vectors import SearchOptions
 
     if given.corpus is None or given.encoder is None:
         raise UserError(

@@ -32,7 +32,7 @@ from prometheus_client.registry import Collector
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
-from rlsys.search.pages import PageSource
+from rlsys.search.page_store import PageSource
 from rlsys.search.retrieval import Hit, Retriever
 from rlsys.search.server.contract import (
     AccessRequest,

@@ -1,8 +1,8 @@
 """Pages by their URL: what a model reads when it asks for a whole page instead of passages.
 
-A pages file is jsonl (`rlsys.search.jsonl`), one `{"url", "contents", ...}` a line. URLs are found through a
-sidecar of it, their hashes in order with the row of each: a lookup is a binary search in a memory-mapped
-array, and no URL is held in memory. Making it parses every page once and takes 24 bytes a page of memory.
+A pages file is jsonl (`corpus.JsonLines`), one `{"url", "contents", ...}` a line. URLs are found through a sidecar of
+it, their hashes in order with the row of each: a lookup is a binary search in a memory-mapped array, and no URL is held
+in memory. Making it parses every page once and takes 24 bytes a page of memory.
 
 Invariants:
 - A page is never given for another page's URL: hashes only nominate, and URLs themselves are compared.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from yarl import URL
 
 from rlsys.errors import UserError
-from rlsys.search.jsonl import JsonLines, OnBytes, opened
-from rlsys.search.sidecar import HEADER_BYTES, ArrayWriter, Recipe, Sidecar, open_sidecar
+from rlsys.search.corpus import HEADER_BYTES, JsonLines, OnArray, OnBytes, Sidecar, open_sidecar
 
 _HASH, _ROW = np.dtype("<u8"), np.dtype("<i8")
 _CHUNK_ROWS = 256
@@ -34,20 +33,22 @@ class PageSource(Protocol):
     """Gives whole pages, to several callers at once."""
 
     async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
-        """The page of each URL, in order: `url`, `contents` and whatever else is known; None where there is
-        none. Does not block the event loop; a caller that is cancelled leaves no work behind that takes long."""
+        """The page of each URL, in order: `url`, `contents` and whatever else is known; None where there is none.
+
+        Does not block the event loop; a caller that is cancelled leaves no work behind that takes long.
+        """
 
     def close(self) -> None:
         """Give back what it holds; nothing is called after."""
 
 
 def page_key(url: str) -> str:
-    """What two URLs of the same page have in common.
+    """The part that two URLs of the same page have in common.
 
-    Of an http or https URL these do not count: the scheme, the case of the host, a default port, user and
-    password, the fragment, a slash at the end of the path, dot segments, and how characters are
-    percent-encoded (RFC 3986, 6.2.2). MediaWiki's `index.php/Title` is `index.php?title=Title`. Of anything
-    else only white space around it does not count.
+    Of an http or https URL these do not count: the scheme, the case of the host, a default port, user and password, the
+    fragment, a slash at the end of the path, dot segments, and how characters are percent-encoded (RFC 3986, 6.2.2).
+    MediaWiki's `index.php/Title` is `index.php?title=Title`. Of anything else only white space around it does not
+    count.
     """
     text = url.strip()
     try:
@@ -57,6 +58,10 @@ def page_key(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host_port_subcomponent:
         return text
     return f"{parsed.host_port_subcomponent}{parsed.raw_path.rstrip('/')}?{parsed.raw_query_string}"
+
+
+class _PageLines(JsonLines):
+    what = "pages file"
 
 
 class PageStore:
@@ -72,18 +77,13 @@ class PageStore:
     def open(cls, path: str | Path, progress: OnBytes | None = None) -> PageStore:
         """Open a pages file; one that was not open before is read through, and parsed, once.
 
-        `progress` is called meanwhile, with (bytes read, bytes in all) and then (pages parsed, pages in all).
-        Raises UserError for a file that `JsonLines` refuses, and for a page without a string `url` or
-        `contents`.
+        `progress` is called meanwhile, with (bytes read, bytes in all) and then (pages parsed, pages in all). Raises
+        UserError for a file that `JsonLines` refuses, and for a page without a string `url` or `contents`.
         """
         path = Path(path)
-        with opened(path, "pages file") as file:
-            lines = JsonLines.read(file, path, "pages file", progress)
-
-            def make(_: BinaryIO, out: ArrayWriter) -> Mapping[str, Any]:
-                return _index(lines, out, progress)
-
-            return cls(lines, open_sidecar(file, path, Recipe("urls", 1, make)))
+        with _PageLines.open_file(path) as file:
+            lines = _PageLines.read(file, path, progress)
+            return cls(lines, open_sidecar(file, path, "urls", lambda _, write: _index(lines, write, progress)))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -93,8 +93,7 @@ class PageStore:
         return await asyncio.to_thread(self.find, urls)
 
     def find(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
-        """The pages of `urls`, in order, as they are in the file, under the URL of the file; None for no
-        page."""
+        """The pages of `urls`, in order, as they are in the file, under the URL of the file; None for no page."""
         keys = [page_key(url) for url in urls]
         wanted = _hashes(keys)
         firsts = np.searchsorted(self._hashes, wanted, side="left").tolist()
@@ -119,21 +118,20 @@ def _hashes(keys: Sequence[str]) -> NDArray[np.uint64]:
     return np.array([xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")) for key in keys], _HASH)
 
 
-def _index(lines: JsonLines, out: ArrayWriter, progress: OnBytes | None) -> Mapping[str, Any]:
-    """Write the hashes of all keys, ascending, and the row of each; equal ones in file order (both
-    [pages])."""
+def _index(lines: JsonLines, write: OnArray, progress: OnBytes | None) -> Mapping[str, Any]:
+    """Write the hashes of all keys, ascending, and the row of each; equal ones in file order (both [pages])."""
     hashes = np.empty(len(lines), _HASH)
-    for first in range(0, len(lines), _CHUNK_ROWS):
-        rows = range(first, min(first + _CHUNK_ROWS, len(lines)))
-        pages = lines.fetch(rows)
-        for row, page in zip(rows, pages, strict=True):
+    done = 0
+    for pages in lines.chunks(_CHUNK_ROWS):
+        for row, page in enumerate(pages, done):
             for key in ("url", "contents"):
                 if not isinstance(page.get(key), str):
                     raise UserError(f"{lines.where(row)} has no text in `{key}`: it must be a string")
-        hashes[rows.start : rows.stop] = _hashes([page_key(page["url"]) for page in pages])
+        hashes[done : done + len(pages)] = _hashes([page_key(page["url"]) for page in pages])
+        done += len(pages)
         if progress is not None:
-            progress(rows.stop, len(lines))
+            progress(done, len(lines))
     order = np.argsort(hashes, kind="stable")
-    out.write(hashes[order])
-    out.write(order.astype(_ROW))
+    write(hashes[order])
+    write(order.astype(_ROW))
     return {}
