@@ -37,11 +37,7 @@ def index_documents(kind: str, documents: Documents, index: Path, settings: Mapp
     index.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{index.name}.", dir=index.parent) as folder:
         passages = Path(folder) / f"{index.name}.passages.jsonl"
-        ingest(
-            _files(documents, passages.with_name(f"{index.name}.documents.jsonl")),
-            passages,
-            Chunking(chunk_size),
-        )
+        ingest(_files(documents, passages.with_name(f"{index.name}.documents.jsonl")), passages, Chunking(chunk_size))
         _refuse_other(index, kind, passages, made)
         for file in Path(folder).iterdir():
             file.replace(index.with_name(file.name))

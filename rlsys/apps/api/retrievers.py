@@ -60,11 +60,7 @@ class _IndexRetriever:
         return manifest
 
     def _settings(self, top_k: int) -> dict[str, Any]:
-        index: dict[str, Any] = {
-            "search.index": str(self.index_path),
-            "search.url": None,
-            "search.replicas": [],
-        }
+        index: dict[str, Any] = {"search.index": str(self.index_path), "search.url": None, "search.replicas": []}
         return {**index, "search.topk": top_k}
 
 
@@ -164,11 +160,7 @@ class BM25Retriever(_IndexRetriever):
 
     @classmethod
     def from_documents(
-        cls,
-        documents: Documents,
-        index_path: str | Path,
-        top_k: int = DEFAULT_TOPK,
-        chunk_size: int = CHUNK_WORDS,
+        cls, documents: Documents, index_path: str | Path, top_k: int = DEFAULT_TOPK, chunk_size: int = CHUNK_WORDS
     ) -> Self:
         """The retriever of own `documents`, which are cut into passages and indexed in the folder `index_path`.
 

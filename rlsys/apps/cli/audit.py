@@ -20,8 +20,7 @@ def tokens(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Folder with the run's tokenizer; its config's model.path by default."),
+        Path | None, typer.Option(help="Folder with the run's tokenizer; its config's model.path by default.")
     ] = None,
 ) -> None:
     """Say which drawn tokens re-tokenising the text does not give back, where, and what that does to the ratio."""

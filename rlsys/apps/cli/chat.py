@@ -60,8 +60,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One event a line, for prog
 Web = Annotated[bool, typer.Option("--web", help="Serve a page to ask from.", rich_help_panel=_WEB)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_WEB)]
 Host = Annotated[
-    str,
-    typer.Option(help="Another address than this machine's own shows the page to others.", rich_help_panel=_WEB),
+    str, typer.Option(help="Another address than this machine's own shows the page to others.", rich_help_panel=_WEB)
 ]
 
 

@@ -35,8 +35,7 @@ Megatron = Annotated[
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 in place of what each tensor has.")]
 ShardSize = Annotated[str, typer.Option(help="Most bytes of one file, such as 500MB or 5GB.")]
 Processes = Annotated[
-    int | None,
-    typer.Option(help="That write at a time; by default one for each core, if the model is large."),
+    int | None, typer.Option(help="That write at a time; by default one for each core, if the model is large.")
 ]
 Config = Annotated[
     Path | None,
@@ -59,13 +58,7 @@ def mg2hf(
 
         with _bar("written") as show:
             outcome = megatron_to_hf(
-                src,
-                dst,
-                hf,
-                dtype=dtype,
-                shard_bytes=parse_size(shard_size),
-                processes=processes,
-                show=show,
+                src, dst, hf, dtype=dtype, shard_bytes=parse_size(shard_size), processes=processes, show=show
             )
     _tell(outcome, dst)
 
@@ -107,8 +100,7 @@ def verify(
         Path | None, typer.Option(help="Hugging Face folder with the config of a Megatron checkpoint.")
     ] = None,
     logits: Annotated[
-        bool,
-        typer.Option("--logits/--no-logits", help="Compare what they compute too, if memory allows."),
+        bool, typer.Option("--logits/--no-logits", help="Compare what they compute too, if memory allows.")
     ] = True,
 ) -> None:
     """Compare two models: names, shapes, dtypes, checksums, logits. Status 1 if they differ."""
@@ -175,14 +167,7 @@ def _quiet() -> Iterator[None]:
 def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
     """Bytes as a bar on a terminal; nothing elsewhere."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:

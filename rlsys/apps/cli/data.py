@@ -21,8 +21,7 @@ app.add_typer(prepare, name="prepare")
 
 Folder = Annotated[Path, typer.Option(help="Folder to write <set>/<split>.jsonl to.")]
 Split = Annotated[
-    list[str] | None,
-    typer.Option(help="train, dev or test; again for more. The one that papers report by default."),
+    list[str] | None, typer.Option(help="train, dev or test; again for more. The one that papers report by default.")
 ]
 Source = Annotated[
     Path | None,
@@ -72,8 +71,7 @@ def own(
         ),
     ] = None,
     tool: Annotated[
-        list[str] | None,
-        typer.Option(help="A tool that the prompt is to tell of, as in task.tools; again for more."),
+        list[str] | None, typer.Option(help="A tool that the prompt is to tell of, as in task.tools; again for more.")
     ] = None,
     search: Annotated[bool, typer.Option(help="Let the prompt of Search-R1 tell of the search.")] = True,
     limit: Limit = None,
@@ -108,12 +106,7 @@ def merged(
 
 
 def _prepare_sets(
-    sets: list[QuestionSet],
-    out: Path,
-    splits: list[str] | None,
-    source: Path | None,
-    revision: str,
-    limit: int | None,
+    sets: list[QuestionSet], out: Path, splits: list[str] | None, source: Path | None, revision: str, limit: int | None
 ) -> None:
     from rlsys.apps.data.prepare import prepare_file
 
@@ -180,8 +173,7 @@ def split(
     train: Annotated[Path, typer.Option(help="File to write of those to train on, .jsonl.")],
     heldout: Annotated[Path, typer.Option(help="File to write of those held out, .jsonl.")],
     holdout: Annotated[
-        int | None,
-        typer.Option(min=1, help="Different questions held out; a tenth, at most 500, by default."),
+        int | None, typer.Option(min=1, help="Different questions held out; a tenth, at most 500, by default.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Another one holds out others.")] = 0,
     chosen: Annotated[

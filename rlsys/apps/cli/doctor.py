@@ -46,16 +46,14 @@ class Part:
 def command(
     overrides: Annotated[list[str] | None, typer.Argument(help="With --for: settings such as trainer.steps=5.")] = None,
     config_name: Annotated[
-        str | None,
-        typer.Option("--for", help="A config that is to run here: all that it needs, and nothing else."),
+        str | None, typer.Option("--for", help="A config that is to run here: all that it needs, and nothing else.")
     ] = None,
     config_dir: Annotated[
         Path | None, typer.Option(help="With --for: folder of configs; the project's own by default.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --for: the findings as JSON.")] = False,
     launched: Annotated[
-        bool,
-        typer.Option("--launched", help="With --for: `rlsys launch` will start it, with search servers."),
+        bool, typer.Option("--launched", help="With --for: `rlsys launch` will start it, with search servers.")
     ] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")] = False,
 ) -> None:
@@ -92,12 +90,7 @@ def command(
 
 
 def look(
-    name: str,
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    as_json: bool = False,
-    *,
-    launched: bool = False,
+    name: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool = False, *, launched: bool = False
 ) -> None:
     """Show all that the run of one config needs, here. Exits with 2 where something is to be mended.
 
@@ -124,11 +117,7 @@ def _machine() -> Iterator[Part]:
     python = ".".join(map(str, sys.version_info[:3]))
     yield Part("Python", python, "" if sys.version_info >= MIN_PYTHON else "install Python 3.11 or newer")
     memory = psutil.virtual_memory().available / 2**30
-    yield Part(
-        "free memory",
-        f"{memory:.1f} GiB",
-        "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB",
-    )
+    yield Part("free memory", f"{memory:.1f} GiB", "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB")
     disk = shutil.disk_usage(".").free / 2**30
     yield Part("free disk", f"{disk:.1f} GiB", "" if disk >= MIN_DISK_GIB else f"free {MIN_DISK_GIB} GiB")
     yield Part("cores", str(psutil.cpu_count()))
@@ -138,11 +127,7 @@ def _machine() -> Iterator[Part]:
 
 
 def _packages() -> Iterator[Part]:
-    for names, profile, extra in (
-        (NEEDED, "cpu, gpu", ""),
-        (NEEDED_CPU, "cpu", "cpu"),
-        (WANTED_GPU, "gpu", "gpu"),
-    ):
+    for names, profile, extra in ((NEEDED, "cpu, gpu", ""), (NEEDED_CPU, "cpu", "cpu"), (WANTED_GPU, "gpu", "gpu")):
         for name in names:
             fix = f"pip install -r requirements/{extra or 'cpu'}.txt" + ("" if extra else " (or gpu.txt)")
             found = version_of(name)

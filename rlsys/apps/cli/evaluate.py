@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="SETTING|SET",
-        show_default=False,
-        help="Settings such as task.max_turns=2; after --data, further sets.",
+        metavar="SETTING|SET", show_default=False, help="Settings such as task.max_turns=2; after --data, further sets."
     ),
 ]
 Data = Annotated[

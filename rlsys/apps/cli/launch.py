@@ -29,15 +29,13 @@ def command(
         int | None, typer.Option(help="Which of them this is, from 0; by default from the environment.")
     ] = None,
     head: Annotated[
-        str | None,
-        typer.Option(metavar="HOST[:PORT]", help="Where the machine of rank 0 is, for all to meet."),
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Where the machine of rank 0 is, for all to meet.")
     ] = None,
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="For all machines to come.")] = 600.0,
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="ADDRESS",
-            help="Use the Ray cluster that runs there (auto: the one around) and start none.",
+            metavar="ADDRESS", help="Use the Ray cluster that runs there (auto: the one around) and start none."
         ),
     ] = None,
     preflight: Annotated[

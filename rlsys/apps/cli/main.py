@@ -12,20 +12,7 @@ from collections.abc import Callable
 
 import typer
 
-from rlsys.apps.cli import (
-    audit,
-    chat,
-    convert,
-    data,
-    doctor,
-    evaluate,
-    launch,
-    own,
-    report,
-    search,
-    train,
-    watch,
-)
+from rlsys.apps.cli import audit, chat, convert, data, doctor, evaluate, launch, own, report, search, train, watch
 from rlsys.errors import Interrupted, RunError, UserError, root_cause
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}

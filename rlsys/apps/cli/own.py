@@ -17,16 +17,14 @@ Prompt = Annotated[
     Path | None, typer.Option(help="File of an own prompt with {question} in it; Search-R1's by default.")
 ]
 Tool = Annotated[
-    list[str] | None,
-    typer.Option(help="A tool beside the search, as package.module.Class; again for more."),
+    list[str] | None, typer.Option(help="A tool beside the search, as package.module.Class; again for more.")
 ]
 
 
 def command(
     documents: Annotated[Path, typer.Argument(help="File or folder: text, markdown, jsonl, parquet.")],
     questions: Annotated[
-        Path,
-        typer.Argument(help="Questions and answers: jsonl, parquet, csv or tsv (see `data prepare own`)."),
+        Path, typer.Argument(help="Questions and answers: jsonl, parquet, csv or tsv (see `data prepare own`).")
     ],
     model: Annotated[str, typer.Option(help="Hugging Face folder, or a name on the Hub.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings such as trainer.seed=5.")] = None,
@@ -46,8 +44,7 @@ def command(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of training; the config's by default.")] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Questions of a step; the config's by default, no more than there are."),
+        int | None, typer.Option(min=1, help="Questions of a step; the config's by default, no more than there are.")
     ] = None,
     config: Annotated[
         str | None,

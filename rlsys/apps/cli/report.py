@@ -9,8 +9,7 @@ import typer
 
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", show_default=False)]
 Out = Annotated[
-    Path | None,
-    typer.Option(help="File to write; report.html in the first run's folder.", show_default=False),
+    Path | None, typer.Option(help="File to write; report.html in the first run's folder.", show_default=False)
 ]
 
 

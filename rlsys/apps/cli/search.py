@@ -29,18 +29,15 @@ Encoder = Annotated[
     str | None, typer.Option(help="minilm (the default), or a Hugging Face encoder.", rich_help_panel=ENCODER)
 ]
 Family = Annotated[
-    str | None,
-    typer.Option(help="Where the name does not tell it: e5, bge, dpr, ...", rich_help_panel=ENCODER),
+    str | None, typer.Option(help="Where the name does not tell it: e5, bge, dpr, ...", rich_help_panel=ENCODER)
 ]
 Pooling = Annotated[
-    str | None,
-    typer.Option(help="In place of the family's: mean, cls, pooler or last.", rich_help_panel=ENCODER),
+    str | None, typer.Option(help="In place of the family's: mean, cls, pooler or last.", rich_help_panel=ENCODER)
 ]
 QueryPrefix = Annotated[str | None, typer.Option(help="In place of the family's.", rich_help_panel=ENCODER)]
 PassagePrefix = Annotated[str | None, typer.Option(help="In place of the family's.", rich_help_panel=ENCODER)]
 Normalize = Annotated[
-    bool | None,
-    typer.Option("--normalize/--no-normalize", help="In place of the family's.", rich_help_panel=ENCODER),
+    bool | None, typer.Option("--normalize/--no-normalize", help="In place of the family's.", rich_help_panel=ENCODER)
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Cut passages and queries there (256).", rich_help_panel=ENCODER)]
 Device = Annotated[str | None, typer.Option(help="cpu (the default), cuda, cuda:1.", rich_help_panel=ENCODER)]
@@ -50,8 +47,7 @@ Dtype = Annotated[
 ]
 Workers = Annotated[int | None, typer.Option(help="Processes that encode (1).", rich_help_panel=ENCODER)]
 FaissType = Annotated[
-    str | None,
-    typer.Option(help="Flat (exact, the default), HNSW64, IVF4096,PQ64, ...", rich_help_panel=FAISS),
+    str | None, typer.Option(help="Flat (exact, the default), HNSW64, IVF4096,PQ64, ...", rich_help_panel=FAISS)
 ]
 Nprobe = Annotated[int | None, typer.Option(help="Lists of an IVF index that a query visits.", rich_help_panel=FAISS)]
 EfSearch = Annotated[int | None, typer.Option(help="Breadth of a search in HNSW (128).", rich_help_panel=FAISS)]
@@ -62,14 +58,11 @@ EmbeddingsDtype = Annotated[
 KeepEmbeddings = Annotated[
     bool | None,
     typer.Option(
-        "--keep-embeddings/--drop-embeddings",
-        help="Kept, another FAISS type needs no encoding.",
-        rich_help_panel=FAISS,
+        "--keep-embeddings/--drop-embeddings", help="Kept, another FAISS type needs no encoding.", rich_help_panel=FAISS
     ),
 ]
 K1 = Annotated[
-    float | None,
-    typer.Option(help="How slowly a repeated word stops to count more (0.9).", rich_help_panel=BM25),
+    float | None, typer.Option(help="How slowly a repeated word stops to count more (0.9).", rich_help_panel=BM25)
 ]
 B = Annotated[float | None, typer.Option(help="How much a long passage loses, 0 to 1 (0.4).", rich_help_panel=BM25)]
 Stopwords = Annotated[str | None, typer.Option(help="Words left out: en or none.", rich_help_panel=BM25)]

@@ -16,9 +16,7 @@ from rlsys.orchestrator.validate import validate
 ConfigName = Annotated[
     str,
     typer.Option(
-        "--config-name",
-        "-c",
-        help="A config of the project, or the path of a YAML file: rlsys' keys, or RLinf's.",
+        "--config-name", "-c", help="A config of the project, or the path of a YAML file: rlsys' keys, or RLinf's."
     ),
 ]
 ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs; the project's own by default.")]

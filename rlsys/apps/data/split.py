@@ -21,12 +21,7 @@ SHARE, MOST = 0.1, 500
 
 
 def split_file(
-    source: Path,
-    train: Path,
-    heldout: Path,
-    count: int | None = None,
-    seed: int = 0,
-    chosen: Path | None = None,
+    source: Path, train: Path, heldout: Path, count: int | None = None, seed: int = 0, chosen: Path | None = None
 ) -> tuple[int, int]:
     """Write the rows of `source` to two jsonl files; returns how many rows each has. `count` is of `split`.
 

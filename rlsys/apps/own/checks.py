@@ -68,12 +68,7 @@ def require_index(kind: str, encoder: str | None) -> None:
 
 
 def planned_sides(
-    questions: Path,
-    heldout: Path | None,
-    holdout: int | None,
-    prompt: Path | None,
-    tools: Sequence[str],
-    folder: Path,
+    questions: Path, heldout: Path | None, holdout: int | None, prompt: Path | None, tools: Sequence[str], folder: Path
 ) -> tuple[Path, Path]:
     """Files in `folder` of the questions to train and to evaluate on, as `data prepare own` and `data split` make them."""
     about = described(tools)

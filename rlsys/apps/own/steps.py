@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.apps.api.models import model_folder
-from rlsys.apps.api.settings import (
-    Devices,
-    Given,
-    Settings,
-    compose_settings,
-    fitting_batch,
-    of_batch,
-    of_devices,
-)
+from rlsys.apps.api.settings import Devices, Given, Settings, compose_settings, fitting_batch, of_batch, of_devices
 from rlsys.apps.own.checks import (
     planned_index,
     planned_sides,
