@@ -147,8 +147,7 @@ def _download(folder: Path, revision: str, name: str, split: str) -> Path:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    from rlsys.apps.data.download import Downloader, Target, require_space
-    from rlsys.apps.data.hub import Hub
+    from rlsys.apps.data.download import Downloader, Hub, Target, require_space
 
     hub = Hub()
     downloader = Downloader(folder, hub)

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import rlsys
 from rlsys.apps.api import documents, questions, settings
 
-FILE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
-COMMAND = "python -m rlsys.apps.api.reference"
+FILE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+COMMAND = "python -m scripts.api_reference"
 _INTRODUCTION = f"""\
 # Python
 
