@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from rlsys.apps.cli.data import app
 from rlsys.apps.data.download import Hub
-from rlsys.apps.data.prepare import merge, prepare_file
-from rlsys.apps.data.sets import REPOSITORY, SETS
+from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file
 from rlsys.data.rows import read_questions
 from rlsys.data.template import search_prompt
 from rlsys.errors import UserError

@@ -14,8 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rlsys.apps.data.prepare import ANSWER_FIELDS, QUESTION_FIELDS, prepare_file
-from rlsys.apps.data.split import apart, json_line, split
+from rlsys.apps.data.prepare import (
+    ANSWER_FIELDS,
+    QUESTION_FIELDS,
+    apart,
+    json_line,
+    prepare_file,
+    search_r1_row,
+    split,
+)
 from rlsys.data.question import Question
 from rlsys.data.rows import question_of, read_rows
 from rlsys.errors import UserError
@@ -59,7 +66,7 @@ class Files:
 
 
 def training_files(train: Data, heldout: Data | None, count: int | None, seed: int, folder: Path) -> Files:
-    """Files to train on and to evaluate on. Without `heldout`, `count` questions of `train` are (see `apps.data.split`).
+    """Files to train on and to evaluate on. Without `heldout`, `count` questions of `train` are (see `apps.data.prepare.split`).
 
     Raises UserError for what is no question, naming its place.
     """
@@ -88,7 +95,7 @@ def read_data(data: Data, name: str) -> Rows:
         return _read_file(Path(data))
     if not isinstance(data, Sequence):
         raise UserError(f"{name} is a {type(data).__name__}: give a path, a list of rows or a list of questions.")
-    rows = [_row_of(one) if isinstance(one, Question) else one for one in data]
+    rows = [search_r1_row(one, one.extra) if isinstance(one, Question) else one for one in data]
     lines = [(line, _plain(row, f"{name}, line {line}")) for line, row in enumerate(rows, start=1)]
     return _checked(Path(name), lines, None)
 
@@ -149,14 +156,3 @@ def _plain(value: Any, where: str) -> Any:
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if row.get(name) is not None), None)
-
-
-def _row_of(question: Question) -> dict[str, Any]:
-    """As Search-R1 writes a question, with the raw one."""
-    return {
-        "data_source": question.data_source,
-        **({"question": question.text} if question.text else {}),
-        "prompt": [{"role": "user", "content": question.prompt}],
-        "reward_model": {"style": "rule", "ground_truth": {"target": list(question.answers)}},
-        "extra_info": dict(question.extra),
-    }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsys.apps.data.sets import REPOSITORY, SETS, QuestionSet
+from rlsys.apps.data.prepare import REPOSITORY, SETS, QuestionSet
 from rlsys.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def split(
     ] = None,
 ) -> None:
     """Hold questions out; the same question is never on both sides."""
-    from rlsys.apps.data.split import split_file
+    from rlsys.apps.data.prepare import split_file
 
     if chosen is not None and holdout is not None:
         raise UserError(f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them.")

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import httpx
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
@@ -190,7 +190,7 @@ class Downloader:
         while have < piece.size:
             try:
                 with _refusals(piece):
-                    told = {"headers": self._headers, "expected_size": piece.size, "tqdm_class": _bar(advance)}
+                    told: dict[str, Any] = {"headers": self._headers, "expected_size": piece.size, "tqdm_class": _bar(advance)}
                     http_get(piece.url, file, resume_size=have, **told)
             except (hub_errors.HfHubHTTPError, httpx.TransportError, RecursionError) as problem:
                 # `http_get` calls itself after each break, however many there are.
