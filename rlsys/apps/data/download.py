@@ -190,7 +190,11 @@ class Downloader:
         while have < piece.size:
             try:
                 with _refusals(piece):
-                    told: dict[str, Any] = {"headers": self._headers, "expected_size": piece.size, "tqdm_class": _bar(advance)}
+                    told: dict[str, Any] = {
+                        "headers": self._headers,
+                        "expected_size": piece.size,
+                        "tqdm_class": _bar(advance),
+                    }
                     http_get(piece.url, file, resume_size=have, **told)
             except (hub_errors.HfHubHTTPError, httpx.TransportError, RecursionError) as problem:
                 # `http_get` calls itself after each break, however many there are.
