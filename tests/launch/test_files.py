@@ -12,7 +12,7 @@ import pytest
 import typer
 import yaml
 
-from rlsys.apps.cli.launch import command
+from rlsys.apps.cli.training import launch as command
 from rlsys.cluster.launch.searching import check_searching, serving_positions
 from rlsys.cluster.role import find_role
 from rlsys.config.compose import load_config

@@ -18,6 +18,7 @@ from rlsys.apps.data.prepare import (
     ANSWER_FIELDS,
     QUESTION_FIELDS,
     apart,
+    divide,
     json_line,
     prepare_file,
     search_r1_row,
@@ -48,7 +49,7 @@ class Rows:
 
     def path(self, folder: Path) -> Path:
         """The file of them, which is written to `folder` if there is none."""
-        return self.file or write_rows(self.rows, folder, self.name)
+        return self.file or _write_rows(self.rows, folder, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +73,15 @@ def training_files(train: Data, heldout: Data | None, count: int | None, seed: i
     """
     trained = read_data(train, "train_data")
     if heldout is None:
-        sides = split(trained.texts, count, seed, trained.name)
-        held = [row for row, side in zip(trained.rows, sides, strict=True) if side]
-        kept = write_rows(_others(trained, sides), folder, f"{trained.name}-train")
-        return Files(kept, write_rows(held, folder, f"{trained.name}-heldout"), sides.count(False))
+        kept, held = divide(trained.rows, split(trained.texts, count, seed, trained.name))
+        path = _write_rows(kept, folder, f"{trained.name}-train")
+        return Files(path, _write_rows(held, folder, f"{trained.name}-heldout"), len(kept))
     if count is not None:
         raise UserError(f"holdout={count} and eval_data both say what is held out: give one of them.")
     asked = read_data(heldout, "eval_data")
-    both = apart(trained.texts, asked.texts, "train_data", "eval_data")
-    dropped = sum(both)
-    path = write_rows(_others(trained, both), folder, f"{trained.name}-train") if dropped else trained.path(folder)
-    return Files(path, asked.path(folder), both.count(False), dropped)
-
-
-def _others(data: Rows, left_out: Sequence[bool]) -> list[Mapping[str, Any]]:
-    return [row for row, out in zip(data.rows, left_out, strict=True) if not out]
+    kept, dropped = divide(trained.rows, apart(trained.texts, asked.texts, "train_data", "eval_data"))
+    path = _write_rows(kept, folder, f"{trained.name}-train") if dropped else trained.path(folder)
+    return Files(path, asked.path(folder), len(kept), len(dropped))
 
 
 def read_data(data: Data, name: str) -> Rows:
@@ -100,7 +95,7 @@ def read_data(data: Data, name: str) -> Rows:
     return _checked(Path(name), lines, None)
 
 
-def write_rows(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> Path:
+def _write_rows(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> Path:
     """Write rows to the file of `folder` that their content names."""
     text = "".join(json_line(row, name) for row in rows)
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"

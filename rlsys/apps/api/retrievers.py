@@ -72,7 +72,7 @@ class _IndexRetriever:
         return manifest
 
     def _settings(self, top_k: int) -> dict[str, Any]:
-        index: dict[str, Any] = {"search.index": str(self.index_path), "search.url": None, "search.replicas": []}
+        index = {"search.index": str(self.index_path), "search.url": None, "search.replicas": []}
         return {**index, "search.topk": top_k}
 
 

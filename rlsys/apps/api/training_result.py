@@ -54,7 +54,7 @@ class EvaluationResult:
     @property
     def results(self) -> Mapping[str, Any]:
         """All of results.json: `sets`, each figure with its interval, `average`, and what was asked how."""
-        return _read_object(self.folder / RESULTS, _REMEDY)
+        return _read_object(self.folder / RESULTS)
 
     @property
     def em(self) -> float:
@@ -77,7 +77,7 @@ class EvaluationResult:
 
         A line that is damaged is left out, and a warning names it.
         """
-        return _read_objects(self.folder / ANSWERS, _REMEDY)
+        return _read_objects(self.folder / ANSWERS)
 
     def __str__(self) -> str:
         searches = self._averaged("searches")
@@ -125,7 +125,15 @@ class TrainingResult:
 
         A line that is damaged is left out, and a warning names it. Raises UserError if no row can be read.
         """
-        return _read_history(self.run_dir)
+        run = open_run(self.run_dir)
+        problems = [problem for problem in run.problems if problem.startswith(METRICS)]
+        if not run.rows:
+            why = f" ({_shortened(problems).removesuffix('.')})" if problems else ""
+            raise UserError(
+                f"{self.run_dir / METRICS} holds no row of a step{why}: copy the file from where the run was, or train again."
+            )
+        _warn(self.run_dir, problems)
+        return list(run.rows)
 
     @property
     def evaluations(self) -> Sequence[Mapping[str, Any]]:
@@ -251,32 +259,19 @@ def _ended(process: subprocess.Popen[str]) -> int:
         raise
 
 
-def _read_history(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, by step."""
-    run = open_run(run_dir)
-    problems = [one for one in run.problems if one.startswith(METRICS)]
-    if not run.rows:
-        raise UserError(
-            f"{run_dir / METRICS} holds no row of a step{_bracketed(problems)}: copy the file from where the run was, or "
-            "train again."
-        )
-    _warn(run_dir, problems)
-    return list(run.rows)
-
-
-def _read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """What a file of one JSON object holds; `remedy` says what brings it back."""
-    with _readable(path, remedy):
+def _read_object(path: Path) -> dict[str, Any]:
+    """The content of a file of one JSON object."""
+    with _readable(path):
         found = _object(read_regular(path))
     if found is None:
-        raise UserError(f"{path} is empty or damaged: {remedy}.")
+        raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
     return found
 
 
-def _read_objects(path: Path, remedy: str) -> list[dict[str, Any]]:
+def _read_objects(path: Path) -> list[dict[str, Any]]:
     """The lines of a file of JSON objects."""
     rows, problems = [], []
-    with _readable(path, remedy), open_regular(path) as file:
+    with _readable(path), open_regular(path) as file:
         for number, line in enumerate(limited_lines(file), 1):
             found = _object(line)
             if found is not None:
@@ -284,37 +279,32 @@ def _read_objects(path: Path, remedy: str) -> list[dict[str, Any]]:
             elif line.strip():
                 problems.append(f"{path.name}, line {number} is damaged: left out.")
     if not rows:
-        raise UserError(f"{path} is empty or damaged: {remedy}.")
+        raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
     _warn(path.parent, problems)
     return rows
 
 
 @contextmanager
-def _readable(path: Path, remedy: str) -> Iterator[None]:
+def _readable(path: Path) -> Iterator[None]:
     """Raises UserError where the body cannot read `path`."""
     try:
         yield
     except FileNotFoundError as problem:
-        raise UserError(f"{path} is missing: {remedy}.") from problem
+        raise UserError(f"{path} is missing: {_REMEDY}.") from problem
     except OSError as problem:
-        raise UserError(f"{path} cannot be read ({problem.strerror}): {remedy}.") from problem
+        raise UserError(f"{path} cannot be read ({problem.strerror}): {_REMEDY}.") from problem
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    try:
+    with suppress(ValueError):
         found = parse_json(content)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def _warn(folder: Path, problems: Sequence[str]) -> None:
     if problems:
         note(f"{folder}: {_shortened(problems)}")
-
-
-def _bracketed(problems: Sequence[str]) -> str:
-    return f" ({_shortened(problems).removesuffix('.')})" if problems else ""
 
 
 def _shortened(problems: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""`rlsys doctor`: what this machine has, what is missing for which profile, and what to do.
+"""`rlsys doctor`: the parts of this machine, what is missing for which profile, and what to do.
 
 With `--for CONFIG` it looks at all that this run needs, here and where it reaches (`rlsys.cluster.preflight`), starts nothing,
 and exits with 0 where all is right and with 2 where something is to be mended.
@@ -33,14 +33,13 @@ WANTED_GPU = ("transformer-engine", "faiss-gpu-cu12")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of this machine, and for whom."""
+    """A part of this machine, and the profiles that need it."""
 
     what: str
     found: str
     problem: str = ""
     """What to do, where something is missing; empty when all is well."""
     profile: str = "cpu, gpu"
-    """The profiles that need it."""
 
 
 def command(
@@ -63,12 +62,8 @@ def command(
             raise typer.BadParameter("--for is strict in any case: leave it out", param_hint="--strict")
         look(config_name, overrides or [], config_dir, as_json, launched=launched)
         return
-    for given, name in (
-        (overrides, "KEY=VALUE"),
-        (config_dir, "--config-dir"),
-        (as_json, "--json"),
-        (launched, "--launched"),
-    ):
+    with_for = {"KEY=VALUE": overrides, "--config-dir": config_dir, "--json": as_json, "--launched": launched}
+    for name, given in with_for.items():
         if given:
             raise typer.BadParameter("it goes with --for CONFIG", param_hint=name)
     findings = [*_machine(), *_packages(), *_torch()]
@@ -79,12 +74,9 @@ def command(
         mark = "[red]missing[/]" if one.problem else "[green]ok[/]"
         table.add_row(mark, one.what, one.found, one.profile, one.problem)
     Console().print(table)
-    profile = "gpu" if _cuda() else "cpu"
+    profile = "gpu" if any(one.what == "CUDA" and not one.problem for one in findings) else "cpu"
     lacking = [one.what for one in findings if one.problem and profile in one.profile]
-    if lacking:
-        typer.echo(f"The {profile} profile lacks: {', '.join(lacking)}.")
-    else:
-        typer.echo(f"The {profile} profile can run here.")
+    typer.echo(f"The {profile} profile " + (f"lacks: {', '.join(lacking)}." if lacking else "can run here."))
     if lacking and strict:
         raise typer.Exit(1)
 
@@ -145,11 +137,3 @@ def _torch() -> Iterator[Part]:
         return
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
     yield Part("CUDA", f"no device; torch is a {build}", "run on a machine with an NVIDIA GPU", "gpu")
-
-
-def _cuda() -> bool:
-    if version_of("torch") is None:
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())

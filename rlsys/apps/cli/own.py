@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsys.apps.data.prepare import apart, json_line, prepare_file, split
+from rlsys.apps.data.prepare import apart, divide, json_line, prepare_file, split
 from rlsys.config.compose import as_dict, load_config
 from rlsys.config.schema import RunConfig
 from rlsys.data.rows import read_rows
@@ -357,12 +357,10 @@ def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
 
     trained = rows(wish.questions, "QUESTIONS", "train")
     if wish.heldout is None:
-        aside = split(_texts(trained), wish.holdout, 0, str(wish.questions))
-        held = [row for row, is_held in zip(trained, aside, strict=True) if is_held]
+        trained, held = divide(trained, split(_texts(trained), wish.holdout, 0, str(wish.questions)))
     else:
         held = rows(wish.heldout, "--heldout", "test")
-        aside = apart(_texts(trained), _texts(held), str(wish.questions), str(wish.heldout))
-    trained = [row for row, is_held in zip(trained, aside, strict=True) if not is_held]
+        trained, _ = divide(trained, apart(_texts(trained), _texts(held), str(wish.questions), str(wish.heldout)))
     sides = folder / "train.jsonl", folder / "heldout.jsonl"
     for side, kept in zip(sides, (trained, held), strict=True):
         side.write_text("".join(json_line(row, str(wish.questions)) for row in kept), encoding="utf-8")

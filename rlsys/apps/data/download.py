@@ -23,11 +23,11 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import httpx
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
@@ -135,12 +135,11 @@ class Downloader:
 
     def missing(self, target: Target) -> int:
         """Bytes of `target` that are not here; by sizes alone, without reading what is here."""
-        path, part = self._folder / target.name, self._part(target)
-        if path.is_file():
+        part = self._part(target)
+        if (self._folder / target.name).is_file():
             return 0
-        if part.is_file() and self._receipt(target) == _statement(target, whole=False):
-            return max(target.size - part.stat().st_size, 0)
-        return target.size
+        here = part.stat().st_size if part.is_file() and self._is_stated(target, whole=False) else 0
+        return max(target.size - here, 0)
 
     def fetch(self, target: Target, advance: Advance) -> Path:
         """Make `target` complete and return its path.
@@ -155,7 +154,7 @@ class Downloader:
                 advance(target.size)
                 return path
             part.parent.mkdir(parents=True, exist_ok=True)
-            if self._receipt(target) != _statement(target, whole=False):
+            if not self._is_stated(target, whole=False):
                 part.unlink(missing_ok=True)
                 self._write_receipt(target, whole=False)
             with part.open("ab+") as file:
@@ -184,18 +183,15 @@ class Downloader:
         )
 
     def _fetch_rest(self, piece: RemoteFile, file: BinaryIO, start: int, advance: Advance) -> None:
-        tries, have = 0, file.seek(0, os.SEEK_END) - start
-        best = have
-        advance(min(have, piece.size))
-        while have < piece.size:
+        bar, size, tries = _bar(advance), piece.size, 0
+        best = have = file.seek(0, os.SEEK_END) - start
+        advance(min(have, size))
+        while have < size:
             try:
                 with _refusals(piece):
-                    told: dict[str, Any] = {
-                        "headers": self._headers,
-                        "expected_size": piece.size,
-                        "tqdm_class": _bar(advance),
-                    }
-                    http_get(piece.url, file, resume_size=have, **told)
+                    http_get(
+                        piece.url, file, resume_size=have, headers=self._headers, expected_size=size, tqdm_class=bar
+                    )
             except (hub_errors.HfHubHTTPError, httpx.TransportError, RecursionError) as problem:
                 # `http_get` calls itself after each break, however many there are.
                 have = file.seek(0, os.SEEK_END) - start
@@ -208,7 +204,8 @@ class Downloader:
                     ) from problem
                 self._sleep(min(2**tries, _LONGEST_WAIT_S))
             except RunError:
-                file.truncate(start)  # More bytes than there should be would be taken for the next piece.
+                if file.seek(0, os.SEEK_END) > start + size:  # What is more would be taken for the next piece.
+                    file.truncate(start)
                 raise
             else:
                 return
@@ -220,7 +217,7 @@ class Downloader:
                 f"{path} is in the way: it is not the file of {target.size:,} bytes that the Hub has; "
                 "take it away, or choose another folder"
             )
-        if self._receipt(target) == _statement(target, whole=True):
+        if self._is_stated(target, whole=True):
             return
         with path.open("rb") as file:
             start = 0
@@ -250,11 +247,11 @@ class Downloader:
     def _receipt_path(self, target: Target) -> Path:
         return self._folder / _RECEIPTS / f"{target.name}.json"
 
-    def _receipt(self, target: Target) -> object:
-        try:
-            return json.loads(self._receipt_path(target).read_text())
-        except (OSError, ValueError, RecursionError):
-            return None
+    def _is_stated(self, target: Target, *, whole: bool) -> bool:
+        """Whether the receipt, if there is one, is of these very pieces, all of them here or not."""
+        with suppress(OSError, ValueError, RecursionError):
+            return json.loads(self._receipt_path(target).read_text()) == _statement(target, whole=whole)
+        return False
 
     def _write_receipt(self, target: Target, *, whole: bool) -> None:
         write_atomically(self._receipt_path(target), json.dumps(_statement(target, whole=whole)))

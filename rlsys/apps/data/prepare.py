@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlsys.data.question import Question
 from rlsys.data.rows import question_of, read_rows
@@ -26,6 +26,7 @@ from rlsys.data.template import Template, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import sha256_of, write_atomically
 
+Row = TypeVar("Row")
 REPOSITORY = "RUC-NLPIR/FlashRAG_datasets"
 """Of the public sets on the Hugging Face Hub; a set's split is `<name>/<split>.jsonl`."""
 QUESTION_FIELDS = ("question", "query", "problem")
@@ -255,15 +256,19 @@ def split_file(
         raise UserError(f"{train} cannot hold both sides: give two files.")
     rows, texts = _read(source)
     if chosen is None:
-        sides = split(texts, count, seed, str(source))
-        held = [row for row, side in zip(rows, sides, strict=True) if side]
+        trained, held = divide(rows, split(texts, count, seed, str(source)))
     else:
         held, wanted = _read(chosen)
-        sides = apart(texts, wanted, str(source), str(chosen))
-    trained = [row for row, side in zip(rows, sides, strict=True) if not side]
+        trained, _ = divide(rows, apart(texts, wanted, str(source), str(chosen)))
     for out, kept in ((train, trained), (heldout, held)):
         write_atomically(out, "".join(json_line(row, str(source)) for row in kept))
     return len(trained), len(held)
+
+
+def divide(rows: Sequence[Row], held_out: Sequence[bool]) -> tuple[list[Row], list[Row]]:
+    """The rows to train on, and those held out."""
+    pairs = list(zip(rows, held_out, strict=True))
+    return [row for row, out in pairs if not out], [row for row, out in pairs if out]
 
 
 def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name: str) -> list[bool]:

@@ -1,24 +1,80 @@
-"""`rlsys launch`: the same command on every machine trains on all of them."""
+"""`rlsys train` and `rlsys launch`: compose, check, then print the plan, or train here or on several machines."""
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rlsys.apps.cli.doctor import look
-from rlsys.apps.cli.train import ConfigDir, ConfigName, Overrides
+from rlsys.apps.running import run_to_end
 from rlsys.cluster.launch.searching import check_searching
 from rlsys.cluster.launch.task import Task
+from rlsys.cluster.planning.plan import make_plan, render_plan
 from rlsys.cluster.role import DEFAULT_PORT, Role, find_role, machine_count
 from rlsys.config.compose import load_config
+from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems, validate
 
+ConfigName = Annotated[
+    str,
+    typer.Option(
+        "--config-name", "-c", help="A config of the project, or the path of a YAML file: rlsys' keys, or RLinf's."
+    ),
+]
+ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs; the project's own by default.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings such as trainer.steps=5.")]
 
-def command(
+
+def train(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved plan and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")] = False,
+    no_wandb: Annotated[bool, typer.Option("--no-wandb", help="Leave Weights & Biases out.")] = False,
+    folder_to: Annotated[
+        Path | None, typer.Option(help="Write the run's folder to this file as soon as it is known.")
+    ] = None,
+) -> None:
+    """Train a policy."""
+    config = load_config(config_name, overrides or (), config_dir)
+    if no_wandb:
+        config.tracking.wandb = False
+    if as_json and not dry_run:
+        raise typer.BadParameter("it goes with --dry-run", param_hint="--json")
+    validate(config)
+    if dry_run:
+        plan = make_plan(config)
+        typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
+        return
+    _train(config, folder_to)
+
+
+def _train(config: RunConfig, folder_to: Path | None) -> None:
+    # Ray, transformers and the trackers take seconds to load, which a plan or a mistake need not wait for.
+    from rich.console import Console
+
+    from rlsys.files import claim, write_atomically
+    from rlsys.observe.table import render_summary
+    from rlsys.orchestrator.starting import ready_to_start
+    from rlsys.train import train as train_policy
+
+    run_dir, origin = ready_to_start(config, lambda text: typer.echo(f"Note: {text}", err=True))
+    if folder_to is not None:
+        write_atomically(folder_to, str(run_dir.resolve()))
+    with claim(run_dir):
+        summary = run_to_end(train_policy(config, run_dir, origin))
+    render_summary(summary, Console())
+    typer.echo(f"The run is in {run_dir}.")
+
+
+def launch(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
@@ -73,16 +129,15 @@ def _launch(task: Task, role: Role, cluster: str | None) -> int:
         os.environ.update(require_token(os.environ, make=True))
 
     # Ray takes seconds to load, which a mistake need not wait for.
-    from rlsys.apps.running import run_to_end
     from rlsys.cluster.launch.head import lead, lead_cluster
     from rlsys.cluster.launch.worker import work
 
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         with suppress(OSError):  # Of a terminal that has been closed.
             typer.echo(f"launch: {text}", err=True)
 
     if cluster is not None:
-        return run_to_end(lead_cluster(task, role, cluster, say))
+        return run_to_end(lead_cluster(task, role, cluster, show))
     if role.leads:
-        return run_to_end(lead(task, role, say))
-    return run_to_end(work(role, task.config, task.wait_s, say)).status
+        return run_to_end(lead(task, role, show))
+    return run_to_end(work(role, task.config, task.wait_s, show)).status
