@@ -27,7 +27,7 @@ Devices = int | Sequence[int] | str
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_/.-]*")
 _WORDS = ("null", "true", "false", "nan", "inf")
-"""What Hydra reads as something else than text."""
+"""Words that Hydra reads as something else than text."""
 _BATCH = "trainer.prompts_per_step"
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """Weights in safetensors, and what belongs to them: nothing that holds the same weights again."""
@@ -58,14 +58,14 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one argument of the API sets."""
+    """The settings of one argument of the API."""
 
     argument: str
     """Its name, for sentences."""
     values: Mapping[str, Any]
     """Key, or group of configs, -> value."""
     passing: bool = False
-    """Whether they hold for the run alone."""
+    """They hold for the run alone."""
 
 
 def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[str]) -> RunSettings:
@@ -85,7 +85,7 @@ def _key(override: str) -> str:
 
 
 def _sets(override: str, key: str) -> bool:
-    """Whether the setting is of `key`, or of a section around it. A group's config is beneath all keys, and not meant."""
+    """True for a setting of `key`, or of a section around it. A group's config is beneath all keys, and not meant."""
     name, value = _key(override), override.partition("=")[2]
     is_group = "." not in name and not value.lstrip().startswith("{")
     return name == key or (key.startswith(f"{name}.") and not is_group)
@@ -111,7 +111,7 @@ def quoted(value: object) -> str:
 
 
 def of_devices(devices: Devices | None) -> dict[str, Any]:
-    """Who is placed where; None leaves that to the config.
+    """Settings that place the groups; None leaves that to the config.
 
     On the CPU every group has a slot of its own. One or two devices are shared by all groups, which take turns; of more,
     half train, an eighth (one at least) score and the others generate, as on one node of eight. Raises UserError.

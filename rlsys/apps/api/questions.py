@@ -45,7 +45,7 @@ class Rows:
     texts: tuple[str, ...]
     """The question of each row."""
     file: Path | None
-    """Where a run can read these very rows; None where they have to be written."""
+    """A file of these very rows; None where they have to be written."""
 
     def path(self, folder: Path) -> Path:
         """The file of them, which is written to `folder` if there is none."""
@@ -54,16 +54,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a run reads. No question is in both."""
+    """The files that a run reads. No question is in both."""
 
     train: Path
     """Questions to train on."""
     heldout: Path
     """Questions to evaluate on."""
     questions: int
-    """How many there are to train on."""
+    """Number of those to train on."""
     dropped: int = 0
-    """Of those that were given to train on, how many were held out too, and are not trained on."""
+    """Number of those given to train on that were held out too, and are not trained on."""
 
 
 def training_files(train: Data, heldout: Data | None, count: int | None, seed: int, folder: Path) -> Files:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # Building loads libraries of seconds.
 START_TIMEOUT_S = 180.0
 """For a server that is started here to answer."""
 CHUNK_WORDS = 100
-"""Of a passage, as in the Wikipedia of 2018 that Search-R1 searches."""
+"""Words of a passage, as in the Wikipedia of 2018 that Search-R1 searches."""
 Documents = str | Path | Sequence[Path] | Sequence[str | Mapping[str, Any]]
 """A file or folder, several, or the documents themselves: texts, or mappings with "text"."""
 
@@ -57,7 +57,7 @@ class _IndexRetriever:
     """An index folder, as `rlsys search index` makes it."""
 
     KIND: ClassVar[str]
-    """Of its index, as the manifest names it."""
+    """Kind of its index, as the manifest names it."""
     index_path: str | Path
     """Folder of the index."""
 
@@ -72,7 +72,7 @@ class _IndexRetriever:
         return manifest
 
     def _settings(self, top_k: int) -> dict[str, Any]:
-        index = {"search.index": str(self.index_path), "search.url": None, "search.replicas": []}
+        index: dict[str, Any] = {"search.index": str(self.index_path), "search.url": None, "search.replicas": []}
         return {**index, "search.topk": top_k}
 
 
@@ -345,7 +345,7 @@ def _refuse_other(index: Path, kind: str, passages: Path, made: Recipe) -> None:
 
 
 def _files(documents: Documents, file: Path) -> list[Path]:
-    """Where the documents are; values are written to `file`."""
+    """The files and folders of the documents; values are written to `file`."""
     if isinstance(documents, str | Path):
         return [Path(documents)]
     if not isinstance(documents, Sequence):

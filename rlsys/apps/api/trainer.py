@@ -145,7 +145,7 @@ class SearchR1Trainer:
         return TrainingResult(run_dir, summary, settings, self.search_backend)
 
     def _batch(self, given: Sequence[Given], batch_size: int | None, questions: int) -> Given:
-        """What `batch_size` comes to; no more than there are `questions`, where nobody says how many."""
+        """The settings of `batch_size`; no more than there are `questions`, where nobody says how many."""
         _, known = self._config_of(given)
         if batch_size is None:
             batch_size = fitting_batch(known, self._overrides, questions)

@@ -34,7 +34,7 @@ _GRACE_S = 15.0
 _READ_S = 2.0
 """For the last lines of a command that has ended."""
 _LINES_SHOWN = 40
-"""Of a command that fails, which its error repeats."""
+"""Lines of a command that fails, which its error repeats."""
 _REMEDY = "evaluate again, or give the folder of an evaluation that has come to its end"
 """For a result that cannot be read."""
 _SHOWN = 3

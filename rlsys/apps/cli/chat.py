@@ -141,7 +141,7 @@ async def _serve(model: Model, settings: Settings, engine: EngineName, host: str
 
 
 async def _opened(stack: AsyncExitStack, model: Model, settings: Settings, engine: EngineName) -> Opened:
-    """What to ask, for as long as `stack` is open; a terminal shows what takes its time."""
+    """The model to ask, for as long as `stack` is open; a terminal shows what takes its time."""
     from rich.console import Console
     from transformers.utils import logging
 

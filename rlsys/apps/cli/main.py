@@ -18,7 +18,7 @@ from rlsys.errors import Interrupted, RunError, UserError, root_cause
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-"""What a disk may have against anybody."""
+"""Errors of a disk, which say nothing of the program."""
 
 app = typer.Typer(
     help="Reinforcement learning for language models that search.",

@@ -46,7 +46,7 @@ _CORPUS, _QUESTIONS, _CHOSEN = "corpus.jsonl", "questions.jsonl", "chosen.jsonl"
 """Files on the way to what a run reads, made anew by each call."""
 _INDICES = ("dense", "bm25", "hybrid")
 _SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
-"""Of questions."""
+"""Of files of questions."""
 
 Prompt = Annotated[
     Path | None, typer.Option(help="File of an own prompt with {question} in it; Search-R1's by default.")
@@ -69,13 +69,13 @@ class Wish:
     heldout: Path | None = None
     """Own questions to evaluate on; without them some of `questions` are held out."""
     holdout: int | None = None
-    """How many of them."""
+    """Number of them."""
     prompt: Path | None = None
     """File of an own prompt; without it Search-R1's."""
     tools: tuple[str, ...] = ()
     """Classes of tools beside the search (docs/tools.md)."""
     kind: str = "dense"
-    """Of the index."""
+    """Kind of the index."""
     encoder: str | None = None
     devices: Devices | None = None
     steps: int | None = None
@@ -248,7 +248,7 @@ def _ended(note: Path) -> tuple[Path, Path] | None:
 
 
 def _is_finished(note: Path, config: RunConfig) -> bool:
-    """Whether the run that `note` names has ended well, under this very config."""
+    """True if the run that `note` names has ended well, under this very config."""
     ended = _ended(note)
     if ended is None:
         return False

@@ -52,7 +52,7 @@ _MISTAKES = {
     hub_errors.HFValidationError: "{problem}",
     hub_errors.FileMetadataError: "{problem}",
 }
-"""What huggingface_hub raises for a user's mistake, the special before the general, and the sentence for it."""
+"""Errors of huggingface_hub for a user's mistake, the special before the general, and their sentences."""
 
 Advance = Callable[[int], None]
 """Told how many bytes further a download is; fewer than 0 where bytes turned out to be worthless."""
@@ -248,7 +248,7 @@ class Downloader:
         return self._folder / _RECEIPTS / f"{target.name}.json"
 
     def _is_stated(self, target: Target, *, whole: bool) -> bool:
-        """Whether the receipt, if there is one, is of these very pieces, all of them here or not."""
+        """True if there is a receipt of these very pieces, `whole` or not."""
         with suppress(OSError, ValueError, RecursionError):
             return json.loads(self._receipt_path(target).read_text()) == _statement(target, whole=whole)
         return False
@@ -273,7 +273,7 @@ def _statement(target: Target, *, whole: bool) -> object:
 
 
 def _is_right(piece: RemoteFile, file: BinaryIO, start: int) -> bool:
-    """Whether `file` holds `piece` from byte `start` on: by SHA-256, or by git's hash of a blob."""
+    """True if `file` holds `piece` from byte `start` on: by SHA-256, or by git's hash of a blob."""
     digest = hashlib.sha256()
     if len(piece.checksum) == 40:
         digest = hashlib.sha1(f"blob {piece.size}\0".encode(), usedforsecurity=False)

@@ -28,7 +28,7 @@ from rlsys.files import sha256_of, write_atomically
 
 Row = TypeVar("Row")
 REPOSITORY = "RUC-NLPIR/FlashRAG_datasets"
-"""Of the public sets on the Hugging Face Hub; a set's split is `<name>/<split>.jsonl`."""
+"""The public sets on the Hugging Face Hub; a set's split is `<name>/<split>.jsonl`."""
 QUESTION_FIELDS = ("question", "query", "problem")
 ANSWER_FIELDS = ("golden_answers", "answers", "answer", "solutions", "target")
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 500
@@ -45,7 +45,7 @@ class QuestionSet:
     splits: tuple[str, ...]
     """That are published."""
     hops: str
-    """What answering takes: one search or several."""
+    """Searches that an answer takes: one or several."""
 
     @property
     def evaluated(self) -> str:
@@ -272,7 +272,7 @@ def divide(rows: Sequence[Row], held_out: Sequence[bool]) -> tuple[list[Row], li
 
 
 def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name: str) -> list[bool]:
-    """Whether each question is one of `heldout` too. Raises UserError where all are, which leaves none to train on."""
+    """Marks the questions that are in `heldout` too. Raises UserError where all are, which leaves none to train on."""
     held = set(map(_key, heldout))
     both = [_key(text) in held for text in texts]
     if all(both):
@@ -293,7 +293,7 @@ def json_line(row: Any, name: str) -> str:
 
 
 def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list[bool]:
-    """Whether each question is held out: `count` different ones, or a tenth and 500 at most; one at least on each side.
+    """Marks the questions to hold out: `count` different ones, or a tenth and 500 at most; one at least on each side.
 
     Raises UserError, which calls the questions `name`, where `count` leaves a side without any.
     """
