@@ -1,11 +1,21 @@
 """Pipelined reinforcement learning for language models that search.
 
 From Python: `from rlsys import SearchR1Trainer, DenseRetriever` (see `rlsys.apps.api`), which is loaded when it is first asked for.
+
+Packages that users name have moved; `rlsys.tools`, `rlsys.api`, `rlsys.cli` and what is in them are still found, as the very
+same modules (`rlsys.tools.interface.ToolError is rlsys.rollout.tools.interface.ToolError`), in a config's `task.tools`, an
+import and `python -m`. The first import of each is a DeprecationWarning.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from importlib import import_module
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +40,46 @@ __all__ = [
     "TrainingResult",
     "WebSearch",
 ]
+
+_MOVED = {"rlsys.tools": "rlsys.rollout.tools", "rlsys.api": "rlsys.apps.api", "rlsys.cli": "rlsys.apps.cli"}
+"""Old name of a package -> its name."""
+
+
+class _OldNames(MetaPathFinder, Loader):
+    """Finds modules of `_MOVED` packages by their old names."""
+
+    @staticmethod
+    def _new_name(name: str) -> str:
+        old = ".".join(name.split(".")[:2])
+        return _MOVED.get(old, old) + name[len(old) :]
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        new = self._new_name(name)
+        found = None if new == name else find_spec(new)
+        return None if found is None else spec_from_loader(name, self, origin=found.origin)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = self._new_name(spec.name)
+        if spec.name in _MOVED:
+            warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
+        module = import_module(new)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module, which has been executed by its own name, its own spec back."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+    def get_code(self, name: str) -> CodeType | None:
+        """The code, for `python -m`."""
+        spec = find_spec(self._new_name(name))
+        assert spec is not None
+        assert isinstance(spec.loader, InspectLoader)
+        return spec.loader.get_code(spec.name)
+
+
+sys.meta_path.insert(0, _OldNames())  # Before the finder of files, which would load them a second time.
 
 
 def __getattr__(name: str) -> Any:

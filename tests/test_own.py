@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from rlsys.apps.cli.data import app as data
 from rlsys.apps.cli.data import split
-from rlsys.apps.cli.own import command
+from rlsys.apps.cli.own import Wish, Words, command, commands
 from rlsys.apps.cli.search import app as search
-from rlsys.apps.own.steps import Wish, Words, commands
 from rlsys.config.compose import load_config
 from rlsys.errors import RunError, UserError
 from rlsys.observe.capabilities import detect
@@ -210,7 +209,7 @@ def test_a_training_that_leaves_no_run_is_noticed(world: World, monkeypatch: pyt
 
 def test_devices_are_those_of_the_given_config(monkeypatch: pytest.MonkeyPatch) -> None:
     wishes: list[Wish] = []
-    monkeypatch.setattr("rlsys.apps.own.steps.commands", lambda wish: wishes.append(wish) or ())
+    monkeypatch.setattr("rlsys.apps.cli.own.commands", lambda wish: wishes.append(wish) or ())
     app = Typer()
     app.command()(command)
     for more in ([], ["-c", "searchr1_tiny_cpu"], ["-c", "searchr1_tiny_cpu", "--devices", "2"]):

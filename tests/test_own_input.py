@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from rlsys.apps.own.steps import commands
+from rlsys.apps.cli.own import commands
 from rlsys.errors import UserError
 from rlsys.observe.capabilities import Capabilities
 from tests.test_own import POLICY, World, names

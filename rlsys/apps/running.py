@@ -1,15 +1,19 @@
-"""Running a coroutine to its end from the command line, interruptible at any time."""
+"""Running a coroutine to its end, interruptible at any time: `run_to_end` from the command line, `finish` from Python."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from rlsys.errors import Interrupted
+from rlsys.errors import Interrupted, RunError, UserError, root_cause
 
 T = TypeVar("T")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -21,14 +25,71 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     async def supervised() -> T:
         task = asyncio.current_task()
         assert task is not None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            loop.add_signal_handler(number, task.cancel)
+        for number in _SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         return await work
 
     try:
         return asyncio.run(supervised())
     except asyncio.CancelledError:
         raise Interrupted("Interrupted; what was known is in the run's folder.") from None
+
+
+def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` from a script or a notebook and return what it returns.
+
+    Ctrl-C (in a notebook, "interrupt the kernel") cancels the work, waits until it has closed all that it started, and raises
+    KeyboardInterrupt. Handlers of signals are afterwards those that were there before. What is made for people (`UserError`,
+    `RunError`) is raised as itself, also where a group of errors held it.
+    """
+    try:
+        if threading.current_thread() is threading.main_thread() and not _loop_runs():
+            return _in_this_thread(work)
+        return _in_another_thread(work)
+    except BaseExceptionGroup as errors:
+        cause = root_cause(errors)
+        if isinstance(cause, UserError | RunError):
+            raise cause from errors
+        raise
+    except Interrupted:
+        raise KeyboardInterrupt from None
+
+
+def _loop_runs() -> bool:
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop() is not None
+    return False
+
+
+def _in_this_thread(work: Coroutine[Any, Any, T]) -> T:
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        return run_to_end(work)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_another_thread(work: Coroutine[Any, Any, T]) -> T:
+    """For a thread with a loop of its own, which cannot run another, and for one that gets no signals."""
+    begun = threading.Event()
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def supervised() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        begun.set()
+        return await work
+
+    with ThreadPoolExecutor(1, thread_name_prefix="rlsys") as thread:
+        done = thread.submit(lambda: asyncio.run(supervised()))
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            begun.wait()
+            loop, task = running[0]
+            with suppress(RuntimeError):  # The loop has closed: the work has just ended.
+                loop.call_soon_threadsafe(task.cancel)
+            raise

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult
-from rlsys.apps.api.settings import Settings
+from rlsys.apps.api.arguments import RunSettings
 from rlsys.errors import UserError
 from rlsys.observe.metrics import read_metrics
 from tests.damage import DAMAGES, OBJECTS
@@ -25,7 +25,7 @@ AVERAGE = {"em": {"mean": 0.25}, "f1": {"mean": 0.5}, "searches": 1.5, "question
 def trained(tmp_path: Path) -> TrainingResult:
     """Of a run of three steps."""
     run = made_run(tmp_path / "run")
-    return TrainingResult(run, {}, Settings("searchr1_tiny_cpu", ()), HttpRetriever("http://a:1"))
+    return TrainingResult(run, {}, RunSettings("searchr1_tiny_cpu", ()), HttpRetriever("http://a:1"))
 
 
 @pytest.fixture

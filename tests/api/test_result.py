@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlsys.apps.api import HttpRetriever, TrainingResult
-from rlsys.apps.api.settings import Settings
+from rlsys.apps.api.arguments import RunSettings
 from rlsys.errors import RunError, UserError
 
 TRAINED = "examples/searchr1/tiny/policy"
@@ -20,13 +20,13 @@ TRAINED = "examples/searchr1/tiny/policy"
 
 def result(folder: Path) -> TrainingResult:
     overrides = ("search.url=http://old:1", "search.token_env=OLD", "search.timeout_s=77")
-    settings = Settings("searchr1_tiny_cpu", overrides, frozenset({"search.url", "search.token_env"}))
+    settings = RunSettings("searchr1_tiny_cpu", overrides, frozenset({"search.url", "search.token_env"}))
     return TrainingResult(folder, {"checkpoint": TRAINED}, settings, HttpRetriever("http://new:2"))
 
 
 def test_own_settings_of_the_search_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr("rlsys.apps.api.result._rlsys", lambda *words: asked.append(words))
+    monkeypatch.setattr("rlsys.apps.api.training_result._rlsys", lambda *words: asked.append(words))
     result(tmp_path).evaluate(limit=3)
     settings = [word for word in asked[0] if word.startswith("search.")]
     assert settings == [
@@ -49,7 +49,7 @@ time.sleep(60)
 PARENT = """
 import signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # A test run in the background ignores it, and so would this.
-from rlsys.apps.api import result
+from rlsys.apps.api import training_result as result
 popen = subprocess.Popen
 result.subprocess.Popen = lambda command, **more: popen([sys.executable, {child!r}], **more)
 result._rlsys("eval")
@@ -77,7 +77,7 @@ def test_an_interrupt_ends_the_command_first_which_has_time_to_close(tmp_path: P
 def test_a_failure_is_what_the_command_says(
     status: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rlsys.apps.api import result as module
+    from rlsys.apps.api import training_result as module
 
     popen = subprocess.Popen
     code = f"import sys; print('the disk is full', file=sys.stderr); sys.exit({status})"

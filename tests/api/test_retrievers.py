@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever, SearchBackend, WebSearch
-from rlsys.apps.api.web_server import WebServer
+from rlsys.apps.api.retrievers import WebServer
 from rlsys.errors import UserError
 from rlsys.search.server_process import SearchServer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.apps.notebook_running import finish
+from rlsys.apps.running import finish
 from rlsys.errors import RunError
 
 
@@ -95,7 +95,7 @@ def test_an_interrupt_at_the_very_end_is_an_interrupt(monkeypatch: pytest.Monkey
             monkeypatch.setattr(interrupted, "done", lambda: False)
             return interrupted
 
-    monkeypatch.setattr("rlsys.apps.notebook_running.ThreadPoolExecutor", Ending)
+    monkeypatch.setattr("rlsys.apps.running.ThreadPoolExecutor", Ending)
     ended = []
 
     def cell() -> None:

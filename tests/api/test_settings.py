@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rlsys.apps.api.settings import Given, compose_settings, of_batch, of_devices, of_reward, quoted
+from rlsys.apps.api.arguments import Given, compose_settings, of_batch, of_devices, of_reward, quoted
 from rlsys.config.compose import load_config
 from rlsys.errors import UserError
 

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rlsys.apps.api import HttpRetriever, SearchR1Trainer, TrainingResult
-from rlsys.apps.api.models import model_folder
+from rlsys.apps.api.arguments import model_folder
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError

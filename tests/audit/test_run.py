@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from rlsys.apps.cli.audit import app
+from rlsys.apps.cli.runs import audit as app
 from rlsys.config.schema import TokenMode
 from rlsys.errors import UserError
 from rlsys.observe.kept import Kept, kept_file, write_kept

@@ -14,9 +14,8 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.data import app
-from rlsys.apps.data.hub import Hub
-from rlsys.apps.data.prepare import merge, prepare_file
-from rlsys.apps.data.sets import REPOSITORY, SETS
+from rlsys.apps.data.download import Hub
+from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file
 from rlsys.data.question import read_questions
 from rlsys.data.template import search_prompt
 from rlsys.errors import UserError
@@ -153,7 +152,7 @@ def test_the_command_takes_local_files_in_their_usual_places(tmp_path: Path) -> 
 def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = (json.dumps(PARIS) + "\n").encode()
     with running(FakeHub({f"{REPOSITORY}/{name}/{one.evaluated}.jsonl": content for name, one in SETS.items()})) as hub:
-        monkeypatch.setattr("rlsys.apps.data.hub.Hub", functools.partial(Hub, endpoint=hub.url))
+        monkeypatch.setattr("rlsys.apps.data.download.Hub", functools.partial(Hub, endpoint=hub.url))
         done = prepare("all", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     for name, one in SETS.items():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.apps.data.split import split, split_file
+from rlsys.apps.data.prepare import split, split_file
 from rlsys.errors import UserError
 
 WORDS = st.lists(st.text("ab C", min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=30)

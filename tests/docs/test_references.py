@@ -9,8 +9,8 @@ import types
 import pytest
 
 import rlsys
-from rlsys.apps.api import reference as of_python
-from rlsys.apps.cli import reference as of_commands
+from scripts import api_reference as of_python
+from scripts import commands_reference as of_commands
 
 MADE = {"commands": of_commands, "api": of_python}
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 import yaml
 
-from rlsys.apps.cli.launch import command
+from rlsys.apps.cli.training import launch as command
 from rlsys.cluster.launch.role import check_searching, find_role, serving_positions
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
-from rlsys.apps.cli.launch import command
+from rlsys.apps.cli.training import launch as command
 from rlsys.cluster.launch.role import Role, expand_hosts, find_role
 from rlsys.errors import UserError
 

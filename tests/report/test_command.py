@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.apps.cli.report import command
+from rlsys.apps.cli.runs import report as command
 from rlsys.errors import UserError
 from rlsys.observe.run_folder import open_run
 from rlsys.report.model import build

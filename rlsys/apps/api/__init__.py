@@ -12,9 +12,9 @@ go on is `rlsys.errors.RunError`, each with one sentence that says what to do.
     print(result.evaluate())
 """
 
-from rlsys.apps.api.result import EvaluationResult, TrainingResult
 from rlsys.apps.api.retrievers import BM25Retriever, DenseRetriever, HttpRetriever, SearchBackend, WebSearch
 from rlsys.apps.api.trainer import SearchR1Trainer
+from rlsys.apps.api.training_result import EvaluationResult, TrainingResult
 
 __all__ = [
     "BM25Retriever",

@@ -14,8 +14,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rlsys.apps.data.prepare import ANSWER_FIELDS, QUESTION_FIELDS, prepare_file
-from rlsys.apps.data.split import apart, json_line, split
+from rlsys.apps.data.prepare import (
+    ANSWER_FIELDS,
+    QUESTION_FIELDS,
+    apart,
+    divide,
+    json_line,
+    prepare_file,
+    search_r1_row,
+    split,
+)
 from rlsys.data.question import Question, question_of, read_rows
 from rlsys.errors import UserError
 from rlsys.files import write_atomically
@@ -36,49 +44,43 @@ class Rows:
     texts: tuple[str, ...]
     """The question of each row."""
     file: Path | None
-    """Where a run can read these very rows; None where they have to be written."""
+    """A file of these very rows; None where they have to be written."""
 
     def path(self, folder: Path) -> Path:
         """The file of them, which is written to `folder` if there is none."""
-        return self.file or write_rows(self.rows, folder, self.name)
+        return self.file or _write_rows(self.rows, folder, self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a run reads. No question is in both."""
+    """The files that a run reads. No question is in both."""
 
     train: Path
     """Questions to train on."""
     heldout: Path
     """Questions to evaluate on."""
     questions: int
-    """How many there are to train on."""
+    """Number of those to train on."""
     dropped: int = 0
-    """Of those that were given to train on, how many were held out too, and are not trained on."""
+    """Number of those given to train on that were held out too, and are not trained on."""
 
 
 def training_files(train: Data, heldout: Data | None, count: int | None, seed: int, folder: Path) -> Files:
-    """Files to train on and to evaluate on. Without `heldout`, `count` questions of `train` are (see `apps.data.split`).
+    """Files to train on and to evaluate on. Without `heldout`, `count` questions of `train` are (see `apps.data.prepare.split`).
 
     Raises UserError for what is no question, naming its place.
     """
     trained = read_data(train, "train_data")
     if heldout is None:
-        sides = split(trained.texts, count, seed, trained.name)
-        held = [row for row, side in zip(trained.rows, sides, strict=True) if side]
-        kept = write_rows(_others(trained, sides), folder, f"{trained.name}-train")
-        return Files(kept, write_rows(held, folder, f"{trained.name}-heldout"), sides.count(False))
+        kept, held = divide(trained.rows, split(trained.texts, count, seed, trained.name))
+        path = _write_rows(kept, folder, f"{trained.name}-train")
+        return Files(path, _write_rows(held, folder, f"{trained.name}-heldout"), len(kept))
     if count is not None:
         raise UserError(f"holdout={count} and eval_data both say what is held out: give one of them.")
     asked = read_data(heldout, "eval_data")
-    both = apart(trained.texts, asked.texts, "train_data", "eval_data")
-    dropped = sum(both)
-    path = write_rows(_others(trained, both), folder, f"{trained.name}-train") if dropped else trained.path(folder)
-    return Files(path, asked.path(folder), both.count(False), dropped)
-
-
-def _others(data: Rows, left_out: Sequence[bool]) -> list[Mapping[str, Any]]:
-    return [row for row, out in zip(data.rows, left_out, strict=True) if not out]
+    kept, dropped = divide(trained.rows, apart(trained.texts, asked.texts, "train_data", "eval_data"))
+    path = _write_rows(kept, folder, f"{trained.name}-train") if dropped else trained.path(folder)
+    return Files(path, asked.path(folder), len(kept), len(dropped))
 
 
 def read_data(data: Data, name: str) -> Rows:
@@ -87,12 +89,12 @@ def read_data(data: Data, name: str) -> Rows:
         return _read_file(Path(data))
     if not isinstance(data, Sequence):
         raise UserError(f"{name} is a {type(data).__name__}: give a path, a list of rows or a list of questions.")
-    rows = [_row_of(one) if isinstance(one, Question) else one for one in data]
+    rows = [search_r1_row(one, one.extra) if isinstance(one, Question) else one for one in data]
     lines = [(line, _plain(row, f"{name}, line {line}")) for line, row in enumerate(rows, start=1)]
     return _checked(Path(name), lines, None)
 
 
-def write_rows(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> Path:
+def _write_rows(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> Path:
     """Write rows to the file of `folder` that their content names."""
     text = "".join(json_line(row, name) for row in rows)
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
@@ -148,14 +150,3 @@ def _plain(value: Any, where: str) -> Any:
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if row.get(name) is not None), None)
-
-
-def _row_of(question: Question) -> dict[str, Any]:
-    """As Search-R1 writes a question, with the raw one."""
-    return {
-        "data_source": question.data_source,
-        **({"question": question.text} if question.text else {}),
-        "prompt": [{"role": "user", "content": question.prompt}],
-        "reward_model": {"style": "rule", "ground_truth": {"target": list(question.answers)}},
-        "extra_info": dict(question.extra),
-    }

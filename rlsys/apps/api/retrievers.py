@@ -1,7 +1,11 @@
-"""What a run searches: an own index by vectors or by words, the web, or a server that is running already.
+"""The searches of a run: an own index by vectors or by words, the web, or a server that is running already.
 
 A retriever is a description; nothing runs until a run or an evaluation needs it. Then what it takes is started, and ended
 with that run, however it ends. Everything is refused with UserError as soon as it can be seen to be wrong.
+
+Beside an index of own documents lie `<index>.documents.jsonl` (documents that were given as values) and
+`<index>.passages.jsonl`, what the index was built from. The same documents give the same bytes, so an index of them is found
+again and not built twice.
 """
 
 from __future__ import annotations
@@ -12,18 +16,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
-from rlsys.apps.api.documents import CHUNK_WORDS, Documents, index_documents
-from rlsys.apps.api.notes import note
-from rlsys.apps.api.web_server import WebServer
+from rlsys.apps.api.arguments import note
+from rlsys.apps.data.prepare import json_line
 from rlsys.errors import UserError
-from rlsys.search.address import DEFAULT_TOPK, TOKEN_VARIABLE, is_url
-from rlsys.search.index.manifest import read_manifest
-from rlsys.search.server_process import SearchServer
+from rlsys.files import write_atomically
+from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, TOKEN_VARIABLE, is_url
+from rlsys.search.index.manifest import DENSE, MANIFEST_FILE, read_manifest
+from rlsys.search.server_process import SearchServer, child_environment
+
+if TYPE_CHECKING:  # Building loads libraries of seconds.
+    from rlsys.search.index.make import IndexRecipe
 
 START_TIMEOUT_S = 180.0
 """For a server that is started here to answer."""
+CHUNK_WORDS = 100
+"""Words of a passage, as in the Wikipedia of 2018 that Search-R1 searches."""
+Documents = str | Path | Sequence[Path] | Sequence[str | Mapping[str, Any]]
+"""A file or folder, several, or the documents themselves: texts, or mappings with "text"."""
 
 
 @runtime_checkable
@@ -45,7 +57,7 @@ class _IndexRetriever:
     """An index folder, as `rlsys search index` makes it."""
 
     KIND: ClassVar[str]
-    """Of its index, as the manifest names it."""
+    """Kind of its index, as the manifest names it."""
     index_path: str | Path
     """Folder of the index."""
 
@@ -60,11 +72,7 @@ class _IndexRetriever:
         return manifest
 
     def _settings(self, top_k: int) -> dict[str, Any]:
-        index: dict[str, Any] = {
-            "search.index": str(self.index_path),
-            "search.url": None,
-            "search.replicas": [],
-        }
+        index: dict[str, Any] = {"search.index": str(self.index_path), "search.url": None, "search.replicas": []}
         return {**index, "search.topk": top_k}
 
 
@@ -126,7 +134,7 @@ class DenseRetriever(_IndexRetriever):
         _require_count("chunk_size", chunk_size, "words")
         _require_device(device)
         settings = {"encoder": embedding_model, "device": device}
-        index_documents(cls.KIND, documents, Path(index_path), settings, chunk_size)
+        _index_documents(cls.KIND, documents, Path(index_path), settings, chunk_size)
         return cls(index_path, top_k=top_k, device=device)
 
     @contextmanager
@@ -164,11 +172,7 @@ class BM25Retriever(_IndexRetriever):
 
     @classmethod
     def from_documents(
-        cls,
-        documents: Documents,
-        index_path: str | Path,
-        top_k: int = DEFAULT_TOPK,
-        chunk_size: int = CHUNK_WORDS,
+        cls, documents: Documents, index_path: str | Path, top_k: int = DEFAULT_TOPK, chunk_size: int = CHUNK_WORDS
     ) -> Self:
         """The retriever of own `documents`, which are cut into passages and indexed in the folder `index_path`.
 
@@ -182,7 +186,7 @@ class BM25Retriever(_IndexRetriever):
         """
         _require_count("top_k", top_k)
         _require_count("chunk_size", chunk_size, "words")
-        index_documents(cls.KIND, documents, Path(index_path), {}, chunk_size)
+        _index_documents(cls.KIND, documents, Path(index_path), {}, chunk_size)
         return cls(index_path, top_k)
 
     def serving(self, log_dir: Path) -> AbstractContextManager[Mapping[str, Any]]:
@@ -263,8 +267,19 @@ class WebSearch:
             yield {"search.topk": self.top_k, **_at(server.url)}
 
 
+class WebServer(SearchServer):
+    """A handle of `rlsys search web` over `provider`, under the contract of `SearchServer`.
+
+    It answers with `topk` results and writes to `log`; `options` are its further flags.
+    """
+
+    def __init__(self, provider: str, log: str | Path, *, topk: int, options: Sequence[str] = ()) -> None:
+        words = ["rlsys.apps.cli.main", "search", "web", provider, "--topk", str(topk), *options]
+        self._start(words, log, DEFAULT_HOST, 0, child_environment())
+
+
 @dataclass(frozen=True, slots=True)
-class NoSearch:
+class WithoutSearch:
     """Nothing is searched: the policy has its tools alone."""
 
     def serving(self, log_dir: Path) -> AbstractContextManager[Mapping[str, Any]]:
@@ -287,3 +302,68 @@ def _require_count(name: str, value: int, of: str = "passages") -> None:
 def _require_device(device: str) -> None:
     if not isinstance(device, str) or re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise UserError(f"device={device!r} names no device: give cpu, cuda or cuda:N.")
+
+
+def _index_documents(
+    kind: str, documents: Documents, index: Path, settings: Mapping[str, Any], chunk_size: int
+) -> None:
+    """Build the index folder `index` of `documents`, unless it is there.
+
+    Raises UserError for an index of others, which stays as it is with what lies beside it.
+    """
+    from rlsys.search.index.make import make_index, recipe
+    from rlsys.search.ingest.ingest import Chunking, ingest
+
+    made = recipe(kind, settings)
+    index.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{index.name}.", dir=index.parent) as folder:
+        passages = Path(folder) / f"{index.name}.passages.jsonl"
+        ingest(_files(documents, passages.with_name(f"{index.name}.documents.jsonl")), passages, Chunking(chunk_size))
+        _refuse_other(index, kind, passages, made)
+        for file in Path(folder).iterdir():
+            file.replace(index.with_name(file.name))
+    make_index(kind, index.with_name(passages.name), index, made, replace=False)
+
+
+def _refuse_other(index: Path, kind: str, passages: Path, made: IndexRecipe) -> None:
+    if not (index / MANIFEST_FILE).is_file():
+        return
+    from rlsys.search.corpus import Corpus
+
+    there = read_manifest(index)
+    asked = {"kind": kind, "corpus_sha256": Corpus.open(passages).checksum}
+    asked |= {"encoder": made.encoder.name} if kind == DENSE else {}
+    for key, value in asked.items():
+        if there.get(key) != value:
+            what = (
+                "of other documents, or of passages of another size"
+                if key == "corpus_sha256"
+                else f"of {key} {there.get(key)}"
+            )
+            raise UserError(f"{index} holds an index {what}: give another index_path, or remove that folder.")
+
+
+def _files(documents: Documents, file: Path) -> list[Path]:
+    """The files and folders of the documents; values are written to `file`."""
+    if isinstance(documents, str | Path):
+        return [Path(documents)]
+    if not isinstance(documents, Sequence):
+        raise UserError(
+            f"documents={documents!r} are no documents: give a file or a folder, or a list of texts or of mappings."
+        )
+    given = list(documents)
+    if given and all(isinstance(one, Path) for one in given):
+        return [one for one in given if isinstance(one, Path)]
+    rows = [_row(number, one) for number, one in enumerate(given, start=1)]
+    write_atomically(file, "".join(json_line(row, "documents") for row in rows))
+    return [file]
+
+
+def _row(number: int, document: object) -> Mapping[str, Any]:
+    if isinstance(document, str):
+        return {"text": document}
+    if isinstance(document, Mapping):
+        return document
+    raise UserError(
+        f'document {number} is a {type(document).__name__}: give texts, mappings with "text", or paths alone (as Path).'
+    )

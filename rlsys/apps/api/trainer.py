@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsys.apps.api.models import model_folder
-from rlsys.apps.api.notes import note
-from rlsys.apps.api.questions import Data, training_files
-from rlsys.apps.api.result import TrainingResult
-from rlsys.apps.api.retrievers import NoSearch, SearchBackend
-from rlsys.apps.api.settings import (
+from rlsys.apps.api.arguments import (
     Devices,
     Given,
-    Settings,
+    RunSettings,
     compose_settings,
     fitting_batch,
+    model_folder,
+    note,
     of_batch,
     of_devices,
     of_reward,
 )
-from rlsys.apps.notebook_running import finish
+from rlsys.apps.api.questions import Data, training_files
+from rlsys.apps.api.retrievers import SearchBackend, WithoutSearch
+from rlsys.apps.api.training_result import TrainingResult
+from rlsys.apps.running import finish
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
@@ -75,7 +75,7 @@ class SearchR1Trainer:
     ) -> None:
         if isinstance(overrides, str):
             raise UserError(f'overrides="{overrides}" is one text: give a list of settings such as ["trainer.seed=1"].')
-        backend = NoSearch() if search_backend is None else search_backend
+        backend = WithoutSearch() if search_backend is None else search_backend
         if isinstance(backend, type) or not isinstance(backend, SearchBackend):
             raise UserError(
                 f"search_backend={search_backend!r} is no retriever: give HttpRetriever(url) for a running server, or "
@@ -145,7 +145,7 @@ class SearchR1Trainer:
         return TrainingResult(run_dir, summary, settings, self.search_backend)
 
     def _batch(self, given: Sequence[Given], batch_size: int | None, questions: int) -> Given:
-        """What `batch_size` comes to; no more than there are `questions`, where nobody says how many."""
+        """The settings of `batch_size`; no more than there are `questions`, where nobody says how many."""
         _, known = self._config_of(given)
         if batch_size is None:
             batch_size = fitting_batch(known, self._overrides, questions)
@@ -156,7 +156,7 @@ class SearchR1Trainer:
                 )
         return Given("batch_size", of_batch(batch_size, known.trainer.mini_batches))
 
-    def _config_of(self, given: Sequence[Given]) -> tuple[Settings, RunConfig]:
+    def _config_of(self, given: Sequence[Given]) -> tuple[RunSettings, RunConfig]:
         settings = compose_settings(self._config, given, self._overrides)
         return settings, load_config(settings.config, settings.overrides)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsys.apps.cli.train import ConfigDir
+from rlsys.apps.cli.training import ConfigDir
 from rlsys.apps.running import run_to_end
 from rlsys.errors import Interrupted, RunError, UserError
 
@@ -24,63 +24,43 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8801
 _SEARCH, _WEB = "Search", "Page"
-
-
-ModelPath = Annotated[Path, typer.Option(help="Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor).")]
-Asked = Annotated[
-    str | None,
-    typer.Argument(help="Without one, questions are read: from a prompt, or a line each where they are piped in."),
-]
-Config = Annotated[
-    str | None,
-    typer.Option(
-        "--config-name",
-        "-c",
-        help="Ask as this config says; by default as the run that made the model, else as Search-R1.",
-    ),
-]
-Original = Annotated[
-    Path | None,
-    typer.Option("--hf", help="Of a Megatron checkpoint: the Hugging Face folder that training began with."),
-]
-SearchUrl = Annotated[str | None, typer.Option(help="A running search server.", rich_help_panel=_SEARCH)]
-Index = Annotated[
-    Path | None,
-    typer.Option(help="Folder of `rlsys search index`, which is served for the chat.", rich_help_panel=_SEARCH),
-]
-Engine = Annotated[
-    str | None, typer.Option(help="sglang (the default on a GPU) or transformers (the default on a CPU).")
-]
-Prompt = Annotated[
-    Path | None, typer.Option(help="Text file with {question} in it, in place of the prompt of training.")
-]
-MaxTurns = Annotated[int | None, typer.Option(min=0, help="Most searches of an answer; that of training by default.")]
-Temperature = Annotated[float | None, typer.Option(help="0, the default, is greedy.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One event a line, for programs.")]
-Web = Annotated[bool, typer.Option("--web", help="Serve a page to ask from.", rich_help_panel=_WEB)]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_WEB)]
-Host = Annotated[
-    str,
-    typer.Option(help="Another address than this machine's own shows the page to others.", rich_help_panel=_WEB),
-]
+_CONFIG = "Ask as this config says; by default as the run that made the model, else as Search-R1."
+_HOST = "Another address than this machine's own shows the page to others."
 
 
 def command(
-    model: ModelPath,
-    question: Asked = None,
-    config_name: Config = None,
+    model: Annotated[Path, typer.Option(help="Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor).")],
+    question: Annotated[
+        str | None,
+        typer.Argument(help="Without one, questions are read: from a prompt, or a line each where they are piped in."),
+    ] = None,
+    config_name: Annotated[str | None, typer.Option("--config-name", "-c", help=_CONFIG)] = None,
     config_dir: ConfigDir = None,
-    hf: Original = None,
-    search_url: SearchUrl = None,
-    index: Index = None,
-    engine: Engine = None,
-    prompt: Prompt = None,
-    max_turns: MaxTurns = None,
-    temperature: Temperature = None,
-    as_json: AsJson = False,
-    web: Web = False,
-    port: Port = DEFAULT_PORT,
-    host: Host = LOOPBACK,
+    hf: Annotated[
+        Path | None,
+        typer.Option("--hf", help="Of a Megatron checkpoint: the Hugging Face folder that training began with."),
+    ] = None,
+    search_url: Annotated[str | None, typer.Option(help="A running search server.", rich_help_panel=_SEARCH)] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option(help="Folder of `rlsys search index`, which is served for the chat.", rich_help_panel=_SEARCH),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="sglang (the default on a GPU) or transformers (the default on a CPU).")
+    ] = None,
+    prompt: Annotated[
+        Path | None, typer.Option(help="Text file with {question} in it, in place of the prompt of training.")
+    ] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(min=0, help="Most searches of an answer; that of training by default.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One event a line, for programs.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Serve a page to ask from.", rich_help_panel=_WEB)] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_WEB)
+    ] = DEFAULT_PORT,
+    host: Annotated[str, typer.Option(help=_HOST, rich_help_panel=_WEB)] = LOOPBACK,
 ) -> None:
     """Ask a model: thoughts, searches, passages and the answer as they come."""
     _require_fitting(question, as_json, web)
@@ -161,7 +141,7 @@ async def _serve(model: Model, settings: Settings, engine: EngineName, host: str
 
 
 async def _opened(stack: AsyncExitStack, model: Model, settings: Settings, engine: EngineName) -> Opened:
-    """What to ask, for as long as `stack` is open; a terminal shows what takes its time."""
+    """The model to ask, for as long as `stack` is open; a terminal shows what takes its time."""
     from rich.console import Console
     from transformers.utils import logging
 

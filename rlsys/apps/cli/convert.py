@@ -33,41 +33,33 @@ Megatron = Annotated[
     Path, typer.Argument(help="Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, an iter_*.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 in place of what each tensor has.")]
-ShardSize = Annotated[str, typer.Option(help="Most bytes of one file, such as 500MB or 5GB.")]
 Processes = Annotated[
-    int | None,
-    typer.Option(help="That write at a time; by default one for each core, if the model is large."),
+    int | None, typer.Option(help="That write at a time; by default one for each core, if the model is large.")
 ]
-Config = Annotated[
-    Path | None,
-    typer.Option(help="The original Hugging Face folder: its config and tokenizer. Its weights are not read."),
-]
+Config = Annotated[Path | None, typer.Option(help="Hugging Face folder with the config of a Megatron checkpoint.")]
 
 
 @app.command()
 def mg2hf(
     src: Megatron,
     dst: Out,
-    hf: Config = None,
+    hf: Annotated[
+        Path | None,
+        typer.Option(help="The original Hugging Face folder: its config and tokenizer. Its weights are not read."),
+    ] = None,
     dtype: Dtype = None,
-    shard_size: ShardSize = "5GB",
+    shard_size: Annotated[str, typer.Option(help="Most bytes of one file, such as 500MB or 5GB.")] = "5GB",
     processes: Processes = None,
 ) -> None:
     """Turn a Megatron checkpoint into a Hugging Face folder. One that was ended continues."""
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         from rlsys.weights.convert.to_hf import megatron_to_hf
 
         with _bar("written") as show:
             outcome = megatron_to_hf(
-                src,
-                dst,
-                hf,
-                dtype=dtype,
-                shard_bytes=parse_size(shard_size),
-                processes=processes,
-                show=show,
+                src, dst, hf, dtype=dtype, shard_bytes=parse_size(shard_size), processes=processes, show=show
             )
-    _tell(outcome, dst)
+    _report(outcome, dst)
 
 
 @app.command()
@@ -87,7 +79,7 @@ def hf2mg(
     processes: Processes = None,
 ) -> None:
     """Turn a Hugging Face folder into a Megatron checkpoint. One that was ended continues."""
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         from rlsys.config.schema import ParallelConfig
         from rlsys.weights.convert.to_megatron import hf_to_megatron
 
@@ -96,23 +88,20 @@ def hf2mg(
             outcome = hf_to_megatron(
                 src, dst, parallel=parallel, dtype=dtype, values=values, processes=processes, show=show
             )
-    _tell(outcome, dst)
+    _report(outcome, dst)
 
 
 @app.command()
 def verify(
     a: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
     b: Annotated[Path, typer.Argument(help="The other, of either kind.")],
-    hf: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder with the config of a Megatron checkpoint.")
-    ] = None,
+    hf: Config = None,
     logits: Annotated[
-        bool,
-        typer.Option("--logits/--no-logits", help="Compare what they compute too, if memory allows."),
+        bool, typer.Option("--logits/--no-logits", help="Compare what they compute too, if memory allows.")
     ] = True,
 ) -> None:
     """Compare two models: names, shapes, dtypes, checksums, logits. Status 1 if they differ."""
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         from transformers.utils.logging import disable_progress_bar
 
         from rlsys.apps.convert.verify import verify as compare
@@ -127,13 +116,11 @@ def verify(
 @app.command()
 def info(
     src: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
-    hf: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder with the config of a Megatron checkpoint.")
-    ] = None,
+    hf: Config = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what a checkpoint holds."""
-    with _quiet():
+    with warnings.catch_warnings(action="ignore"):
         from rlsys.weights.convert.info import info as look
 
         found = look(src, hf)
@@ -164,25 +151,10 @@ def _counts(text: str | None) -> list[int] | None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of libraries: of what they can do without, and of torch's future."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
 def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
     """Bytes as a bar on a terminal; nothing elsewhere."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -204,7 +176,7 @@ def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
         yield show
 
 
-def _tell(outcome: Outcome, out: Path) -> None:
+def _report(outcome: Outcome, out: Path) -> None:
     for note in outcome.notes:
         typer.echo(note, err=True)
     kept = f", {outcome.kept} of them kept from before" if outcome.kept else ""
@@ -217,33 +189,27 @@ def _print_verdict(verdict: Verdict) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
     if verdict.differences:
         table = Table()
         for heading in ("tensor", "differs in", "first", "second"):
             table.add_column(heading, overflow="fold")  # A name that is cut short names nothing.
         for one in verdict.differences[:_SHOWN_DIFFERENCES]:
             table.add_row(Text(one.name), one.what, Text(one.first), Text(one.second))
-        console.print(table)
+        Console().print(table)
         left = len(verdict.differences) - _SHOWN_DIFFERENCES
         if left > 0:
-            console.print(f"and {left} more", highlight=False)
-    console.print(
+            typer.echo(f"and {left} more")
+    typer.echo(
         f"tensors: {verdict.tensors - len(verdict.differences)} of {verdict.tensors} the same in name, shape, "
-        f"dtype and bytes ({verdict.nbytes / 1e9:.2f} GB)",
-        highlight=False,
-        soft_wrap=True,
+        f"dtype and bytes ({verdict.nbytes / 1e9:.2f} GB)"
     )
     if verdict.note:
-        console.print(verdict.note, highlight=False, soft_wrap=True)
-    if verdict.logits is not None:
-        logits = verdict.logits
-        console.print(
+        typer.echo(verdict.note)
+    if logits := verdict.logits:
+        typer.echo(
             f"logits: {'the same' if logits.same else 'DIFFERENT'}, no more than {logits.difference:.2g} apart where "
             f"the largest is {logits.largest:.3g}; the same first token at {logits.agreement:.1%} of "
-            f"{logits.positions} positions",
-            highlight=False,
-            soft_wrap=True,
+            f"{logits.positions} positions"
         )
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rlsys.apps.data.sets import REPOSITORY, SETS, QuestionSet
+from rlsys.apps.data.prepare import REPOSITORY, SETS, Prepared, QuestionSet, merge, prepare_file, split_file
+from rlsys.data.template import Template, own_template, tool_template
 from rlsys.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from rlsys.apps.data.prepare import Prepared
-    from rlsys.data.template import Template
+from rlsys.rollout.tools.load import described
 
 app = typer.Typer(help="Questions to train and evaluate on.", no_args_is_help=True)
 prepare = typer.Typer(help="Make files of questions: download, convert, check.", no_args_is_help=True)
@@ -21,8 +19,7 @@ app.add_typer(prepare, name="prepare")
 
 Folder = Annotated[Path, typer.Option(help="Folder to write <set>/<split>.jsonl to.")]
 Split = Annotated[
-    list[str] | None,
-    typer.Option(help="train, dev or test; again for more. The one that papers report by default."),
+    list[str] | None, typer.Option(help="train, dev or test; again for more. The one that papers report by default.")
 ]
 Source = Annotated[
     Path | None,
@@ -72,27 +69,15 @@ def own(
         ),
     ] = None,
     tool: Annotated[
-        list[str] | None,
-        typer.Option(help="A tool that the prompt is to tell of, as in task.tools; again for more."),
+        list[str] | None, typer.Option(help="A tool that the prompt is to tell of, as in task.tools; again for more.")
     ] = None,
     search: Annotated[bool, typer.Option(help="Let the prompt of Search-R1 tell of the search.")] = True,
     limit: Limit = None,
 ) -> None:
     """Prepare an own file."""
-    from rlsys.apps.data.prepare import prepare_file
-
-    _say(
-        prepare_file(
-            file,
-            name or file.stem,
-            split,
-            out,
-            limit,
-            question=question_field,
-            answers=answers_field,
-            prompt=_template(prompt, tool or [], search),
-        )
-    )
+    fields = {"question": question_field, "answers": answers_field}
+    template = _template(prompt, tool or [], search)
+    _report(prepare_file(file, name or file.stem, split, out, limit, **fields, prompt=template))
 
 
 @prepare.command("merge", help="Several prepared files as one.")
@@ -102,38 +87,24 @@ def merged(
     shuffle: Annotated[int | None, typer.Option(help="Shuffle the rows by this seed.")] = None,
 ) -> None:
     """Merge prepared files."""
-    from rlsys.apps.data.prepare import merge
-
-    _say(merge(files, out, shuffle))
+    _report(merge(files, out, shuffle))
 
 
 def _prepare_sets(
-    sets: list[QuestionSet],
-    out: Path,
-    splits: list[str] | None,
-    source: Path | None,
-    revision: str,
-    limit: int | None,
+    sets: list[QuestionSet], out: Path, splits: list[str] | None, source: Path | None, revision: str, limit: int | None
 ) -> None:
-    from rlsys.apps.data.prepare import prepare_file
-
     if source is not None and source.is_file() and len(splits or ()) > 1:
         raise UserError(f"--from {source} is one file, and --split names {len(splits or ())}: give the folder of both.")
     for one in sets:
         for split in splits or [one.evaluated]:
             if split not in one.splits:
                 raise UserError(f"--split {split}: {one.name} has {', '.join(one.splits)}.")
-            if source is None:
-                file = _download(out / ".flashrag", revision, one.name, split)
-            else:
-                file = _local(source, one.name, split)
-            _say(prepare_file(file, one.name, split, out / one.name / f"{split}.jsonl", limit))
+            place = out / ".flashrag"
+            file = _local(source, one.name, split) if source else _download(place, revision, one.name, split)
+            _report(prepare_file(file, one.name, split, out / one.name / f"{split}.jsonl", limit))
 
 
 def _template(prompt: Path | None, tools: list[str], search: bool) -> Template:
-    from rlsys.data.template import own_template, tool_template
-    from rlsys.rollout.tools.load import described
-
     if prompt is not None and not search:
         raise UserError(
             f"--no-search is about the prompt of Search-R1, and --prompt {prompt} is another: leave one out."
@@ -154,8 +125,7 @@ def _download(folder: Path, revision: str, name: str, split: str) -> Path:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    from rlsys.apps.data.download import Downloader, Target, require_space
-    from rlsys.apps.data.hub import Hub
+    from rlsys.apps.data.download import Downloader, Hub, Target, require_space
 
     hub = Hub()
     downloader = Downloader(folder, hub)
@@ -170,7 +140,7 @@ def _download(folder: Path, revision: str, name: str, split: str) -> Path:
         return downloader.fetch(target, lambda count: bar.advance(task, count))
 
 
-def _say(made: Prepared) -> None:
+def _report(made: Prepared) -> None:
     typer.echo(f"{made.path}: {made.rows:,} questions, sha256 {made.sha256}")
 
 
@@ -180,8 +150,7 @@ def split(
     train: Annotated[Path, typer.Option(help="File to write of those to train on, .jsonl.")],
     heldout: Annotated[Path, typer.Option(help="File to write of those held out, .jsonl.")],
     holdout: Annotated[
-        int | None,
-        typer.Option(min=1, help="Different questions held out; a tenth, at most 500, by default."),
+        int | None, typer.Option(min=1, help="Different questions held out; a tenth, at most 500, by default.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Another one holds out others.")] = 0,
     chosen: Annotated[
@@ -190,8 +159,6 @@ def split(
     ] = None,
 ) -> None:
     """Hold questions out; the same question is never on both sides."""
-    from rlsys.apps.data.split import split_file
-
     if chosen is not None and holdout is not None:
         raise UserError(f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them.")
     trained, held = split_file(file, train, heldout, holdout, seed, chosen)

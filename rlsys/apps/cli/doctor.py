@@ -1,4 +1,4 @@
-"""`rlsys doctor`: what this machine has, what is missing for which profile, and what to do.
+"""`rlsys doctor`: the parts of this machine, what is missing for which profile, and what to do.
 
 With `--for CONFIG` it looks at all that this run needs, here and where it reaches (`rlsys.cluster.preflight`), starts nothing,
 and exits with 0 where all is right and with 2 where something is to be mended.
@@ -33,29 +33,26 @@ WANTED_GPU = ("transformer-engine", "faiss-gpu-cu12")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of this machine, and for whom."""
+    """A part of this machine, and the profiles that need it."""
 
     what: str
     found: str
     problem: str = ""
     """What to do, where something is missing; empty when all is well."""
     profile: str = "cpu, gpu"
-    """The profiles that need it."""
 
 
 def command(
     overrides: Annotated[list[str] | None, typer.Argument(help="With --for: settings such as trainer.steps=5.")] = None,
     config_name: Annotated[
-        str | None,
-        typer.Option("--for", help="A config that is to run here: all that it needs, and nothing else."),
+        str | None, typer.Option("--for", help="A config that is to run here: all that it needs, and nothing else.")
     ] = None,
     config_dir: Annotated[
         Path | None, typer.Option(help="With --for: folder of configs; the project's own by default.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --for: the findings as JSON.")] = False,
     launched: Annotated[
-        bool,
-        typer.Option("--launched", help="With --for: `rlsys launch` will start it, with search servers."),
+        bool, typer.Option("--launched", help="With --for: `rlsys launch` will start it, with search servers.")
     ] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")] = False,
 ) -> None:
@@ -65,12 +62,8 @@ def command(
             raise typer.BadParameter("--for is strict in any case: leave it out", param_hint="--strict")
         look(config_name, overrides or [], config_dir, as_json, launched=launched)
         return
-    for given, name in (
-        (overrides, "KEY=VALUE"),
-        (config_dir, "--config-dir"),
-        (as_json, "--json"),
-        (launched, "--launched"),
-    ):
+    with_for = {"KEY=VALUE": overrides, "--config-dir": config_dir, "--json": as_json, "--launched": launched}
+    for name, given in with_for.items():
         if given:
             raise typer.BadParameter("it goes with --for CONFIG", param_hint=name)
     findings = [*_machine(), *_packages(), *_torch()]
@@ -81,23 +74,15 @@ def command(
         mark = "[red]missing[/]" if one.problem else "[green]ok[/]"
         table.add_row(mark, one.what, one.found, one.profile, one.problem)
     Console().print(table)
-    profile = "gpu" if _cuda() else "cpu"
+    profile = "gpu" if any(one.what == "CUDA" and not one.problem for one in findings) else "cpu"
     lacking = [one.what for one in findings if one.problem and profile in one.profile]
-    if lacking:
-        typer.echo(f"The {profile} profile lacks: {', '.join(lacking)}.")
-    else:
-        typer.echo(f"The {profile} profile can run here.")
+    typer.echo(f"The {profile} profile " + (f"lacks: {', '.join(lacking)}." if lacking else "can run here."))
     if lacking and strict:
         raise typer.Exit(1)
 
 
 def look(
-    name: str,
-    overrides: Sequence[str],
-    config_dir: Path | None,
-    as_json: bool = False,
-    *,
-    launched: bool = False,
+    name: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool = False, *, launched: bool = False
 ) -> None:
     """Show all that the run of one config needs, here. Exits with 2 where something is to be mended.
 
@@ -123,11 +108,7 @@ def _machine() -> Iterator[Part]:
     python = ".".join(map(str, sys.version_info[:3]))
     yield Part("Python", python, "" if sys.version_info >= MIN_PYTHON else "install Python 3.11 or newer")
     memory = psutil.virtual_memory().available / 2**30
-    yield Part(
-        "free memory",
-        f"{memory:.1f} GiB",
-        "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB",
-    )
+    yield Part("free memory", f"{memory:.1f} GiB", "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB")
     disk = shutil.disk_usage(".").free / 2**30
     yield Part("free disk", f"{disk:.1f} GiB", "" if disk >= MIN_DISK_GIB else f"free {MIN_DISK_GIB} GiB")
     yield Part("cores", str(psutil.cpu_count()))
@@ -137,11 +118,7 @@ def _machine() -> Iterator[Part]:
 
 
 def _packages() -> Iterator[Part]:
-    for names, profile, extra in (
-        (NEEDED, "cpu, gpu", ""),
-        (NEEDED_CPU, "cpu", "cpu"),
-        (WANTED_GPU, "gpu", "gpu"),
-    ):
+    for names, profile, extra in ((NEEDED, "cpu, gpu", ""), (NEEDED_CPU, "cpu", "cpu"), (WANTED_GPU, "gpu", "gpu")):
         for name in names:
             fix = f"pip install -r requirements/{extra or 'cpu'}.txt" + ("" if extra else " (or gpu.txt)")
             found = version_of(name)
@@ -159,11 +136,3 @@ def _torch() -> Iterator[Part]:
         return
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
     yield Part("CUDA", f"no device; torch is a {build}", "run on a machine with an NVIDIA GPU", "gpu")
-
-
-def _cuda() -> bool:
-    if version_of("torch") is None:
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsys.apps.cli.train import ConfigDir, ConfigName
+from rlsys.apps.cli.training import ConfigDir, ConfigName
 from rlsys.apps.running import run_to_end
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
@@ -21,26 +21,17 @@ if TYPE_CHECKING:
     from rlsys.apps.evaluation.how import How
     from rlsys.apps.evaluation.wanted import Wanted
 
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="SETTING|SET",
-        show_default=False,
-        help="Settings such as task.max_turns=2; after --data, further sets.",
-    ),
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Sets: nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle, all, or files; the config's "
-        "task.eval_path by default."
-    ),
-]
-
 
 def command(
     config_name: ConfigName,
-    words: Words = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SETTING|SET",
+            show_default=False,
+            help="Settings such as task.max_turns=2; after --data, further sets.",
+        ),
+    ] = None,
     config_dir: ConfigDir = None,
     model: Annotated[
         Path | None,
@@ -52,7 +43,13 @@ def command(
         Path | None,
         typer.Option("--hf", help="Of a Megatron checkpoint: the Hugging Face folder that training began with."),
     ] = None,
-    data: Data = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Sets: nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle, all, or files; the config's "
+            "task.eval_path by default."
+        ),
+    ] = None,
     data_dir: Annotated[Path, typer.Option(help="Where `rlsys data prepare` has put the sets.")] = Path("data"),
     limit: Annotated[int | None, typer.Option(min=1, help="Most questions of each set; eval.limit by default.")] = None,
     baseline: Annotated[
@@ -75,15 +72,14 @@ def command(
     """Evaluate a model."""
     settings, names = _told_apart(words or [], data or [])
     config = load_config(config_name, settings, config_dir)
-    if limit is not None:
-        config.eval.limit = limit
-    if samples is not None:
-        config.eval.samples = samples
-    if temperature is not None:
-        config.eval.temperature = temperature
-    how = _how(engine, baseline)
+    for name, value in {"limit": limit, "samples": samples, "temperature": temperature}.items():
+        if value is not None:
+            setattr(config.eval, name, value)
+    from rlsys.apps.evaluation.baselines import Baseline
+    from rlsys.apps.evaluation.how import EngineName, How
     from rlsys.apps.evaluation.wanted import find_wanted
 
+    how = How(_named("--engine", engine, EngineName), _named("--baseline", baseline, Baseline))
     wanted = run_to_end(find_wanted(config, how.baseline, names, data_dir, model, hf))
     _evaluate(wanted, how, shown, out)
 
@@ -92,13 +88,6 @@ def _told_apart(words: list[str], data: list[str]) -> tuple[list[str], list[str]
     """Settings, and names of sets: `--data nq hotpotqa` names two, the second of which comes as a word."""
     settings = [word for word in words if "=" in word or not data]
     return settings, data + [word for word in words if word not in settings]
-
-
-def _how(engine: str, baseline: str) -> How:
-    from rlsys.apps.evaluation.baselines import Baseline
-    from rlsys.apps.evaluation.how import EngineName, How
-
-    return How(_named("--engine", engine, EngineName), _named("--baseline", baseline, Baseline))
 
 
 def _named(flag: str, word: str, kind: Any) -> Any:

@@ -12,26 +12,13 @@ from collections.abc import Callable
 
 import typer
 
-from rlsys.apps.cli import (
-    audit,
-    chat,
-    convert,
-    data,
-    doctor,
-    evaluate,
-    launch,
-    own,
-    report,
-    search,
-    train,
-    watch,
-)
+from rlsys.apps.cli import chat, convert, data, doctor, evaluate, own, runs, search, training
 from rlsys.errors import Interrupted, RunError, UserError, root_cause
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-"""What a disk may have against anybody."""
+"""Errors of a disk, which say nothing of the program."""
 
 app = typer.Typer(
     help="Reinforcement learning for language models that search.",
@@ -39,14 +26,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("train", help="Train a policy as a config says.")(train.command)
-app.command("launch", help="Train on several machines: the same command on each.")(launch.command)
+app.command("train", help="Train a policy as a config says.")(training.train)
+app.command("launch", help="Train on several machines: the same command on each.")(training.launch)
 app.command("eval", help="Ask a model sets of questions, and say how well it answers.")(evaluate.command)
 app.command("chat", help="Ask a model, and see how it thinks, searches and answers.")(chat.command)
 app.command("own", help="Train and evaluate on documents and questions of one's own.")(own.command)
-app.command("report", help="Make a page of a run, or of several side by side.")(report.command)
-app.command("watch", help="Serve the page of a run while it goes on, and its figures to Prometheus.")(watch.command)
-app.add_typer(audit.app, name="audit")
+app.command("report", help="Make a page of a run, or of several side by side.")(runs.report)
+app.command("watch", help="Serve the page of a run while it goes on, and its figures to Prometheus.")(runs.watch)
+app.add_typer(runs.audit, name="audit")
 app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")
 app.add_typer(search.app, name="search")

@@ -1,32 +1,92 @@
-"""`rlsys own`: from a folder of documents and a file of questions to a trained, evaluated policy, by rlsys' own commands."""
+"""`rlsys own`: from a folder of documents and a file of questions to a trained, evaluated policy, by rlsys' own commands.
+
+Contract: `commands` yields command lines of `rlsys`, each once all before it have succeeded. Before the first one it refuses
+what can be seen to be wrong, of files and of settings; then it downloads the model, if it is no folder, and refuses what is
+wrong with that. Else nothing is done here but to read files. What is written lies in one folder, and the same call goes on
+where an earlier one was broken off: passages and questions are made again, which gives the same bytes; a complete index, a
+finished run and its evaluation are left as they are; training goes on from its newest checkpoint, also where the summary or
+the config of the run cannot be read. What a run reads is named by its content: with other documents or questions it is
+another run beside the first, which stays as it was. An evaluation is of a step and of settings.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlsys.apps.data.prepare import apart, divide, json_line, prepare_file, split
+from rlsys.config.compose import as_dict, load_config
+from rlsys.config.schema import RunConfig
+from rlsys.data.question import read_rows
+from rlsys.data.template import own_template, tool_template
 from rlsys.errors import Interrupted, RunError, UserError
+from rlsys.files import parse_json, read_regular, read_yaml, sha256_of
+from rlsys.orchestrator.validate import find_problems
+from rlsys.rollout.tools.load import described
+
+if TYPE_CHECKING:  # It loads torch.
+    from rlsys.apps.api.arguments import Devices, RunSettings
+
+Words = tuple[str, ...]
+"""A command line of rlsys, without the program's name."""
+_CORPUS, _QUESTIONS, _CHOSEN = "corpus.jsonl", "questions.jsonl", "chosen.jsonl"
+"""Files on the way to what a run reads, made anew by each call."""
+_INDICES = ("dense", "bm25", "hybrid")
+_SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
+"""Of files of questions."""
 
 Prompt = Annotated[
     Path | None, typer.Option(help="File of an own prompt with {question} in it; Search-R1's by default.")
 ]
 Tool = Annotated[
-    list[str] | None,
-    typer.Option(help="A tool beside the search, as package.module.Class; again for more."),
+    list[str] | None, typer.Option(help="A tool beside the search, as package.module.Class; again for more.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The arguments of `rlsys own`."""
+
+    documents: Path
+    questions: Path
+    model: str | Path
+    """A Hugging Face folder, or a name on the Hub."""
+    out: Path
+    config: str
+    heldout: Path | None = None
+    """Own questions to evaluate on; without them some of `questions` are held out."""
+    holdout: int | None = None
+    """Number of them."""
+    prompt: Path | None = None
+    """File of an own prompt; without it Search-R1's."""
+    tools: tuple[str, ...] = ()
+    """Classes of tools beside the search (docs/tools.md)."""
+    kind: str = "dense"
+    """Kind of the index."""
+    encoder: str | None = None
+    devices: Devices | None = None
+    steps: int | None = None
+    batch: int | None = None
+    overrides: tuple[str, ...] = ()
 
 
 def command(
     documents: Annotated[Path, typer.Argument(help="File or folder: text, markdown, jsonl, parquet.")],
     questions: Annotated[
-        Path,
-        typer.Argument(help="Questions and answers: jsonl, parquet, csv or tsv (see `data prepare own`)."),
+        Path, typer.Argument(help="Questions and answers: jsonl, parquet, csv or tsv (see `data prepare own`).")
     ],
     model: Annotated[str, typer.Option(help="Hugging Face folder, or a name on the Hub.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings such as trainer.seed=5.")] = None,
@@ -46,8 +106,7 @@ def command(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of training; the config's by default.")] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Questions of a step; the config's by default, no more than there are."),
+        int | None, typer.Option(min=1, help="Questions of a step; the config's by default, no more than there are.")
     ] = None,
     config: Annotated[
         str | None,
@@ -56,26 +115,10 @@ def command(
 ) -> None:
     """Make an index and a split, train, evaluate, report; the same command goes on where it was broken off."""
     from rlsys.apps.api.trainer import EXPERIMENT
-    from rlsys.apps.own.steps import Wish, commands
 
-    wish = Wish(
-        documents=documents,
-        questions=questions,
-        model=model,
-        out=out,
-        config=config or EXPERIMENT,
-        heldout=heldout,
-        holdout=holdout,
-        prompt=prompt,
-        tools=tuple(tool or ()),
-        kind=kind,
-        encoder=encoder,
-        devices=_devices(devices, config),
-        steps=steps,
-        batch=batch,
-        overrides=tuple(overrides or ()),
-    )
-    for words in commands(wish):
+    given = {name: value for name, value in locals().items() if name in Wish.__dataclass_fields__}
+    given |= {"config": config or EXPERIMENT, "overrides": tuple(overrides or ()), "tools": tuple(tool or ())}
+    for words in commands(Wish(**given | {"devices": _devices(devices, config)})):
         _run(words)
 
 
@@ -89,7 +132,7 @@ def _devices(given: str | None, config: str | None) -> int | str | None:
     return detect().cuda_devices or "cpu"
 
 
-def _run(words: tuple[str, ...]) -> None:
+def _run(words: Words) -> None:
     """Run an `rlsys` command as it would be typed, and show it.
 
     It has a process of its own: what a training leaves in one (threads, handlers of signals) is none of the evaluation's.
@@ -109,3 +152,231 @@ def _run(words: tuple[str, ...]) -> None:
     if status:
         kind = {2: UserError, 130: Interrupted}.get(status, RunError)
         raise kind(f"rlsys {words[0]} has ended with status {status}: what it says is above.")
+
+
+def commands(wish: Wish) -> Iterator[Words]:
+    """The command lines, in order. Raises UserError for what cannot be read, trained or run here, before the first of them,
+    and RunError for a model that cannot be downloaded."""
+    wish = _checked(wish)
+    corpus = wish.out / _CORPUS
+    yield "search", "ingest", str(wish.documents), "--out", str(corpus)
+    index = wish.out / f"index-{_digest(sha256_of(corpus), wish.kind, str(wish.encoder))}"
+    encoder = () if wish.encoder is None else ("--encoder", wish.encoder)
+    yield "search", "index", str(corpus), str(index), "--kind", wish.kind, *encoder
+    yield from _prepared(wish)
+    train, heldout, splitting = _split(wish)
+    yield splitting
+    settings = _settings(wish, index, train, heldout)
+    config = load_config(settings.config, settings.overrides)
+    note = wish.out / f"{config.name}.txt"
+    if not _is_finished(note, config):
+        yield "train", "-c", settings.config, "--folder-to", str(note), *settings.overrides
+    ended = _ended(note)
+    if ended is None:
+        raise RunError(f"{note} does not name the folder of a finished run: run the same command again.")
+    run_dir, checkpoint = ended
+    evaluation = run_dir / f"eval-{checkpoint.parent.name}-{_digest(json.dumps(_but_resume(as_dict(config))))}"
+    if not (evaluation / "results.json").is_file():
+        given = ("--model", str(checkpoint), "--out", str(evaluation))
+        yield "eval", "-c", settings.config, *given, *settings.overrides
+    yield "report", str(run_dir)
+
+
+def _prepared(wish: Wish) -> Iterator[Words]:
+    """Questions with their prompts."""
+    prompt = () if wish.prompt is None else ("--prompt", str(wish.prompt))
+    tools = [word for tool in wish.tools for word in ("--tool", tool)]
+    prepare = ("data", "prepare", "own", *prompt, *tools)
+    yield *prepare, str(wish.questions), "--out", str(wish.out / _QUESTIONS)
+    if wish.heldout is not None:
+        yield *prepare, str(wish.heldout), "--out", str(wish.out / _CHOSEN), "--split", "test"
+
+
+def _split(wish: Wish) -> tuple[Path, Path, Words]:
+    """The files of both sides, and the command that makes them of what is prepared."""
+    whole, chosen = wish.out / _QUESTIONS, wish.out / _CHOSEN
+    how: Words = () if wish.holdout is None else ("--holdout", str(wish.holdout))
+    contents = [sha256_of(whole), *how]
+    if wish.heldout is not None:
+        how, contents = ("--chosen", str(chosen)), [sha256_of(whole), sha256_of(chosen)]
+    train, heldout = (wish.out / f"{side}-{_digest(*contents)}.jsonl" for side in ("train", "heldout"))
+    return train, heldout, ("data", "split", str(whole), "--train", str(train), "--heldout", str(heldout), *how)
+
+
+def _settings(wish: Wish, index: Path, train: Path, heldout: Path) -> RunSettings:
+    """The settings of training and evaluation; the files that they name, by their content, are there."""
+    from rlsys.apps.api.arguments import Given, compose_settings, fitting_batch, of_batch, of_devices
+
+    name = f"own-{_digest(index.name, sha256_of(train), sha256_of(heldout))}"
+    searched: dict[str, Any] = {"search.index": str(index), "search.url": None, "search.replicas": []}
+    given = [
+        Given("--devices", of_devices(wish.devices)),
+        Given("--out", {"name": name, "output_dir": str(wish.out / "runs"), "resume": "auto"}),
+        Given("--model", {"model.path": str(wish.model)}),
+        Given("QUESTIONS", {"task.train_path": str(train), "task.eval_path": str(heldout)}),
+        Given("DOCUMENTS", searched),
+    ]
+    if wish.tools:
+        given.append(Given("--tool", {"task.tools": wish.tools}))
+    if wish.steps is not None:
+        given.append(Given("--steps", {"trainer.steps": wish.steps}))
+    config = load_config(wish.config, compose_settings(wish.config, given, wish.overrides).overrides)
+    batch = fitting_batch(config, wish.overrides, _lines(train)) if wish.batch is None else wish.batch
+    given.append(Given("--batch", of_batch(batch, config.trainer.mini_batches)))
+    return compose_settings(wish.config, given, wish.overrides)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+
+
+def _lines(file: Path) -> int:
+    with file.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def _ended(note: Path) -> tuple[Path, Path] | None:
+    """The run that `note` names and the checkpoint it came to, if it has ended well.
+
+    One that went on has a summary only from its end on; where that cannot be read, the run goes on from its end.
+    """
+    try:
+        run_dir = Path(note.read_text(encoding="utf-8").strip())
+        return run_dir, Path(parse_json(read_regular(run_dir / "summary.json"))["checkpoint"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_finished(note: Path, config: RunConfig) -> bool:
+    """True if the run that `note` names has ended well, under this very config."""
+    ended = _ended(note)
+    if ended is None:
+        return False
+    run_dir, checkpoint = ended
+    try:
+        before = read_yaml(run_dir / "config.yaml")
+    except (FileNotFoundError, ValueError):
+        return False
+    same = isinstance(before, dict) and _but_resume(before) == _but_resume(as_dict(config))
+    return same and checkpoint.is_dir()
+
+
+def _but_resume(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "resume"}
+
+
+def _checked(wish: Wish) -> Wish:
+    """`wish` with the folder of its model, once nothing can be seen to be wrong. What is made for that goes again."""
+    from rlsys.apps.api.arguments import model_folder
+
+    if wish.heldout is not None and wish.holdout is not None:
+        raise UserError(
+            f"--holdout {wish.holdout} and --heldout {wish.heldout} both say what is held out: give one of them."
+        )
+    _require_documents(wish.documents, wish.out / _CORPUS)
+    _require_index(wish.kind, wish.encoder)
+    if not Path(wish.model).expanduser().is_dir():
+        _require_sound(wish, knows_model=False)
+    wish = replace(wish, model=model_folder(wish.model))
+    _require_sound(wish, knows_model=True)
+    return wish
+
+
+def _require_documents(documents: Path, corpus: Path) -> None:
+    """Refuse `documents` in which there is not one to be read; `corpus` is what they are going to be made into."""
+    from rlsys.search.ingest.sources import Fields, File, Skipped, find_files, read
+
+    passed_over: Counter[str] = Counter()
+    for file in find_files([documents], corpus):
+        for found in read(file, Fields()) if isinstance(file, File) else [file]:
+            if not isinstance(found, Skipped):
+                return
+            passed_over[found.reason] += 1
+    reasons = "; ".join(f"{count} {reason}" for reason, count in passed_over.most_common())
+    raise UserError(
+        f"{documents} holds no document{f' (passed over: {reasons})' if reasons else ''}: give text, Markdown, jsonl or "
+        "parquet files."
+    )
+
+
+def _require_index(kind: str, encoder: str | None) -> None:
+    """Refuse an index that cannot be made of documents alone, and an encoder that is not here."""
+    from rlsys.search.encoders.spec import resolve_folder
+
+    if kind not in _INDICES:
+        raise UserError(f"--kind {kind} is none that is made here: give one of {', '.join(_INDICES)}.")
+    if kind != "bm25":
+        resolve_folder(encoder or "minilm")
+    elif encoder is not None:
+        raise UserError(f"--encoder {encoder} has no use with --kind bm25: leave one of them out.")
+
+
+def _require_sound(wish: Wish, *, knows_model: bool) -> None:
+    """Refuse a config of training and evaluation that cannot run, or not on this machine; its output_dir is made.
+
+    Stand-ins are made for all that it will read. What hangs on the model is left out where that is not here yet.
+    """
+    from rlsys.orchestrator.run import ready_to_start
+
+    with _scratch_beside(wish.out) as folder:
+        train, heldout = _planned_sides(wish, folder)
+        index = folder / "index"
+        index.mkdir()
+        (index / "manifest.json").write_text("{}", encoding="utf-8")  # Enough to be taken for an index.
+        settings = _settings(replace(wish, out=folder), index, train, heldout)
+        config = load_config(settings.config, settings.overrides)
+        problems = [one.sentence for one in find_problems(config) if knows_model or one.key != "model.path"]
+        if problems:
+            raise UserError("\n".join(problems))
+        ready_to_start(config, lambda _: None)
+
+
+@contextmanager
+def _scratch_beside(out: Path) -> Iterator[Path]:
+    """A folder that goes again, where `out` is or is going to be made. Raises UserError where nothing can be."""
+    place = next((folder for folder in (out, *out.parents) if folder.exists()), Path())
+    try:
+        scratch = TemporaryDirectory(prefix=".rlsys-own-", dir=place)
+    except OSError as problem:
+        raise UserError(
+            f"--out {out} cannot be written (in {place}: {problem.strerror}): give another folder."
+        ) from problem
+    with scratch as folder:
+        yield Path(folder)
+
+
+def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
+    """Files in `folder` of the questions to train and to evaluate on, as `data prepare own` and `data split` make them."""
+    about = described(wish.tools)
+    template = tool_template(about) if wish.prompt is None else own_template(wish.prompt, about)
+
+    def rows(file: Path, argument: str, side: str) -> list[Any]:
+        _require_file(file, argument)
+        made = prepare_file(file, file.stem, side, folder / f"{argument}.jsonl", prompt=template)
+        return [row for _, row in read_rows(made.path)]
+
+    trained = rows(wish.questions, "QUESTIONS", "train")
+    if wish.heldout is None:
+        trained, held = divide(trained, split(_texts(trained), wish.holdout, 0, str(wish.questions)))
+    else:
+        held = rows(wish.heldout, "--heldout", "test")
+        trained, _ = divide(trained, apart(_texts(trained), _texts(held), str(wish.questions), str(wish.heldout)))
+    sides = folder / "train.jsonl", folder / "heldout.jsonl"
+    for side, kept in zip(sides, (trained, held), strict=True):
+        side.write_text("".join(json_line(row, str(wish.questions)) for row in kept), encoding="utf-8")
+    return sides
+
+
+def _require_file(file: Path, argument: str) -> None:
+    if not file.is_file():
+        what = "is no file" if file.exists() else "does not exist"
+        raise UserError(f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv.")
+    if file.suffix not in _SUFFIXES:
+        raise UserError(
+            f"{argument} {file} is of no kind that can be read ({', '.join(_SUFFIXES)}): convert it, or rename it if it "
+            "is one of them."
+        )
+
+
+def _texts(rows: Sequence[Any]) -> list[str]:
+    return [row["question"] for row in rows]

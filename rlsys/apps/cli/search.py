@@ -12,107 +12,61 @@ from rlsys.errors import Interrupted
 app = typer.Typer(
     help="Make passages, build and serve the search index; look at recorded searches.", no_args_is_help=True
 )
-
-ENCODER = "Encoder"
-FAISS = "FAISS"
-BM25 = "BM25"
-SERVER = "Elasticsearch, OpenSearch"
 _PLAIN = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """A command whose flags are read by the process that it becomes."""
-
-
-Corpus = Annotated[Path, typer.Argument(help="Passages: jsonl of {id, contents}.")]
-Out = Annotated[Path, typer.Argument(help="Folder to write the index to.")]
-Replace = Annotated[bool, typer.Option("--replace", help="Lose an index of other inputs that is there.")]
-Kind = Annotated[str, typer.Option(help="dense, bm25, hybrid, elasticsearch or opensearch.")]
-Encoder = Annotated[
-    str | None, typer.Option(help="minilm (the default), or a Hugging Face encoder.", rich_help_panel=ENCODER)
-]
-Family = Annotated[
-    str | None,
-    typer.Option(help="Where the name does not tell it: e5, bge, dpr, ...", rich_help_panel=ENCODER),
-]
-Pooling = Annotated[
-    str | None,
-    typer.Option(help="In place of the family's: mean, cls, pooler or last.", rich_help_panel=ENCODER),
-]
-QueryPrefix = Annotated[str | None, typer.Option(help="In place of the family's.", rich_help_panel=ENCODER)]
-PassagePrefix = Annotated[str | None, typer.Option(help="In place of the family's.", rich_help_panel=ENCODER)]
-Normalize = Annotated[
-    bool | None,
-    typer.Option("--normalize/--no-normalize", help="In place of the family's.", rich_help_panel=ENCODER),
-]
-MaxTokens = Annotated[int | None, typer.Option(help="Cut passages and queries there (256).", rich_help_panel=ENCODER)]
-Device = Annotated[str | None, typer.Option(help="cpu (the default), cuda, cuda:1.", rich_help_panel=ENCODER)]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, float16 or bfloat16, which is faster on a CPU with AMX.", rich_help_panel=ENCODER),
-]
-Workers = Annotated[int | None, typer.Option(help="Processes that encode (1).", rich_help_panel=ENCODER)]
-FaissType = Annotated[
-    str | None,
-    typer.Option(help="Flat (exact, the default), HNSW64, IVF4096,PQ64, ...", rich_help_panel=FAISS),
-]
-Nprobe = Annotated[int | None, typer.Option(help="Lists of an IVF index that a query visits.", rich_help_panel=FAISS)]
-EfSearch = Annotated[int | None, typer.Option(help="Breadth of a search in HNSW (128).", rich_help_panel=FAISS)]
-MaxTrainRows = Annotated[int | None, typer.Option(help="Most vectors that FAISS learns from.", rich_help_panel=FAISS)]
-EmbeddingsDtype = Annotated[
-    str | None, typer.Option(help="float32, or float16 for half the disk.", rich_help_panel=FAISS)
-]
-KeepEmbeddings = Annotated[
-    bool | None,
-    typer.Option(
-        "--keep-embeddings/--drop-embeddings",
-        help="Kept, another FAISS type needs no encoding.",
-        rich_help_panel=FAISS,
-    ),
-]
-K1 = Annotated[
-    float | None,
-    typer.Option(help="How slowly a repeated word stops to count more (0.9).", rich_help_panel=BM25),
-]
-B = Annotated[float | None, typer.Option(help="How much a long passage loses, 0 to 1 (0.4).", rich_help_panel=BM25)]
-Stopwords = Annotated[str | None, typer.Option(help="Words left out: en or none.", rich_help_panel=BM25)]
-Url = Annotated[str | None, typer.Option(help="Address, without credentials.", rich_help_panel=SERVER)]
-IndexName = Annotated[str | None, typer.Option(help="Name of the index there.", rich_help_panel=SERVER)]
+_ENCODER: dict[str, Any] = {"rich_help_panel": "Encoder"}
+_FAISS: dict[str, Any] = {"rich_help_panel": "FAISS"}
+_BM25: dict[str, Any] = {"rich_help_panel": "BM25"}
+_SERVER: dict[str, Any] = {"rich_help_panel": "Elasticsearch, OpenSearch"}
+_NORMALIZE = typer.Option("--normalize/--no-normalize", help="In place of the family's.", **_ENCODER)
+_KEEP = typer.Option(
+    "--keep-embeddings/--drop-embeddings", help="Kept, another FAISS type needs no encoding.", **_FAISS
+)
+_ALWAYS = ("corpus", "out", "kind", "replace")
+"""Parameters of an index of any kind."""
+_Text = str | None
+_Count = int | None
+_Number = float | None
 
 
 @app.command()
 def index(
-    corpus: Corpus,
-    out: Out,
-    kind: Kind = "dense",
-    replace: Replace = False,
-    encoder: Encoder = None,
-    family: Family = None,
-    pooling: Pooling = None,
-    query_prefix: QueryPrefix = None,
-    passage_prefix: PassagePrefix = None,
-    normalize: Normalize = None,
-    max_tokens: MaxTokens = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    workers: Workers = None,
-    faiss_type: FaissType = None,
-    nprobe: Nprobe = None,
-    ef_search: EfSearch = None,
-    max_train_rows: MaxTrainRows = None,
-    embeddings_dtype: EmbeddingsDtype = None,
-    keep_embeddings: KeepEmbeddings = None,
-    k1: K1 = None,
-    b: B = None,
-    stopwords: Stopwords = None,
-    url: Url = None,
-    index_name: IndexName = None,
+    corpus: Annotated[Path, typer.Argument(help="Passages: jsonl of {id, contents}.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the index to.")],
+    kind: Annotated[str, typer.Option(help="dense, bm25, hybrid, elasticsearch or opensearch.")] = "dense",
+    replace: Annotated[bool, typer.Option("--replace", help="Lose an index of other inputs that is there.")] = False,
+    encoder: Annotated[_Text, typer.Option(help="minilm (the default), or a Hugging Face encoder.", **_ENCODER)] = None,
+    family: Annotated[
+        _Text, typer.Option(help="Where the name does not tell it: e5, bge, dpr, ...", **_ENCODER)
+    ] = None,
+    pooling: Annotated[
+        _Text, typer.Option(help="In place of the family's: mean, cls, pooler or last.", **_ENCODER)
+    ] = None,
+    query_prefix: Annotated[_Text, typer.Option(help="In place of the family's.", **_ENCODER)] = None,
+    passage_prefix: Annotated[_Text, typer.Option(help="In place of the family's.", **_ENCODER)] = None,
+    normalize: Annotated[bool | None, _NORMALIZE] = None,
+    max_tokens: Annotated[_Count, typer.Option(help="Cut passages and queries there (256).", **_ENCODER)] = None,
+    device: Annotated[_Text, typer.Option(help="cpu (the default), cuda, cuda:1.", **_ENCODER)] = None,
+    dtype: Annotated[
+        _Text, typer.Option(help="float32, float16 or bfloat16, which is faster on a CPU with AMX.", **_ENCODER)
+    ] = None,
+    workers: Annotated[_Count, typer.Option(help="Processes that encode (1).", **_ENCODER)] = None,
+    faiss_type: Annotated[
+        _Text, typer.Option(help="Flat (exact, the default), HNSW64, IVF4096,PQ64, ...", **_FAISS)
+    ] = None,
+    nprobe: Annotated[_Count, typer.Option(help="Lists of an IVF index that a query visits.", **_FAISS)] = None,
+    ef_search: Annotated[_Count, typer.Option(help="Breadth of a search in HNSW (128).", **_FAISS)] = None,
+    max_train_rows: Annotated[_Count, typer.Option(help="Most vectors that FAISS learns from.", **_FAISS)] = None,
+    embeddings_dtype: Annotated[_Text, typer.Option(help="float32, or float16 for half the disk.", **_FAISS)] = None,
+    keep_embeddings: Annotated[bool | None, _KEEP] = None,
+    k1: Annotated[_Number, typer.Option(help="How slowly a repeated word stops to count more (0.9).", **_BM25)] = None,
+    b: Annotated[_Number, typer.Option(help="How much a long passage loses, 0 to 1 (0.4).", **_BM25)] = None,
+    stopwords: Annotated[_Text, typer.Option(help="Words left out: en or none.", **_BM25)] = None,
+    url: Annotated[_Text, typer.Option(help="Address, without credentials.", **_SERVER)] = None,
+    index_name: Annotated[_Text, typer.Option(help="Name of the index there.", **_SERVER)] = None,
 ) -> None:
     """Build an index of a corpus. A build that was ended continues; a complete one is left as it is."""
-    settings = {name: value for name, value in locals().items() if value is not None}
-    for argument in ("corpus", "out", "kind", "replace"):
-        del settings[argument]
-    _index(corpus, out, kind, settings, replace)
-
-
-def _index(corpus: Path, out: Path, kind: str, settings: dict[str, Any], replace: bool) -> None:
+    settings = {name: value for name, value in locals().items() if value is not None and name not in _ALWAYS}
     from rlsys.search.index.make import make_index, recipe
 
     try:

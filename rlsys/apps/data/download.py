@@ -1,4 +1,4 @@
-"""Large files from the Hub: resumed where they broke off, checked, and joined as they arrive.
+"""Large files of data sets on the Hugging Face Hub: resumed where they broke off, checked, and joined as they arrive.
 
 Contract, for a target of one or more pieces:
 
@@ -8,31 +8,67 @@ Contract, for a target of one or more pieces:
   if the pieces are still the same, from zero if not;
 - a target that is complete is left alone; a file of its name that was made by other means is checked first.
 
-huggingface_hub's own download is not used: it throws a partial file away when the process ends (pieces here
-have up to 43 GB) and compares sizes only. What is known of a target is kept in `.downloads` beside it.
+Names, sizes, checksums and bytes come by `huggingface_hub`, which respects `HF_ENDPOINT` (a mirror) and `HF_TOKEN`. Its
+`hf_hub_download` is not used: it throws a partial file away when the process ends (pieces here have up to 43 GB) and compares
+sizes only. What is known of a target is kept in `.downloads` beside it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import errors as hub_errors
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers, tqdm
 
-from rlsys.apps.data.hub import Hub, RemoteFile
-from rlsys.apps.data.transfer import Advance, Piece, complete, new_digest, update_digest
 from rlsys.errors import RunError, UserError
 from rlsys.files import write_atomically
 
 _RECEIPTS = ".downloads"
-_TIMEOUT_S = 60.0
+_BLOCK = 1 << 20
+_TRIES, _LONGEST_WAIT_S = 6, 60
+_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+_MISTAKES = {
+    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids downloads: unset it",
+    hub_errors.GatedRepoError: "data set {dataset} is gated: ask for access on its page, then set HF_TOKEN",
+    hub_errors.RepositoryNotFoundError: "data set {dataset} does not exist or is private: check the name, or set HF_TOKEN",
+    hub_errors.RevisionNotFoundError: "data set {dataset} has no revision {revision!r}: give another",
+    hub_errors.EntryNotFoundError: "a file of data set {dataset} is gone ({problem})",
+    hub_errors.HFValidationError: "{problem}",
+    hub_errors.FileMetadataError: "{problem}",
+}
+"""Errors of huggingface_hub for a user's mistake, the special before the general, and their sentences."""
+
+Advance = Callable[[int], None]
+"""Told how many bytes further a download is; fewer than 0 where bytes turned out to be worthless."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of one commit of a data set."""
+
+    name: str
+    """Its path in the repository."""
+    url: str
+    size: int
+    """Bytes."""
+    checksum: str
+    """In hex: SHA-256 of the content (64 digits) for a large file, git's SHA-1 of the blob (40) for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +85,61 @@ class Target:
         return sum(piece.size for piece in self.pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """Asks about data sets; None takes the endpoint and the token of the environment."""
+
+    endpoint: str | None = None
+    token: str | None = None
+
+    def find(self, dataset: str, patterns: Iterable[str], revision: str = "main") -> list[RemoteFile]:
+        """The files of `dataset` by name or by glob (a glob takes all that match, in order of names).
+
+        They are addressed by the commit that `revision` means now, so that a download resumed weeks later goes on with the
+        same bytes. Raises UserError for what does not exist or may not be read, RunError if the Hub cannot be reached.
+        """
+        with _explained(dataset, revision):
+            files: list[RemoteFile] = []
+            for pattern in patterns:
+                names = [pattern]
+                if "*" in pattern:
+                    api = HfApi(endpoint=self.endpoint, token=self.token)
+                    listed = api.list_repo_files(dataset, repo_type="dataset", revision=revision)
+                    names = sorted(name for name in listed if fnmatchcase(name, pattern))
+                    if not names:
+                        raise UserError(f"data set {dataset} has no file {pattern} at {revision}: see its page")
+                for name in names:
+                    revision, file = self._describe(dataset, name, revision)
+                    files.append(file)
+            return files
+
+    def _describe(self, dataset: str, name: str, revision: str) -> tuple[str, RemoteFile]:
+        """The commit that `revision` means, and the file at it."""
+        url = hf_hub_url(dataset, name, repo_type="dataset", revision=revision, endpoint=self.endpoint)
+        found = get_hf_file_metadata(url, token=self.token, endpoint=self.endpoint, retry_on_errors=True)
+        if found.commit_hash is None or found.size is None or not _CHECKSUM.fullmatch(found.etag or ""):
+            raise UserError(
+                f"{url} comes without commit, size or checksum, so it could not be verified: check HF_ENDPOINT, or unset it"
+            )
+        pinned = hf_hub_url(dataset, name, repo_type="dataset", revision=found.commit_hash, endpoint=self.endpoint)
+        return found.commit_hash, RemoteFile(name, pinned, found.size, str(found.etag))
+
+
 class Downloader:
     """Fetches targets into one folder, on which only one process works at a time."""
 
     def __init__(self, folder: Path, hub: Hub, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._folder = folder
-        self._hub = hub
+        self._headers = {**build_hf_headers(token=hub.token), "Accept-Encoding": "identity"}
         self._sleep = sleep
 
     def missing(self, target: Target) -> int:
         """Bytes of `target` that are not here; by sizes alone, without reading what is here."""
-        path, part = self._folder / target.name, self._part(target)
-        if path.is_file():
+        part = self._part(target)
+        if (self._folder / target.name).is_file():
             return 0
-        if part.is_file() and self._receipt(target) == _statement(target, whole=False):
-            return max(target.size - part.stat().st_size, 0)
-        return target.size
+        here = part.stat().st_size if part.is_file() and self._is_stated(target, whole=False) else 0
+        return max(target.size - here, 0)
 
     def fetch(self, target: Target, advance: Advance) -> Path:
         """Make `target` complete and return its path.
@@ -79,29 +154,61 @@ class Downloader:
                 advance(target.size)
                 return path
             part.parent.mkdir(parents=True, exist_ok=True)
-            if self._receipt(target) != _statement(target, whole=False):
+            if not self._is_stated(target, whole=False):
                 part.unlink(missing_ok=True)
                 self._write_receipt(target, whole=False)
-            self._fetch_pieces(part, target, advance)
+            with part.open("ab+") as file:
+                start = 0
+                for piece in target.pieces:
+                    self._complete(piece, file, start, advance)
+                    start += piece.size
+                file.truncate(start)
+                file.flush()
+                os.fsync(file.fileno())
             part.replace(path)
             self._write_receipt(target, whole=True)
         return path
 
-    def _fetch_pieces(self, part: Path, target: Target, advance: Advance) -> None:
-        headers = {**self._hub.headers(), "Accept-Encoding": "identity"}
-        with (
-            httpx.Client(headers=headers, follow_redirects=True, timeout=_TIMEOUT_S) as client,
-            part.open("ab+") as file,
-        ):
-            start = 0
-            for remote in target.pieces:
-                if file.seek(0, os.SEEK_END) > start + remote.size:
-                    advance(remote.size)
-                else:
-                    complete(Piece(remote, file, start, advance), client, self._sleep)
-                start += remote.size
-            file.flush()
-            os.fsync(file.fileno())
+    def _complete(self, piece: RemoteFile, file: BinaryIO, start: int, advance: Advance) -> None:
+        """Fetch what is missing of `piece` behind byte `start` of `file`, and all of it once more if its checksum is wrong."""
+        for _ in range(2):
+            self._fetch_rest(piece, file, start, advance)
+            if _is_right(piece, file, start):
+                return
+            file.truncate(start)
+            advance(-piece.size)
+        raise RunError(
+            f"{piece.url} arrived twice with a wrong checksum: the endpoint or the disk is at fault; "
+            "run again, or set HF_ENDPOINT to another mirror"
+        )
+
+    def _fetch_rest(self, piece: RemoteFile, file: BinaryIO, start: int, advance: Advance) -> None:
+        bar, size, tries = _bar(advance), piece.size, 0
+        best = have = file.seek(0, os.SEEK_END) - start
+        advance(min(have, size))
+        while have < size:
+            try:
+                with _refusals(piece):
+                    http_get(
+                        piece.url, file, resume_size=have, headers=self._headers, expected_size=size, tqdm_class=bar
+                    )
+            except (hub_errors.HfHubHTTPError, httpx.TransportError, RecursionError) as problem:
+                # `http_get` calls itself after each break, however many there are.
+                have = file.seek(0, os.SEEK_END) - start
+                tries = 1 if have > best else tries + 1
+                best = max(best, have)
+                if tries == _TRIES:
+                    raise RunError(
+                        f"{piece.url} cannot be fetched ({_first_line(problem)}), tried {_TRIES} times: what has arrived is "
+                        "kept, run again to go on"
+                    ) from problem
+                self._sleep(min(2**tries, _LONGEST_WAIT_S))
+            except RunError:
+                if file.seek(0, os.SEEK_END) > start + size:  # What is more would be taken for the next piece.
+                    file.truncate(start)
+                raise
+            else:
+                return
 
     def _check(self, path: Path, target: Target) -> None:
         """Return if the file at `path` is `target`. Raises UserError for any other."""
@@ -110,16 +217,14 @@ class Downloader:
                 f"{path} is in the way: it is not the file of {target.size:,} bytes that the Hub has; "
                 "take it away, or choose another folder"
             )
-        if self._receipt(target) == _statement(target, whole=True):
+        if self._is_stated(target, whole=True):
             return
         with path.open("rb") as file:
             start = 0
-            for remote in target.pieces:
-                digest = new_digest(remote)
-                update_digest(digest, file, start, remote.size)
-                start += remote.size
-                if digest.hexdigest() != remote.checksum:
+            for piece in target.pieces:
+                if not _is_right(piece, file, start):
                     raise UserError(f"{path} is in the way: its content is not the Hub's; take it away")
+                start += piece.size
         self._write_receipt(target, whole=True)
 
     @contextmanager
@@ -142,11 +247,11 @@ class Downloader:
     def _receipt_path(self, target: Target) -> Path:
         return self._folder / _RECEIPTS / f"{target.name}.json"
 
-    def _receipt(self, target: Target) -> object:
-        try:
-            return json.loads(self._receipt_path(target).read_text())
-        except (OSError, ValueError, RecursionError):
-            return None
+    def _is_stated(self, target: Target, *, whole: bool) -> bool:
+        """True if there is a receipt of these very pieces, `whole` or not."""
+        with suppress(OSError, ValueError, RecursionError):
+            return json.loads(self._receipt_path(target).read_text()) == _statement(target, whole=whole)
+        return False
 
     def _write_receipt(self, target: Target, *, whole: bool) -> None:
         write_atomically(self._receipt_path(target), json.dumps(_statement(target, whole=whole)))
@@ -164,5 +269,77 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def _statement(target: Target, *, whole: bool) -> object:
-    pieces = [{"size": piece.size, "checksum": piece.checksum} for piece in target.pieces]
-    return {"whole": whole, "pieces": pieces}
+    return {"whole": whole, "pieces": [{"size": piece.size, "checksum": piece.checksum} for piece in target.pieces]}
+
+
+def _is_right(piece: RemoteFile, file: BinaryIO, start: int) -> bool:
+    """True if `file` holds `piece` from byte `start` on: by SHA-256, or by git's hash of a blob."""
+    digest = hashlib.sha256()
+    if len(piece.checksum) == 40:
+        digest = hashlib.sha1(f"blob {piece.size}\0".encode(), usedforsecurity=False)
+    file.seek(start)
+    left = piece.size
+    while block := file.read(min(_BLOCK, left)):
+        digest.update(block)
+        left -= len(block)
+    return digest.hexdigest() == piece.checksum
+
+
+def _bar(advance: Advance) -> type[tqdm]:
+    """A bar for huggingface_hub that shows nothing and tells `advance`."""
+
+    class Bar(tqdm):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__(disable=True)
+
+        def update(self, n: float | None = 1) -> None:
+            advance(int(n or 0))
+
+    return Bar
+
+
+@contextmanager
+def _refusals(piece: RemoteFile) -> Iterator[None]:
+    """Raises UserError for a file that may not be read, RunError for what another try would not bring either."""
+    try:
+        yield
+    except hub_errors.HfHubHTTPError as problem:
+        status = problem.response.status_code
+        if status in (401, 403):
+            raise UserError(f"{piece.url} may not be read (HTTP {status}): check HF_TOKEN") from problem
+        if status not in _PASSING_STATUS:
+            reason = problem.response.reason_phrase
+            raise RunError(f"{piece.url} cannot be fetched: HTTP {status} {reason}") from problem
+        raise
+    except OSError as problem:
+        if problem.errno is not None:
+            raise
+        # huggingface_hub has compared sizes.
+        raise RunError(f"{piece.url} sends more or less than its {piece.size:,} bytes: run again") from problem
+
+
+@contextmanager
+def _explained(dataset: str, revision: str) -> Iterator[None]:
+    """Raises what huggingface_hub says as one sentence."""
+    try:
+        yield
+    except (httpx.HTTPError, ValueError, OSError) as problem:
+        said = _first_line(problem)
+        for kind, sentence in _MISTAKES.items():
+            if isinstance(problem, kind):
+                raise UserError(sentence.format(dataset=dataset, revision=revision, problem=said)) from problem
+        if isinstance(problem, hub_errors.HfHubHTTPError):
+            if problem.response.status_code in (401, 403):
+                raise UserError(f"data set {dataset} may not be read: check HF_TOKEN ({said})") from problem
+            raise RunError(f"the Hub does not answer for {dataset}: {said}; try later") from problem
+        if isinstance(problem, httpx.HTTPError):
+            raise RunError(
+                f"the Hub cannot be reached for {dataset} ({said}): check the network, or set HF_ENDPOINT to a mirror"
+            ) from problem
+        raise
+
+
+def _first_line(problem: Exception) -> str:
+    if isinstance(problem, hub_errors.HfHubHTTPError) and problem.response.status_code in _PASSING_STATUS:
+        return f"HTTP {problem.response.status_code}"
+    return next(iter(str(problem).strip().splitlines()), type(problem).__name__)

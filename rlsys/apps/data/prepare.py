@@ -1,8 +1,11 @@
-"""Files of questions made ready to train and evaluate on: public sets, own files, and several as one.
+"""Files of questions made ready to train and evaluate on: public sets, own files, several as one, and a part held out.
 
 Contract: a prepared file is jsonl of Search-R1 rows, each with the raw question beside the prompt; it appears under its
 name only when every row is checked, with a record of where it comes from and of its SHA-256 in `<file>.json`. A row that
 cannot be used is a UserError with its file and line; nothing is left out in silence. The same input gives the same bytes.
+
+Of questions to train on and to hold out, the same one (its text, without regard to case and outer space) is never on both
+sides; which side one is on depends on the questions and the seed, not on their order. Rows keep their order and content.
 """
 
 from __future__ import annotations
@@ -15,17 +18,53 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlsys.data.question import Question, question_of, read_rows
 from rlsys.data.template import Template, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import sha256_of, write_atomically
 
+Row = TypeVar("Row")
+REPOSITORY = "RUC-NLPIR/FlashRAG_datasets"
+"""The public sets on the Hugging Face Hub; a set's split is `<name>/<split>.jsonl`."""
 QUESTION_FIELDS = ("question", "query", "problem")
 ANSWER_FIELDS = ("golden_answers", "answers", "answer", "solutions", "target")
+HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 500
+"""Held out unless a number is given: this share of the questions, and no more than so many."""
 _TABLES = {".csv": ",", ".tsv": "\t"}
-_MOST_SAID = 10
+_MOST_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """One of the seven public sets that search policies are compared on, as FlashRAG publishes them."""
+
+    name: str
+    splits: tuple[str, ...]
+    """That are published."""
+    hops: str
+    """Searches that an answer takes: one or several."""
+
+    @property
+    def evaluated(self) -> str:
+        """The split that papers report: the first of these that the set has."""
+        return next(split for split in ("test", "dev", "train") if split in self.splits)
+
+
+SETS = {
+    one.name: one
+    for one in (
+        QuestionSet("nq", ("train", "dev", "test"), "one"),
+        QuestionSet("triviaqa", ("train", "dev", "test"), "one"),
+        QuestionSet("popqa", ("test",), "one"),
+        QuestionSet("hotpotqa", ("train", "dev"), "several"),
+        QuestionSet("2wikimultihopqa", ("train", "dev"), "several"),
+        QuestionSet("musique", ("train", "dev"), "several"),
+        QuestionSet("bamboogle", ("test",), "several"),
+    )
+}
+"""In the order of the papers' tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +74,6 @@ class Prepared:
     path: Path
     rows: int
     sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """Names that are tried, in order."""
-
-    question: Sequence[str]
-    answers: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """What questions are made of."""
-
-    source: Path
-    name: str
-    split: str
-    fields: _Fields
-    prompt: Template
 
 
 def prepare_file(
@@ -71,9 +91,20 @@ def prepare_file(
 
     `question` and `answers` name its fields; without them the usual names are tried. Answers are a list or one text.
     """
-    fields = _Fields((question,) if question else QUESTION_FIELDS, (answers,) if answers else ANSWER_FIELDS)
-    made = _Made(source, name, split, fields, prompt)
-    return _prepare([source], out, lambda: _asked(made, limit))
+    fields = (question,) if question else QUESTION_FIELDS, (answers,) if answers else ANSWER_FIELDS
+
+    def made(line: int, row: Any) -> Question:
+        text, accepted = _question_and_answers(row, *fields, f"{source}, line {line}")
+        return Question(
+            uid=f"{source.stem}:{line}",
+            prompt=prompt(text),
+            answers=accepted,
+            data_source=name,
+            extra={"split": split},
+            text=text.strip(),
+        )
+
+    return _prepare([source], out, lambda: _checked(source, limit, made))
 
 
 def merge(sources: Sequence[Path], out: Path, seed: int | None) -> Prepared:
@@ -115,7 +146,8 @@ def _write(path: Path, questions: Iterable[Question]) -> tuple[int, str]:
     digest, rows = hashlib.sha256(), 0
     with path.open("wb") as file:
         for question in questions:
-            line = (json.dumps(_row(question, rows), ensure_ascii=False) + "\n").encode()
+            row = search_r1_row(question, {**question.extra, "index": rows}, ability="fact-reasoning")
+            line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
             digest.update(line)
             file.write(line)
             rows += 1
@@ -124,22 +156,22 @@ def _write(path: Path, questions: Iterable[Question]) -> tuple[int, str]:
     return rows, digest.hexdigest()
 
 
-def _row(question: Question, index: int) -> dict[str, Any]:
-    """As Search-R1 writes it, with the raw question."""
+def search_r1_row(question: Question, extra: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A row as Search-R1 writes it, with the raw question, `more` columns and the `extra_info`."""
     return {
         "data_source": question.data_source,
         **({"question": question.text} if question.text else {}),
         "prompt": [{"role": "user", "content": question.prompt}],
-        "ability": "fact-reasoning",
+        **more,
         "reward_model": {"style": "rule", "ground_truth": {"target": list(question.answers)}},
-        "extra_info": {**question.extra, "index": index},
+        "extra_info": dict(extra),
     }
 
 
-def _asked(made: _Made, limit: int | None) -> Iterator[Question]:
+def _checked(source: Path, limit: int | None, made: Callable[[int, Any], Question]) -> Iterator[Question]:
     """The first `limit` questions of raw rows, or all. Bad rows up to there are told at once, at the end."""
     bad: list[str] = []
-    rows, found = _raw_rows(made.source), 0
+    rows, found = _raw_rows(source), 0
     while found != limit:
         try:
             line, row = next(rows)
@@ -149,45 +181,41 @@ def _asked(made: _Made, limit: int | None) -> Iterator[Question]:
             bad.append(str(problem))
             break
         try:
-            question = _question(made, line, row)
+            question = made(line, row)
         except UserError as problem:
             bad.append(str(problem))
             continue
         found += 1
         yield question
     if bad:
-        more = f"\nand {len(bad) - _MOST_SAID} more rows" if len(bad) > _MOST_SAID else ""
-        raise UserError("\n".join(bad[:_MOST_SAID]) + more)
+        more = f"\nand {len(bad) - _MOST_SHOWN} more rows" if len(bad) > _MOST_SHOWN else ""
+        raise UserError("\n".join(bad[:_MOST_SHOWN]) + more)
 
 
-def _question(made: _Made, line: int, row: Any) -> Question:
-    where = f"{made.source}, line {line}"
+def _question_and_answers(
+    row: Any, questions: Sequence[str], answers: Sequence[str], where: str
+) -> tuple[str, tuple[str, ...]]:
+    """The texts of the first of the fields that `row` has. Raises UserError."""
     if not isinstance(row, Mapping):
         raise UserError(f"{where} is not an object: write one JSON object a line.")
-    text = _field(row, made.fields.question)
-    if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where} has no question: {_named(made.fields.question)} must be a text that is not empty.")
-    answers = _field(row, made.fields.answers)
-    answers = [answers] if isinstance(answers, str) else answers
-    if not isinstance(answers, list) or not answers or not all(isinstance(one, str) and one.strip() for one in answers):
-        raise UserError(
-            f"{where} has no answer: {_named(made.fields.answers)} must be a text or a list of texts, none of them empty."
-        )
-    return Question(
-        uid=f"{made.source.stem}:{line}",
-        prompt=made.prompt(text),
-        answers=tuple(answers),
-        data_source=made.name,
-        extra={"split": made.split},
-        text=text.strip(),
+    text, accepted = (
+        next((row[name] for name in names if row.get(name) is not None), None) for names in (questions, answers)
     )
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where} has no question: {_quoted(questions)} must be a text that is not empty.")
+    accepted = [accepted] if isinstance(accepted, str) else accepted
+    if (
+        not isinstance(accepted, list)
+        or not accepted
+        or not all(isinstance(one, str) and one.strip() for one in accepted)
+    ):
+        raise UserError(
+            f"{where} has no answer: {_quoted(answers)} must be a text or a list of texts, none of them empty."
+        )
+    return text, tuple(accepted)
 
 
-def _field(row: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _named(fields: Sequence[str]) -> str:
+def _quoted(fields: Sequence[str]) -> str:
     return " or ".join(f'"{field}"' for field in fields)
 
 
@@ -207,3 +235,88 @@ def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
             raise UserError(
                 f"{source}, line {table.line_num} is no {source.suffix[1:]} ({problem}): mend it."
             ) from problem
+
+
+def split_file(
+    source: Path, train: Path, heldout: Path, count: int | None = None, seed: int = 0, chosen: Path | None = None
+) -> tuple[int, int]:
+    """Write the rows of `source` to two jsonl files; returns how many rows each has. `count` is of `split`.
+
+    Where the file `chosen` has the questions to hold out, `train` gets what of `source` is not among them.
+    Raises UserError for a row that is no question, and as `split` and `apart` do.
+    """
+    for out in (train, heldout):
+        if out.suffix != ".jsonl":
+            raise UserError(f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.")
+        for read in (source, chosen):
+            if read is not None and out.resolve() == read.resolve():
+                raise UserError(f"{read} is read and cannot be written too: give another file.")
+    if train.resolve() == heldout.resolve():
+        raise UserError(f"{train} cannot hold both sides: give two files.")
+    rows, texts = _read(source)
+    if chosen is None:
+        trained, held = divide(rows, split(texts, count, seed, str(source)))
+    else:
+        held, wanted = _read(chosen)
+        trained, _ = divide(rows, apart(texts, wanted, str(source), str(chosen)))
+    for out, kept in ((train, trained), (heldout, held)):
+        write_atomically(out, "".join(json_line(row, str(source)) for row in kept))
+    return len(trained), len(held)
+
+
+def divide(rows: Sequence[Row], held_out: Sequence[bool]) -> tuple[list[Row], list[Row]]:
+    """The rows to train on, and those held out."""
+    pairs = list(zip(rows, held_out, strict=True))
+    return [row for row, out in pairs if not out], [row for row, out in pairs if out]
+
+
+def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name: str) -> list[bool]:
+    """Marks the questions that are in `heldout` too. Raises UserError where all are, which leaves none to train on."""
+    held = set(map(_key, heldout))
+    both = [_key(text) in held for text in texts]
+    if all(both):
+        raise UserError(
+            f"every question of {name} is held out by {heldout_name} too, and none is left to train on: give others."
+        )
+    return both
+
+
+def json_line(row: Any, name: str) -> str:
+    """The row as a line of jsonl. Raises UserError, which calls the questions `name`, for what JSON cannot hold."""
+    try:
+        return json.dumps(row, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as problem:
+        raise UserError(
+            f"{name}: a row holds what JSON cannot ({problem}): leave it out, or write it as text."
+        ) from problem
+
+
+def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list[bool]:
+    """Marks the questions to hold out: `count` different ones, or a tenth and 500 at most; one at least on each side.
+
+    Raises UserError, which calls the questions `name`, where `count` leaves a side without any.
+    """
+    different = sorted(
+        {_key(text) for text in texts}, key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest()
+    )
+    wanted = count if count is not None else min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))
+    if not 1 <= wanted < len(different):
+        raise UserError(
+            f"{name} has {len(different)} different questions, of which {wanted} cannot be held out with some left to train "
+            "on: give more questions, another number, or a file of held-out questions."
+        )
+    held = set(different[:wanted])
+    return [_key(text) in held for text in texts]
+
+
+def _read(file: Path) -> tuple[list[Any], list[str]]:
+    """Rows, and the question of each."""
+    found = list(read_rows(file))
+    asked = [question_of(file, line, row) for line, row in found]
+    if not found:
+        raise UserError(f"{file} has no question: give a file with at least two.")
+    return [row for _, row in found], [question.text or question.prompt for question in asked]
+
+
+def _key(text: str) -> str:
+    return " ".join(text.split()).casefold()

@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from rlsys.apps.data.transfer import Advance
+from rlsys.apps.data.download import Advance
 from rlsys.errors import RunError
 
 _BLOCK = 1 << 22

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlsys.apps.data.sets import SETS
+from rlsys.apps.data.prepare import SETS
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError

@@ -1,4 +1,8 @@
-"""What came of a training run, read from its folder: history, checkpoint, evaluations, report."""
+"""The results of a training run, read from its folder: history, checkpoint, evaluations, report.
+
+Contract: a file that is missing, cannot be read or holds nothing of its kind is a UserError with its path and what to do.
+A line that cannot be read is left out of the others, and a warning at the user's own line names it.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +13,32 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlsys.apps.api.arguments import RunSettings, note, quoted
 from rlsys.apps.api.questions import Data, read_data
-from rlsys.apps.api.reading import read_history, read_object, read_objects
 from rlsys.apps.api.retrievers import SearchBackend
-from rlsys.apps.api.settings import Settings, quoted
 from rlsys.apps.evaluation.results import ANSWERS, RESULTS
 from rlsys.errors import RunError, UserError
+from rlsys.files import limited_lines, open_regular, parse_json, read_regular
+from rlsys.observe.metrics import METRICS
+from rlsys.observe.run_folder import open_run
 from rlsys.search.server_process import child_environment
 
 _GRACE_S = 15.0
 """For a command that was interrupted to end what it has started."""
 _READ_S = 2.0
 """For the last lines of a command that has ended."""
-_LINES_SAID = 40
-"""Of a command that fails, which its error repeats."""
+_LINES_SHOWN = 40
+"""Lines of a command that fails, which its error repeats."""
 _REMEDY = "evaluate again, or give the folder of an evaluation that has come to its end"
 """For a result that cannot be read."""
+_SHOWN = 3
+"""Problems that one sentence repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class EvaluationResult:
     @property
     def results(self) -> Mapping[str, Any]:
         """All of results.json: `sets`, each figure with its interval, `average`, and what was asked how."""
-        return read_object(self.folder / RESULTS, _REMEDY)
+        return _read_object(self.folder / RESULTS)
 
     @property
     def em(self) -> float:
@@ -69,7 +77,7 @@ class EvaluationResult:
 
         A line that is damaged is left out, and a warning names it.
         """
-        return read_objects(self.folder / ANSWERS, _REMEDY)
+        return _read_objects(self.folder / ANSWERS)
 
     def __str__(self) -> str:
         searches = self._averaged("searches")
@@ -96,7 +104,7 @@ class TrainingResult:
     """Its folder: everything that is known of it (docs/metrics.md)."""
     summary: Mapping[str, Any]
     """What `summary.json` holds: `em_before`, `em_after`, ..."""
-    settings: Settings
+    settings: RunSettings
     """The config and the settings over it, as `rlsys train` takes them; `command` writes them out."""
     search_backend: SearchBackend
     """What the policy searched in training, and searches again in `evaluate`."""
@@ -117,7 +125,15 @@ class TrainingResult:
 
         A line that is damaged is left out, and a warning names it. Raises UserError if no row can be read.
         """
-        return read_history(self.run_dir)
+        run = open_run(self.run_dir)
+        problems = [problem for problem in run.problems if problem.startswith(METRICS)]
+        if not run.rows:
+            why = f" ({_shortened(problems).removesuffix('.')})" if problems else ""
+            raise UserError(
+                f"{self.run_dir / METRICS} holds no row of a step{why}: copy the file from where the run was, or train again."
+            )
+        _warn(self.run_dir, problems)
+        return list(run.rows)
 
     @property
     def evaluations(self) -> Sequence[Mapping[str, Any]]:
@@ -177,7 +193,6 @@ class TrainingResult:
 
         Raises UserError for a folder that is no run, and for one that cannot be written to.
         """
-        from rlsys.observe.run_folder import open_run
         from rlsys.report.page import write_report
 
         return write_report([open_run(self.run_dir)])
@@ -211,7 +226,7 @@ def _rlsys(*words: str) -> None:
         errors="replace",
         process_group=0,
     )
-    said: deque[str] = deque(maxlen=_LINES_SAID)
+    said: deque[str] = deque(maxlen=_LINES_SHOWN)
     # A thread of its own, so that the process never waits for its lines to be read.
     reader = threading.Thread(target=_pass_on, args=(process.stderr, said), daemon=True)
     reader.start()
@@ -242,3 +257,56 @@ def _ended(process: subprocess.Popen[str]) -> int:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         raise
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The content of a file of one JSON object."""
+    with _readable(path):
+        found = _object(read_regular(path))
+    if found is None:
+        raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
+    return found
+
+
+def _read_objects(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON objects."""
+    rows, problems = [], []
+    with _readable(path), open_regular(path) as file:
+        for number, line in enumerate(limited_lines(file), 1):
+            found = _object(line)
+            if found is not None:
+                rows.append(found)
+            elif line.strip():
+                problems.append(f"{path.name}, line {number} is damaged: left out.")
+    if not rows:
+        raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
+    _warn(path.parent, problems)
+    return rows
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raises UserError where the body cannot read `path`."""
+    try:
+        yield
+    except FileNotFoundError as problem:
+        raise UserError(f"{path} is missing: {_REMEDY}.") from problem
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read ({problem.strerror}): {_REMEDY}.") from problem
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError):
+        found = parse_json(content)
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _warn(folder: Path, problems: Sequence[str]) -> None:
+    if problems:
+        note(f"{folder}: {_shortened(problems)}")
+
+
+def _shortened(problems: Sequence[str]) -> str:
+    more = len(problems) - _SHOWN
+    return " ".join(problems[:_SHOWN]) + (f" So are {more} more." if more > 0 else "")

@@ -1,6 +1,6 @@
-"""What the arguments of the Python API come to as settings of the command line. Pure.
+"""The arguments of the Python API as settings of the command line, and the folder of the model that they name.
 
-Contract: composing `Settings.overrides` over its config, as `rlsys train` does, gives the run's config; nothing else
+Contract: composing `RunSettings.overrides` over its config, as `rlsys train` does, gives the run's config; nothing else
 decides it. A key that an argument gives is not given again by `overrides`, so no setting loses in silence.
 """
 
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from traceback import walk_stack
 from typing import Any, get_type_hints
 
 from rlsys.config.schema import RewardConfig, RunConfig
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 
 CPU = "cpu"
 """In place of devices: none."""
@@ -22,14 +26,16 @@ Devices = int | Sequence[int] | str
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_/.-]*")
 _WORDS = ("null", "true", "false", "nan", "inf")
-"""What Hydra reads as something else than text."""
+"""Words that Hydra reads as something else than text."""
 _BATCH = "trainer.prompts_per_step"
+_MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""Weights in safetensors, and what belongs to them: nothing that holds the same weights again."""
 _SMALLEST_APART = 3
 """Devices from which on every group has its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RunSettings:
     """A config, and settings over it."""
 
     config: str
@@ -51,17 +57,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one argument of the API sets."""
+    """The settings of one argument of the API."""
 
     argument: str
     """Its name, for sentences."""
     values: Mapping[str, Any]
     """Key, or group of configs, -> value."""
     passing: bool = False
-    """Whether they hold for the run alone."""
+    """They hold for the run alone."""
 
 
-def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[str]) -> Settings:
+def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[str]) -> RunSettings:
     """The settings of all arguments, then the user's own. Raises UserError for one that is given twice."""
     by_key = {key: one.argument for one in given for key in one.values}
     for override in overrides:
@@ -70,7 +76,7 @@ def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[st
                 raise UserError(f"overrides: {override} is what {argument} says already: give it as {argument} alone.")
     made = [f"{key}={quoted(value)}" for one in given for key, value in one.values.items()]
     passing = frozenset(key for one in given if one.passing for key in one.values)
-    return Settings(config, (*made, *overrides), passing)
+    return RunSettings(config, (*made, *overrides), passing)
 
 
 def _key(override: str) -> str:
@@ -78,7 +84,7 @@ def _key(override: str) -> str:
 
 
 def _sets(override: str, key: str) -> bool:
-    """Whether the setting is of `key`, or of a section around it. A group's config is beneath all keys, and not meant."""
+    """True for a setting of `key`, or of a section around it. A group's config is beneath all keys, and not meant."""
     name, value = _key(override), override.partition("=")[2]
     is_group = "." not in name and not value.lstrip().startswith("{")
     return name == key or (key.startswith(f"{name}.") and not is_group)
@@ -104,7 +110,7 @@ def quoted(value: object) -> str:
 
 
 def of_devices(devices: Devices | None) -> dict[str, Any]:
-    """Who is placed where; None leaves that to the config.
+    """Settings that place the groups; None leaves that to the config.
 
     On the CPU every group has a slot of its own. One or two devices are shared by all groups, which take turns; of more,
     half train, an eighth (one at least) score and the others generate, as on one node of eight. Raises UserError.
@@ -200,3 +206,42 @@ def _listed(ranks: Sequence[int]) -> str:
         else:
             parts.append([rank])
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def model_folder(name: str | Path) -> Path:
+    """The folder of model `name`, downloaded into the cache of transformers unless it is a folder or there already.
+
+    Raises UserError for what is neither, RunError if the Hub cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(_MODEL_FILES)))
+    except errors.HFValidationError as problem:
+        raise UserError(
+            f"model {name} is neither a folder nor the name of a model: give a Hugging Face folder, or a name such as "
+            "Qwen/Qwen2.5-3B-Instruct."
+        ) from problem
+    except errors.GatedRepoError as problem:
+        raise UserError(f"model {name} is gated: ask for access on its page, then set HF_TOKEN.") from problem
+    except errors.RepositoryNotFoundError as problem:
+        raise UserError(
+            f"model {name} is no folder here, and on the Hub it does not exist or is private: check the name, or set "
+            "HF_TOKEN."
+        ) from problem
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as problem:
+        reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+        raise RunError(
+            f"model {name} is no folder here, and cannot be downloaded ({reason}): check the network, set HF_ENDPOINT to a "
+            "mirror, or give a folder."
+        ) from problem
+
+
+def note(text: str) -> None:
+    """Warn of `text` at the nearest caller outside of rlsys, which Python's own `skip_file_prefixes` does from 3.12 on."""
+    names = (str(frame.f_globals.get("__name__", "")) for frame, _ in walk_stack(sys._getframe()))
+    outside = (level for level, name in enumerate(names, start=1) if name.partition(".")[0] != "rlsys")
+    warnings.warn(text, stacklevel=next(outside, 1))

@@ -1,23 +1,79 @@
-"""`rlsys launch`: the same command on every machine trains on all of them."""
+"""`rlsys train` and `rlsys launch`: compose, check, then print the plan, or train here or on several machines."""
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rlsys.apps.cli.doctor import look
-from rlsys.apps.cli.train import ConfigDir, ConfigName, Overrides
+from rlsys.apps.running import run_to_end
 from rlsys.cluster.launch.role import LaunchTask, Role, check_searching, find_role, machine_count
 from rlsys.cluster.network import RAY_PORT
+from rlsys.cluster.planning.plan import make_plan, render_plan
 from rlsys.config.compose import load_config
+from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems, validate
 
+ConfigName = Annotated[
+    str,
+    typer.Option(
+        "--config-name", "-c", help="A config of the project, or the path of a YAML file: rlsys' keys, or RLinf's."
+    ),
+]
+ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs; the project's own by default.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings such as trainer.steps=5.")]
 
-def command(
+
+def train(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved plan and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")] = False,
+    no_wandb: Annotated[bool, typer.Option("--no-wandb", help="Leave Weights & Biases out.")] = False,
+    folder_to: Annotated[
+        Path | None, typer.Option(help="Write the run's folder to this file as soon as it is known.")
+    ] = None,
+) -> None:
+    """Train a policy."""
+    config = load_config(config_name, overrides or (), config_dir)
+    if no_wandb:
+        config.tracking.wandb = False
+    if as_json and not dry_run:
+        raise typer.BadParameter("it goes with --dry-run", param_hint="--json")
+    validate(config)
+    if dry_run:
+        plan = make_plan(config)
+        typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
+        return
+    _train(config, folder_to)
+
+
+def _train(config: RunConfig, folder_to: Path | None) -> None:
+    # Ray, transformers and the trackers take seconds to load, which a plan or a mistake need not wait for.
+    from rich.console import Console
+
+    from rlsys.files import claim, write_atomically
+    from rlsys.observe.table import render_summary
+    from rlsys.orchestrator.run import ready_to_start
+    from rlsys.train import train as train_policy
+
+    run_dir, origin = ready_to_start(config, lambda text: typer.echo(f"Note: {text}", err=True))
+    if folder_to is not None:
+        write_atomically(folder_to, str(run_dir.resolve()))
+    with claim(run_dir):
+        summary = run_to_end(train_policy(config, run_dir, origin))
+    render_summary(summary, Console())
+    typer.echo(f"The run is in {run_dir}.")
+
+
+def launch(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
@@ -28,15 +84,13 @@ def command(
         int | None, typer.Option(help="Which of them this is, from 0; by default from the environment.")
     ] = None,
     head: Annotated[
-        str | None,
-        typer.Option(metavar="HOST[:PORT]", help="Where the machine of rank 0 is, for all to meet."),
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Where the machine of rank 0 is, for all to meet.")
     ] = None,
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="For all machines to come.")] = 600.0,
     cluster: Annotated[
         str | None,
         typer.Option(
-            metavar="ADDRESS",
-            help="Use the Ray cluster that runs there (auto: the one around) and start none.",
+            metavar="ADDRESS", help="Use the Ray cluster that runs there (auto: the one around) and start none."
         ),
     ] = None,
     preflight: Annotated[
@@ -74,7 +128,6 @@ def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
         os.environ.update(require_token(os.environ, make=True))
 
     # Ray takes seconds to load, which a mistake need not wait for.
-    from rlsys.apps.running import run_to_end
     from rlsys.cluster.launch.head import lead, lead_cluster
     from rlsys.cluster.launch.worker import work
 

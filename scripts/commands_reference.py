@@ -13,8 +13,8 @@ from typer.main import get_command
 
 from rlsys.apps.cli.main import app
 
-FILE = Path(__file__).resolve().parents[3] / "docs" / "commands.md"
-COMMAND = "python -m rlsys.apps.cli.reference"
+FILE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+COMMAND = "python -m scripts.commands_reference"
 _INTRODUCTION = f"""\
 # Commands
 

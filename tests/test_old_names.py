@@ -1,0 +1,62 @@
+"""Names of before the packages moved still lead to the very same modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import sys, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import rlsys.tools.interface
+    from rlsys.tools.calculator import Calculator
+    from rlsys.tools.interface import ToolError
+own = [one for one in caught if "rlsys" in str(one.message)]
+assert [(one.category, str(one.message)) for one in own] == [(DeprecationWarning, "rlsys.tools is now rlsys.rollout.tools")]
+assert own[0].filename == "<string>", own[0].filename
+import rlsys.rollout.tools.interface as interface
+import rlsys.rollout.tools.calculator as calculator
+assert rlsys.tools.interface is interface and ToolError is interface.ToolError and Calculator is calculator.Calculator
+assert interface.__spec__.name == interface.__name__ == "rlsys.rollout.tools.interface"
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_an_old_name_is_the_same_module_and_warns_once() -> None:
+    done = run("-c", CODE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("first", ["rlsys.api.trainer", "rlsys.apps.api.trainer"])
+def test_the_order_of_imports_is_all_one(first: str) -> None:
+    code = f"import {first}; from rlsys.api import SearchR1Trainer as a; from rlsys import SearchR1Trainer as b; assert a is b"
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:rlsys.tools is now")
+def test_a_config_may_name_a_tool_by_its_old_path() -> None:
+    from rlsys.rollout.tools.calculator import Calculator
+    from rlsys.rollout.tools.load import find_tool
+
+    assert find_tool("rlsys.tools.calculator.Calculator") is Calculator
+
+
+def test_the_command_line_runs_by_its_old_name() -> None:
+    done = run("-m", "rlsys.cli.main", "doctor", "--for", "no-such-config")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no-such-config" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+
+
+def test_what_never_was_is_not_found() -> None:
+    done = run("-c", "import rlsys.tools.nothing")
+    assert "No module named 'rlsys.tools.nothing'" in done.stderr
+    assert "No module named 'rlsys.nothing'" in run("-c", "import rlsys.nothing").stderr
