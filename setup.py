@@ -19,6 +19,7 @@ setup(
     package_data={
         "rlsys": ["py.typed"],
         "rlsys.apps.chat": ["defaults.yaml", "static/*"],
+        "rlsys.apps.evaluation": ["static/*"],
         "rlsys.report": ["static/*"],
         "rlsys.rollout": ["sglang_logging.json"],
         "rlsys.weights": ["family/*.yaml"],

@@ -26,22 +26,20 @@ def tokens(
 ) -> None:
     """Say which drawn tokens re-tokenising the text does not give back, where, and what that does to the ratio."""
     from rlsys.observe.run_folder import open_run
-    from rlsys.report.audit.run import audit_run
+    from rlsys.report.audit import token_audit
 
     folder = open_run(run)
     before = len(folder.problems)
-    found = audit_run(folder, tokenizer)
+    found = token_audit.audit_run(folder, tokenizer)
     for problem in folder.problems[before:]:
         typer.echo(problem, err=True)
     if as_json:
         import json
 
-        from rlsys.report.audit import tokens as of_tokens
-
-        typer.echo(json.dumps(of_tokens.as_json(found), ensure_ascii=True, allow_nan=False))
+        typer.echo(json.dumps(token_audit.as_json(found), ensure_ascii=True, allow_nan=False))
         return
     from rich.console import Console
 
-    from rlsys.report.audit.table import render_audit
+    from rlsys.report.audit.audit_table import render_audit
 
     render_audit(found, Console())

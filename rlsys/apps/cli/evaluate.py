@@ -18,8 +18,8 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 
 if TYPE_CHECKING:
-    from rlsys.apps.evaluation.how import How
-    from rlsys.apps.evaluation.wanted import Wanted
+    from rlsys.apps.evaluation.baselines import How
+    from rlsys.apps.evaluation.evaluation_inputs import EvaluationInputs
 
 Words = Annotated[
     list[str] | None,
@@ -82,10 +82,10 @@ def command(
     if temperature is not None:
         config.eval.temperature = temperature
     how = _how(engine, baseline)
-    from rlsys.apps.evaluation.wanted import find_wanted
+    from rlsys.apps.evaluation.evaluation_inputs import find_inputs
 
-    wanted = run_to_end(find_wanted(config, how.baseline, names, data_dir, model, hf))
-    _evaluate(wanted, how, shown, out)
+    inputs = run_to_end(find_inputs(config, how.baseline, names, data_dir, model, hf))
+    _evaluate(inputs, how, shown, out)
 
 
 def _told_apart(words: list[str], data: list[str]) -> tuple[list[str], list[str]]:
@@ -95,8 +95,7 @@ def _told_apart(words: list[str], data: list[str]) -> tuple[list[str], list[str]
 
 
 def _how(engine: str, baseline: str) -> How:
-    from rlsys.apps.evaluation.baselines import Baseline
-    from rlsys.apps.evaluation.how import EngineName, How
+    from rlsys.apps.evaluation.baselines import Baseline, EngineName, How
 
     return How(_named("--engine", engine, EngineName), _named("--baseline", baseline, Baseline))
 
@@ -108,27 +107,26 @@ def _named(flag: str, word: str, kind: Any) -> Any:
     return kind(word)
 
 
-def _evaluate(wanted: Wanted, how: How, shown: int, out: Path | None) -> None:
+def _evaluate(inputs: EvaluationInputs, how: How, shown: int, out: Path | None) -> None:
     from rich.console import Console
 
-    from rlsys.apps.evaluation.model import as_hf
-    from rlsys.apps.evaluation.results import ANSWERS, PAGE, RESULTS, noting, settings_of, write_results
-    from rlsys.apps.evaluation.run import run_evaluation
-    from rlsys.apps.evaluation.sets import questions_of
-    from rlsys.apps.evaluation.table import render_table
+    from rlsys.apps.evaluation.evaluation_inputs import as_hf, questions_of
+    from rlsys.apps.evaluation.execution import run_evaluation
+    from rlsys.apps.evaluation.result_files import ANSWERS, PAGE, RESULTS, noting, settings_of, write_results
+    from rlsys.apps.evaluation.set_figures import render_table
 
-    config = wanted.config
-    questions = questions_of(wanted.sources, config)
+    config = inputs.config
+    questions = questions_of(inputs.sources, config)
     started = time.time()
     with _folder(config, out) as folder:
         with (
             Console(stderr=True).status("begins") as status,
             noting(folder) as note,
-            as_hf(wanted.model, folder) as path,
+            as_hf(inputs.model, folder) as path,
         ):
             here = replace(config, output_dir=str(folder), model=replace(config.model, path=str(path)))
             evaluation = run_to_end(run_evaluation(here, questions, how, status.update, note))
-        settings = settings_of(wanted, how, started, time.time())
+        settings = settings_of(inputs, how, started, time.time())
         sets = write_results(evaluation, folder, settings, shown, config.trainer.seed)
     console = Console()
     console.print(render_table(sets))
@@ -146,7 +144,7 @@ def _folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
 
     One that is made here, and holds nothing when what it was made for fails, goes again.
     """
-    from rlsys.apps.evaluation.results import RESULTS
+    from rlsys.apps.evaluation.result_files import RESULTS
     from rlsys.orchestrator.record import new_run_dir
 
     is_new = out is None or not out.exists()

@@ -21,8 +21,8 @@ def command(runs: Runs, out: Out = None) -> None:
 
     from rlsys.observe.run_folder import open_run
     from rlsys.observe.samples import visible
-    from rlsys.report.model import names_of
-    from rlsys.report.page import write_report
+    from rlsys.report.report_page import write_report
+    from rlsys.report.run_model import names_of
 
     opened = [open_run(run) for run in runs]
     names = [visible(name) for name in names_of(opened)]

@@ -16,6 +16,6 @@ def command(
     ] = "127.0.0.1",
 ) -> None:
     """Show a run in a browser while it goes on, and its figures to Prometheus at /metrics."""
-    from rlsys.report.watch.serve import serve_run
+    from rlsys.report.watch.watch_server import serve_run
 
     serve_run(run, host, port, lambda text: typer.echo(text, err=True))
