@@ -20,6 +20,7 @@ setup(
         "rlsys": ["py.typed"],
         "rlsys.config": ["rlinf.yaml"],
         "rlsys.apps.chat": ["defaults.yaml", "static/*"],
+        "rlsys.apps.evaluation": ["static/*"],
         "rlsys.report": ["static/*"],
         "rlsys.rollout": ["sglang_logging.json"],
         "rlsys.weights": ["family/*.yaml"],

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlsys.observe.run_folder import open_run
-from rlsys.report.page import write_report
+from rlsys.report.report_page import write_report
 from tests.browser import chromium
 from tests.report.made import Maker, Size, made_run
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlsys.apps.chat.events import Ended, Failed, Observed, Text
-from rlsys.apps.chat.opening import opened
-from rlsys.apps.chat.settings import Wanted, settings_of
+from rlsys.apps.chat.chat_settings import ChatOptions, settings_of
+from rlsys.apps.chat.conversation import opened
+from rlsys.apps.chat.events import EpisodeEnded, Failed, Observed, TextPiece
 from rlsys.apps.cli.main import run_command
-from rlsys.apps.evaluation.how import EngineName
-from rlsys.apps.evaluation.model import find_model
+from rlsys.apps.evaluation.baselines import EngineName
+from rlsys.apps.evaluation.evaluation_inputs import find_model
 from rlsys.apps.running import run_to_end
 from rlsys.errors import Interrupted, UserError
 from rlsys.observe.samples import visible
@@ -36,7 +36,7 @@ async def infer(given: argparse.Namespace) -> None:
     if not given.question.strip():
         raise UserError("--question is empty: write one, or leave it out for Search-R1's example.")
     model = find_model(given.model_id, given.hf, f"--model_id {given.model_id}")
-    wanted = Wanted(search_url=given.search_url, max_turns=given.max_turns, temperature=given.temperature)
+    wanted = ChatOptions(search_url=given.search_url, max_turns=given.max_turns, temperature=given.temperature)
     settings = settings_of(model, wanted)
     for note in settings.notes:
         print(note, file=sys.stderr)
@@ -46,9 +46,9 @@ async def infer(given: argparse.Namespace) -> None:
     ):
         async for event in events:
             match event:
-                case Text() | Observed():
+                case TextPiece() | Observed():
                     print(visible(event.text), end="", flush=True)
-                case Ended():
+                case EpisodeEnded():
                     print(f"\n\nAnswer: {visible(event.answer or 'none')} ({event.searches} searches)")
                 case Failed():
                     raise UserError(event.reason)

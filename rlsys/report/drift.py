@@ -1,4 +1,4 @@
-"""How far the log-probs of rollouts are from those that were trained with, and why. Pure.
+"""Measures how far the log-probs of rollouts are from those that were trained with, and why. Pure.
 
 A difference is log pi_old(token) - log mu(token) in nats: what the trainer recomputed at the start of a step, less what
 the engine said when it drew the token. Every trained token has exactly one cause, the first of these that holds:
@@ -10,18 +10,21 @@ the engine said when it drew the token. Every trained token has exactly one caus
 4. `version_lag`: same tokens, drawn by an older policy. The difference holds that policy's distance and the numerics.
 5. `numerics`: same tokens, same policy. What is left are the arithmetics of engine and trainer.
 
-Of 2 and 3 a matching of the turn's drawn with its trained ids decides (`rlsys.report.matching`); what such a
-turn comes to as a whole, text against the same text, is in `turns_changed`. The sampler is no class of tokens: see
-`rlsys.report.sampler` for what it adds to all of them, and what of that is known.
+Of 2 and 3 a matching of the turn's drawn with its trained ids decides (`matched_pairs`); what such a turn comes to as a
+whole, text against the same text, is in `turns_changed`. The sampler is no class of tokens: `SamplerDrift` is what it adds
+to all of them, as far as that is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from difflib import SequenceMatcher
 from enum import StrEnum
 from heapq import nlargest
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,18 +32,19 @@ from numpy.typing import NDArray
 
 from rlsys.files import json_safe
 from rlsys.observe.kept import Kept, KeptTurn
-from rlsys.report.audit.spread import QUANTILES, Spread, Tally, joined, tally
-from rlsys.report.matching import matched_pairs
-from rlsys.report.sampler import SamplerDrift, joined_sampler, sampler_drift
+from rlsys.observe.settings import number
+from rlsys.report.spread import QUANTILES, Spread, Tally, joined, tally
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Pair = tuple[int, int]  # Index into the one list of tokens and into the other
 
 HISTOGRAM_EDGES = tuple(float(10.0**half) for half in np.arange(-7.0, 1.5, 0.5))
 """Of |difference| in nats, half a decade apart, 1e-7 to 10."""
 WORST = 20
-CONTEXT_CHARACTERS = 60
-"""Of the response, shown before a token."""
+CONTEXT_CHARACTERS = 60  # Of the response, shown before a token
+SHORT = 64  # Tokens of either side that are matched by their longest common runs
+ROUNDS = 8  # Of looking for tokens that occur once; each takes the length of the text
 
 
 class Cause(StrEnum):
@@ -59,10 +63,8 @@ class CauseDrift:
 
     cause: Cause
     tokens: int
-    share: float
-    """Of all trained tokens."""
-    differences: Spread
-    """Of those that have two log-probs."""
+    share: float  # Of all trained tokens
+    differences: Spread  # Of those that have two log-probs
     histogram: tuple[int, ...]
     """Counts of |difference|: below the first of `HISTOGRAM_EDGES`, between each two, from the last on."""
 
@@ -74,17 +76,13 @@ class WorstToken:
     step: int
     question_uid: str
     sample: int
-    position: int
-    """Index into the trajectory's tokens."""
+    position: int  # Index into the trajectory's tokens
     turn: int
     cause: Cause
-    lag: int
-    """Versions between drawing and training."""
+    lag: int  # Versions between drawing and training
     text: str
-    before: str
-    """What of the response stands before it."""
-    rollout: float
-    """Log-prob by the engine."""
+    before: str  # What of the response stands before it
+    rollout: float  # Log-prob by the engine
     recomputed: float
     difference: float
 
@@ -99,12 +97,25 @@ class StepDrift:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplerDrift:
+    """What truncated sampling adds to the recorded log-ratios, in nats; nothing where it is off."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # -1 where it is off
+    truncated: bool
+    tokens: int  # Trained tokens whose log-prob the engine reported
+    exact: int  # Of them, those whose log Z is known: all if nothing is truncated
+    least: float  # Mean over `tokens` of the lower bounds of log Z, at most 0
+    most: float  # Of the upper bounds
+
+
+@dataclass(frozen=True, slots=True)
 class DriftReport:
     """Drift over all kept trajectories."""
 
     trajectories: int
-    tokens: int
-    """Trained."""
+    tokens: int  # Trained
     causes: tuple[CauseDrift, ...]
     """Every `Cause`, in the order in which they are decided; their tokens add up to `tokens`."""
     by_lag: Mapping[int, Spread]
@@ -112,8 +123,7 @@ class DriftReport:
     beyond_numerics: float | None
     """What is left of the root mean square of `version_lag` when that of `numerics` is taken off, as independent errors
     add up in squares; None unless there are both."""
-    turns_same: Spread
-    """Sums over turns whose tokens are all as drawn: recomputed less drawn."""
+    turns_same: Spread  # Sums over turns whose tokens are all as drawn: recomputed less drawn
     turns_changed: Spread
     """The same sums where re-tokenisation changed something: of all recomputed tokens less all drawn ones, the same
     text, but that a last token that ends behind the turn's text counts whole among the drawn ones."""
@@ -123,10 +133,6 @@ class DriftReport:
     sampler: SamplerDrift
     steps: tuple[StepDrift, ...]
     worst: tuple[WorstToken, ...]
-
-    def of(self, cause: Cause) -> CauseDrift:
-        """The row of `cause`."""
-        return next(one for one in self.causes if one.cause is cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,44 +159,38 @@ class DriftTally:
     worst: tuple[WorstToken, ...]
 
 
-def drift_report(kept: Iterable[Kept], sampling: Mapping[str, Any]) -> DriftReport:
-    """The drift of `kept`, which were drawn as `sampling` says (`rollout.sampling` of the run's config).
-
-    Those of a step come together, and no more than one step's tokens are held: a reader may hand over a whole run.
-    """
-    of_steps = groupby(kept, key=lambda one: one.step)
-    return report_of([tally_step(step, those, sampling) for step, those in of_steps], sampling)
-
-
 def tally_step(step: int, kept: Iterable[Kept], sampling: Mapping[str, Any]) -> DriftTally:
     """What the drift of `kept`, the trajectories of `step`, adds to a report."""
-    found: list[_Trained] = []
+    trained: list[_Trained] = []
     worst: list[WorstToken] = []
     for one in kept:
-        trained = _trained_of(one)
+        tokens = _trained_of(one)
         least = abs(worst[-1].difference) if len(worst) == WORST else -1.0
-        if worse := _worse_than(least, one, trained):
+        if worse := _worse_than(least, one, tokens):
             worst = _worst([*worst, *worse])
-        found.append(trained)
-    everything = _joined(found)
-    as_drawn = np.isin(everything.cause, (_CODE[Cause.VERSION_LAG], _CODE[Cause.NUMERICS]))
-    lags, differences = everything.lag[as_drawn], everything.difference[as_drawn]
-    sums = [one for each in found for one in each.turn_sums]
+        trained.append(tokens)
+    cause, lag = (_concatenated(np.int64, [getattr(one, name) for one in trained]) for name in ("cause", "lag"))
+    rollout, difference = (
+        _concatenated(np.float64, [getattr(one, name) for one in trained]) for name in ("rollout", "difference")
+    )
+    as_drawn = np.isin(cause, (_CODE[Cause.VERSION_LAG], _CODE[Cause.NUMERICS]))
+    lags, differences = lag[as_drawn], difference[as_drawn]
+    sums = [turn for one in trained for turn in one.turn_sums]
     return DriftTally(
         step=step,
-        trajectories=len(found),
-        causes={cause: _cause_tally(everything, cause) for cause in Cause},
+        trajectories=len(trained),
+        causes={of: _cause_tally(difference[cause == _CODE[of]]) for of in Cause},
         by_lag={int(lag): tally(differences[lags == lag]) for lag in np.unique(lags)},
-        turns_same=tally([one.total for one in sums if not one.changed and one.total is not None]),
-        turns_changed=tally([one.total for one in sums if one.changed and one.total is not None]),
-        turns_apart=sum(one.total is None for one in sums),
-        sampler=sampler_drift(everything.rollout[as_drawn], sampling),
+        turns_same=tally([total for changed, total in sums if not changed and total is not None]),
+        turns_changed=tally([total for changed, total in sums if changed and total is not None]),
+        turns_apart=sum(total is None for _, total in sums),
+        sampler=sampler_drift(rollout[as_drawn], sampling),
         worst=tuple(worst),
     )
 
 
 def report_of(steps: Sequence[DriftTally], sampling: Mapping[str, Any]) -> DriftReport:
-    """The report over `steps`, which were drawn as `sampling` says. The quantiles are as exact as `spread.ERROR` says."""
+    """The report over `steps`, which were drawn as `sampling` says; for the quantiles see `rlsys.report.spread.ERROR`."""
     tokens = sum(of_cause.tokens for one in steps for of_cause in one.causes.values())
     causes = tuple(_cause_drift(cause, [one.causes[cause] for one in steps], tokens) for cause in Cause)
     lags = sorted({lag for one in steps for lag in one.by_lag})
@@ -215,26 +215,19 @@ def as_json(report: DriftReport) -> dict[str, Any]:
     return {**known, "histogram_edges": list(HISTOGRAM_EDGES), "quantiles": list(QUANTILES)}
 
 
-_CODE = {cause: number for number, cause in enumerate(Cause)}
-
-
-@dataclass(frozen=True, slots=True)
-class _TurnSum:
-    changed: bool
-    total: float | None
+_CODE = {cause: code for code, cause in enumerate(Cause)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """The trained tokens of one trajectory, or of several; arrays are [tokens]."""
+    """The trained tokens of one trajectory; arrays are [tokens]."""
 
     cause: Ints
     lag: Ints
-    rollout: Floats
-    """The engine's log-prob of the token, NaN without one."""
-    difference: Floats
-    """NaN where there is nothing to compare."""
-    turn_sums: tuple[_TurnSum, ...] = ()
+    rollout: Floats  # The engine's log-prob of the token, NaN without one
+    difference: Floats  # NaN where there is nothing to compare
+    turn_sums: list[tuple[bool, float | None]]
+    """Of each turn whether re-tokenisation changed it, and recomputed less drawn log-probs, as far as that is known."""
 
 
 def _trained_of(one: Kept) -> _Trained:
@@ -243,8 +236,8 @@ def _trained_of(one: Kept) -> _Trained:
     cause = np.full(len(one.token_ids), _CODE[Cause.NUMERICS])
     cause[one.versions < one.policy_version] = _CODE[Cause.VERSION_LAG]
     sums = []
-    for number, turn in enumerate(one.turns):
-        own = places[(one.turn_of_token[places] == number) & (one.versions[places] >= 0)]
+    for index, turn in enumerate(one.turns):
+        own = places[(one.turn_of_token[places] == index) & (one.versions[places] >= 0)]
         lost = ~np.isfinite(one.rollout_logprobs[own])
         if lost.any():
             matched, matched_drawn = _matched(turn, one.token_ids[own])
@@ -259,7 +252,7 @@ def _trained_of(one: Kept) -> _Trained:
         lag=np.where(one.versions[places] < 0, 0, one.policy_version - one.versions[places]),
         rollout=drawn[places],
         difference=one.old_logprobs.astype(np.float64)[places] - drawn[places],
-        turn_sums=tuple(sums),
+        turn_sums=sums,
     )
 
 
@@ -272,36 +265,23 @@ def _matched(turn: KeptTurn, trained: NDArray[np.int32]) -> tuple[NDArray[np.boo
     return matched, logprobs
 
 
-def _turn_sum(one: Kept, turn: KeptTurn, own: Ints, *, changed: bool) -> _TurnSum:
+def _turn_sum(one: Kept, turn: KeptTurn, own: Ints, *, changed: bool) -> tuple[bool, float | None]:
     """Of a turn whose trained tokens are at `own`; without a total where they do not make up its text."""
     text = "".join(one.pieces[place - one.prompt_length] for place in own)
     if not text.startswith(turn.text) or not len(turn.sampled_logprobs):
-        return _TurnSum(changed, None)
+        return changed, None
     drawn = turn.sampled_logprobs if changed else one.rollout_logprobs[own]
     recomputed = one.old_logprobs[own].astype(np.float64)
-    return _TurnSum(changed, float(recomputed.sum() - drawn.astype(np.float64).sum()))
+    return changed, float(recomputed.sum() - drawn.astype(np.float64).sum())
 
 
-def _joined(found: list[_Trained]) -> _Trained:
-    """The tokens of all."""
-
-    def of_all(name: str, kind: type[np.float64] | type[np.int64]) -> NDArray[Any]:
-        return np.concatenate([np.empty(0, kind), *(getattr(one, name) for one in found)])
-
-    return _Trained(
-        cause=of_all("cause", np.int64),
-        lag=of_all("lag", np.int64),
-        rollout=of_all("rollout", np.float64),
-        difference=of_all("difference", np.float64),
-    )
+def _concatenated(kind: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, kind), *parts])
 
 
-def _cause_tally(trained: _Trained, cause: Cause) -> CauseTally:
-    own = trained.cause == _CODE[cause]
-    differences = trained.difference[own]
-    magnitudes = np.abs(differences[np.isfinite(differences)])
-    bins = np.digitize(magnitudes, HISTOGRAM_EDGES)
-    return CauseTally(int(own.sum()), tally(differences), np.bincount(bins, minlength=len(HISTOGRAM_EDGES) + 1))
+def _cause_tally(differences: Floats) -> CauseTally:
+    bins = np.digitize(np.abs(differences[np.isfinite(differences)]), HISTOGRAM_EDGES)
+    return CauseTally(len(differences), tally(differences), np.bincount(bins, minlength=len(HISTOGRAM_EDGES) + 1))
 
 
 def _cause_drift(cause: Cause, parts: Sequence[CauseTally], of: int) -> CauseDrift:
@@ -319,18 +299,13 @@ def _cause_drift(cause: Cause, parts: Sequence[CauseTally], of: int) -> CauseDri
 def _beyond(causes: Iterable[CauseDrift]) -> float | None:
     rms = {one.cause: one.differences.rms for one in causes}
     lagging, numerics = rms[Cause.VERSION_LAG], rms[Cause.NUMERICS]
-    if lagging is None or numerics is None:
-        return None
-    return float(np.sqrt(max(0.0, lagging**2 - numerics**2)))
+    return None if lagging is None or numerics is None else float(np.sqrt(max(0.0, lagging**2 - numerics**2)))
 
 
 def _step_drift(one: DriftTally) -> StepDrift:
-    known = {cause: found.differences for cause, found in one.causes.items() if found.differences.count}
-    return StepDrift(
-        step=one.step,
-        tokens={cause.value: found.tokens for cause, found in one.causes.items()},
-        mean_abs={cause.value: found.total_abs / found.count for cause, found in known.items()},
-    )
+    known = {cause: tally.differences for cause, tally in one.causes.items() if tally.differences.count}
+    tokens = {cause.value: tally.tokens for cause, tally in one.causes.items()}
+    return StepDrift(one.step, tokens, {cause.value: of.total_abs / of.count for cause, of in known.items()})
 
 
 def _worst(tokens: Iterable[WorstToken]) -> list[WorstToken]:
@@ -361,3 +336,114 @@ def _shown(one: Kept, trained: _Trained, index: int, place: int) -> WorstToken:
         recomputed=float(one.old_logprobs[place]),
         difference=float(trained.difference[index]),
     )
+
+
+def matched_pairs(first: Sequence[int], second: Sequence[int]) -> Iterator[Pair]:
+    """Pairs of equal tokens, in no order; sorted by either index they are so by the other, and no index comes twice.
+
+    Takes the time of the text's length. What both begin and end with is matched, then what occurs once in either ("patience
+    diff"), and again between two such places. Short pieces that are left are matched by their longest common runs; that
+    takes the cube of their length, so long ones without a place of their own are left unmatched: the middle of an endless
+    repetition, cut otherwise at both ends.
+    """
+    waiting = [(0, len(first), 0, len(second), ROUNDS)]
+    while waiting:
+        a, a_end, b, b_end, rounds = waiting.pop()
+        while a < a_end and b < b_end and first[a] == second[b]:
+            yield a, b
+            a, b = a + 1, b + 1
+        while a < a_end and b < b_end and first[a_end - 1] == second[b_end - 1]:
+            a_end, b_end = a_end - 1, b_end - 1
+            yield a_end, b_end
+        if a == a_end or b == b_end:
+            continue
+        if max(a_end - a, b_end - b) <= SHORT:
+            matcher = SequenceMatcher(None, first[a:a_end], second[b:b_end], autojunk=False)
+            for block in matcher.get_matching_blocks():
+                yield from ((a + block.a + at, b + block.b + at) for at in range(block.size))
+            continue
+        anchors = [(a + i, b + j) for i, j in _anchors(first[a:a_end], second[b:b_end])] if rounds else []
+        if anchors:
+            yield from anchors
+            edges = [(a - 1, b - 1), *anchors, (a_end, b_end)]
+            waiting += [(i + 1, k, j + 1, m, rounds - 1) for (i, j), (k, m) in pairwise(edges)]
+
+
+def _anchors(first: Sequence[int], second: Sequence[int]) -> list[Pair]:
+    """The longest rising chain of the tokens that occur once in either."""
+    places = _once(second)
+    pairs = [(at, places[token]) for token, at in _once(first).items() if token in places]
+    lowest: list[int] = []  # Of chains of 1, 2, ... pairs, the least last place in `second`.
+    ends: list[int] = []  # The pair it is of.
+    before: list[int] = []  # Of each pair, the one before it in its chain.
+    for index, (_, place) in enumerate(pairs):
+        length = bisect_left(lowest, place)
+        before.append(ends[length - 1] if length else -1)
+        lowest[length : length + 1] = [place]
+        ends[length : length + 1] = [index]
+    chain, at = [], ends[-1] if ends else -1
+    while at >= 0:
+        chain.append(pairs[at])
+        at = before[at]
+    return chain[::-1]
+
+
+def _once(tokens: Sequence[int]) -> dict[int, int]:
+    """Tokens that occur once -> where, in order."""
+    counts = Counter(tokens)
+    return {token: at for at, token in enumerate(tokens) if counts[token] == 1}
+
+
+def sampler_drift(logprobs: Floats, sampling: Mapping[str, Any]) -> SamplerDrift:
+    """The part of the sampler. `logprobs` [tokens] are the engine's, `sampling` is `rollout.sampling` of the config.
+
+    SGLang's sampler divides the logits by the temperature, takes the softmax over the whole vocabulary, filters a copy by
+    top k and top p to draw from, and reports the log of the unfiltered softmax (`Sampler.forward` in
+    sglang/srt/layers/sampler.py; SGLANG_RETURN_ORIGINAL_LOGPROB, which this system never sets, would leave the temperature
+    out). The trainer divides its logits by the same temperature and scores the whole vocabulary too. So
+
+    - the temperature is on both sides, and no part of a recorded difference comes from the sampler;
+    - with top_p < 1 or a top_k, the token was in truth drawn from p / Z, Z the probability of what the filters kept. The
+      engine does not report Z, so the true log-ratio is the recorded one + log Z, with log Z only bounded.
+    """
+    top_p, top_k = number(sampling, "top_p", 1.0), int(number(sampling, "top_k", -1))
+    top_p = top_p if top_p > 0 else 1.0  # A figure that was cut short; nothing can be drawn so.
+    low, high = log_kept_mass(logprobs, top_p, top_k)
+    return SamplerDrift(
+        temperature=number(sampling, "temperature", 1.0),
+        top_p=top_p,
+        top_k=top_k,
+        truncated=_truncates(top_p, top_k),
+        tokens=len(logprobs),
+        exact=int((low == high).sum()),
+        least=float(low.mean()) if len(low) else 0.0,
+        most=float(high.mean()) if len(high) else 0.0,
+    )
+
+
+def joined_sampler(parts: Sequence[SamplerDrift], sampling: Mapping[str, Any]) -> SamplerDrift:
+    """Of the tokens of all `parts`, which were drawn as `sampling` says."""
+    none = sampler_drift(np.empty(0), sampling)
+    if not (tokens := sum(part.tokens for part in parts)):
+        return none
+    least, most = (sum(getattr(part, name) * part.tokens for part in parts) / tokens for name in ("least", "most"))
+    return replace(none, tokens=tokens, exact=sum(part.exact for part in parts), least=least, most=most)
+
+
+def log_kept_mass(logprobs: Floats, top_p: float, top_k: int) -> tuple[Floats, Floats]:
+    """Bounds of log Z, each [tokens], from the drawn tokens' log-probs [tokens] before the filters.
+
+    Z <= 1, as it is a share; Z >= p, as the token was kept; Z >= top_p, if top p alone filters, as the kept tokens are the
+    smallest set that has at least top_p. It is exact, Z = p, where top_k = 1 or p > top_p: a token with more than top_p is
+    the first, and is enough.
+    """
+    if not _truncates(top_p, top_k):
+        nothing = np.zeros(len(logprobs))
+        return nothing, nothing
+    own = np.minimum(np.asarray(logprobs, np.float64), 0.0)
+    least = own if top_k > 0 else np.maximum(own, np.log(top_p))
+    return least, np.where((top_k == 1) | (own > np.log(top_p)), own, 0.0)
+
+
+def _truncates(top_p: float, top_k: int) -> bool:
+    return top_p < 1.0 or top_k > 0

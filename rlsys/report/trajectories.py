@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept
 
-CHUNK = 32
-"""Trajectories that are unpacked together, at most."""
-DIGITS = 4
-"""Of log-probs, advantages and weights after the point."""
+CHUNK = 32  # Trajectories that are unpacked together, at most
+DIGITS = 4  # Of log-probs, advantages and weights after the point
 
 
-class Index:
+class TrajectoryIndex:
     """Columns of all trajectories in their order; what the page can list, filter and sort by without unpacking any."""
 
     def __init__(self) -> None:
@@ -34,17 +32,11 @@ class Index:
 
     def add(self, kept: Kept) -> None:
         """The next trajectory. Those of a step come together."""
-        number = self._number(
-            {
-                "uid": kept.question_uid,
-                "text": kept.question or kept.prompt.strip(),
-                "golden": list(kept.golden_answers),
-                "source": kept.data_source,
-            }
-        )
+        asked: dict[str, Any] = {"uid": kept.question_uid, "text": kept.question or kept.prompt.strip()}
+        asked |= {"golden": list(kept.golden_answers), "source": kept.data_source}
         trained = kept.loss_mask.astype(bool)
         row = {
-            "question": number,
+            "question": self._number(asked),
             "step": kept.step,
             "sample": kept.sample,
             "right": int(kept.exact),
@@ -63,7 +55,7 @@ class Index:
             self._columns.setdefault(name, []).append(value)
         self._into_chunk(kept.step)
 
-    def extend(self, later: Index) -> None:
+    def extend(self, later: TrajectoryIndex) -> None:
         """Add what is in `later`, which is of other steps than this one."""
         numbers = [self._number(asked) for asked in later._asked]
         for name, values in later._columns.items():
@@ -76,12 +68,8 @@ class Index:
         has; None where nothing was kept."""
         if not self._asked:
             return None
-        return {
-            "questions": self._asked,
-            "columns": self._columns,
-            "first_chunk": first_chunk,
-            "chunks": self._chunks,
-        }
+        columns = {"questions": self._asked, "columns": self._columns}
+        return {**columns, "first_chunk": first_chunk, "chunks": self._chunks}
 
     def _number(self, asked: dict[str, Any]) -> int:
         """Of a question, which is a new one if its uid is."""
@@ -91,15 +79,14 @@ class Index:
         return number
 
     def _into_chunk(self, step: int) -> None:
-        if self._chunks:
-            last, first, count = self._chunks[-1]
-            if last == step and count < CHUNK:
-                self._chunks[-1] = (step, first, count + 1)
-                return
-            if last == step:
-                self._chunks.append((step, first + count, 1))
-                return
-        self._chunks.append((step, 0, 1))
+        if not self._chunks or self._chunks[-1][0] != step:
+            self._chunks.append((step, 0, 1))
+            return
+        _, first, count = self._chunks[-1]
+        if count < CHUNK:
+            self._chunks[-1] = (step, first, count + 1)
+        else:
+            self._chunks.append((step, first + count, 1))
 
 
 class Chunks:
@@ -111,14 +98,14 @@ class Chunks:
 
     def passing(self, kept: Iterable[Kept]) -> Iterator[Kept]:
         """`kept`, unchanged; each of them is put into a chunk on its way."""
-        for _, of_step in groupby(kept, key=lambda one: one.step):
+        for _, of_step in groupby(kept, key=lambda trajectory: trajectory.step):
             rows: list[dict[str, Any]] = []
-            for one in of_step:
+            for trajectory in of_step:
                 if len(rows) == CHUNK:
                     self._hand_over(rows)
                     rows = []
-                rows.append(row_of(one))
-                yield one
+                rows.append(row_of(trajectory))
+                yield trajectory
             self._hand_over(rows)
 
     def _hand_over(self, rows: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.report.audit.stretches import Place, Stretch, place_of, spans_of, stretches
+from rlsys.report.audit.retokenising import CutPlace, Stretch, place_of, spans_of, stretches
 
 LENGTH = 12
 CUTS = st.sets(st.integers(1, LENGTH - 1))
@@ -63,25 +63,25 @@ def test_there_is_no_cut_where_white_space_is_of_both_neighbours() -> None:
 @pytest.mark.parametrize(
     ("text", "cut", "place"),
     [
-        ("say <search>x", 4, Place.TAG),
-        ("say <search>x", 8, Place.TAG),
-        ("say <search>x", 12, Place.TAG),
-        ("say <search>x", 2, Place.OTHER),
-        ("say <search>x", 3, Place.SPACE),
-        ("a < b > c d e", 5, Place.SPACE),
-        ("in 1066 and", 5, Place.DIGIT),
-        ("née", 1, Place.UNICODE),
-        ("é 1", 2, Place.DIGIT),
-        ("a\n\nb", 2, Place.SPACE),
+        ("say <search>x", 4, CutPlace.TAG),
+        ("say <search>x", 8, CutPlace.TAG),
+        ("say <search>x", 12, CutPlace.TAG),
+        ("say <search>x", 2, CutPlace.OTHER),
+        ("say <search>x", 3, CutPlace.SPACE),
+        ("a < b > c d e", 5, CutPlace.SPACE),
+        ("in 1066 and", 5, CutPlace.DIGIT),
+        ("née", 1, CutPlace.UNICODE),
+        ("é 1", 2, CutPlace.DIGIT),
+        ("a\n\nb", 2, CutPlace.SPACE),
     ],
 )
-def test_a_place_is_what_stands_beside_the_cut(text: str, cut: int, place: Place) -> None:
+def test_a_place_is_what_stands_beside_the_cut(text: str, cut: int, place: CutPlace) -> None:
     assert place_of(text, Stretch((0, len(text)), (0, 1), (0, 2), True, (cut,))) is place
 
 
 def test_without_a_cut_the_place_is_what_the_tokens_say() -> None:
-    assert place_of("a\ufffd", Stretch((1, 2), (0, 1), (0, 3), True, ())) is Place.BROKEN
-    assert place_of("é", Stretch((0, 1), (0, 1), (0, 2), True, ())) is Place.UNICODE
+    assert place_of("a\ufffd", Stretch((1, 2), (0, 1), (0, 3), True, ())) is CutPlace.BROKEN
+    assert place_of("é", Stretch((0, 1), (0, 1), (0, 2), True, ())) is CutPlace.UNICODE
 
 
 def test_a_turn_without_text_has_no_stretch() -> None:

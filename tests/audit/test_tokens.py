@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import TokenMode
 from rlsys.observe.kept import Kept
-from rlsys.report.audit.text import OtherTokeniser
-from rlsys.report.audit.tokens import as_json, audit
+from rlsys.report.audit.retokenising import OtherTokeniser
+from rlsys.report.audit.token_audit import as_json, audit
 from tests.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
 
 RETOKENIZE, APPEND = TokenMode.retokenize, TokenMode.append

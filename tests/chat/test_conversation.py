@@ -8,7 +8,18 @@ from contextlib import aclosing
 import pytest
 
 from rlsys.apps.chat.conversation import Conversation
-from rlsys.apps.chat.events import Acted, Asked, Ended, Event, Failed, Found, Hit, Kind, Observed, Text
+from rlsys.apps.chat.events import (
+    Acted,
+    Asked,
+    EpisodeEnded,
+    Event,
+    Failed,
+    Found,
+    FoundPassage,
+    Kind,
+    Observed,
+    TextPiece,
+)
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.errors import RunError
@@ -25,7 +36,7 @@ async def all_of(asked: Conversation, text: str = QUESTION, temperature: float |
 
 
 def response(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Text | Observed))
+    return "".join(event.text for event in events if isinstance(event, TextPiece | Observed))
 
 
 class Silent:
@@ -61,7 +72,7 @@ async def test_what_is_told_is_the_episode_of_training(turns: tuple[str, ...]) -
     assert search.queries == same_search.queries
     assert response(events) == played.response
     ended = events[-1]
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish, ended.searches) == (played.answer, played.finish, played.searches)
     assert ended.tokens == sum(turn.generated_tokens for turn in played.turns)
     acted = [event for event in events if isinstance(event, Acted)]
@@ -88,7 +99,7 @@ async def test_what_fills_the_last_room_is_told(last: str) -> None:
         played = await run_episode(question, 0, tools, sampling)
         assert response(events) == played.response
         kinds = [type(event) for event in events]
-        assert kinds[-1] is Ended
+        assert kinds[-1] is EpisodeEnded
         assert kinds.count(Observed) == sum(bool(turn.observation) for turn in played.turns)
         ends.add((played.finish, kinds[-2] is Observed))
     assert last != SEARCHES or (Finish.TOKEN_LIMIT, True) in ends
@@ -98,7 +109,7 @@ async def test_an_episode_that_runs_out_of_time_says_so() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
     asked = Conversation(script, Shelf(), script.codec, task(), TurnSampling(0.0), lambda text: text, timeout_s=0.2)
     ended = (await all_of(asked))[-1]
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish) == (None, "time_limit")
 
 
@@ -115,13 +126,13 @@ async def test_tools_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_events_come_in_order_and_as_they_happen() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS))
     events = await all_of(conversation(script, Shelf()))
-    order = [type(event) for event in events if not isinstance(event, Text)]
-    assert order == [Asked, Acted, Found, Observed, Acted, Ended]
+    order = [type(event) for event in events if not isinstance(event, TextPiece)]
+    assert order == [Asked, Acted, Found, Observed, Acted, EpisodeEnded]
     assert events[0] == Asked(QUESTION, f"Question: {QUESTION}\n")
     found = next(event for event in events if isinstance(event, Found))
     assert (found.query, found.error) == ("capital of France", "")
-    assert found.passages == (Hit("Paris", PASSAGE.partition("\n")[2]),)
-    texts = [event for event in events if isinstance(event, Text)]
+    assert found.passages == (FoundPassage("Paris", PASSAGE.partition("\n")[2]),)
+    texts = [event for event in events if isinstance(event, TextPiece)]
     assert len(texts) > 8, "it streams"
     kinds = {kind: "".join(one.text for one in texts if one.kind is kind and one.turn == 0) for kind in Kind}
     assert kinds[Kind.search] == "<search> capital of France </search>"
@@ -133,7 +144,7 @@ async def test_half_a_character_waits_for_the_rest() -> None:
     events = await all_of(conversation(Script(words, ("<answer>東京 🚀</answer>",)), Shelf()))
     assert max(len(words.encode(one)) for one in "東🚀") > 1, "a character of several tokens"
     assert response(events) == "<answer>東京 🚀</answer>"
-    assert not any("\ufffd" in event.text for event in events if isinstance(event, Text))
+    assert not any("\ufffd" in event.text for event in events if isinstance(event, TextPiece))
 
 
 async def test_a_search_that_fails_is_told_and_the_answer_goes_on() -> None:
@@ -141,7 +152,7 @@ async def test_a_search_that_fails_is_told_and_the_answer_goes_on() -> None:
     found = next(event for event in events if isinstance(event, Found))
     assert (found.error, found.passages) == ("the server is gone", ())
     assert "Search failed: the server is gone" in response(events)
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], EpisodeEnded)
     assert events[-1].answer == "Paris"
 
 
@@ -157,7 +168,7 @@ async def test_what_cannot_be_asked_is_one_sentence_and_the_next_is_answered(tex
     (failed,) = await all_of(asked, text)
     assert isinstance(failed, Failed)
     assert failed.reason.endswith(reason)
-    assert isinstance((await all_of(asked))[-1], Ended)
+    assert isinstance((await all_of(asked))[-1], EpisodeEnded)
 
 
 async def test_who_stops_listening_ends_the_generation() -> None:
@@ -165,7 +176,7 @@ async def test_who_stops_listening_ends_the_generation() -> None:
     asked = conversation(script, Shelf())
     async with aclosing(asked.ask(QUESTION)) as events:
         async for event in events:
-            if isinstance(event, Text):
+            if isinstance(event, TextPiece):
                 break
         await script.halted.wait()
     assert script.cancelled == 1
@@ -196,7 +207,7 @@ async def test_a_tool_of_the_task_is_told_by_name() -> None:
     events = await all_of(conversation(Script(codec(), (calls, "<answer>42</answer>")), None, tasks))
     acted = next(event for event in events if isinstance(event, Acted))
     assert (acted.action, acted.tool, acted.content) == ("tool", "calculator", "6 * 7")
-    assert {one.kind for one in events if isinstance(one, Text) and one.turn == 0} == {Kind.tool}
+    assert {one.kind for one in events if isinstance(one, TextPiece) and one.turn == 0} == {Kind.tool}
     assert "42" in next(event for event in events if isinstance(event, Observed)).text
-    assert isinstance(events[-1], Ended)
+    assert isinstance(events[-1], EpisodeEnded)
     assert (events[-1].tool_calls, events[-1].searches) == (1, 0)

@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
-from rlsys.apps.chat.events import Acted, Asked, Ended, Event, Found, Observed, Text
-from rlsys.apps.chat.opening import Opened, opened
-from rlsys.apps.chat.settings import Settings, Wanted, settings_of
-from rlsys.apps.evaluation.how import EngineName
-from rlsys.apps.evaluation.model import Model
+from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of
+from rlsys.apps.chat.conversation import Opened, opened
+from rlsys.apps.chat.events import Acted, Asked, EpisodeEnded, Event, Found, Observed, TextPiece
+from rlsys.apps.evaluation.baselines import EngineName
+from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
 from tests.chat.test_settings import write_rows
 from tests.rollout.tiny import Search, search_server
@@ -46,12 +46,12 @@ async def test_sglang_tells_what_transformers_tells_and_is_gone_afterwards(
         assert ["Is anybody there?", *search.asked] == asked
     # Python's resource tracker, which SGLang ends too, is joined when Python next needs one.
     assert {one.status() for one in started if one.is_running()} <= {psutil.STATUS_ZOMBIE}
-    assert {type(event) for event in heard} == {Asked, Text, Acted, Found, Observed, Ended}
+    assert {type(event) for event in heard} == {Asked, TextPiece, Acted, Found, Observed, EpisodeEnded}
     assert as_read(heard) == as_read(expected)
     assert len(heard) > 2 * len(as_read(heard)), "it is told while it comes"
 
 
-def trained(folder: Path, search: Search, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Settings]:
+def trained(folder: Path, search: Search, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, ChatSettings]:
     """The tiny policy as a run left it, and chat's own settings for it on a machine without a GPU."""
     run = folder / "run"
     shutil.copytree(POLICY, run / "hf")
@@ -62,7 +62,7 @@ def trained(folder: Path, search: Search, monkeypatch: pytest.MonkeyPatch) -> tu
     model = Model(run / "hf", None)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        return model, settings_of(model, Wanted(search_url=search.url))
+        return model, settings_of(model, ChatOptions(search_url=search.url))
 
 
 async def told(chat: Opened) -> list[Event]:
@@ -75,16 +75,16 @@ async def leave_in_the_middle(chat: Opened) -> None:
     """Ask, and listen no more at the first text."""
     async with aclosing(chat.conversation.ask(QUESTION)) as events:
         async for event in events:
-            if isinstance(event, Text):
+            if isinstance(event, TextPiece):
                 return
 
 
 def as_read(events: list[Event]) -> list[Event]:
     """`events` without how long they took and into how many pieces an engine has cut its text."""
     read: list[Event] = []
-    for piece, group in groupby(events, lambda one: (one.turn, one.kind) if isinstance(one, Text) else None):
+    for piece, group in groupby(events, lambda one: (one.turn, one.kind) if isinstance(one, TextPiece) else None):
         if piece is not None:
-            read.append(Text(*piece, "".join(one.text for one in group if isinstance(one, Text))))
+            read.append(TextPiece(*piece, "".join(one.text for one in group if isinstance(one, TextPiece))))
             continue
-        read += [replace(one, seconds=0.0) if isinstance(one, Acted | Found | Ended) else one for one in group]
+        read += [replace(one, seconds=0.0) if isinstance(one, Acted | Found | EpisodeEnded) else one for one in group]
     return read

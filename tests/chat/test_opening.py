@@ -18,13 +18,13 @@ import typer
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner, Result
 
-from rlsys.apps.chat.events import Ended, Event, Found, Observed, Text
-from rlsys.apps.chat.opening import opened
-from rlsys.apps.chat.settings import Settings
+from rlsys.apps.chat.chat_settings import ChatSettings
+from rlsys.apps.chat.conversation import opened
+from rlsys.apps.chat.events import EpisodeEnded, Event, Found, Observed, TextPiece
 from rlsys.apps.cli import chat
-from rlsys.apps.evaluation.engines import asking
-from rlsys.apps.evaluation.how import EngineName
-from rlsys.apps.evaluation.model import Model
+from rlsys.apps.evaluation.baselines import EngineName
+from rlsys.apps.evaluation.evaluation_inputs import Model
+from rlsys.apps.evaluation.execution import asking
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
@@ -44,13 +44,13 @@ def search() -> Iterator[Search]:
 
 
 @pytest.fixture
-def settings(search: Search) -> Settings:
+def settings(search: Search) -> ChatSettings:
     """Of the tiny world, whose prompt is the question after a word."""
     config = load_config("searchr1_tiny_cpu", [f"search.url={search.url}"])
-    return Settings(config, lambda text: f"Question: {text}\n", ())
+    return ChatSettings(config, lambda text: f"Question: {text}\n", ())
 
 
-async def test_the_policy_answers_as_in_an_evaluation(settings: Settings, search: Search) -> None:
+async def test_the_policy_answers_as_in_an_evaluation(settings: ChatSettings, search: Search) -> None:
     model = Model(POLICY, None)
     config = replace(settings.config, model=replace(settings.config.model, path=str(POLICY)))
     async with asking(config, EngineName.transformers) as ask:
@@ -61,14 +61,14 @@ async def test_the_policy_answers_as_in_an_evaluation(settings: Settings, search
         for text, one in zip(QUESTIONS, played, strict=True):
             async with aclosing(chat.conversation.ask(text)) as events:
                 told: list[Event] = [event async for event in events]
-            assert "".join(e.text for e in told if isinstance(e, Text | Observed)) == one.response
-            assert isinstance(told[-1], Ended)
+            assert "".join(e.text for e in told if isinstance(e, TextPiece | Observed)) == one.response
+            assert isinstance(told[-1], EpisodeEnded)
             assert (told[-1].answer, told[-1].searches) == (one.answer, one.searches)
     assert asked
     assert search.asked == [*asked, "Is anybody there?", *asked]
 
 
-async def test_a_server_that_dies_in_the_middle_costs_a_search(settings: Settings) -> None:
+async def test_a_server_that_dies_in_the_middle_costs_a_search(settings: ChatSettings) -> None:
     with search_server() as dying:
         served = replace(settings.config, search=replace(settings.config.search, url=dying.url, retries=0))
         opening = opened(Model(POLICY, None), replace(settings, config=served), EngineName.transformers)
@@ -79,10 +79,10 @@ async def test_a_server_that_dies_in_the_middle_costs_a_search(settings: Setting
     finally:
         await opening.__aexit__(None, None, None)
     assert dying.url in next(event for event in told if isinstance(event, Found)).error
-    assert isinstance(told[-1], Ended)
+    assert isinstance(told[-1], EpisodeEnded)
 
 
-async def test_a_server_that_is_down_is_said_before_the_first_question(settings: Settings) -> None:
+async def test_a_server_that_is_down_is_said_before_the_first_question(settings: ChatSettings) -> None:
     down = replace(settings.config, search=replace(settings.config.search, url="http://127.0.0.1:9", retries=0))
     remedy = (
         r"127\.0\.0\.1:9 does not answer.*; start it with `rlsys search serve`, or name another with --search-url\.$"
@@ -206,7 +206,7 @@ def test_a_closed_standard_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 async def test_who_can_reach_the_page_is_said_where_others_can(
     host: str,
     shared: bool,
-    settings: Settings,
+    settings: ChatSettings,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -218,7 +218,7 @@ async def test_who_can_reach_the_page_is_said_where_others_can(
     assert ("no password is asked for" in capsys.readouterr().err) == shared
 
 
-async def test_a_cancelled_load_is_not_waited_for(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_load_is_not_waited_for(settings: ChatSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the end of the program either: asyncio waits for threads of its own."""
     begun, release = threading.Event(), threading.Event()
 
@@ -226,7 +226,7 @@ async def test_a_cancelled_load_is_not_waited_for(settings: Settings, monkeypatc
         begun.set()
         release.wait()
 
-    monkeypatch.setattr("rlsys.apps.evaluation.engines._transformers", slow)
+    monkeypatch.setattr("rlsys.apps.evaluation.execution._transformers", slow)
     opening = opened(Model(POLICY, None), settings, EngineName.transformers)
     loading = asyncio.ensure_future(opening.__aenter__())
     while not begun.is_set():

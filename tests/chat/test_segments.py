@@ -7,8 +7,7 @@ from itertools import groupby, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.apps.chat.events import Kind
-from rlsys.apps.chat.segments import Segments
+from rlsys.apps.chat.events import Kind, Segments
 
 TAGS = {"think": Kind.thought, "search": Kind.search, "answer": Kind.answer}
 BITS = st.sampled_from(

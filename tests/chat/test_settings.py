@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlsys.apps.chat.prompts import template_of
-from rlsys.apps.chat.settings import Settings, Wanted, settings_of
-from rlsys.apps.evaluation.model import Model
+from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of, template_of
+from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.template import own_template, search_prompt
 from rlsys.errors import UserError
@@ -62,8 +61,8 @@ def saved_with(folder: Path, place: Path, **changes: dict[str, Any]) -> None:
     save(place, config | {group: config[group] | values for group, values in changes.items()})
 
 
-def settings(folder: Path, **wanted: Any) -> Settings:
-    return settings_of(Model(folder / "hf", None), Wanted(**wanted))
+def settings(folder: Path, **wanted: Any) -> ChatSettings:
+    return settings_of(Model(folder / "hf", None), ChatOptions(**wanted))
 
 
 def test_a_model_is_asked_as_its_run_says(run: Path) -> None:
@@ -84,7 +83,7 @@ def test_a_checkpoint_is_asked_as_it_says_itself(run: Path) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["task"]["max_turns"] = 3
     save(saved / "data", config)
-    assert settings_of(Model(saved / "actor", run), Wanted()).config.task.max_turns == 3
+    assert settings_of(Model(saved / "actor", run), ChatOptions()).config.task.max_turns == 3
 
 
 def test_flags_go_before_the_run(run: Path) -> None:
@@ -111,7 +110,7 @@ def test_a_folder_from_anywhere_is_not_believed(run: Path, tmp_path: Path) -> No
     """A Hugging Face folder that brings a config of its own, which a checkpoint of a run would have there."""
     hub = tmp_path / "a" / "b" / "c" / "hub"
     saved_with(run, hub / "data", search={"url": "http://evil.example", "index": None}, task={"tools": ["a.B"]})
-    found = settings_of(Model(hub, None), Wanted(max_turns=0))
+    found = settings_of(Model(hub, None), ChatOptions(max_turns=0))
     assert (found.config.search.url, found.config.task.tools) == (None, [])
     assert "Nothing says which run the model is from" in found.notes[0]
 
@@ -130,14 +129,14 @@ def test_what_a_found_config_would_have_sent_or_run_is_said(
     for saved, kept in ((alone, []), (within, tools)):
         saved_with(run, saved / "data", **changes)
         model = Model(saved / "actor", run, 3)
-        found = settings_of(model, Wanted())
+        found = settings_of(model, ChatOptions())
         assert found.config.search.token_env is None
         assert found.config.task.tools == kept
         notes = " ".join(found.notes)
         assert "It searches http://search.example." in notes
         assert "search.token_env=SECRET_KEY is not sent anywhere" in notes
         assert ("Its tools are used" if kept else "Its tools are left out") in notes
-        asked = settings_of(model, Wanted(search_url="http://127.0.0.1:8000"))
+        asked = settings_of(model, ChatOptions(search_url="http://127.0.0.1:8000"))
         assert asked.config.search.token_env is None
 
 

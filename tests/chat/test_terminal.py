@@ -12,10 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 from rich.console import Console
 
-from rlsys.apps.chat.events import Asked, Ended, Failed, Kind, Observed, Text
-from rlsys.apps.chat.lines import lines_of
-from rlsys.apps.chat.session import session
-from rlsys.apps.chat.terminal import JsonScreen, TextScreen
+from rlsys.apps.chat.events import Asked, EpisodeEnded, Failed, Kind, Observed, TextPiece
+from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation
 from tests.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec, conversation
@@ -62,9 +60,9 @@ def test_nothing_acts_on_a_terminal() -> None:
     screen = TextScreen(Console(file=out, color_system=None, width=20), echo=True)
     for event in (
         Asked(HOSTILE, ""),
-        Text(0, Kind.text, HOSTILE),
+        TextPiece(0, Kind.text, HOSTILE),
         Observed(0, HOSTILE),
-        Ended(HOSTILE, "answer", 0, 0, 1, 0.1),
+        EpisodeEnded(HOSTILE, "answer", 0, 0, 1, 0.1),
         Failed(HOSTILE),
     ):
         screen.show(event)
@@ -82,7 +80,7 @@ def test_what_an_encoding_does_not_have_is_spelled_out(encoding: str, shown: str
 @pytest.mark.parametrize("finish", ["turn_limit", "token_limit", "time_limit", "aborted"])
 def test_every_end_without_an_answer_says_why(finish: str) -> None:
     out = io.StringIO()
-    TextScreen(Console(file=out)).show(Ended(None, finish, 0, 0, 1, 0.1))
+    TextScreen(Console(file=out)).show(EpisodeEnded(None, finish, 0, 0, 1, 0.1))
     assert out.getvalue().startswith("no answer: the ")
 
 
@@ -103,7 +101,7 @@ async def test_an_engine_that_dies_is_shown_and_raised() -> None:
 
 def test_an_event_is_a_line_of_json() -> None:
     out = io.StringIO()
-    JsonScreen(out).show(Text(1, Kind.thought, f"a\n\u2028{HOSTILE}"))
+    JsonScreen(out).show(TextPiece(1, Kind.thought, f"a\n\u2028{HOSTILE}"))
     (line,) = out.getvalue().splitlines()
     assert line.isascii()
     assert json.loads(line) == {"event": "text", "turn": 1, "kind": "thought", "text": f"a\n\u2028{HOSTILE}"}

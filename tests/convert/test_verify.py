@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from rlsys.apps.convert.logits import logits_of, prompts
-from rlsys.apps.convert.verify import Difference, verify
+from rlsys.apps.convert.verify import TensorDifference, logits_of, prompts, verify
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import UserError
 from rlsys.weights.convert.info import info
@@ -106,7 +105,7 @@ def test_dtypes_shapes_and_missing_tensors_are_named(tmp_path: Path) -> None:
 
     tied = make_model(tmp_path / "tied", "qwen2-tied", seed=0)
     verdict = verify(model, tied)
-    assert Difference("lm_head.weight", "present", "yes", "-") in verdict.differences
+    assert TensorDifference("lm_head.weight", "present", "yes", "-") in verdict.differences
     assert verdict.logits is None
     assert "different shapes" in verdict.note
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.apps.evaluation.baselines import Baseline
-from rlsys.apps.evaluation.engines import require_its_weights
-from rlsys.apps.evaluation.how import EngineName, How
-from rlsys.apps.evaluation.run import run_evaluation
+from rlsys.apps.evaluation.baselines import Baseline, EngineName, How
+from rlsys.apps.evaluation.execution import require_its_weights, run_evaluation
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
@@ -92,7 +90,7 @@ async def test_without_searches_no_server_is_needed(config: RunConfig) -> None:
 async def test_a_policy_calls_a_tool_where_there_is_no_search(
     config: RunConfig, server: tiny.Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.apps.evaluation.engines.open_tool", None)  # Not even a client is made.
+    monkeypatch.setattr("rlsys.apps.evaluation.execution.open_tool", None)  # Not even a client is made.
     task = replace(config.task, tools=["tests.tools.own_tools.Book"], tags=replace(config.task.tags, search="find"))
     alone = replace(config, task=task, search=replace(config.search, enabled=False, url=None, index=None))
     evaluation = await run_evaluation(alone, QUESTIONS, How(TRANSFORMERS))

@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlsys.apps.evaluation.model import Model, as_hf, find_model
+from rlsys.apps.evaluation.evaluation_inputs import Model, as_hf, find_model
 from rlsys.errors import UserError
 from rlsys.weights.checkpoint.store import CheckpointStore
 from rlsys.weights.convert.to_hf import megatron_to_hf

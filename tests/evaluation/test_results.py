@@ -9,14 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlsys.apps.evaluation.baselines import Baseline
-from rlsys.apps.evaluation.how import EngineName, How
-from rlsys.apps.evaluation.model import Model
-from rlsys.apps.evaluation.results import ANSWERS, PAGE, PARTIAL, RESULTS, noting, settings_of, write_results
-from rlsys.apps.evaluation.sets import Source
-from rlsys.apps.evaluation.summary import summarise
-from rlsys.apps.evaluation.table import render_table
-from rlsys.apps.evaluation.wanted import Wanted
+from rlsys.apps.evaluation.baselines import Baseline, EngineName, How
+from rlsys.apps.evaluation.evaluation_inputs import EvaluationInputs, Model, Source
+from rlsys.apps.evaluation.result_files import ANSWERS, PAGE, PARTIAL, RESULTS, noting, settings_of, write_results
+from rlsys.apps.evaluation.set_figures import render_table, summarise
 from rlsys.config.schema import EvalConfig, RunConfig, TaskConfig
 from rlsys.data.trajectory import Action
 from rlsys.orchestrator.evaluation.evaluate import Evaluation
@@ -71,7 +67,7 @@ def test_the_settings_say_all_that_was_chosen(tmp_path: Path) -> None:
     file.write_bytes(b"{}\n")
     config = RunConfig(eval=EvalConfig(limit=5, samples=2, temperature=0.5))
     config.model.path, config.task = "original", TaskConfig(train_path="t", eval_path="e")
-    wanted = Wanted([Source("own", file)], Model(Path("actor"), Path("original"), 12), config)
+    wanted = EvaluationInputs([Source("own", file)], Model(Path("actor"), Path("original"), 12), config)
     settings = settings_of(wanted, How(EngineName.transformers, Baseline.cot), 1000.0, 1002.54)
     assert settings.pop("config")["eval"]["samples"] == 2
     assert settings.pop("started").startswith("1970-01-01T")

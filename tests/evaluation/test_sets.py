@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.apps.data.prepare import SETS
-from rlsys.apps.evaluation.sets import TITLES, find_sources, questions_of
+from rlsys.apps.evaluation.evaluation_inputs import TITLES, find_sources, questions_of
 from rlsys.config.schema import EvalConfig, RunConfig
 from rlsys.errors import UserError
 

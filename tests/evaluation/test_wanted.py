@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.apps.evaluation.baselines import Baseline
-from rlsys.apps.evaluation.wanted import Wanted, find_wanted
+from rlsys.apps.evaluation.evaluation_inputs import EvaluationInputs, find_inputs
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
@@ -32,8 +32,8 @@ def config_of(*overrides: str) -> RunConfig:
 
 async def want(
     config: RunConfig, *names: str, baseline: Baseline = Baseline.direct, model: Path | None = POLICY
-) -> Wanted:
-    return await find_wanted(config, baseline, names, Path("data"), model, None)
+) -> EvaluationInputs:
+    return await find_inputs(config, baseline, names, Path("data"), model, None)
 
 
 async def problems_of(config: RunConfig, *names: str, **flags: object) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from rlsys.apps.cli.runs import report as command
 from rlsys.errors import UserError
 from rlsys.observe.run_folder import open_run
-from rlsys.report.model import build
+from rlsys.report.run_model import build
 from tests.report.made import made_run
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.observe.kept import Kept
-from rlsys.report.drift import HISTOGRAM_EDGES, WORST, Cause, as_json, drift_report
+from rlsys.report.drift import (
+    HISTOGRAM_EDGES,
+    WORST,
+    Cause,
+    CauseDrift,
+    DriftReport,
+    as_json,
+    report_of,
+    tally_step,
+)
 from tests.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
@@ -27,6 +39,15 @@ OUTPUTS = st.one_of(
     st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6),
 )
 TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
+
+
+def drift_report(kept: Iterable[Kept], sampling: dict[str, Any]) -> DriftReport:
+    by_step = groupby(kept, key=lambda one: one.step)
+    return report_of([tally_step(step, those, sampling) for step, those in by_step], sampling)
+
+
+def row_of(report: DriftReport, cause: Cause) -> CauseDrift:
+    return next(row for row in report.causes if row.cause is cause)
 
 
 def by_letter(text: str) -> list[int]:
@@ -87,13 +108,13 @@ def test_of_a_turn_that_is_cut_otherwise_the_sums_are_compared() -> None:
     assert report.turns_changed.count == report.turns_same.count == 1
     assert report.turns_changed.mean == pytest.approx(recomputed - engine, abs=1e-5)
     # The end of " capital" was drawn as it is trained, but after "Paris" in letters.
-    changed = report.of(Cause.CHANGED_PREFIX)
+    changed = row_of(report, Cause.CHANGED_PREFIX)
     trained = one.token_ids[places].tolist()
     capital = next(n for n in range(len(trained)) if trained[-n - 1] != drawn[-n - 1])
     assert capital > 0
     assert changed.tokens == changed.differences.count == capital
-    assert report.of(Cause.RETOKENISED).tokens == len(places) - capital
-    assert report.of(Cause.RETOKENISED).differences.count == 0
+    assert row_of(report, Cause.RETOKENISED).tokens == len(places) - capital
+    assert row_of(report, Cause.RETOKENISED).differences.count == 0
     values = [
         trained_logprob(one.token_ids[: at + 1].tolist()) - drawn_logprob([*inputs, *drawn[: number + 1]])
         for at, number in zip(places[-capital:], range(len(drawn) - capital, len(drawn)), strict=True)
@@ -123,7 +144,7 @@ def test_lag_is_told_beyond_numerics() -> None:
     mean_square = (0.5**2 + 0.25**2) / 2
     assert report.beyond_numerics == pytest.approx(math.sqrt(mean_square - 0.125**2), rel=1e-6)
     assert report.steps[0].mean_abs == {"version_lag": 0.375, "numerics": 0.125}
-    row = report.of(Cause.NUMERICS)
+    row = row_of(report, Cause.NUMERICS)
     assert row.histogram[np.searchsorted(HISTOGRAM_EDGES, 0.125)] == row.tokens
     assert drift_report([with_differences({POLICY: 0.125})], SAMPLING).beyond_numerics is None
 

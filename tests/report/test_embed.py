@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.report.embed import bundle, inline_json, packed, policy
-from rlsys.report.page import live_page
+from rlsys.report.report_page import bundle, inline_json, live_page, packed, policy
 
 TEXTS = st.text() | st.sampled_from(["</script><script>", "<!--<script>", "{{ script }}", "\u2028", "\ud800"])
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.report.matching import SHORT, matched_pairs
+from rlsys.report.drift import SHORT, matched_pairs
 
 TOKENS = st.lists(st.integers(0, 5), max_size=30)
 

@@ -20,8 +20,8 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept, read_kept_step, read_row
 from rlsys.observe.run_folder import open_run
-from rlsys.report.embed import compressed, inline_json
-from rlsys.report.model import ANSWERS, Memory, build, flat, read_chunk
+from rlsys.report.report_page import compressed, inline_json
+from rlsys.report.run_model import ANSWERS, Memory, build, flat, read_chunk
 from rlsys.report.trajectories import CHUNK, runs_of
 from tests.damage import DAMAGES, LEVELS, holding
 from tests.evaluation.answers import SEARCH, answered, asked, turn
@@ -238,7 +238,7 @@ def test_steps_are_read_once_and_again_where_they_were_done_again(
         read.append(step)
         return read_kept_step(path, step, problem)
 
-    monkeypatch.setattr("rlsys.report.digests.read_kept_step", reading)
+    monkeypatch.setattr("rlsys.report.run_model.read_kept_step", reading)
     memory = Memory()
 
     def same_as_new() -> bool:
@@ -261,8 +261,10 @@ def test_steps_are_read_once_and_again_where_they_were_done_again(
 def test_the_audit_is_made_again_only_of_other_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made_run(tmp_path / "run", Maker(Size(steps=2, groups=1)))
     audits: list[int] = []
-    monkeypatch.setattr("rlsys.report.model.audit_run", lambda run: audits.append(len(list(run.trajectories()))))
-    monkeypatch.setattr("rlsys.report.model.tokens.as_json", lambda _: {})
+    monkeypatch.setattr(
+        "rlsys.report.run_model.token_audit.audit_run", lambda run: audits.append(len(list(run.trajectories())))
+    )
+    monkeypatch.setattr("rlsys.report.run_model.token_audit.as_json", lambda _: {})
     memory = Memory()
     for _ in range(2):
         memory.build(open_run(folder), audited=True)
@@ -290,7 +292,7 @@ def test_of_a_chunk_no_more_is_parsed_than_it_has(
     chunks: dict[int, list[Any]] = {}
     runs = [open_run(folder)]
     model = build(runs, chunks.__setitem__, audited=False)
-    monkeypatch.setattr("rlsys.report.model.read_row", reading)
+    monkeypatch.setattr("rlsys.report.run_model.read_row", reading)
     (*_, (_, _, count)) = model["runs"][0]["trajectories"]["chunks"]
     number = model["runs"][0]["trajectories"]["first_chunk"] + 1
     assert read_chunk(runs, model, number) == chunks[number]

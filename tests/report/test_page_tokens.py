@@ -16,7 +16,7 @@ from playwright.sync_api import Page
 from rlsys.observe.environment import Life
 from rlsys.observe.kept import Kept, write_kept
 from rlsys.observe.run_folder import open_run
-from rlsys.report.page import write_report
+from rlsys.report.report_page import write_report
 from tests.audit.episodes import CODEC, POLICY, TOKENIZER, played
 from tests.browser import DESKTOP, PHONE, Look, browser, look
 

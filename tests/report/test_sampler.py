@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rlsys.report.sampler import joined_sampler, log_kept_mass, sampler_drift
+from rlsys.report.drift import joined_sampler, log_kept_mass, sampler_drift
 
 SIZES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
 

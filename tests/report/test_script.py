@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from rlsys.report.embed import bundle
+from rlsys.report.report_page import bundle
 from tests.browser import Look, browser, look
 
 __all__ = ["browser", "look"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.report.audit.spread import ERROR, LEAST, QUANTILES, Spread, joined, spread, tally
+from rlsys.report.spread import ERROR, LEAST, QUANTILES, Spread, joined, spread, tally
 
 NUMBERS = st.lists(st.floats(-30.0, 30.0) | st.just(float("nan")) | st.floats(-1e-6, 1e-6), max_size=30)
 
@@ -25,6 +25,12 @@ def test_a_joined_tally_has_the_figures_of_all_numbers(parts: list[list[float]])
     *expected, of_all = astuple(exact)
     assert figures == pytest.approx(expected, rel=1e-9, abs=1e-9)
     known = np.sort(np.array(numbers)[np.isfinite(numbers)])
+    sizes = np.abs(known)
+    assert (exact.mean, exact.mean_abs, exact.largest) == pytest.approx((known.mean(), sizes.mean(), sizes.max()))
+    assert (exact.rms, exact.exp_mean) == pytest.approx(
+        (np.sqrt((known**2).mean()), np.exp(np.clip(known, -20, 20)).mean())
+    )
+    assert of_all == pytest.approx(np.quantile(known, QUANTILES).tolist())
     for share, quantile, value in zip(QUANTILES, quantiles, of_all, strict=True):
         rank = share * (len(known) - 1)
         largest = max(abs(known[int(np.floor(rank))]), abs(known[int(np.ceil(rank))]))

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from rlsys.observe.spans import Arg, Span
 from rlsys.observe.timeline import StepTimeline
-from rlsys.report.activity import GROUPS, Activity
-from rlsys.report.path import critical_path, leads_to
-from rlsys.report.time import as_json, time_report
+from rlsys.report.time_use import GROUPS, Activity, as_json, critical_path, leads_to, time_report
 
 S = 1_000_000_000
 NAMES = {

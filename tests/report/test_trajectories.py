@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlsys.report.trajectories import Index, row_of
+from rlsys.report.trajectories import TrajectoryIndex, row_of
 from tests.report.made import Maker
 
 
@@ -18,7 +18,7 @@ def test_age_is_of_the_policy_that_is_trained_not_of_the_one_that_scored() -> No
     versions[trained] = 3
     versions[trained[0]] = 2
     kept = replace(made, versions=versions, policy_version=3)
-    index = Index()
+    index = TrajectoryIndex()
     index.add(kept)
     found = index.as_json(0)
     assert found is not None

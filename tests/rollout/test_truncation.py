@@ -1,11 +1,11 @@
-"""What SGLang's log-probs are of when it draws from a part of the vocabulary; `rlsys.report.sampler` builds on it."""
+"""What SGLang's log-probs are of when it draws from a part of the vocabulary; `rlsys.report.drift` builds on it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from rlsys.report.sampler import log_kept_mass
+from rlsys.report.drift import log_kept_mass
 from rlsys.rollout.agent.episode import TurnSampling
 from tests.rollout.bench import Bench, logprobs_of
 

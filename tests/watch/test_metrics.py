@@ -9,15 +9,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlsys.observe.progress import WAIT_PREFIX
 from rlsys.observe.run_folder import open_run
-from rlsys.report.life import Life, Phase
-from rlsys.report.watch.metrics import exposition
+from rlsys.report.life import Phase, RunLife
+from rlsys.report.watch.exposition import exposition
 from tests.watch.folder import add_evaluation, add_step, write_run, write_status
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples(run: Path, phase: Phase, now: float) -> Samples:
-    text = exposition(open_run(run), Life(phase, ""), now).decode()
+    text = exposition(open_run(run), RunLife(phase, ""), now).decode()
     return {
         (one.name, tuple(sorted(one.labels.items()))): one.value
         for family in text_string_to_metric_families(text)

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from rlsys.apps.api.arguments import RunSettings, note, quoted
 from rlsys.apps.api.questions import Data, read_data
 from rlsys.apps.api.retrievers import SearchBackend
-from rlsys.apps.evaluation.results import ANSWERS, RESULTS
+from rlsys.apps.evaluation.result_files import ANSWERS, RESULTS
 from rlsys.errors import RunError, UserError
 from rlsys.files import limited_lines, open_regular, parse_json, read_regular
 from rlsys.observe.metrics import METRICS
@@ -182,7 +182,7 @@ class TrainingResult:
 
         Raises UserError or RunError with what the conversion says.
         """
-        from rlsys.apps.evaluation.model import find_model
+        from rlsys.apps.evaluation.evaluation_inputs import find_model
 
         original = find_model(self.checkpoint, None, "the checkpoint").shape
         _rlsys("convert", "mg2hf", str(self.checkpoint), str(folder), "--hf", str(original))
@@ -193,7 +193,8 @@ class TrainingResult:
 
         Raises UserError for a folder that is no run, and for one that cannot be written to.
         """
-        from rlsys.report.page import write_report
+        from rlsys.observe.run_folder import open_run
+        from rlsys.report.report_page import write_report
 
         return write_report([open_run(self.run_dir)])
 

@@ -1,38 +1,47 @@
-"""Questions to a policy, each answered by one episode of the kind that it was trained in, told event by event.
+"""Answers questions with a policy, each by one episode of the kind that it was trained in, event by event.
 
-The episode is `rlsys.rollout.agent.episode.Episode`, unchanged: prompt, tags, limits, observations and tokens are those of training.
-What generates and what searches are wrapped, so that they tell what they do. Questions know nothing of each other, as in
-training, and may be asked at the same time.
+The episode is `rlsys.rollout.agent.episode.Episode`, unchanged: prompt, tags, limits, observations and tokens are those of
+training. The generator and the search are wrapped, so that they report what they do. Questions know nothing of each
+other, as in training, and may be asked at the same time.
 
-Invariants: the last event is `Ended` or `Failed`; whoever stops listening ends the episode, and the engine frees its request.
+Invariants: the last event is `EpisodeEnded` or `Failed`; whoever stops listening ends the episode, and the engine frees
+its request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
+from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.events import (
     TIME_LIMIT,
     Acted,
     Asked,
-    Ended,
+    EpisodeEnded,
     Event,
     Failed,
     Found,
-    Hit,
+    FoundPassage,
     Kind,
     Observed,
-    Text,
+    Segments,
+    TextPiece,
 )
-from rlsys.apps.chat.segments import Segments
-from rlsys.config.schema import TaskConfig
+from rlsys.apps.evaluation.baselines import EngineName
+from rlsys.apps.evaluation.evaluation_inputs import Model, as_hf
+from rlsys.apps.evaluation.execution import UnusedSearch, open_codec, open_generator
+from rlsys.config.schema import Device, RunConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.errors import UserError
+from rlsys.orchestrator.search_server import Serving, serving, silent
 from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import (
     CANCEL_GRACE_S,
@@ -44,17 +53,78 @@ from rlsys.rollout.agent.episode import (
     TurnSampling,
     within,
 )
-from rlsys.rollout.requests import Streaming
+from rlsys.rollout.requests import Streaming, of_answers
+from rlsys.rollout.search_tool import open_tool
 from rlsys.rollout.tools.interface import Tool
 from rlsys.rollout.tools.load import open_tools
 
 _THOUGHT_TAG = "think"
-_HALF_A_CHARACTER = "\ufffd"
-"""What a decoder makes of bytes that are not a whole character yet."""
+_HALF_A_CHARACTER = "\ufffd"  # What a decoder makes of bytes that are not a whole character yet
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A conversation and what it is with."""
+
+    conversation: Conversation
+    engine: EngineName
+    model: str
+    search: str  # The server's address; empty where there are no searches
+    max_turns: int
+    temperature: float
+
+
+def default_engine(config: RunConfig) -> EngineName:
+    """SGLang on a GPU; on a CPU transformers, which is there in seconds."""
+    return EngineName.sglang if config.cluster.device is Device.gpu else EngineName.transformers
+
+
+@asynccontextmanager
+async def opened(
+    model: Model, settings: ChatSettings, engine: EngineName, report: Callable[[str], None] = lambda _: None
+) -> AsyncIterator[Opened]:
+    """Start search and engine for a conversation with `model`, and end them on the way out. `report` gets the progress.
+
+    The search server is asked before the first question; one that fails later costs a search, not the conversation.
+    Raises UserError for a model or settings that cannot be used, RunError where search or engine do not answer.
+    """
+    config = settings.config
+    async with AsyncExitStack() as stack:
+        work = Path(stack.enter_context(TemporaryDirectory(prefix="rlsys-chat-")))
+        searches = config.search.enabled and config.task.max_turns > 0
+        server = stack.enter_context(serving(config.search, config.cluster.threads, work)) if searches else None
+        if server is not None and not server.started:
+            report("asks the search server")
+            await _require(server)
+        report("opens the model")
+        folder = stack.enter_context(as_hf(model, work))
+        config = replace(config, model=replace(config.model, path=str(folder)))
+        codec = open_codec(folder, str(model.folder))
+        report(f"starts {engine}")
+        generator = await stack.enter_async_context(open_generator(config, engine))
+        search: SearchTool | None = UnusedSearch() if config.search.enabled else None
+        if server is not None:
+            if server.started:  # While the model was opened.
+                report("starts the search server")
+                await asyncio.to_thread(server.wait_healthy)
+                await _require(server)
+            search = await stack.enter_async_context(open_tool(server.search))
+        temperature = config.eval.temperature
+        sampling = of_answers(config.rollout.sampling, temperature, as_rollouts=False)
+        timeout_s = config.rollout.episode_timeout_s
+        conversation = Conversation(generator, search, codec, config.task, sampling, settings.prompt, timeout_s)
+        url = (server.search.url or "") if server is not None else ""
+        yield Opened(conversation, engine, str(model.folder), url, config.task.max_turns, temperature)
+
+
+async def _require(server: Serving) -> None:
+    """Raise RunError, with what to do, unless the search server answers."""
+    with silent("rlsys.search"):
+        await server.require("--search-url")
 
 
 class Conversation:
-    """Ask it."""
+    """Answers questions; see `ask`."""
 
     def __init__(
         self,
@@ -70,11 +140,10 @@ class Conversation:
 
         Raises UserError for tools of `task` that cannot be used.
         """
-        self._generator = generator
-        self._search = search
+        tools = open_tools(task)
+        self._tools = (generator, search, codec, task, tools)
         self._codec = codec
         self._task = task
-        self._own = open_tools(task)
         self._sampling = sampling
         self._prompt = prompt
         self._timeout_s = timeout_s
@@ -94,16 +163,7 @@ class Conversation:
         yield Asked(text.strip(), question.prompt)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        play = _Play(
-            self._generator,
-            self._search,
-            self._codec,
-            self._task,
-            self._own,
-            sampling,
-            question,
-            events.put_nowait,
-        )
+        play = _Play(*self._tools, sampling, question, events.put_nowait)
         playing = asyncio.create_task(play.run(self._timeout_s))
         playing.add_done_callback(lambda _: events.put_nowait(None))
         try:
@@ -132,7 +192,7 @@ class Conversation:
 
 
 class _Play:
-    """One episode, and what stands between it and its engine and search."""
+    """One episode; it stands in for the episode's engine and search and reports what they do."""
 
     def __init__(
         self,
@@ -140,32 +200,32 @@ class _Play:
         search: SearchTool | None,
         codec: Codec,
         task: TaskConfig,
-        own: Sequence[Tool],
+        own_tools: Sequence[Tool],
         sampling: TurnSampling,
         question: Question,
-        say: Callable[[Event], None],
+        report: Callable[[Event], None],
     ) -> None:
         self._generator = generator
         self._search = search
         self._codec = codec
-        self._say = say
-        self._tools = EpisodeTools(self, None if search is None else self, codec, task, own)
+        self._report = report
+        self._tools = EpisodeTools(self, None if search is None else self, codec, task, own_tools)
         searches = {} if search is None else {task.tags.search: Kind.search}
         self._kinds = {_THOUGHT_TAG: Kind.thought, **searches, task.tags.answer: Kind.answer}
-        self._kinds |= {tool.tag: Kind.tool for tool in own}
+        self._kinds |= {tool.tag: Kind.tool for tool in own_tools}
         self._episode = Episode(question, 0, self._tools, sampling)
         self._turn = -1
         self._observed = 0
-        """Turns of which the observation has been told."""
+        """Turns of which the observation has been reported."""
 
-    async def run(self, timeout_s: float | None) -> Ended:
+    async def run(self, timeout_s: float | None) -> EpisodeEnded:
         """Play to the end or for `timeout_s` seconds."""
         started = perf_counter()
         finish = await within(self._episode.run(), timeout_s=timeout_s)
         # A limit may end the episode right after one.
-        self._tell_observation()
+        self._report_observation()
         played = self._episode.trajectory(finish or Finish.ABORTED)
-        return Ended(
+        return EpisodeEnded(
             answer=played.answer,
             finish=TIME_LIMIT if finish is None else played.finish.value,
             searches=played.searches,
@@ -175,50 +235,50 @@ class _Play:
         )
 
     async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-        """The engine's answer, told while it comes."""
-        self._tell_observation()
+        """The engine's answer, reported while it comes."""
+        self._report_observation()
         self._turn += 1
-        segments, spoken, started = Segments(self._kinds), "", perf_counter()
+        segments, reported, started = Segments(self._kinds), "", perf_counter()
 
-        def tell(token_ids: list[int]) -> None:
-            nonlocal spoken
-            said = self._tools.rules.cut(self._codec.decode(token_ids)).rstrip(_HALF_A_CHARACTER)
-            if len(said) > len(spoken) and said.startswith(spoken):
-                self._tell_text(segments.feed(said[len(spoken) :]))
-                spoken = said
+        def report(text: str) -> None:
+            nonlocal reported
+            if text.startswith(reported):
+                self._report_text(segments.feed(text[len(reported) :]))
+                reported = text
 
-        generation = await self._generator.generate(input_ids, sampling, rid, tell)
+        def heard(token_ids: list[int]) -> None:
+            report(self._tools.rules.cut(self._codec.decode(token_ids)).rstrip(_HALF_A_CHARACTER))
+
+        generation = await self._generator.generate(input_ids, sampling, rid, heard)
         turn = self._tools.rules.parse(self._codec.decode(generation.token_ids))
-        if turn.text.startswith(spoken):
-            self._tell_text(segments.feed(turn.text[len(spoken) :]))
-            spoken = turn.text
-        self._tell_text(segments.end())
+        report(turn.text)
+        self._report_text(segments.end())
         seconds = perf_counter() - started
-        self._say(Acted(self._turn, turn.action.value, turn.tool, turn.content, len(generation.token_ids), seconds))
+        self._report(Acted(self._turn, turn.action.value, turn.tool, turn.content, len(generation.token_ids), seconds))
         return generation
 
     async def search(self, query: str) -> SearchResult:
-        """What the search finds, told when it is there."""
+        """The result of a search, reported when it is there."""
         assert self._search is not None
         started = perf_counter()
         result = await self._search.search(query)
-        passages = tuple(_as_hit(passage.contents) for passage in result.passages)
-        self._say(Found(self._turn, query, passages, result.error, perf_counter() - started))
+        passages = tuple(_titled(passage.contents) for passage in result.passages)
+        self._report(Found(self._turn, query, passages, result.error, perf_counter() - started))
         return result
 
-    def _tell_text(self, pieces: Iterable[tuple[Kind, str]]) -> None:
+    def _report_text(self, pieces: Iterable[tuple[Kind, str]]) -> None:
         for kind, text in pieces:
-            self._say(Text(self._turn, kind, text))
+            self._report(TextPiece(self._turn, kind, text))
 
-    def _tell_observation(self) -> None:
-        """What was appended to the turn before, once the episode has gone on from it."""
+    def _report_observation(self) -> None:
+        """Report what was appended to the turn before, once the episode has gone on from it."""
         begun = self._episode.begun()
         if begun is not None and len(begun.turns) > self._observed:
             self._observed = len(begun.turns)
-            self._say(Observed(self._observed - 1, begun.turns[-1].observation))
+            self._report(Observed(self._observed - 1, begun.turns[-1].observation))
 
 
-def _as_hit(contents: str) -> Hit:
+def _titled(contents: str) -> FoundPassage:
     """By the corpus's convention: the title in the first line, mostly in quotes."""
     title, _, text = contents.partition("\n")
-    return Hit(title.strip().strip('"'), text)
+    return FoundPassage(title.strip().strip('"'), text)

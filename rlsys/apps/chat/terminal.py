@@ -1,4 +1,4 @@
-"""Events as text: in colour in a terminal, plain when piped, or one JSON object a line.
+"""Questions one after the other, and their events as text: in colour in a terminal, plain when piped, or as JSON lines.
 
 What is generated, retrieved and typed is untrusted: characters that a terminal could act on are spelled out, and so are
 those that its encoding does not have.
@@ -6,26 +6,33 @@ those that its encoding does not have.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import sys
-from typing import Protocol, TextIO
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import TextIO
 
 from rich.console import Console
-from rich.text import Text as Styled
+from rich.text import Text
 
+from rlsys.apps.chat.conversation import Conversation
 from rlsys.apps.chat.events import (
     TIME_LIMIT,
     Acted,
     Asked,
-    Ended,
+    EpisodeEnded,
     Event,
     Failed,
     Found,
     Kind,
     Observed,
-    Text,
+    TextPiece,
     as_dict,
 )
+from rlsys.errors import RunError
 from rlsys.observe.samples import visible
 
 STYLES = {
@@ -42,13 +49,7 @@ _FINISHES = {
     TIME_LIMIT: "no answer: the time limit is reached",
     "aborted": "no answer: the engine has given it up",
 }
-
-
-class Screen(Protocol):
-    """Shows events."""
-
-    def show(self, event: Event) -> None:
-        """Show the next event."""
+_MOST_BYTES = 1 << 16
 
 
 class JsonScreen:
@@ -76,7 +77,7 @@ class TextScreen:
         match event:
             case Asked(question=question) if self._echo:
                 self._line(f"> {question}", "bold")
-            case Text(kind=kind, text=text):
+            case TextPiece(kind=kind, text=text):
                 self._write(text, STYLES[kind])
             case Found(error=error) if error:
                 self._line(f"[the search failed: {error}]", _WRONG)
@@ -84,12 +85,12 @@ class TextScreen:
                 pass
             case Observed(text=text):
                 self._write(text, _OBSERVED)
-            case Ended():
+            case EpisodeEnded():
                 self._end(event)
             case Failed(reason=reason):
                 self._line(reason, _WRONG)
 
-    def _end(self, event: Ended) -> None:
+    def _end(self, event: EpisodeEnded) -> None:
         figures = [
             _counted(event.searches, "search", "searches"),
             *([_counted(event.tool_calls, "tool call", "tool calls")] if event.tool_calls else []),
@@ -111,10 +112,92 @@ class TextScreen:
         if text:
             encoding = self._console.encoding
             shown = visible(text).encode(encoding, "backslashreplace").decode(encoding)
-            self._console.print(Styled(shown, style), end="", soft_wrap=True)
+            self._console.print(Text(shown, style), end="", soft_wrap=True)
             self._console.file.flush()
             self._at_line_start = text.endswith("\n")
 
 
 def _counted(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
+
+
+Screen = JsonScreen | TextScreen
+
+
+async def answer(conversation: Conversation, question: str, screen: Screen) -> Event:
+    """Ask, and show what happens; the last event. Raises RunError, which is shown too, where the engine has died."""
+    event: Event = Failed("The question was not asked.")
+    try:
+        async with aclosing(conversation.ask(question)) as events:
+            async for event in events:
+                screen.show(event)
+    except RunError as problem:
+        screen.show(Failed(str(problem)))
+        raise
+    return event
+
+
+async def session(
+    conversation: Conversation, questions: AsyncIterator[str], screen: Screen, invite: Callable[[], None] = lambda: None
+) -> int:
+    """Answer all `questions`; how many of them could not be asked or were stopped. `invite` asks for the next one.
+
+    Ctrl-C stops the answer under way; with none under way it ends the session.
+    """
+    failed = 0
+    invite()
+    async for question in questions:
+        answering = asyncio.ensure_future(answer(conversation, question, screen))
+        async with _interrupting(answering):
+            # A wait, since what is cancelled must not look like an end of the session.
+            await asyncio.wait({answering})
+        if answering.cancelled():
+            screen.show(Failed("Stopped."))
+            failed += 1
+        else:
+            failed += isinstance(answering.result(), Failed)
+        invite()
+    return failed
+
+
+@asynccontextmanager
+async def _interrupting(answering: asyncio.Task[Event]) -> AsyncIterator[None]:
+    """Ctrl-C cancels `answering` within the context, and the session after it. No answer outlives the context."""
+    loop, outer = asyncio.get_running_loop(), asyncio.current_task()
+    assert outer is not None
+    loop.add_signal_handler(signal.SIGINT, answering.cancel)
+    try:
+        yield
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        loop.add_signal_handler(signal.SIGINT, outer.cancel)
+
+
+async def lines_of(descriptor: int) -> AsyncIterator[str]:
+    """Every line of a file, without its end, as it comes; what is not UTF-8 is replaced. The event loop goes on meanwhile.
+
+    The descriptor stays blocking, since a terminal shares it with what is written to: it is read once it holds something.
+    """
+    held = b""
+    while more := await _read(descriptor):
+        *whole, held = (held + more).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", "replace").rstrip("\r")
+    if held:
+        yield held.decode("utf-8", "replace").rstrip("\r")
+
+
+async def _read(descriptor: int) -> bytes:
+    """What there is, once there is any; empty at the end."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    try:
+        loop.add_reader(descriptor, ready.set)
+    except PermissionError:  # A file, which always has something or its end.
+        return os.read(descriptor, _MOST_BYTES)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
+    return os.read(descriptor, _MOST_BYTES)

@@ -1,4 +1,4 @@
-"""A page to ask from: what it is made of, and a stream of events for each question.
+"""Serves a page to ask from, and a stream of events for each question.
 
     GET  /       the page; its style and its script lie beside it
     GET  /about  what is asked, as JSON
@@ -25,18 +25,16 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
+from rlsys.apps.chat.conversation import Opened
 from rlsys.apps.chat.events import Failed, as_dict
-from rlsys.apps.chat.opening import Opened
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import is_foreign, is_trusted, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
 
 _STATIC = Path(__file__).with_name("static")
 _FILES = {"/": "chat.html", "/chat.css": "chat.css", "/chat.js": "chat.js"}
-_MOST_BYTES = 1 << 16
-"""Of a request."""
-_BODY_S = 10.0
-"""Until a request has arrived."""
+_MOST_BYTES = 1 << 16  # Of a request
+_BODY_S = 10.0  # Until a request has arrived
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -69,8 +67,13 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
         response.headers.update(_HEADERS)
         return response
 
+    def add_file(path: str, name: str) -> None:
+        @app.get(path)
+        async def send() -> FileResponse:
+            return FileResponse(_STATIC / name)
+
     for path, name in _FILES.items():
-        app.get(path)(_sender(_STATIC / name))
+        add_file(path, name)
 
     @app.get("/about")
     async def about() -> dict[str, object]:
@@ -157,6 +160,10 @@ def _message(values: dict[str, object]) -> str:
     return f"data: {json.dumps(values)}\n\n"
 
 
+def _error(status: int, sentence: str) -> JSONResponse:
+    return JSONResponse({"detail": sentence}, status)
+
+
 def _refusal(request: Request, names: frozenset[str]) -> str:
     """Why a request is not answered; empty where it is."""
     host = request.headers.get("host", "")
@@ -166,14 +173,3 @@ def _refusal(request: Request, names: frozenset[str]) -> str:
     if is_foreign(headers.get(b"origin"), headers.get(b"host")):
         return "Another page may not ask here: open this one."
     return ""
-
-
-def _error(status: int, sentence: str) -> JSONResponse:
-    return JSONResponse({"detail": sentence}, status)
-
-
-def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
-    async def send() -> FileResponse:
-        return FileResponse(file)
-
-    return send

@@ -15,11 +15,11 @@ from rlsys.apps.running import run_to_end
 from rlsys.errors import Interrupted, RunError, UserError
 
 if TYPE_CHECKING:
-    from rlsys.apps.chat.opening import Opened
-    from rlsys.apps.chat.settings import Settings
+    from rlsys.apps.chat.chat_settings import ChatSettings
+    from rlsys.apps.chat.conversation import Opened
     from rlsys.apps.chat.terminal import Screen
-    from rlsys.apps.evaluation.how import EngineName
-    from rlsys.apps.evaluation.model import Model
+    from rlsys.apps.evaluation.baselines import EngineName
+    from rlsys.apps.evaluation.evaluation_inputs import Model
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8801
@@ -64,14 +64,14 @@ def command(
 ) -> None:
     """Ask a model: thoughts, searches, passages and the answer as they come."""
     _require_fitting(question, as_json, web)
-    from rlsys.apps.chat.opening import default_engine
-    from rlsys.apps.chat.settings import Wanted, settings_of
-    from rlsys.apps.evaluation.how import EngineName
-    from rlsys.apps.evaluation.model import find_model
+    from rlsys.apps.chat.chat_settings import ChatOptions, settings_of
+    from rlsys.apps.chat.conversation import default_engine
+    from rlsys.apps.evaluation.baselines import EngineName
+    from rlsys.apps.evaluation.evaluation_inputs import find_model
 
     found = find_model(model, hf, f"--model {model}")
-    wanted = Wanted(config_name, config_dir, search_url, index, prompt, max_turns, temperature)
-    settings = settings_of(found, wanted)
+    options = ChatOptions(config_name, config_dir, search_url, index, prompt, max_turns, temperature)
+    settings = settings_of(found, options)
     if engine is not None and engine not in list(EngineName):
         raise UserError(f"--engine {engine} is not known: give one of {', '.join(EngineName)}.")
     chosen = default_engine(settings.config) if engine is None else EngineName(engine)
@@ -98,14 +98,14 @@ def _require_fitting(question: str | None, as_json: bool, web: bool) -> None:
         raise UserError("There is no standard input to read questions from, for it is closed: give a question.")
 
 
-async def _answer(model: Model, settings: Settings, engine: EngineName, question: str | None, *, as_json: bool) -> None:
+async def _answer(
+    model: Model, settings: ChatSettings, engine: EngineName, question: str | None, *, as_json: bool
+) -> None:
     """One question, those that are typed, or those that come through a pipe."""
     from rich.console import Console
 
     from rlsys.apps.chat.events import Failed
-    from rlsys.apps.chat.lines import lines_of
-    from rlsys.apps.chat.session import answer, session
-    from rlsys.apps.chat.terminal import JsonScreen, TextScreen
+    from rlsys.apps.chat.terminal import JsonScreen, TextScreen, answer, lines_of, session
 
     typed = question is None and sys.stdin.isatty()
     screen: Screen = JsonScreen() if as_json else TextScreen(Console(highlight=False), echo=not typed)
@@ -125,7 +125,7 @@ async def _answer(model: Model, settings: Settings, engine: EngineName, question
             raise RunError(f"Questions without an answer, for the reasons above: {failed}.")
 
 
-async def _serve(model: Model, settings: Settings, engine: EngineName, host: str, port: int) -> None:
+async def _serve(model: Model, settings: ChatSettings, engine: EngineName, host: str, port: int) -> None:
     """The page, until it is interrupted."""
     from rlsys.apps.chat.web import serve
     from rlsys.search.address import bind
@@ -140,12 +140,12 @@ async def _serve(model: Model, settings: Settings, engine: EngineName, host: str
             await serve(ready, sock, host)
 
 
-async def _opened(stack: AsyncExitStack, model: Model, settings: Settings, engine: EngineName) -> Opened:
-    """The model to ask, for as long as `stack` is open; a terminal shows what takes its time."""
+async def _opened(stack: AsyncExitStack, model: Model, settings: ChatSettings, engine: EngineName) -> Opened:
+    """What to ask, for as long as `stack` is open; a terminal shows what takes its time."""
     from rich.console import Console
     from transformers.utils import logging
 
-    from rlsys.apps.chat.opening import opened
+    from rlsys.apps.chat.conversation import opened
 
     logging.disable_progress_bar()
     with Console(stderr=True).status("begins") as status:

@@ -16,7 +16,7 @@ import typer
 from rlsys.errors import UserError
 
 if TYPE_CHECKING:
-    from rlsys.apps.convert.verify import Verdict
+    from rlsys.apps.convert.verify import Comparison
     from rlsys.weights.convert.engine import Outcome
     from rlsys.weights.convert.info import Info
 
@@ -184,7 +184,7 @@ def _report(outcome: Outcome, out: Path) -> None:
     typer.echo(f"{out}: {outcome.nbytes / 1e9:.2f} GB in {files}{kept}")
 
 
-def _print_verdict(verdict: Verdict) -> None:
+def _print_verdict(verdict: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -18,8 +18,8 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 
 if TYPE_CHECKING:
-    from rlsys.apps.evaluation.how import How
-    from rlsys.apps.evaluation.wanted import Wanted
+    from rlsys.apps.evaluation.baselines import How
+    from rlsys.apps.evaluation.evaluation_inputs import EvaluationInputs
 
 
 def command(
@@ -75,13 +75,12 @@ def command(
     for name, value in {"limit": limit, "samples": samples, "temperature": temperature}.items():
         if value is not None:
             setattr(config.eval, name, value)
-    from rlsys.apps.evaluation.baselines import Baseline
-    from rlsys.apps.evaluation.how import EngineName, How
-    from rlsys.apps.evaluation.wanted import find_wanted
+    from rlsys.apps.evaluation.baselines import Baseline, EngineName, How
+    from rlsys.apps.evaluation.evaluation_inputs import find_inputs
 
     how = How(_named("--engine", engine, EngineName), _named("--baseline", baseline, Baseline))
-    wanted = run_to_end(find_wanted(config, how.baseline, names, data_dir, model, hf))
-    _evaluate(wanted, how, shown, out)
+    inputs = run_to_end(find_inputs(config, how.baseline, names, data_dir, model, hf))
+    _evaluate(inputs, how, shown, out)
 
 
 def _told_apart(words: list[str], data: list[str]) -> tuple[list[str], list[str]]:
@@ -97,27 +96,26 @@ def _named(flag: str, word: str, kind: Any) -> Any:
     return kind(word)
 
 
-def _evaluate(wanted: Wanted, how: How, shown: int, out: Path | None) -> None:
+def _evaluate(inputs: EvaluationInputs, how: How, shown: int, out: Path | None) -> None:
     from rich.console import Console
 
-    from rlsys.apps.evaluation.model import as_hf
-    from rlsys.apps.evaluation.results import ANSWERS, PAGE, RESULTS, noting, settings_of, write_results
-    from rlsys.apps.evaluation.run import run_evaluation
-    from rlsys.apps.evaluation.sets import questions_of
-    from rlsys.apps.evaluation.table import render_table
+    from rlsys.apps.evaluation.evaluation_inputs import as_hf, questions_of
+    from rlsys.apps.evaluation.execution import run_evaluation
+    from rlsys.apps.evaluation.result_files import ANSWERS, PAGE, RESULTS, noting, settings_of, write_results
+    from rlsys.apps.evaluation.set_figures import render_table
 
-    config = wanted.config
-    questions = questions_of(wanted.sources, config)
+    config = inputs.config
+    questions = questions_of(inputs.sources, config)
     started = time.time()
     with _folder(config, out) as folder:
         with (
             Console(stderr=True).status("begins") as status,
             noting(folder) as note,
-            as_hf(wanted.model, folder) as path,
+            as_hf(inputs.model, folder) as path,
         ):
             here = replace(config, output_dir=str(folder), model=replace(config.model, path=str(path)))
             evaluation = run_to_end(run_evaluation(here, questions, how, status.update, note))
-        settings = settings_of(wanted, how, started, time.time())
+        settings = settings_of(inputs, how, started, time.time())
         sets = write_results(evaluation, folder, settings, shown, config.trainer.seed)
     console = Console()
     console.print(render_table(sets))
@@ -135,7 +133,7 @@ def _folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
 
     One that is made here, and holds nothing when what it was made for fails, goes again.
     """
-    from rlsys.apps.evaluation.results import RESULTS
+    from rlsys.apps.evaluation.result_files import RESULTS
     from rlsys.orchestrator.run_logger import new_run_dir
 
     is_new = out is None or not out.exists()

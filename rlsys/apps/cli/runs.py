@@ -22,8 +22,8 @@ def report(
 
     from rlsys.observe.run_folder import open_run
     from rlsys.observe.samples import visible
-    from rlsys.report.model import names_of
-    from rlsys.report.page import write_report
+    from rlsys.report.report_page import write_report
+    from rlsys.report.run_model import names_of
 
     opened = [open_run(run) for run in runs]
     names = [visible(name) for name in names_of(opened)]
@@ -43,7 +43,7 @@ def watch(
     ] = "127.0.0.1",
 ) -> None:
     """Show a run in a browser while it goes on, and its figures to Prometheus at /metrics."""
-    from rlsys.report.watch.serve import serve_run
+    from rlsys.report.watch.watch_server import serve_run
 
     serve_run(run, host, port, lambda text: typer.echo(text, err=True))
 
@@ -67,16 +67,15 @@ def tokens(
     from rich.console import Console
 
     from rlsys.observe.run_folder import open_run
-    from rlsys.report.audit import tokens as of_tokens
-    from rlsys.report.audit.run import audit_run
-    from rlsys.report.audit.table import render_audit
+    from rlsys.report.audit import token_audit
+    from rlsys.report.audit.audit_table import render_audit
 
     folder = open_run(run)
     before = len(folder.problems)
-    found = audit_run(folder, tokenizer)
+    found = token_audit.audit_run(folder, tokenizer)
     for problem in folder.problems[before:]:
         typer.echo(problem, err=True)
     if as_json:
-        typer.echo(json.dumps(of_tokens.as_json(found), ensure_ascii=True, allow_nan=False))
+        typer.echo(json.dumps(token_audit.as_json(found), ensure_ascii=True, allow_nan=False))
     else:
         render_audit(found, Console())

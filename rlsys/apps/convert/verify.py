@@ -1,45 +1,75 @@
-"""Whether two folders hold the same model: names, shapes, dtypes, checksums, and what they compute."""
+"""Compares two models: names, shapes, dtypes, checksums of their tensors, and the logits that they compute.
+
+Logits of a Hugging Face folder are computed by transformers, those of a checkpoint by Megatron, both in float32 whatever
+their weights are, so that what differs is the weights or the model, not the rounding. A critic's values count as logits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlsys.apps.convert.logits import LogitsCheck, check_logits, not_computed, too_large
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, ParallelConfig
+from rlsys.errors import UserError
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import checksum
 from rlsys.weights.convert.dtypes import name_of
-from rlsys.weights.convert.sides import Side, open_side
+from rlsys.weights.convert.sides import HfSide, Side, open_side
+from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import TensorSpec
 
 MISSING = "-"
+PROMPTS, LENGTH = 3, 32
+TOLERANCE = 1e-3
+"""Largest difference of two logits, as a fraction of the largest logit: that of two orders of summation."""
+_FLOAT_BYTES, _ROOM = 4, 1.3
+_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """One thing that is not the same."""
 
-    name: str
-    """Of the Hugging Face tensor."""
-    what: str
-    """present, shape, dtype or bytes."""
+    name: str  # Of the Hugging Face tensor
+    what: str  # present, shape, dtype or bytes
     first: str
     second: str
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What `verify` found."""
+class LogitsCheck:
+    """How far the logits of two models are from each other."""
 
-    tensors: int
-    """Of both, by name."""
-    nbytes: int
-    """Of the first."""
-    differences: tuple[Difference, ...]
-    logits: LogitsCheck | None
-    """None where they were not compared."""
-    note: str
-    """Why they were not; empty where they were, or nobody asked."""
+    positions: int
+    largest: float  # Magnitude of the first's
+    difference: float  # Of any two, at most
+    agreement: float  # Share of positions where both put the same token first; 1 for a critic
+
+    @property
+    def same(self) -> bool:
+        """They differ by no more than `TOLERANCE`."""
+        return self.difference <= TOLERANCE * self.largest
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How two models compare."""
+
+    tensors: int  # Of both, by name
+    nbytes: int  # Of the first
+    differences: tuple[TensorDifference, ...]
+    logits: LogitsCheck | None  # None where they were not compared
+    note: str  # Why they were not; empty where they were, or nobody asked
 
     @property
     def same(self) -> bool:
@@ -54,7 +84,7 @@ def verify(
     hf: str | Path | None = None,
     logits: bool = True,
     show: Callable[[int, int], None] | None = None,
-) -> Verdict:
+) -> Comparison:
     """Compare two models, each a Hugging Face folder or a Megatron checkpoint.
 
     `hf` has the config of a Megatron checkpoint without one. Every byte is read, one Megatron tensor at a time;
@@ -66,53 +96,148 @@ def verify(
     for side in sides:
         side.check_repeated()
     sizes = [sum(spec.nbytes for spec in one.values()) for one in specs]
-    counted = _counter(sum(sizes), show)
-    sums = _checksums(sides[0], counted), _checksums(sides[1], counted)
+    done = 0
+
+    def checksums(side: Side) -> dict[str, str]:
+        nonlocal done
+        sums = {}
+        for name, tensor in side.tensors():
+            sums[name] = checksum(name, tensor)
+            done += tensor.nbytes
+            if show is not None:
+                show(done, sum(sizes))
+        return sums
+
+    sums = checksums(sides[0]), checksums(sides[1])
     differences = tuple(_differences(specs, sums))
     check, note = None, ""
     if logits:
-        note = _why_not(sides, differences)
-        check = None if note else check_logits(*sides)
-    return Verdict(len(specs[0].keys() | specs[1].keys()), sizes[0], differences, check, note)
-
-
-def _why_not(sides: tuple[Side, Side], differences: tuple[Difference, ...]) -> str:
-    if any(difference.what in ("present", "shape") for difference in differences):
-        return "Logits were not compared: these are models of different shapes."
-    return not_computed(sides) or too_large(sides[0])
-
-
-def _counter(total: int, show: Callable[[int, int], None] | None) -> Callable[[int], None]:
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if show is not None:
-            show(done, total)
-
-    return count
-
-
-def _checksums(side: Side, counted: Callable[[int], None]) -> dict[str, str]:
-    sums = {}
-    for name, tensor in side.tensors():
-        sums[name] = checksum(name, tensor)
-        counted(tensor.nbytes)
-    return sums
+        if any(difference.what in ("present", "shape") for difference in differences):
+            note = "Logits were not compared: these are models of different shapes."
+        else:
+            note = _not_computed(sides) or _too_large(sides[0])
+        check = None if note else _check_logits(*sides)
+    return Comparison(len(specs[0].keys() | specs[1].keys()), sizes[0], differences, check, note)
 
 
 def _differences(
     specs: tuple[dict[str, TensorSpec], dict[str, TensorSpec]], sums: tuple[dict[str, str], dict[str, str]]
-) -> Iterator[Difference]:
+) -> Iterator[TensorDifference]:
     for name in sorted(specs[0].keys() | specs[1].keys()):
         one, other = specs[0].get(name), specs[1].get(name)
         if one is None or other is None:
             there = ("yes", MISSING) if other is None else (MISSING, "yes")
-            yield Difference(name, "present", *there)
+            yield TensorDifference(name, "present", *there)
         elif one.shape != other.shape:
-            yield Difference(name, "shape", str(list(one.shape)), str(list(other.shape)))
+            yield TensorDifference(name, "shape", str(list(one.shape)), str(list(other.shape)))
         elif one.dtype != other.dtype:
-            yield Difference(name, "dtype", name_of(one.dtype), name_of(other.dtype))
+            yield TensorDifference(name, "dtype", name_of(one.dtype), name_of(other.dtype))
         elif sums[0][name] != sums[1][name]:
-            yield Difference(name, "bytes", sums[0][name], sums[1][name])
+            yield TensorDifference(name, "bytes", sums[0][name], sums[1][name])
+
+
+def _not_computed(sides: Iterable[Side]) -> str:
+    """A sentence if Megatron's model does not compute what a checkpoint's config says, else nothing."""
+    try:
+        for side in sides:
+            if not isinstance(side, HfSide):
+                read_architecture(side.model)
+    except UserError as error:
+        return f"Logits were not compared: {error}"
+    return ""
+
+
+def _too_large(side: Side) -> str:
+    """A sentence if the model does not fit into memory in float32, else nothing."""
+    numbers = sum(spec.nbytes // spec.dtype.itemsize for spec in side.specs().values())
+    needed = int(numbers * _FLOAT_BYTES * _ROOM)
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    if needed <= free:
+        return ""
+    return f"Logits were not compared: that takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free."
+
+
+def _check_logits(first: Side, second: Side) -> LogitsCheck:
+    """Compare them; one model is in memory at a time."""
+    tokens = prompts(first)
+    logits, others = logits_of(first, tokens), logits_of(second, tokens)
+    apart = float((logits - others).abs().max())
+    return LogitsCheck(
+        positions=len(logits),
+        largest=float(logits.abs().max()),
+        # NaN is no agreement.
+        difference=apart if apart == apart else float("inf"),
+        agreement=float((logits.argmax(-1) == others.argmax(-1)).float().mean()),
+    )
+
+
+def prompts(side: Side) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Tokens [prompts, length] from the whole vocabulary, its first and last among them."""
+    vocab = side.architecture.vocab
+    length = min(LENGTH, side.architecture.max_positions)
+    tokens = np.random.default_rng(0).integers(0, vocab, size=(PROMPTS, length))
+    tokens[0, :2] = 0, vocab - 1
+    return tokens
+
+
+def logits_of(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+    """What is said of each token but the first of each row of `tokens`: [n, vocabulary] or, of a critic, [n, 1]."""
+    made = _by_transformers(side, tokens) if isinstance(side, HfSide) else _by_megatron(side, tokens)
+    gc.collect()
+    return made
+
+
+@torch.no_grad()
+def _by_transformers(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    kind = AutoModelForTokenClassification if side.values else AutoModelForCausalLM
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = kind.from_pretrained(side.folder, dtype=torch.float32).to(device).eval()
+    rows = [model(torch.tensor(row[None], device=device)).logits[0, :-1].float().cpu() for row in tokens]
+    return torch.cat(rows)
+
+
+def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+    from rlsys.trainer.forward import forward
+
+    with _whole_model(side) as model:
+        parameters = model.parameters()
+        loader = ShardLoader(
+            model.weights, list(parameters), 0, 1, lambda name, shard: parameters[name].data.copy_(shard)
+        )
+        for name, tensor in side.tensors():
+            loader.feed(name, tensor)
+        outputs = forward(model, [_batch(row[None]) for row in tokens], lambda output, _: output.float().cpu())
+    made = torch.cat(outputs)
+    return made[:, None] if side.values else made[:, : side.architecture.vocab]
+
+
+@contextmanager
+def _whole_model(side: Side) -> Iterator[Any]:
+    """Megatron's model on one device, in a group of this process alone, with undefined weights."""
+    from rlsys.trainer import parallel as groups
+    from rlsys.trainer.model import PolicyModel
+    from rlsys.trainer.value_model import ValueModel
+
+    device = Device.gpu if torch.cuda.is_available() else Device.cpu
+    # Port 0: a group of one listens wherever there is room.
+    alone = groups.Rendezvous(0, 1, "127.0.0.1", 0, device, _TIMEOUT_S)
+    place = groups.start(alone, ParallelConfig(), seed=0)
+    try:
+        config = ModelConfig(str(side.model), Layers.auto, Dtype.float32)
+        kind = ValueModel if side.values else PolicyModel
+        model = kind(side.architecture, config, ParallelConfig(), place)
+        model.module.eval()
+        yield model
+    finally:
+        groups.stop()
+
+
+def _batch(tokens: np.ndarray[Any, Any]) -> MicroBatch:
+    """One row [1, length] of which every token but the first is predicted."""
+    mask = np.ones(tokens.shape, dtype=bool)
+    mask[:, 0] = False
+    nothing = np.zeros(tokens.shape, dtype=np.float32)
+    lengths = np.array([tokens.shape[1]])
+    return MicroBatch(tokens, lengths, mask, nothing, nothing, nothing)

@@ -1,4 +1,4 @@
-"""What a policy is compared with: the same model, asked in the plainer ways of the papers' tables.
+"""Ways of asking a model: which engine generates, and with which prompts, as the baselines of the papers' tables.
 
 A baseline is another prompt about the raw question and other limits of the episode, nothing else: the same engine, the same
 loop and the same scores. `direct`, `cot` and `rag` have one generation and no search of their own; `search` has the whole
@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rlsys.config.schema import RunConfig, SamplingConfig, TagsConfig
+from rlsys.config.schema import RunConfig, TagsConfig
 from rlsys.data.question import Question
 from rlsys.data.template import as_asked, search_prompt
 from rlsys.errors import RunError, UserError
@@ -25,20 +25,30 @@ from rlsys.rollout.agent.observation import Observer
 class Baseline(StrEnum):
     """How the model is asked."""
 
-    none = "none"
-    """As the rows say: how a trained policy is asked."""
-    direct = "direct"
-    """The answer at once."""
-    cot = "cot"
-    """A chain of thought, then the answer."""
-    rag = "rag"
-    """The passages that a search for the question finds, then the answer."""
-    search = "search"
-    """The loop with the prompt of Search-R1, for a model that was not trained with it."""
+    none = "none"  # As the rows say: how a trained policy is asked
+    direct = "direct"  # The answer at once
+    cot = "cot"  # A chain of thought, then the answer
+    rag = "rag"  # The passages that a search for the question finds, then the answer
+    search = "search"  # The loop with the prompt of Search-R1, for a model that was not trained with it
 
 
-SEARCHING = (Baseline.none, Baseline.search, Baseline.rag)
-"""Those that need a search server."""
+class EngineName(StrEnum):
+    """What generates."""
+
+    sglang = "sglang"
+    transformers = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What is asked for answers, and with which prompts. How often and at which temperature, `eval` of the config says."""
+
+    engine: EngineName = EngineName.sglang
+    baseline: Baseline = Baseline.none
+
+
+AS_TRAINED = How()  # By the engine that training uses, with the prompts of the rows
+SEARCHING = (Baseline.none, Baseline.search, Baseline.rag)  # Those that need a search server
 
 _QUESTION, _EXAMPLE = "Question: ", "For example, <answer> Beijing </answer>. "
 _TASKS = {
@@ -74,7 +84,7 @@ def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
     if baseline is Baseline.search:
         return replace(config, task=replace(task, max_prompt_tokens=room, tools=[]))
     stop = [f"</{task.tags.answer}>"]
-    sampling: SamplingConfig = replace(config.rollout.sampling, stop=stop)
+    sampling = replace(config.rollout.sampling, stop=stop)
     return replace(
         config,
         task=replace(task, max_prompt_tokens=room, max_turns=0, tools=[]),
@@ -84,7 +94,7 @@ def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
 
 def require_texts(baseline: Baseline, questions: Sequence[Question]) -> None:
     """Raise UserError where `baseline` would need the raw text of a question that does not have it."""
-    lacking = next((one.uid for one in questions if not one.text.strip()), None)
+    lacking = next((question.uid for question in questions if not question.text.strip()), None)
     if baseline is not Baseline.none and lacking is not None:
         raise UserError(
             f"--baseline {baseline} writes prompts of its own, and question {lacking} has its text only inside a prompt: "
@@ -92,12 +102,12 @@ def require_texts(baseline: Baseline, questions: Sequence[Question]) -> None:
         )
 
 
-def prompted(baseline: Baseline, question: Question, tags: TagsConfig, found: str = "") -> Question:
-    """`question` with the prompt of `baseline`; `found` are passages between their tags."""
+def prompted(baseline: Baseline, question: Question, tags: TagsConfig, passages: str = "") -> Question:
+    """`question` with the prompt of `baseline`; `passages` stand between their tags."""
     if baseline is Baseline.none:
         return question
     task = _TAG.sub(lambda tag: str(getattr(tags, tag.group())), _TASKS[baseline])
-    return replace(question, prompt=f"{task.rstrip()}{found or ' '}{_QUESTION}{as_asked(question.text)}\n")
+    return replace(question, prompt=f"{task.rstrip()}{passages or ' '}{_QUESTION}{as_asked(question.text)}\n")
 
 
 async def with_passages(
@@ -110,15 +120,15 @@ async def with_passages(
     task, observer = config.task, Observer(config.task.tags, codec)
     slots = asyncio.Semaphore(config.search.max_concurrent)
 
-    async def one(question: Question) -> Question:
+    async def with_its_own(question: Question) -> Question:
         async with slots:
             result = await search.search(question.text)
         if result.error:
             raise RunError(f"--baseline rag: the search for question {question.uid} failed: {result.error}")
         contents = [passage.contents for passage in result.passages]
-        found = observer.observe(contents, "", task.max_observation_tokens)
-        return prompted(Baseline.rag, question, task.tags, found)
+        passages = observer.observe(contents, "", task.max_observation_tokens)
+        return prompted(Baseline.rag, question, task.tags, passages)
 
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(one(question)) for question in questions]
+        asked = [tasks.create_task(with_its_own(question)) for question in questions]
     return [task.result() for task in asked]

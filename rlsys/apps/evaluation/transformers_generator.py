@@ -1,4 +1,4 @@
-"""Plain transformers as a generator: the independent check of what the engine answers.
+"""Generates with plain transformers: the independent check of what the engine answers.
 
 Requests that wait at the same time are decoded together, padded on the left; the caller sees one request at a time. What
 is drawn for a request depends on its id and the seed, not on the company it has. Slower than the engine by design: it
@@ -22,8 +22,7 @@ from rlsys.errors import UserError
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.requests import Heard
 
-GATHER_S = 0.02
-"""How long a batch waits for further requests."""
+GATHER_S = 0.02  # How long a batch waits for further requests
 
 
 @dataclass(slots=True)
@@ -32,6 +31,7 @@ class _Request:
     sampling: TurnSampling
     draws: torch.Generator
     heard: Heard | None
+    loop: asyncio.AbstractEventLoop  # That `heard` is called in
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["", "stop", "length", "abort"] = ""
@@ -61,7 +61,7 @@ class TransformersGenerator:
             raise ValueError(
                 f"{rid}: top_p={sampling.top_p} and top_k={sampling.top_k} cut the vocabulary, this generator draws from it all"
             )
-        request = _Request(input_ids, sampling, self._draws(rid), _from_thread(heard))
+        request = _Request(input_ids, sampling, self._draws(rid), heard, asyncio.get_running_loop())
         self._waiting.append(request)
         try:
             async with self._turn:  # whoever's turn it is decodes for all that wait, itself first
@@ -70,13 +70,8 @@ class TransformersGenerator:
                     await self._decode_batch(request)
         finally:
             request.finish = request.finish or "abort"
-        return Generation(
-            request.token_ids,
-            request.logprobs,
-            request.finish,
-            cached_tokens=0,
-            versions=[0] * len(request.token_ids),
-        )
+        versions = [0] * len(request.token_ids)
+        return Generation(request.token_ids, request.logprobs, request.finish, cached_tokens=0, versions=versions)
 
     async def _decode_batch(self, own: _Request) -> None:
         """Decode for those that wait, `own` among them. A cancelled caller leaves when the others have theirs."""
@@ -136,7 +131,7 @@ class TransformersGenerator:
         request.token_ids.append(token)
         request.logprobs.append(logprob)
         if request.heard is not None:
-            request.heard(list(request.token_ids))
+            request.loop.call_soon_threadsafe(request.heard, list(request.token_ids))
         text = self._tokenizer.decode(request.token_ids)
         if token in self._ends or any(stop in text for stop in request.sampling.stop):
             request.finish = "stop"
@@ -165,18 +160,6 @@ def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
             "them: give a whole model folder."
         )
     return tokenizer, model
-
-
-def _from_thread(heard: Heard | None) -> Heard | None:
-    """`heard`, to be called by the thread that decodes and to run in the event loop that is running now."""
-    if heard is None:
-        return None
-    listener, loop = heard, asyncio.get_running_loop()
-
-    def tell(token_ids: list[int]) -> None:
-        loop.call_soon_threadsafe(listener, token_ids)
-
-    return tell
 
 
 def _choose(logprobs: torch.Tensor, batch: Sequence[_Request]) -> torch.Tensor:

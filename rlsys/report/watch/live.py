@@ -1,4 +1,4 @@
-"""A run's folder as it grows: its model, kept until files change, and what has changed.
+"""Follows a run's folder as it grows: keeps its model until files change, and tells what has changed.
 
 Contract: a model is built only when somebody asks for it, once for all who ask, and no more than a tenth of the time goes
 into building: the run has the same machine. What is handed out may thus be a little old; `version` is then that of a
@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ from rlsys.observe.kept import TRAJECTORIES
 from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, METRICS, SUMMARY, RunFolder, open_run
 from rlsys.observe.status import FAILED, read_status
 from rlsys.observe.timeline import TIMELINE
-from rlsys.report.embed import compressed
-from rlsys.report.life import Life, Phase, life_here
-from rlsys.report.model import Memory, read_chunk
-from rlsys.report.watch.metrics import exposition
+from rlsys.report.life import Phase, RunLife, life_here
+from rlsys.report.report_page import compressed
+from rlsys.report.run_model import Memory, read_chunk
+from rlsys.report.watch.exposition import exposition
 
-REST = 9
-"""Times as long as a model took to build, it is good for at least."""
+REST = 9  # Times as long as a model took to build, it is good for at least
 _FILES = (CONFIG, METRICS, TIMELINE, SUMMARY)
 _PATTERNS = (f"{EVALUATIONS}/*.json*", f"{TRAJECTORIES}/*.json*", MEASURED)
 
@@ -41,8 +41,7 @@ class _Built:
     stamp: Stamp
     run: RunFolder
     model: dict[str, Any]
-    body: bytes
-    """The model as JSON in gzip."""
+    body: bytes  # The model as JSON in gzip
     good_until: float
 
 
@@ -84,14 +83,13 @@ class LiveRun:
 
     def status(self) -> dict[str, Any] | None:
         """What the run does, and how it ended, also where it could not say so itself; None if it has not said anything."""
-        status = read_status(self.path)
-        return _told(status, self._life())
+        return _with_end(read_status(self.path), self._life())
 
     def metrics(self) -> bytes:
         """For Prometheus. Raises UserError if the folder is gone."""
         return exposition(open_run(self.path), self._life(), time.time())
 
-    def _life(self) -> Life:
+    def _life(self) -> RunLife:
         return life_here(read_status(self.path), (self.path / SUMMARY).is_file())
 
     def _current(self) -> _Built:
@@ -101,10 +99,8 @@ class LiveRun:
             return self._built
 
     def _build(self) -> _Built:
-        begun, stamp = self._clock(), self._stamp()
-        run = open_run(self.path)
-        life = self._life()
-        run = replace(run, status=_told(run.status, life))
+        begun, stamp, life, run = self._clock(), self._stamp(), self._life(), open_run(self.path)
+        run = replace(run, status=_with_end(run.status, life))
         # The audit asks the tokenizer for every text: once, when all are there.
         model = self._memory.build(run, audited=life.phase is not Phase.running)
         body = compressed(model)
@@ -115,17 +111,15 @@ class LiveRun:
         files = [self.path / name for name in _FILES]
         for pattern in _PATTERNS:
             files += sorted(file for file in self.path.glob(pattern) if file.suffix != ".part")
-        found = []
+        stamps = []
         for file in files:
-            try:
+            with suppress(OSError):
                 stat = file.stat()
-            except OSError:
-                continue
-            found.append((str(file), stat.st_size, stat.st_mtime_ns))
-        return self._life().phase, tuple(found)
+                stamps.append((str(file), stat.st_size, stat.st_mtime_ns))
+        return self._life().phase, tuple(stamps)
 
 
-def _told(status: dict[str, Any] | None, life: Life) -> dict[str, Any] | None:
+def _with_end(status: dict[str, Any] | None, life: RunLife) -> dict[str, Any] | None:
     """`status` with the end that the run's process could not write."""
     if life.phase is not Phase.gone or status is None:
         return status

@@ -1,4 +1,4 @@
-"""The audit of tokens for a terminal. What was generated is shown with every control character spelled out."""
+"""Prints the audit of tokens to a terminal. Generated text is shown with every control character spelled out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from rich.text import Text
 
 from rlsys.config.schema import TokenMode
 from rlsys.observe.samples import visible
-from rlsys.report.audit.ratios import Bias
-from rlsys.report.audit.spread import Spread
-from rlsys.report.audit.tokens import Count, Example, TokenAudit
+from rlsys.report.audit.token_audit import Bias, Count, Example, TokenAudit
 
 PLACES = {
     "tag": "at a tag",
@@ -87,24 +85,20 @@ def _table(title: str, *columns: str) -> Table:
 def _counts(title: str, rows: Mapping[str, Count], *, of_all: bool) -> Table:
     """`of_all`: the counts hold tokens that do not differ too."""
     table = _table(title, "", "turns", "stretches", "drawn", "other", "trained", "other")
-    for name, one in rows.items():
-        drawn, trained = (f"{one.drawn:,}", f"{one.trained:,}") if of_all else ("", "")
-        others = f"{one.drawn_differing:,}", f"{one.trained_differing:,}"
-        table.add_row(name, f"{one.turns:,}", f"{one.stretches:,}", drawn, others[0], trained, others[1])
+    for name, row in rows.items():
+        drawn, trained = (f"{row.drawn:,}", f"{row.trained:,}") if of_all else ("", "")
+        others = f"{row.drawn_differing:,}", f"{row.trained_differing:,}"
+        table.add_row(name, f"{row.turns:,}", f"{row.stretches:,}", drawn, others[0], trained, others[1])
     return table
 
 
 def _bias(title: str, bias: Bias) -> Table:
     table = _table(title, "", "stretches", "mean", "mean |.|", "mean exp", "max |.|")
     rows = {"tokens differ": bias.differing, "same, after a change": bias.after_change, "same": bias.same}
-    for name, one in rows.items():
-        table.add_row(name, f"{one.count:,}", *_figures(one))
+    for name, row in rows.items():
+        forms = ((row.mean, "+.1e"), (row.mean_abs, ".1e"), (row.exp_mean, ".4g"), (row.largest, ".1e"))
+        table.add_row(name, f"{row.count:,}", *("-" if value is None else format(value, form) for value, form in forms))
     return table
-
-
-def _figures(one: Spread) -> list[str]:
-    forms = ((one.mean, "+.1e"), (one.mean_abs, ".1e"), (one.exp_mean, ".4g"), (one.largest, ".1e"))
-    return ["-" if value is None else format(value, form) for value, form in forms]
 
 
 def _example(one: Example) -> Iterator[Text]:

@@ -1,34 +1,57 @@
-"""How many drawn tokens re-tokenising the text does not give back, where, and what that does to the ratio. Pure.
+"""Audits how many drawn tokens re-tokenising the text does not give back, where, and what that does to the ratio.
 
 A turn is drawn token by token; its text, within the whole episode's, is tokenised anew (`task.token_mode=retokenize`
 trains on that; with `append` this is what would differ). Both cut the same text, so a turn falls into stretches
-(`rlsys.report.audit.stretches`): one and the same token, or tokens that differ. `rlsys.report.audit.ratios` says what the bias on the
-ratio is. With `append` there is none, and none to be measured: pi_old is of the drawn tokens.
+(`rlsys.report.audit.retokenising`): one and the same token, or tokens that differ. The log-ratio of a stretch is
+
+    sum of log pi_old(t) over its re-tokenised tokens  -  sum of log mu(t) over its drawn ones,
+
+which would be 0 if text had one probability however it is cut. It has not: that of other tokens is the probability of a
+path that was not taken, mostly a far less likely one. Stretches of one and the same token are the baseline: the numerics,
+and an older policy's distance. Tokens that are the same but come after others that differ stand apart. With `append` there
+is no bias, and none to be measured: pi_old is of the drawn tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.config.schema import TokenMode
+from rlsys.errors import UserError
 from rlsys.files import json_safe
 from rlsys.observe.kept import Kept
 from rlsys.observe.pieces import Pieces
-from rlsys.report.audit.ratios import Bias, LogRatios
-from rlsys.report.audit.spread import QUANTILES
-from rlsys.report.audit.stretches import Place, Span, Stretch, place_of, spans_of, stretches
-from rlsys.report.audit.text import Drawn, Text, Tokeniser, drawn_of, tokenised
+from rlsys.observe.run_folder import RunFolder
+from rlsys.observe.settings import section
+from rlsys.report.audit.retokenising import (
+    CutPlace,
+    Drawn,
+    OtherTokeniser,
+    RetokenisedText,
+    Span,
+    Stretch,
+    drawn_of,
+    place_of,
+    spans_of,
+    stretches,
+    tokenised,
+)
+from rlsys.report.spread import QUANTILES, Spread, spread
+from rlsys.rollout.agent.codec import Codec
 
-EXAMPLES = 5
-"""Shown of each kind of place."""
-AROUND = 20
-"""Characters shown on each side of an example."""
+Floats = NDArray[np.float64]
+
+EXAMPLES = 5  # Shown of each kind of place
+AROUND = 20  # Characters shown on each side of an example
+NEEDED = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +59,24 @@ class Count:
     """Tokens of turns, or of one kind of place."""
 
     turns: int = 0
-    drawn: int = 0
-    """Tokens that the engine returned and that are text of the turn."""
-    drawn_differing: int = 0
-    """Of them, those that re-tokenising does not give back."""
-    trained: int = 0
-    """Tokens of the re-tokenised text that lie wholly within the turn."""
-    trained_differing: int = 0
-    """Of them, those that were not drawn."""
-    stretches: int = 0
-    """That differ."""
+    drawn: int = 0  # Tokens that the engine returned and that are text of the turn
+    drawn_differing: int = 0  # Of them, those that re-tokenising does not give back
+    trained: int = 0  # Tokens of the re-tokenised text that lie wholly within the turn
+    trained_differing: int = 0  # Of them, those that were not drawn
+    stretches: int = 0  # That differ
 
     def __add__(self, other: Count) -> Count:
         """The tokens of both."""
-        return Count(
-            self.turns + other.turns,
-            self.drawn + other.drawn,
-            self.drawn_differing + other.drawn_differing,
-            self.trained + other.trained,
-            self.trained_differing + other.trained_differing,
-            self.stretches + other.stretches,
-        )
+        return Count(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """A way in which tokens differ, where it was met first."""
 
-    place: Place
-    count: int
-    """How often these drawn tokens became those."""
-    drawn: tuple[str, ...]
-    """Their texts. A character of several tokens is in the last of them."""
+    place: CutPlace
+    count: int  # How often these drawn tokens became those
+    drawn: tuple[str, ...]  # Their texts. A character of several tokens is in the last of them.
     again: tuple[str, ...]
     before: str
     after: str
@@ -75,42 +84,89 @@ class Example:
     question_uid: str
     sample: int
     turn: int
-    log_ratio: float | None
-    """Of this one; None where it cannot be compared."""
+    log_ratio: float | None  # Of this one; None where it cannot be compared
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Log-ratios of stretches, in nats."""
+
+    differing: Spread
+    after_change: Spread  # The same token on both sides, but others before it, in its turn or its context
+    same: Spread  # The same token after the same tokens: the baseline
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAudit:
     """The audit of all kept trajectories."""
 
-    mode: str
-    """`task.token_mode`."""
+    mode: str  # `task.token_mode`.
     trajectories: int
     total: Count
-    by_turn: Mapping[int, Count]
-    """Number of the turn in its episode, from 0."""
+    by_turn: Mapping[int, Count]  # Number of the turn in its episode, from 0
     by_place: Mapping[str, Count]
     """Kind of place -> what differs there; `turns` are those with at least one such stretch."""
-    examples: tuple[Example, ...]
-    """The most frequent of each kind of place."""
+    examples: tuple[Example, ...]  # The most frequent of each kind of place
     special_lost: int
     """Special tokens that were drawn and that text does not hold. They are not counted among the drawn."""
     unknown_turns: int
     """Turns with a text whose drawn tokens were not kept; they are not in any other figure but `turns`."""
-    crossing: int
-    """Differing stretches with a token that lies across an edge of its turn. It is not trained."""
+    crossing: int  # Differing stretches with a token that lies across an edge of its turn. It is not trained.
     after_change: int
     """Trained tokens that are as drawn, but after others that are not; so they have no log-prob to compare either."""
     affected: Mapping[str, float]
     """Shares that re-tokenising affects: of trained `tokens` (differing, or after a change), and of `turns`,
     `trajectories` and `steps` with at least one stretch that differs."""
-    bias: Bias | None
-    """Over all stretches that can be compared; None with `append`."""
-    bias_same_version: Bias | None
-    """Over those that the trained policy itself drew."""
+    bias: Bias | None  # Over all stretches that can be compared; None with `append`
+    bias_same_version: Bias | None  # Over those that the trained policy itself drew
 
 
-def audit(kept: Iterable[Kept], codec: Tokeniser, mode: TokenMode) -> TokenAudit:
+def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
+    """Audit what `run` has kept, with the tokenizer in folder `tokenizer`, or else the one of its model.
+
+    Raises UserError where the run has no trajectories, or the tokenizer is not there or is another one.
+    """
+    mode = section(run.config, "task").get("token_mode")
+    if not isinstance(mode, str) or mode not in list(TokenMode):
+        raise UserError(
+            f"{run.path / 'config.yaml'} does not say task.token_mode, without which its tokens cannot be audited; restore it."
+        )
+    path = section(run.config, "model").get("path")
+    given = f"model.path={path}" if tokenizer is None else f"--tokenizer {tokenizer}"
+    folder = tokenizer or (Path(path) if isinstance(path, str) else None)
+    if folder is None or not (folder / NEEDED).is_file():
+        raise UserError(
+            f"{given} of {run.path} has no {NEEDED} here, without which no text can be tokenised again; name a folder that "
+            f"has it: rlsys audit tokens {run.path} --tokenizer DIR."
+        )
+    kept = run.trajectories()
+    first = next(kept, None)
+    if first is None:
+        raise UserError(
+            f"{run.path} has no trajectories to audit: train with tracking.trajectories above 0, or null for all of them."
+        )
+    try:
+        return audit(chain((first,), kept), _open_codec(folder), TokenMode(mode))
+    except OtherTokeniser as problem:
+        raise UserError(
+            f"{problem}: {given} is not the one of {run.path}; name the folder that it began with: "
+            f"rlsys audit tokens {run.path} --tokenizer DIR."
+        ) from problem
+
+
+def _open_codec(folder: Path) -> Codec:
+    """The tokenizer in `folder`. Raises UserError if it has no characters of tokens, or cannot be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as problem:  # Of a damaged file, whatever the libraries below stumble over.
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise UserError(f"The tokenizer in {folder} cannot be opened ({reason}); give a whole one.") from problem
+    return Codec(tokenizer)
+
+
+def audit(kept: Iterable[Kept], codec: Codec, mode: TokenMode) -> TokenAudit:
     """Audit `kept` trajectories of a run in `mode`, which may come one by one.
 
     Raises OtherTokeniser if `codec` does not cut their text as the run did.
@@ -132,11 +188,10 @@ class _Turn:
 
     one: Kept
     number: int
-    text: Text
+    text: RetokenisedText
     drawn: Drawn
     span: Span
-    tokens: Span
-    """Of the re-tokenised text, those that overlap the turn."""
+    tokens: Span  # Of the re-tokenised text, those that overlap the turn
 
     @property
     def is_as_drawn(self) -> bool:
@@ -149,27 +204,58 @@ class _Turn:
         )
 
 
-_Way = tuple[Place, tuple[str, ...], tuple[str, ...]]
+@dataclass(slots=True)
+class _LogRatios:
+    """Gathers the log-ratios of a run in `retokenize` mode, where there are log-probs of the re-tokenised tokens."""
+
+    after_change_tokens: int = 0
+    _values: list[tuple[str, bool, Floats]] = field(default_factory=list)
+    """Kind of stretch, whether the trained policy itself drew it, and values."""
+
+    def add_same(self, one: Kept, tokens: Span, drawn: Floats) -> None:
+        """Of tokens of `one` that are the drawn ones, whose log-probs are `drawn` [tokens]."""
+        own = slice(*tokens)
+        values = one.old_logprobs[own].astype(np.float64) - drawn
+        known = np.isfinite(one.rollout_logprobs[own])
+        current = one.versions[own] == one.policy_version
+        self.after_change_tokens += int((~known).sum())
+        for kind, of_kind in (("same", known), ("after_change", ~known)):
+            self._values.append((kind, True, values[of_kind & current]))
+            self._values.append((kind, False, values[of_kind & ~current]))
+
+    def add_differing(self, one: Kept, tokens: Span, drawn: Floats) -> float:
+        """Of trained `tokens` of `one` that stand for others, whose log-probs are `drawn` [any]; it is returned."""
+        own = slice(*tokens)
+        value = float(one.old_logprobs[own].astype(np.float64).sum() - drawn.sum())
+        self._values.append(("differing", bool((one.versions[own] == one.policy_version).all()), np.array([value])))
+        return value
+
+    def bias(self, *, same_version: bool) -> Bias:
+        """Of all stretches, or of those that the trained policy itself drew."""
+        kinds: dict[str, list[Floats]] = {"differing": [], "after_change": [], "same": []}
+        for kind, current, values in self._values:
+            if current or not same_version:
+                kinds[kind].append(values)
+        return Bias(**{kind: spread(np.concatenate(parts) if parts else []) for kind, parts in kinds.items()})
+
+
+_Way = tuple[CutPlace, tuple[str, ...], tuple[str, ...]]
 
 
 class _Tally:
     """Sums over trajectories."""
 
-    def __init__(self, codec: Tokeniser, mode: TokenMode) -> None:
+    def __init__(self, codec: Codec, mode: TokenMode) -> None:
         self._codec, self._mode = codec, mode
         self._pieces = Pieces(codec.decode)
         self._trajectories = self._special_lost = self._crossing = self._unknown = 0
         self._by_turn: defaultdict[int, Count] = defaultdict(Count)
-        self._by_place: defaultdict[Place, Count] = defaultdict(Count)
+        self._by_place: defaultdict[CutPlace, Count] = defaultdict(Count)
         self._met: Counter[_Way] = Counter()
         self._first: dict[_Way, Example] = {}
-        self._ratios = LogRatios()
+        self._ratios = _LogRatios()
         self._steps: set[int] = set()
-        self._affected: dict[str, set[tuple[Any, ...]]] = {
-            "turns": set(),
-            "trajectories": set(),
-            "steps": set(),
-        }
+        self._affected: dict[str, set[tuple[Any, ...]]] = {name: set() for name in ("turns", "trajectories", "steps")}
 
     def add(self, one: Kept) -> None:
         """Take in one trajectory."""
@@ -197,7 +283,7 @@ class _Tally:
             trajectories=self._trajectories,
             total=total,
             by_turn=dict(sorted(self._by_turn.items())),
-            by_place={place.value: self._by_place[place] for place in Place if place in self._by_place},
+            by_place={place.value: self._by_place[place] for place in CutPlace if place in self._by_place},
             examples=self._examples(),
             special_lost=self._special_lost,
             unknown_turns=self._unknown,
@@ -241,11 +327,11 @@ class _Tally:
                 self._affected[name].add(where[:depth])
         return count
 
-    def _compare_same(self, turn: _Turn, tokens: Span, logprobs: NDArray[np.float64]) -> None:
+    def _compare_same(self, turn: _Turn, tokens: Span, logprobs: Floats) -> None:
         if self._mode is TokenMode.retokenize:
             self._ratios.add_same(turn.one, tokens, logprobs)
 
-    def _differs(self, turn: _Turn, found: Stretch, tokens: Span, place: Place, drawn: tuple[str, ...]) -> None:
+    def _differs(self, turn: _Turn, found: Stretch, tokens: Span, place: CutPlace, drawn: tuple[str, ...]) -> None:
         """Note a stretch that differs, and its log-ratio where both sides are the text of it and trained."""
         log_ratio = None
         if not found.whole:
@@ -273,13 +359,13 @@ class _Tally:
             )
 
     def _examples(self) -> tuple[Example, ...]:
-        shown: Counter[Place] = Counter()
+        shown: Counter[CutPlace] = Counter()
         found = []
         for way, count in self._met.most_common():
             if shown[way[0]] < EXAMPLES:
                 shown[way[0]] += 1
                 found.append(replace(self._first[way], count=count))
-        return tuple(sorted(found, key=lambda one: tuple(Place).index(one.place)))
+        return tuple(sorted(found, key=lambda one: tuple(CutPlace).index(one.place)))
 
 
 def _sizes(turn: _Turn, found: Stretch, tokens: Span, differs: bool) -> Count:

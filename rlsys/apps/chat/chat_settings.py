@@ -1,10 +1,10 @@
-"""How a model is asked: as it was trained, where anything says how that was.
+"""ChatSettings of a chat: a model is asked as it was trained, where anything says how that was.
 
 What counts is what an episode looks like: `task`, `search` and the stop strings of `rollout.sampling`. They come from the
 config that is named, else from the run that made the model, else they are Search-R1's. All else, such as the engine's
 size, suits the machine that the chat is on.
 
-Invariants: nothing is taken in place of what is missing without a sentence in `Settings.notes`. What a model's folder
+Invariants: nothing is taken in place of what is missing without a sentence in `ChatSettings.notes`. What a model's folder
 says may be a stranger's: no secret of the environment goes where it points, none of its tools is imported unless the
 folder of the run lies around it, and where it searches is said.
 """
@@ -21,11 +21,10 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.apps.chat.prompts import template_of
-from rlsys.apps.evaluation.model import Model
-from rlsys.config.compose import load_config
+from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
-from rlsys.data.template import own_template, search_prompt
+from rlsys.data.question import Question, read_questions
+from rlsys.data.template import Template, as_asked, own_template, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import read_yaml
 from rlsys.observe.environment import RUN
@@ -36,22 +35,19 @@ from rlsys.rollout.tools.load import described
 from rlsys.search.address import TOKEN_VARIABLE, is_url
 
 _DEFAULTS = Path(__file__).with_name("defaults.yaml")
-_CONFIG = "config.yaml"
-"""What a run's folder calls its config."""
-_TAKEN = (("task",), ("search",), ("rollout", "sampling"))
-"""Of a run's config."""
-_UP = 4
-"""From a checkpoint's config to the run's folder."""
-_IGNORED = ("task.train_path", "task.eval_path")
-"""Nothing is trained."""
-
-
-_RETRIES = 2
-"""Of a search: a person waits for it."""
+_CONFIG = "config.yaml"  # What a run's folder calls its config
+_TAKEN = ("task", "search", "rollout.sampling")  # Of a run's config
+_UP = 4  # From a checkpoint's config to the run's folder
+_IGNORED = ("task.train_path", "task.eval_path")  # Nothing is trained
+_RETRIES = 2  # Of a search: a person waits for it
+_ROWS = 20
+"""Of a file that a template is read off; two with different questions would tell, more catch a file of several templates."""
+_FORMS: tuple[Callable[[str], str], ...] = (as_asked, str.strip)
+"""How a question may have been written into its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ChatOptions:
     """What the user has said; None and empty leave it to what is found."""
 
     config: str | None = None
@@ -64,43 +60,41 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ChatSettings:
     """How the model is asked."""
 
     config: RunConfig
     """Its `model.path` is still to be set, and its `search.url` where a server has to be started."""
-    prompt: Callable[[str], str]
-    """What the policy is given for a question."""
-    notes: tuple[str, ...]
-    """What the user should know of where these are from, a sentence each."""
+    prompt: Callable[[str], str]  # What the policy is given for a question
+    notes: tuple[str, ...]  # What the user should know of where these are from, a sentence each
 
 
-def settings_of(model: Model, wanted: Wanted) -> Settings:
+def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
     """The settings for `model`. Raises UserError for what cannot be used, and where there is nothing to search."""
     notes: list[str] = []
     origin = next((file for file in _beside(model) if file.is_file()), None)
-    config = _config(origin, wanted, notes)
-    search = _searched(config.search, wanted)
-    if wanted.max_turns is not None:
-        config = replace(config, task=replace(config.task, max_turns=wanted.max_turns))
-    if wanted.temperature is not None:
-        config = replace(config, eval=replace(config.eval, temperature=wanted.temperature))
+    config = _config(origin, options, notes)
+    search = _searched(config.search, options)
+    if options.max_turns is not None:
+        config = replace(config, task=replace(config.task, max_turns=options.max_turns))
+    if options.temperature is not None:
+        config = replace(config, eval=replace(config.eval, temperature=options.temperature))
     config = replace(config, search=search)
     _require_sound(config)
-    notes += _of_searches(config, wanted, found=wanted.config is None and origin is not None)
-    if wanted.prompt is not None:
+    notes += _of_searches(config, options, found=options.config is None and origin is not None)
+    if options.prompt is not None:
         about = described(config.task.tools)
-        prompt: Callable[[str], str] = own_template(wanted.prompt, about, may_tell_itself=True)
-    elif wanted.config is None and origin is None:
+        prompt: Callable[[str], str] = own_template(options.prompt, about, may_tell_itself=True)
+    elif options.config is None and origin is None:
         prompt = search_prompt
     else:
         prompt = _trained_prompt(config.task, notes)
-    return Settings(config, prompt, tuple(notes))
+    return ChatSettings(config, prompt, tuple(notes))
 
 
-def _config(origin: Path | None, wanted: Wanted, notes: list[str]) -> RunConfig:
-    if wanted.config is not None:
-        return load_config(wanted.config, (), wanted.config_dir)
+def _config(origin: Path | None, options: ChatOptions, notes: list[str]) -> RunConfig:
+    if options.config is not None:
+        return load_config(options.config, (), options.config_dir)
     here = load_config(str(_DEFAULTS), [f"profile={'gpu' if torch.cuda.is_available() else 'cpu'}"])
     if origin is None:
         notes.append(
@@ -132,18 +126,13 @@ def _is_run(folder: Path) -> bool:
 
 def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
     """`here` with what counts of the config in `file`, which may be of another version of rlsys."""
+    known, unknown = set(schema_keys()), list[str]()
     try:
         saved = read_yaml(file)
-        taken = {path: _at(saved, path) for path in _TAKEN}
+        task, search, sampling = (_known(_at(saved, key), key, known, unknown) for key in _TAKEN)
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UserError(f"{file} is not the config of a run: mend it, or name a config with -c.") from problem
-    known, unknown = set(schema_keys()), list[str]()
-    tree: dict[str, Any] = {}
-    for path, section in taken.items():
-        inner = tree
-        for name in path[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[path[-1]] = _known(section, ".".join(path), known, unknown)
+    tree = {"task": task, "search": search, "rollout": {"sampling": sampling}}
     if unknown:
         notes.append(f"{file} has keys of another version, left out: {', '.join(unknown)}.")
     try:
@@ -160,11 +149,11 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
     return replace(merged, search=replace(merged.search, token_env=None))
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
-    for name in path:
+def _at(tree: Any, key: str) -> Mapping[str, Any]:
+    for name in key.split("."):
         tree = tree[name]
     if not isinstance(tree, Mapping):
-        raise TypeError(f"{'.'.join(path)} is not a group of keys")
+        raise TypeError(f"{key} is not a group of keys")
     return tree
 
 
@@ -182,28 +171,28 @@ def _known(tree: Mapping[str, Any], prefix: str, known: set[str], unknown: list[
     return found
 
 
-def _searched(search: SearchConfig, wanted: Wanted) -> SearchConfig:
+def _searched(search: SearchConfig, options: ChatOptions) -> SearchConfig:
     """Where searches go; recorded ones are of other questions."""
     search = replace(search, cassette=CassetteConfig(), retries=min(search.retries, _RETRIES))
-    if wanted.search_url is not None and wanted.index is not None:
+    if options.search_url is not None and options.index is not None:
         raise UserError("--search-url names a server and --index has one started: give one of them.")
     alone = replace(search, replicas=[], hedge_after_s=None)
-    if wanted.search_url is not None:
-        if not is_url(wanted.search_url):
-            raise UserError(f"--search-url {wanted.search_url} is no address: write it like http://127.0.0.1:8000.")
+    if options.search_url is not None:
+        if not is_url(options.search_url):
+            raise UserError(f"--search-url {options.search_url} is no address: write it like http://127.0.0.1:8000.")
         token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else search.token_env
-        return replace(alone, url=wanted.search_url, token_env=token_env)
-    if wanted.index is not None:
-        return replace(alone, url=None, index=str(wanted.index))
-    if wanted.config is None and search.index is not None and Path(search.index).is_dir():
+        return replace(alone, url=options.search_url, token_env=token_env)
+    if options.index is not None:
+        return replace(alone, url=None, index=str(options.index))
+    if options.config is None and search.index is not None and Path(search.index).is_dir():
         # The server that a run has started for itself is gone with the run.
         return replace(alone, url=None)
     return search
 
 
-def _of_searches(config: RunConfig, wanted: Wanted, *, found: bool) -> list[str]:
+def _of_searches(config: RunConfig, options: ChatOptions, *, found: bool) -> list[str]:
     """What the user should know of where searches go; `found`: by a config that nobody has named."""
-    flag = "--search-url" if wanted.search_url is not None else "--index" if wanted.index is not None else ""
+    flag = "--search-url" if options.search_url is not None else "--index" if options.index is not None else ""
     if config.search.enabled and config.task.max_turns > 0:
         return [] if flag or not found or config.search.url is None else [f"It searches {config.search.url}."]
     why = f"task.max_turns={config.task.max_turns}" if config.search.enabled else "search.enabled=false"
@@ -240,3 +229,25 @@ def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:
     why = f"{task.train_path} is not here" if file is None else f"The prompts of {file} have no template in common"
     notes.append(f"{why}, so Search-R1's prompt is used; --prompt names another.")
     return search_prompt
+
+
+def template_of(file: Path) -> Template | None:
+    """The template that the rows of `file` were made by; None where they do not have one and the same.
+
+    A run's rows hold whole prompts, so it is read off them: what stands before and after the question in all of the
+    first rows. Raises UserError for a file that cannot be read.
+    """
+    rows = [row for row in read_questions(file, _ROWS) if row.text.strip()]
+    templates = (_template(rows, form) for form in _FORMS)
+    return next((template for template in templates if template is not None), None)
+
+
+def _template(rows: list[Question], form: Callable[[str], str]) -> Template | None:
+    if not rows:
+        return None
+    before, found, after = rows[0].prompt.rpartition(form(rows[0].text))
+
+    def template(question: str) -> str:
+        return f"{before}{form(question)}{after}"
+
+    return template if found and all(template(row.text) == row.prompt for row in rows) else None

@@ -1,18 +1,23 @@
-"""The live page of a run as an ASGI application.
+"""Serves the live page of a run until a signal; whoever reaches the server can read the run, and change nothing.
 
     GET /   data.json   trajectories/N   events (server-sent)   status.json   metrics (Prometheus)
 
-Nothing can be changed through it. `events` sends `status` with the run's status.json, at once and whenever that is
-another, and `change` when data.json has more to show. A folder that cannot be read (any more) is 404 and one sentence.
+`events` sends `status` with the run's status.json, at once and whenever that is another, and `change` when data.json has
+more to show. A folder that cannot be read (any more) is 404 and one sentence. Loopback by default: nobody is asked for a
+password, which is said at the start where others can reach the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+import ipaddress
 import json
+import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -22,12 +27,41 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from rlsys.errors import UserError
 from rlsys.files import json_safe
-from rlsys.report.page import live_page
+from rlsys.report.report_page import live_page
 from rlsys.report.watch.live import LiveRun
-from rlsys.search.address import HostGate
+from rlsys.search.address import HostGate, bind, own_names
+from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
 
-POLL_S = 1.0
-"""Between two looks for what is new, while somebody listens."""
+DEFAULT_HOST = "127.0.0.1"
+POLL_S = 1.0  # Between two looks for what is new, while somebody listens
+_SHUTDOWN_S = 3
+
+
+def serve_run(path: Path, host: str, port: int, report: Callable[[str], None]) -> None:
+    """Serve the run in `path` until SIGINT or SIGTERM; port 0 takes a free one. `report` gets where it is.
+
+    Raises UserError for a folder that is no run and for a port that is taken.
+    """
+    run = LiveRun(path)
+    closing = asyncio.Event()
+    with bind(host, port) as sock, suppress(KeyboardInterrupt):
+        app = create_app(run, own_names(host), closing)
+        # What is asked is nobody's news; what fails is.
+        config = LimitedConfig(app, PAGE_CONNECTIONS, log_level=logging.WARNING, timeout_graceful_shutdown=_SHUTDOWN_S)
+        address, number = sock.getsockname()[:2]
+        reached = ipaddress.ip_address(address)
+        try:
+            sock.listen(config.backlog)
+        except OSError as error:
+            raise UserError(f"cannot serve at {address}:{number} ({error}): choose another port") from None
+        shown = socket.gethostname() if reached.is_unspecified else f"[{address}]" if ":" in address else address
+        report(f"{path} is shown at http://{shown}:{number} until Ctrl-C.")
+        if not reached.is_loopback:
+            report(
+                f"Other machines can reach {address}, and nobody is asked for a password: whoever does can read the run. "
+                f"Serve at {DEFAULT_HOST} to keep it here."
+            )
+        _Server(config, closing).run(sockets=[sock])
 
 
 def create_app(run: LiveRun, names: frozenset[str], closing: asyncio.Event | None = None) -> FastAPI:
@@ -75,7 +109,7 @@ def create_app(run: LiveRun, names: frozenset[str], closing: asyncio.Event | Non
 
 
 class _Shared:
-    """A call in a thread, one for all who ask while it goes on: more of them would leave no thread for anything else."""
+    """A call in a thread, one for all who ask meanwhile: more of them would leave no thread for anything else."""
 
     def __init__(self, call: Callable[[], bytes]) -> None:
         self._call = call
@@ -116,3 +150,16 @@ def _packed(body: bytes, request: Request) -> Response:
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(body, media_type="application/json", headers={"Content-Encoding": "gzip"})
     return Response(gzip.decompress(body), media_type="application/json")
+
+
+class _Server(LimitedServer):
+    """A server that ends its streams when it begins to shut down: they would last for ever."""
+
+    def __init__(self, config: LimitedConfig, closing: asyncio.Event) -> None:
+        super().__init__(config)
+        self._closing = closing
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does it, once the streams are told."""
+        self._closing.set()
+        await super().shutdown(sockets)

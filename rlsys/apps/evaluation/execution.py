@@ -1,27 +1,40 @@
-"""Ways to ask a model a question outside of training: SGLang, or plain transformers.
+"""Asks questions to a model outside of training, through SGLang or plain transformers, with search and baseline.
 
-Both run the episodes that training runs; only what generates a turn differs. With `search.url` a running server is named;
-`search.enabled` false and `task.max_turns` 0 search nowhere and need none.
+Both engines run the episodes that training runs; only what generates a turn differs. With `search.url` a running server is
+named; `search.enabled` false and `task.max_turns` 0 search nowhere and need none.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar, cast
 
 from transformers import AutoTokenizer
 
-from rlsys.apps.evaluation.how import EngineName
+from rlsys.apps.evaluation.baselines import (
+    AS_TRAINED,
+    SEARCHING,
+    Baseline,
+    EngineName,
+    How,
+    limits_of,
+    prompted,
+    require_texts,
+    with_passages,
+)
 from rlsys.apps.evaluation.transformers_generator import TransformersGenerator
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import UserError
-from rlsys.orchestrator.evaluation.evaluate import Ask
+from rlsys.orchestrator.evaluation.evaluate import Answered, Ask, Evaluation, evaluate
+from rlsys.orchestrator.evaluation.heldout import heldout_score
+from rlsys.orchestrator.search_server import serving
 from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, run_episode
 from rlsys.rollout.requests import Streaming, of_answers
@@ -29,6 +42,58 @@ from rlsys.rollout.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
 T = TypeVar("T")
+
+
+async def run_evaluation(
+    config: RunConfig,
+    questions: Sequence[Question],
+    how: How = AS_TRAINED,
+    report: Callable[[str], None] = lambda _: None,
+    note: Callable[[Answered], None] = lambda _: None,
+) -> Evaluation:
+    """Ask `questions` to the model of a valid `config`, with its search server, or one that is started for it.
+
+    `report` gets the progress, `note` every answer as soon as it is there.
+
+    Raises UserError for settings that the engine cannot have and for a question without the text that `how` needs, RunError
+    if no search server answers where one is needed.
+    """
+    require_texts(how.baseline, questions)
+    limited = limits_of(how.baseline, config)
+    if how.baseline not in SEARCHING:
+        return await _run(limited, questions, how, report, note)
+    with serving(config.search, config.cluster.threads, Path(config.output_dir)) as search:
+        search.wait_healthy()
+        await search.require()
+        return await _run(replace(limited, search=search.search), questions, how, report, note)
+
+
+async def _run(
+    config: RunConfig,
+    questions: Sequence[Question],
+    how: How,
+    report: Callable[[str], None],
+    note: Callable[[Answered], None],
+) -> Evaluation:
+    if how.baseline is Baseline.rag:
+        report(f"searches for {len(questions)} questions")
+        codec = Codec(AutoTokenizer.from_pretrained(config.model.path))
+        async with open_tool(config.search) as search:
+            questions = await with_passages(questions, search, codec, config)
+    else:
+        questions = [prompted(how.baseline, question, config.task.tags) for question in questions]
+    report(f"starts {how.engine}")
+    async with asking(config, how.engine) as ask:
+        return await evaluate(
+            questions,
+            ask,
+            config.rollout.max_episodes,
+            say=report,
+            score=heldout_score(config),
+            samples=config.eval.samples,
+            temperature=config.eval.temperature,
+            note=note,
+        )
 
 
 @asynccontextmanager
@@ -40,7 +105,7 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
     async with AsyncExitStack() as stack:
         codec = open_codec(config.model.path, f"model.path={config.model.path}")
         generator = await stack.enter_async_context(open_generator(config, engine))
-        search: SearchTool | None = NoSearch() if config.search.enabled else None
+        search: SearchTool | None = UnusedSearch() if config.search.enabled else None
         if config.search.enabled and config.task.max_turns > 0:
             search = await stack.enter_async_context(open_tool(config.search))
         tools = EpisodeTools(generator, search, codec, config.task)
@@ -54,15 +119,23 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def open_generator(config: RunConfig, engine: EngineName) -> AsyncIterator[Streaming]:
-    """What generates with the model of `config`: started here, and ended on the way out. Raises as `asking` does."""
+    """A generator of the model of `config`: started here, and ended on the way out. Raises as `asking` does."""
     if engine is EngineName.transformers:
         yield await _from_thread(lambda: _transformers(config))
         return
-    async with _sglang(config) as generator:
-        yield generator
+    from rlsys.rollout.engine import Engine
+
+    require_its_weights(Path(config.model.path))
+    sglang = Engine(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)
+    sglang.require_room(config.task)
+    try:
+        await sglang.start()
+        yield sglang
+    finally:
+        await sglang.stop()
 
 
-class NoSearch:
+class UnusedSearch:
     """The tool of episodes that have no turn to search in."""
 
     async def search(self, query: str) -> SearchResult:
@@ -85,22 +158,22 @@ async def _from_thread(work: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def tell(outcome: T | None, problem: Exception | None) -> None:
+    def settle(value: T | None, problem: Exception | None) -> None:
         if done.done():
             return
         if problem is None:
-            done.set_result(cast("T", outcome))
+            done.set_result(cast("T", value))
         else:
             done.set_exception(problem)
 
     def run() -> None:
-        outcome, problem = None, None
+        value, problem = None, None
         try:
-            outcome = work()
+            value = work()
         except Exception as error:  # noqa: BLE001 (is raised where it is waited for)
             problem = error
         with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
-            loop.call_soon_threadsafe(tell, outcome, problem)
+            loop.call_soon_threadsafe(settle, value, problem)
 
     Thread(target=run, daemon=True).start()
     return await done
@@ -123,31 +196,12 @@ def require_its_weights(folder: Path) -> None:
     check_hf(HfReader(folder), WeightMap(architecture), folder, values=False)
 
 
-@asynccontextmanager
-async def _sglang(config: RunConfig) -> AsyncIterator[Streaming]:
-    from rlsys.rollout.engine import Engine
-
-    require_its_weights(Path(config.model.path))
-    engine = Engine(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)
-    engine.require_room(config.task)
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.stop()
-
-
 def _transformers(config: RunConfig) -> Streaming:
-    drawn = config.rollout.sampling
+    drawn, engine = config.rollout.sampling, config.rollout.engine
     if config.compat.sampled_validation and (drawn.top_p != 1 or drawn.top_k != -1):
         raise UserError(
             f"compat.sampled_validation=true draws with rollout.sampling top_p={drawn.top_p:g} and top_k={drawn.top_k}, and "
             "--engine transformers draws from the whole vocabulary: use sglang."
         )
-    return TransformersGenerator(
-        config.model.path,
-        config.model.dtype,
-        config.cluster.device,
-        config.rollout.engine.max_running,
-        config.trainer.seed,
-    )
+    model, device = config.model, config.cluster.device
+    return TransformersGenerator(model.path, model.dtype, device, engine.max_running, config.trainer.seed)

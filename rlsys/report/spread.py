@@ -1,4 +1,4 @@
-"""How numbers are spread: the few figures by which differences of log-probs are told.
+"""The few figures by which differences of log-probs are told, of numbers that are held or of tallies of them.
 
 A `Tally` has the same figures of numbers that are not held: tallies of parts are joined to that of the whole. Its
 quantiles are of a histogram with edges in a geometric series (as DDSketch, Masson et al. 2019), all else is exact.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,7 @@ from rlsys.algorithms.corrections import LOG_RATIO_LIMIT
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 ERROR = 0.01
 """Of a tally's quantiles: each number that they are interpolated between is off by at most this share of itself."""
-LEAST = 1e-7
-"""Smaller magnitudes count as 0 in them."""
+LEAST = 1e-7  # Smaller magnitudes count as 0 in them
 _RATIO = (1 + ERROR) / (1 - ERROR)
 
 
@@ -34,10 +33,8 @@ class Spread:
     rms: float | None = None
     exp_mean: float | None = None
     """Mean of exp(difference), the ratio that it stands for; differences are clamped to +-20 for it."""
-    largest: float | None = None
-    """Of |difference|."""
-    quantiles: tuple[float, ...] | None = None
-    """At `QUANTILES`, interpolated linearly."""
+    largest: float | None = None  # Of |difference|
+    quantiles: tuple[float, ...] | None = None  # At `QUANTILES`, interpolated linearly
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,37 +76,27 @@ class Tally:
 
 
 def spread(values: ArrayLike) -> Spread:
-    """The spread of `values` [n]; those that are not finite do not count."""
-    found = _finite(values)
-    if not found.size:
-        return Spread(0)
-    magnitudes = np.abs(found)
-    return Spread(
-        count=found.size,
-        mean=float(found.mean()),
-        mean_abs=float(magnitudes.mean()),
-        rms=float(np.sqrt(np.mean(found**2))),
-        exp_mean=float(_ratios(found).mean()),
-        largest=float(magnitudes.max()),
-        quantiles=tuple(float(one) for one in np.quantile(found, QUANTILES)),
-    )
+    """The spread of `values` [n], with exact quantiles; those that are not finite do not count."""
+    finite = _finite(values)
+    figures = tally(finite).spread()
+    return replace(figures, quantiles=tuple(np.quantile(finite, QUANTILES).tolist())) if finite.size else figures
 
 
 def tally(values: ArrayLike) -> Tally:
     """The tally of `values` [n]; those that are not finite do not count."""
-    found = _finite(values)
-    magnitudes = np.abs(found)
+    finite = _finite(values)
+    magnitudes = np.abs(finite)
     places = np.ceil(np.log(np.maximum(magnitudes, LEAST) / LEAST) / math.log(_RATIO)) + 1
-    signed = np.where(magnitudes < LEAST, 0, np.sign(found) * places).astype(np.int32)
+    signed = np.where(magnitudes < LEAST, 0, np.sign(finite) * places).astype(np.int32)
     bins, counts = np.unique(signed, return_counts=True)
     return Tally(
-        count=found.size,
-        total=float(found.sum()),
+        count=finite.size,
+        total=float(finite.sum()),
         total_abs=float(magnitudes.sum()),
-        total_square=float((found**2).sum()),
-        total_exp=float(_ratios(found).sum()),
-        lowest=float(found.min(initial=math.inf)),
-        highest=float(found.max(initial=-math.inf)),
+        total_square=float((finite**2).sum()),
+        total_exp=float(np.exp(np.clip(finite, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).sum()),
+        lowest=float(finite.min(initial=math.inf)),
+        highest=float(finite.max(initial=-math.inf)),
         bins=bins,
         counts=counts,
     )
@@ -119,26 +106,15 @@ def joined(parts: Sequence[Tally]) -> Tally:
     """The tally of the numbers of all `parts`."""
     if not parts:
         return tally([])
-    bins, places = np.unique(np.concatenate([one.bins for one in parts]), return_inverse=True)
+    bins, places = np.unique(np.concatenate([part.bins for part in parts]), return_inverse=True)
     counts = np.zeros(len(bins), np.int64)
-    np.add.at(counts, places, np.concatenate([one.counts for one in parts]))
-    return Tally(
-        count=sum(one.count for one in parts),
-        total=sum(one.total for one in parts),
-        total_abs=sum(one.total_abs for one in parts),
-        total_square=sum(one.total_square for one in parts),
-        total_exp=sum(one.total_exp for one in parts),
-        lowest=min(one.lowest for one in parts),
-        highest=max(one.highest for one in parts),
-        bins=bins,
-        counts=counts,
-    )
+    np.add.at(counts, places, np.concatenate([part.counts for part in parts]))
+    names = ("count", "total", "total_abs", "total_square", "total_exp")
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    lowest, highest = min(part.lowest for part in parts), max(part.highest for part in parts)
+    return Tally(**sums, lowest=lowest, highest=highest, bins=bins, counts=counts)
 
 
 def _finite(values: ArrayLike) -> NDArray[np.float64]:
     given = np.asarray(values, np.float64)
     return given[np.isfinite(given)]
-
-
-def _ratios(differences: NDArray[np.float64]) -> NDArray[Any]:
-    return np.exp(np.clip(differences, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
