@@ -50,7 +50,7 @@ from rlsys.orchestrator.rewards.reward import Rewards
 from rlsys.orchestrator.saving import Saver
 from rlsys.orchestrator.serving import Serving, serving
 from rlsys.orchestrator.session import Session
-from rlsys.trainer.batches.dealer import Dealer, flops_of
+from rlsys.trainer.batches.sharding import BatchSharder, flops_of
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from rlsys.weights.families import read_architecture
 
@@ -219,10 +219,10 @@ def _handlers(config: RunConfig, rewards: Rewards, kl: KlController, tracer: Tra
 
 def _dealer(
     config: RunConfig, name: str, groups: Mapping[str, WorkerGroup], mask_of: MaskOf = trained_tokens
-) -> Dealer:
+) -> BatchSharder:
     settings = config.actor if name == "actor" else config.critic if name == "critic" else config.inference
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    return Dealer(
+    return BatchSharder(
         settings.parallel,
         len(groups[name].ranks),
         settings.micro_batch_tokens,

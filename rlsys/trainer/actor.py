@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.aggregation import TOKEN_MEAN, divisor, token_weights
-from rlsys.algorithms.losses import DIVISOR, LossInputs, PolicyLoss, Stats
+from rlsys.algorithms.losses import DIVISOR, LossInputs, PolicyLoss, Stats, policy_loss
 from rlsys.config.algorithm import Aggregation
-from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.trainer import parallel as groups
-from rlsys.trainer.anchor import Anchor, ReferencePlan
+from rlsys.config.derived import has_critic, loss_length, sums_over_vocabulary
+from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.context import Share
-from rlsys.trainer.divergence import Divergence
-from rlsys.trainer.export import Export, owners_group
-from rlsys.trainer.forward import forward, to_tensor
+from rlsys.trainer.export import Export, WeightSender, owners_group
+from rlsys.trainer.forward import Share, forward, to_tensor
 from rlsys.trainer.learner import Learner, LossOf
-from rlsys.trainer.logprobs import lay_out, token_logprobs
-from rlsys.trainer.model import PolicyModel
+from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
+from rlsys.trainer.model.stage_model import PolicyModel
+from rlsys.trainer.reference_policy import ReferencePlan, ReferencePolicy
 from rlsys.weights.checkpoint.about import read_about
 from rlsys.weights.checkpoint.writing import Content
 from rlsys.weights.families import read_architecture
@@ -38,7 +37,7 @@ from rlsys.weights.transport import Sender
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the actor minimises: the losses of all trained tokens, as one number."""
+    """The number that the actor minimises, made of the losses of all trained tokens."""
 
     loss: PolicyLoss
     temperature: float
@@ -51,42 +50,75 @@ class Objective:
     reference: ReferencePlan | None = None
     """How the reference follows the policy that is kept here, for a divergence over the whole vocabulary."""
 
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Objective:
+        """What a run's algorithm asks for."""
+        algorithm = config.algorithm
+        whole_vocabulary = sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
+        return cls(
+            policy_loss(algorithm),
+            config.rollout.sampling.temperature,
+            algorithm.aggregation,
+            loss_length(config),
+            divergence_of(algorithm),
+            ReferencePlan.from_config(algorithm) if whole_vocabulary else None,
+        )
 
-class Actor(Learner):
+
+class Actor(Learner, WeightSender):
     """One process of the group that trains the policy."""
 
     def __init__(
         self,
-        rendezvous: groups.Rendezvous,
+        rendezvous: mesh.Rendezvous,
         model: ModelConfig,
         parallel: ParallelConfig,
         optimizer: OptimizerConfig,
         objective: Objective,
         total_steps: int,
         seed: int,
+        scratch: str | Path = ".",
     ) -> None:
         """Join the group and build the model, with undefined weights: `load_hf` or `load` follows.
 
-        A reference that is kept here begins as the model at `model.path`. `total_steps` counts optimiser steps.
+        A reference that is kept here begins as the model at `model.path`. See `Learner` for the rest.
         """
         architecture = read_architecture(model.path)
-        place = groups.start(rendezvous, parallel, seed)
+        place = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, place)
-        super().__init__("The actor", self._policy, optimizer, total_steps)
+        super().__init__("The actor", self._policy, optimizer, total_steps, scratch)
         self._objective = objective
-        self._anchor: Anchor | None = None
-        plan = objective.reference
-        if plan is not None:
+        self._reference: ReferencePolicy | None = None
+        if objective.reference is not None:
             copy = PolicyModel(architecture, model, parallel, place)
             copy.load_hf(model.path)
-            self._anchor = Anchor(copy, plan)
+            self._reference = ReferencePolicy(copy, objective.reference)
         self._export_group = owners_group(place)
 
-    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to hand the weights out; they must not change until the export has ended.
+    @classmethod
+    def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Actor:
+        """The actor that a run asks for, with the weights that it starts from."""
+        # It begins when the critic's warm-up has ended.
+        warmup = config.critic.warmup_steps if has_critic(config.algorithm) else 0
+        actor = cls(
+            rendezvous,
+            config.model,
+            config.actor.parallel,
+            config.actor.optimizer,
+            Objective.from_config(config),
+            max(0, config.trainer.steps - warmup) * config.trainer.mini_batches,
+            config.trainer.seed,
+            config.output_dir,
+        )
+        actor.load_hf(config.model.path)
+        return actor
 
-        All ranks call this together; `sender` is there on rank 0, with `ipc` on the first rank of every stage, and nowhere else.
-        """
+    def device_name(self) -> str:
+        """Name of the device, as its driver gives it."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
+        """Of the policy; see `WeightSender`."""
         require = functools.partial(self._memory.require, "export")
         require()
         self._gather()
@@ -94,26 +126,25 @@ class Actor(Learner):
 
     def end_step(self, version: int) -> None:
         """The weights are `version` now: a reference that is kept here does what is due then."""
-        if self._anchor is not None:
+        if self._reference is not None:
             self._memory.require("end a step")
             self._gather()
-            self._anchor.follow(self._policy, version)
+            self._reference.follow(self._policy, version)
 
     def load(self, folder: str | Path) -> bool:
         """See `Learner`. With weights alone, a reference that is kept here stays what it was."""
         generators = super().load(folder)
-        if self._anchor is not None and read_about(folder).optimizer:
-            self._anchor.load(_beside(Path(folder)))
+        if self._reference is not None and read_about(folder).optimizer:
+            self._reference.load(_beside(Path(folder)))
         return generators
 
     def _kept(self) -> Iterable[Tensor]:
-        anchor = () if self._anchor is None else self._anchor.tensors()
-        return chain(super()._kept(), anchor)
+        return chain(super()._kept(), () if self._reference is None else self._reference.tensors())
 
     def _contents(self, folder: Path) -> list[Content]:
         """With a reference that is kept here, which lies beside `folder` and is complete before it."""
-        own = super()._contents(folder)
-        return own if self._anchor is None else [self._anchor.content(_beside(folder)), *own]
+        policy = super()._contents(folder)
+        return policy if self._reference is None else [self._reference.content(_beside(folder)), *policy]
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None:
@@ -126,7 +157,7 @@ class Actor(Learner):
         return divisor(objective.aggregation, batch.trained_lengths, objective.loss_length)
 
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
-        if self._anchor is None:
+        if self._reference is None:
             return super()._runs(micro_batches)
         # The reference's logits of a run are held until its losses are taken: no more than fill the pipeline.
         size = self.place.pp_size
@@ -134,8 +165,8 @@ class Actor(Learner):
 
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
         ref_logits: Iterator[Tensor | None] = repeat(None)
-        if self._anchor is not None:
-            ref_logits = iter(forward(self._anchor.model, micro_batches, lambda logits, _: logits))
+        if self._reference is not None:
+            ref_logits = iter(forward(self._reference.model, micro_batches, lambda logits, _: logits))
         return lambda logits, share: self._loss_of(logits, share, next(ref_logits))
 
     def _loss_of(self, logits: Tensor, share: Share, ref_logits: Tensor | None) -> tuple[Tensor, Stats]:
@@ -186,5 +217,5 @@ class Actor(Learner):
 
 
 def _beside(folder: Path) -> Path:
-    """Where the reference of the checkpoint `folder` is."""
+    """The folder of the reference that belongs to the checkpoint `folder`."""
     return folder.with_name(f"{folder.name}_reference")

@@ -1,4 +1,4 @@
-"""What the actor and the critic share: gradients accumulate as micro-batches arrive, then one step for all.
+"""Training of one model, the actor's or the critic's: gradients accumulate, then one optimiser step for all.
 
 Contract: `accumulate` any number of times, the last of them as `last` or not, then `apply` once. The gradient is the
 sum over all micro-batches and data-parallel ranks of the loss's sum, divided once by the sum of all their divisors; so
@@ -23,12 +23,10 @@ from rlsys.config.schema import OptimizerConfig
 from rlsys.errors import RunError
 from rlsys.trainer import optimizer as adam
 from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.context import Share
-from rlsys.trainer.forward import forward_backward
-from rlsys.trainer.learning_rate import learning_rate
-from rlsys.trainer.model import StageModel
+from rlsys.trainer.forward import Share, forward_backward
+from rlsys.trainer.messages import Accumulated, Applied, Offloaded
+from rlsys.trainer.model.stage_model import StageModel
 from rlsys.trainer.offload import Offload, gradient_buffers, training_state
-from rlsys.trainer.results import Accumulated, Applied, Offloaded
 from rlsys.weights.checkpoint import rng, sharded
 from rlsys.weights.checkpoint.about import About, read_about
 from rlsys.weights.checkpoint.writing import CheckpointWriter, Content, Written
@@ -40,18 +38,22 @@ LossOf = Callable[[Tensor, Share], tuple[Tensor, Stats]]
 class Learner(ABC):
     """One process of a group that trains."""
 
-    def __init__(self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int, scratch: str | Path
+    ) -> None:
         """Train `model`, whose weights are undefined: `load_hf` or `load` follows.
 
-        `owner` is named in messages; `total_steps` counts optimiser steps.
+        `owner` is named in messages; `total_steps` counts optimiser steps; `scratch` is the folder that a CPU's memory
+        is offloaded to.
         """
         self.place = model.place
-        self._owner, self._model = owner, model
+        self.step = 0
+        """Optimiser steps taken."""
+        self._owner, self._model, self._scratch = owner, model, scratch
         self._optimizer_config, self._total_steps = optimizer, total_steps
         self._wrapped = adam.wrap(model, optimizer)
         self._optimizer = adam.build(self._wrapped, model, optimizer)
         self._wrapped.zero_grad_buffer()
-        self._step = 0
         self._divisor = 0
         self._pending = False
         self._complete = False
@@ -67,7 +69,7 @@ class Learner(ABC):
 
     @abstractmethod
     def _divisor_of(self, batch: MicroBatch) -> int:
-        """What `batch` adds to the number that the sum of losses is divided by."""
+        """The number that `batch` adds to what the sum of losses is divided by."""
 
     @abstractmethod
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
@@ -76,11 +78,6 @@ class Learner(ABC):
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
         """`micro_batches`, in the runs that go through the pipeline together."""
         return (micro_batches,)
-
-    @property
-    def step(self) -> int:
-        """Optimiser steps taken."""
-        return self._step
 
     def load_hf(self, path: str | Path) -> None:
         """Start from the weights of a Hugging Face folder."""
@@ -122,23 +119,23 @@ class Learner(ABC):
         """
         self._memory.require("apply")
         config = self._optimizer_config
-        divisor = torch.tensor(self._divisor, device=next(self._model.module.parameters()).device)
+        divisor = torch.tensor(self._divisor, device=self._model.device)
         adam.begin_sums(self._wrapped)
         # Reduces over data parallel, tied embeddings and norms; also sums and divides by `divisor`.
         finalize_model_grads([self._wrapped], divisor)
-        rate = learning_rate(self._step, self._total_steps, config)
+        rate = adam.learning_rate(self.step, self._total_steps, config)
         adam.set_rate(self._optimizer, rate, config.weight_decay)
         _, grad_norm, _ = self._optimizer.step()
-        self._step += 1
+        self.step += 1
         if not isfinite(grad_norm):
             raise RunError(
-                f"The gradient of optimiser step {self._step} of {self._owner.lower()} is {grad_norm}: "
+                f"The gradient of optimiser step {self.step} of {self._owner.lower()} is {grad_norm}: "
                 "lower its learning rate, and look at the last rows of metrics.jsonl."
             )
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._divisor, self._pending, self._complete, self._gathered = 0, False, False, False
-        return Applied(self._step, float(grad_norm), rate, int(divisor))
+        return Applied(self.step, float(grad_norm), rate, int(divisor))
 
     def begin_save(self, folder: str | Path) -> None:
         """Copy weights, optimiser state, step and random generators, and begin to write them to a new checkpoint.
@@ -175,18 +172,17 @@ class Learner(ABC):
         else:
             self._model.load_checkpoint(folder)
             self._optimizer.reload_model_params()
-        self._step = about.step
+        self.step = about.step
         return rng.restore(Path(folder), about.layout)
 
-    def offload(self, scratch: str | Path) -> Offloaded:
-        """Release the memory of weights, gradients and optimiser state until `restore`.
+    def offload(self) -> Offloaded:
+        """Release the memory of weights, gradients and optimiser state until `restore`; gradients are zero.
 
-        It goes to host memory, or on a CPU to the folder `scratch`; gradients are zero and need no room.
-        Raises RunError if there is no room, or if gradients wait for `apply`.
+        Raises RunError if there is no room for it, or if gradients wait for `apply`.
         """
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before offload.")
-        return self._memory.offload(scratch)
+        return self._memory.offload(self._scratch)
 
     def restore(self) -> Offloaded:
         """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
@@ -204,7 +200,7 @@ class Learner(ABC):
 
     def _contents(self, folder: Path) -> list[Content]:
         """What a checkpoint is made of, each part in a folder of its own."""
-        return [Content(folder, self._sharded_state(loading=False), About(self._step, optimizer=True))]
+        return [Content(folder, self._sharded_state(loading=False), About(self.step, optimizer=True))]
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
         model = self._model.sharded_state()

@@ -16,7 +16,7 @@ from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.groups.megatron import InferenceGroup
 from rlsys.orchestrator.groups.weight_sync import SyncReport, WeightSync
-from rlsys.trainer.batches.dealer import Dealer
+from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.weights.buckets import ChecksumError
 from rlsys.weights.transport import Parcel, TransportSpec
 from tests.weights.ends import End, Group, ends, raw, some_tensors
@@ -251,13 +251,17 @@ class Workers:
             raise RunError(method)
         return [None]
 
+    async def call_each(self, method: str, arguments: list[tuple]) -> list[Any]:
+        await self.call(method)
+        return [[None] * len(batches) for (batches,) in arguments]
+
 
 @pytest.fixture
 def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGroup:
     monkeypatch.setattr("rlsys.orchestrator.groups.megatron.share", lambda value: value)
-    dealer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True)
+    sharder = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True)
     workers: Any = Workers(events)
-    return InferenceGroup(workers, dealer, Tracer("inference"))
+    return InferenceGroup(workers, sharder, Tracer("inference"))
 
 
 async def test_nothing_is_computed_from_the_beginning_of_an_update_to_its_end(
@@ -272,7 +276,7 @@ async def test_nothing_is_computed_from_the_beginning_of_an_update_to_its_end(
     first = asyncio.create_task(inference.compute([]))
     await asyncio.sleep(0)
     await asyncio.gather(update(), inference.compute([]), first)
-    steps = ["compute", "begin_update", "load_bucket", "finish_update", "compute"]
+    steps = ["compute", "begin_update", "receive", "finish_update", "compute"]
     assert events == [f"{edge} {step}" for step in steps for edge in "><"]
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.anchor import ReferencePlan
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.learning_rate import learning_rate
-from rlsys.trainer.log_prob_worker import LogProbWorker
+from rlsys.trainer.log_prob import LogProbWorker
+from rlsys.trainer.optimizer import learning_rate
+from rlsys.trainer.reference_policy import ReferencePlan
 from rlsys.weights.buckets import Bucket, ChecksumError, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
@@ -157,7 +157,7 @@ def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, ou
     results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
     box: list[Any] = [buckets, digest_of(buckets)]
     torch.distributed.broadcast_object_list(box, src=0)
-    groups.stop()
+    mesh.stop()
     worker = LogProbWorker(rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, 1, FIXED)
     probe = _half_packed(_steps()[0][:3], layout)
     results["before"] = worker.compute(probe)
@@ -170,7 +170,7 @@ def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, ou
     _update(worker, 2, box[0], box[1])
     assert worker.version == 2
     results["after"] = worker.compute(probe)
-    groups.stop()
+    mesh.stop()
     if rank == 0 or place.reports:
         torch.save(results, f"{out}/rank{rank}.pt")
 

@@ -30,7 +30,7 @@ from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.groups.megatron import ActorGroup, CriticGroup
 from rlsys.orchestrator.record import RunRecord
-from rlsys.trainer.batches.flops import Flops
+from rlsys.trainer.batches.sharding import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 
 SOURCE = Path(rlsys.__file__).parent

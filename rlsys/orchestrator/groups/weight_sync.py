@@ -96,7 +96,7 @@ class WeightSync:
     ) -> None:
         """`receivers` begin to use a version when told to `switch`, those `at_once` with the end of its transfer.
 
-        The processes of `sender` are `Sending`. `say` is told what is done and waited for.
+        The processes of `sender` are `WeightSender`s. `say` is told what is done and waited for.
         """
         self._sender = sender
         self._at_switch, self._at_once = tuple(receivers), tuple(at_once)

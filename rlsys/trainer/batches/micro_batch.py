@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.data.group import Floats, Picks, Sample
+from rlsys.data.group import Floats, Sample
 from rlsys.data.masks import MaskOf, trained_tokens
 
 _NARROWEST = 2
@@ -159,7 +159,9 @@ def collate(
             return None
         return lay_out(lambda sample: np.asarray(values(sample)), 0.0, np.float32)
 
-    picks = _joined([sample.picks for sample in samples])
+    picks = [sample.picks for sample in samples if sample.picks is not None]
+    if len(picks) < len(samples):
+        picks = []
     return MicroBatch(
         tokens=lay_out(lambda s: s.trajectory.tokens, pad_id, np.int64),
         lengths=np.array(lengths, dtype=np.int64),
@@ -169,22 +171,41 @@ def collate(
         ref_logprobs=optional(lambda s: s.ref_logprobs),
         values=optional(lambda s: s.values),
         returns=optional(lambda s: s.returns),
-        pick_tokens=None if picks is None else picks.tokens,
-        pick_logprobs=None if picks is None else picks.logprobs,
+        pick_tokens=np.concatenate([each.tokens for each in picks]) if picks else None,
+        pick_logprobs=np.concatenate([each.logprobs for each in picks]) if picks else None,
         packed=packed,
         room_multiple=room_multiple,
     )
-
-
-def _joined(picks: Sequence[Picks | None]) -> Picks | None:
-    """Those of all samples; None where one has none, or there are no samples."""
-    found = [one for one in picks if one is not None]
-    if not found or len(found) < len(picks):
-        return None
-    return Picks(np.concatenate([one.tokens for one in found]), np.concatenate([one.logprobs for one in found]))
 
 
 def _weighted_advantage(sample: Sample) -> Floats:
     """[seq], 0 where nothing is trained."""
     weights = np.float32(1.0) if sample.weights is None else sample.weights
     return np.where(sample.trajectory.loss_mask, sample.advantages * weights, 0.0).astype(np.float32)
+
+
+def sequence_chunks(cp: int) -> int:
+    """Chunks that each sequence is cut into over `cp` ranks: its length must be a multiple; 1 if it stays whole."""
+    return 2 * cp if cp > 1 else 1
+
+
+def columns_of(boundaries: Sequence[int] | NDArray[np.integer], cp: int, rank: int) -> NDArray[np.int64]:
+    """The tokens of a packed row that rank `rank` of `cp` works on: [tokens / cp], sequence by sequence, ascending.
+
+    Each sequence is cut into 2 cp chunks of equal length, and rank r works on chunks r and 2 cp - 1 - r: an early one,
+    whose tokens attend to few, and a late one, so that causal attention costs every rank the same. Megatron's rotary
+    positions and Transformer Engine's attention (`thd_get_partitioned_indices`) presume the same cut.
+
+    `boundaries` [sequences + 1] are where sequences begin, and the row's end. Raises ValueError for a sequence that
+    cannot be cut evenly.
+    """
+    chunks = 2 * cp
+    starts, lengths = np.asarray(boundaries[:-1], dtype=np.int64), np.diff(boundaries).astype(np.int64)
+    if (lengths % chunks).any():
+        raise ValueError(f"Sequences of {lengths.tolist()} tokens cannot be cut into {chunks} chunks each: pad them.")
+    pieces = [
+        np.arange(begin, begin + size)
+        for start, size in zip(starts, lengths // chunks, strict=True)
+        for begin in (start + rank * size, start + (chunks - 1 - rank) * size)
+    ]
+    return np.concatenate(pieces)

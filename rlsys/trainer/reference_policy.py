@@ -27,7 +27,9 @@ from megatron.core.dist_checkpointing.optimizer import (
 )
 from torch import Tensor
 
-from rlsys.trainer.model import PolicyModel
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.derived import has_reference
+from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.checkpoint.about import About, read_about
 from rlsys.weights.checkpoint.writing import Content
@@ -40,20 +42,27 @@ class ReferencePlan:
     """How a reference follows the policy."""
 
     tau: float
-    """What an average keeps of itself at an update; 1 is no average."""
+    """The part of itself that an average keeps at an update; 1 is no average."""
     update_period: int
     """Versions from one update of an average to the next."""
     reset_period: int | None
     """Versions after which the reference becomes the policy; None is never."""
 
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> ReferencePlan | None:
+        """None without a reference."""
+        if not has_reference(config):
+            return None
+        return cls(config.ref_policy_ema_tau, config.ref_policy_ema_update_period, config.ref_policy_reset_period)
+
     def kept_at(self, version: int) -> float:
-        """What the reference keeps of itself at `version`: 1 is everything, 0 nothing (a reset)."""
+        """The part of itself that the reference keeps at `version`: 1 is everything, 0 nothing (a reset)."""
         if self.reset_period is not None and version % self.reset_period == 0:
             return 0.0
         return self.tau if version % self.update_period == 0 else 1.0
 
 
-class Anchor:
+class ReferencePolicy:
     """One process's part of the reference policy."""
 
     def __init__(self, model: PolicyModel, plan: ReferencePlan) -> None:
@@ -83,7 +92,8 @@ class Anchor:
                 moved.lerp_(new.to(moved.dtype), 1.0 - kept)
             else:
                 moved.copy_(new)
-        self._round()
+        for weight, rounded in zip(self._rounded, self._master, strict=True):
+            weight.copy_(rounded)
         self.version = version
 
     def tensors(self) -> Iterator[Tensor]:
@@ -122,10 +132,6 @@ class Anchor:
             for number, tensor in enumerate(self._master)
         }
         return {_MODEL: model, _MASTER: master}
-
-    def _round(self) -> None:
-        for weight, exact in zip(self._rounded, self._master, strict=True):
-            weight.copy_(exact)
 
 
 def _weights_of(model: PolicyModel) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """The log-prob worker: forward only, with the policy's newest weights and the reference.
 
-Invariants: log-probs come from one whole version whose digest is the actor's, or not at all: between the
-first bucket of an update and its end, after an update that failed and while the memory is offloaded,
-`compute` refuses. The reference follows the policy at the end of an update, from the weights that came with it.
+Invariants: log-probs come from one whole version whose digest is the actor's, or not at all: between the first bucket
+of an update and its end, after an update that failed and while the memory is offloaded, `compute` refuses. The
+reference follows the policy at the end of an update, from the weights that came with it.
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.config.schema import ModelConfig, ParallelConfig
-from rlsys.trainer import parallel as groups
-from rlsys.trainer.anchor import Anchor, ReferencePlan
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.config.derived import sums_over_vocabulary
+from rlsys.config.schema import ModelConfig, ParallelConfig, RunConfig
+from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.context import Share
-from rlsys.trainer.divergence import top_tokens
-from rlsys.trainer.export import Export, owners_group
-from rlsys.trainer.forward import forward, to_tensor
-from rlsys.trainer.logprobs import lay_out, logprobs_at, token_logprobs
-from rlsys.trainer.model import PolicyModel
+from rlsys.trainer.export import Export, WeightSender, owners_group
+from rlsys.trainer.forward import Share, forward, to_tensor
+from rlsys.trainer.messages import LogProbs, Offloaded
+from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
+from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import Offload
-from rlsys.trainer.results import LogProbs, Offloaded
+from rlsys.trainer.reference_policy import ReferencePlan, ReferencePolicy
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
 from rlsys.weights.checkpoint import rng
 from rlsys.weights.checkpoint.writing import CheckpointWriter, Written
 from rlsys.weights.families import read_architecture
-from rlsys.weights.transport import Sender
+from rlsys.weights.transport import Parcel, Receiver, Sender, TransportSpec, open_receiver
 
 DevicePicks = tuple[Tensor, Tensor]
 """Tokens [trained tokens, k] and log-probs of them."""
@@ -49,50 +47,70 @@ class PickPlan:
     forward: bool
     """Take the reference's most likely tokens (KL(reference || policy)), not the policy's."""
 
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> PickPlan | None:
+        """None if the KL term sums over no tokens, or over the whole vocabulary."""
+        if config.kl_topk_tokens is None or not sums_over_vocabulary(config):
+            return None
+        return cls(config.kl_topk_tokens, forward=config.kl_estimator is KlEstimator.full_forward)
 
-class LogProbWorker:
-    """One process of the group that recomputes log-probs."""
+
+class LogProbWorker(WeightSender):
+    """One process of the inference group: recomputes log-probs, and hands out the reference."""
 
     def __init__(
         self,
-        rendezvous: groups.Rendezvous,
+        rendezvous: mesh.Rendezvous,
         model: ModelConfig,
         parallel: ParallelConfig,
         temperature: float,
         seed: int,
         reference: ReferencePlan | None = None,
         picks: PickPlan | None = None,
+        scratch: str | Path = ".",
     ) -> None:
         """Join the group and load the model at `model.path`, as version 0 of the policy and as reference.
 
         `temperature` is the one that samples are drawn at. Without `reference` there is none; `picks` need one.
+        `scratch` is the folder that a CPU's memory is offloaded to.
         """
         if picks is not None and reference is None:
             raise ValueError("DevicePicks are the tokens to ask a reference about, and there is none.")
-        self._temperature, self._picks = temperature, picks
+        self.version: int | None = 0
+        """Of the policy's weights; None while an update is on its way or after one failed."""
+        self._temperature, self._picks, self._scratch = temperature, picks, scratch
         architecture = read_architecture(model.path)
-        self.place = groups.start(rendezvous, parallel, seed)
+        self.place = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, self.place)
         self._policy.load_hf(model.path)
         self._policy.module.eval().requires_grad_(False)
-        self._anchor: Anchor | None = None
+        self._reference: ReferencePolicy | None = None
         if reference is not None:
             copy = PolicyModel(architecture, model, parallel, self.place)
             copy.load_hf(model.path)
-            self._anchor = Anchor(copy, reference)
+            self._reference = ReferencePolicy(copy, reference)
             self._export_group = owners_group(self.place)
         self._memory = Offload("The log-prob worker", self._tensors)
         self._writer = CheckpointWriter()
-        self._version: int | None = 0
+        self._receiver: Receiver | None = None
         self._update: ShardLoader | None = None
         entries = [self._policy.weights.entry(name) for name in self._policy.parameters()]
         self._siblings = {name: entry.hf for entry in entries for name in entry.hf}
         self._checksums: dict[str, str] = {}
 
-    @property
-    def version(self) -> int | None:
-        """Of the policy's weights; None while an update is on its way or after one failed."""
-        return self._version
+    @classmethod
+    def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> LogProbWorker:
+        """The worker that a run asks for."""
+        return cls(
+            rendezvous,
+            config.model,
+            config.inference.parallel,
+            config.rollout.sampling.temperature,
+            config.trainer.seed,
+            ReferencePlan.from_config(config.algorithm),
+            PickPlan.from_config(config.algorithm),
+            config.output_dir,
+        )
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
         """Log-probs of the trained tokens of each micro-batch, and picks; None on ranks that do not report.
@@ -101,16 +119,29 @@ class LogProbWorker:
         RuntimeError if there is no whole version of the policy.
         """
         self._memory.require("compute")
-        if self._version is None:
+        if self.version is None:
             raise RuntimeError("The log-prob worker has no complete weights: an update did not finish.")
         scores = self._scores(micro_batches)
-        return [score.as_result() for score in scores] if self.place.reports else None
+        return [_on_host(*score) for score in scores] if self.place.reports else None
+
+    def open_transport(self, spec: TransportSpec) -> None:
+        """Take weights in the way of `spec` from now on."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = open_receiver(spec)
 
     def begin_update(self) -> None:
         """Begin to take a new version; what an update that broke off has left is forgotten."""
         self._memory.require("begin an update")
         self._update, self._checksums = self._policy.loader(), {}
-        self._version = None
+        self.version = None
+
+    def receive(self, parcel: Parcel) -> None:
+        """Take the bucket of `parcel` from the transport; see `load_bucket`."""
+        if self._receiver is None:
+            raise RuntimeError("A parcel came before open_transport.")
+        self.load_bucket(self._receiver.receive(parcel))
+        self._receiver.release()
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Take some of the new version's tensors. Raises ChecksumError if one is not as it was sent."""
@@ -140,13 +171,13 @@ class LogProbWorker:
         received = digest(self._checksums)
         if received != expected:
             raise ChecksumError(f"Version {version} has digest {received}, but the actor sent {expected}.")
-        self._version = version
-        if self._anchor is not None:
-            self._anchor.follow(self._policy, version)
+        self.version = version
+        if self._reference is not None:
+            self._reference.follow(self._policy, version)
 
-    def begin_save_reference(self, folder: str | Path) -> None:
+    def begin_save(self, folder: str | Path) -> None:
         """Copy the reference, and begin to write it to a new checkpoint; as `Learner.begin_save`."""
-        self._writer.begin([self._reference("save the reference").content(Path(folder))])
+        self._writer.begin([self._require_reference("save the reference").content(Path(folder))])
 
     def saving(self) -> bool:
         """Whether files of this process are still being written."""
@@ -156,26 +187,20 @@ class LogProbWorker:
         """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
         return self._writer.finish()
 
-    def load_reference(self, folder: str | Path) -> bool:
+    def load(self, folder: str | Path) -> bool:
         """Continue with the reference of a checkpoint, in place of `model.path`'s; as `Learner.load`."""
-        about = self._reference("load the reference").load(folder)
+        about = self._require_reference("load the reference").load(folder)
         return rng.restore(Path(folder), about.layout)
 
-    def export_reference(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to hand the reference out; it must not follow the policy until the export has ended.
-
-        All ranks call this together; `sender` is there on rank 0, with `ipc` on the first rank of every stage, and nowhere else.
-        """
-        model = self._reference("export the reference").model
+    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
+        """Of the reference, which must not follow the policy meanwhile; see `WeightSender`."""
+        model = self._require_reference("export the reference").model
         require = functools.partial(self._memory.require, "export the reference")
         return Export(model, require, self._export_group, bucket_bytes, sender)
 
-    def offload(self, scratch: str | Path) -> Offloaded:
-        """Release the memory of all weights until `restore`: to host memory, or on a CPU to the folder `scratch`.
-
-        Raises RunError if they find no room.
-        """
-        return self._memory.offload(scratch)
+    def offload(self) -> Offloaded:
+        """Release the memory of all weights until `restore`. Raises RunError if they find no room."""
+        return self._memory.offload(self._scratch)
 
     def restore(self) -> Offloaded:
         """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
@@ -183,27 +208,24 @@ class LogProbWorker:
 
     def _tensors(self) -> Iterable[Tensor]:
         policy = self._policy.module.parameters()
-        return policy if self._anchor is None else chain(policy, self._anchor.tensors())
+        return policy if self._reference is None else chain(policy, self._reference.tensors())
 
-    def _reference(self, purpose: str) -> Anchor:
+    def _require_reference(self, purpose: str) -> ReferencePolicy:
         self._memory.require(purpose)
-        if self._anchor is None:
+        if self._reference is None:
             raise RuntimeError(f"The log-prob worker has no reference and cannot {purpose}.")
-        return self._anchor
+        return self._reference
 
-    def _scores(self, batches: Sequence[MicroBatch]) -> list[_Scores]:
-        """Of each micro-batch on the last stage, else an empty list."""
+    def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor | None, DevicePicks | None]]:
+        """`LogProbs` of each micro-batch on the device of the last stage, else an empty list."""
         plan = self._picks
         k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
-        policy = self._forward(self._policy, batches, k if reverse else None)
-        if self._anchor is None:
-            return [_Scores(logprobs, None, None) for logprobs, _ in policy]
-        chosen = [picks[0] for _, picks in policy if picks is not None]
-        reference = self._forward(self._anchor.model, batches, k, chosen if reverse else None)
-        return [
-            _Scores(of_policy, of_reference, picks)
-            for (of_policy, _), (of_reference, picks) in zip(policy, reference, strict=True)
-        ]
+        of_policy = self._forward(self._policy, batches, k if reverse else None)
+        if self._reference is None:
+            return [(logprobs, None, None) for logprobs, _ in of_policy]
+        chosen = [picks[0] for _, picks in of_policy if picks is not None]
+        of_reference = self._forward(self._reference.model, batches, k, chosen if reverse else None)
+        return [(ours, *theirs) for (ours, _), theirs in zip(of_policy, of_reference, strict=True)]
 
     def _forward(
         self,
@@ -232,25 +254,12 @@ class LogProbWorker:
             mask = to_tensor(share.batch.loss_mask, logits)
             return lay_out(share.whole(logprobs), mask), picks
 
-        found: list[tuple[Tensor, DevicePicks | None]] = forward(model, batches, on_logits)
-        return found
+        return forward(model, batches, on_logits)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """`LogProbs` on the device."""
-
-    policy: Tensor
-    reference: Tensor | None
-    picks: DevicePicks | None
-
-    def as_result(self) -> LogProbs:
-        return LogProbs(
-            self.policy.cpu().numpy(),
-            None if self.reference is None else self.reference.cpu().numpy(),
-            None if self.picks is None else _on_host(*self.picks),
-        )
-
-
-def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    return tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()
+def _on_host(policy: Tensor, reference: Tensor | None, picks: DevicePicks | None) -> LogProbs:
+    return LogProbs(
+        policy.cpu().numpy(),
+        None if reference is None else reference.cpu().numpy(),
+        None if picks is None else (picks[0].to(torch.int32).cpu().numpy(), picks[1].cpu().numpy()),
+    )

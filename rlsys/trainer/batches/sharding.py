@@ -1,13 +1,12 @@
-"""Which samples share a micro-batch, and on which data-parallel rank.
+"""Shards samples over the data-parallel ranks of a Megatron group, in micro-batches under a token budget. Pure.
 
-Invariants: every sample is in exactly one micro-batch; a micro-batch stays within the token budget unless
-it is a single sample that exceeds it; every rank gets equally many micro-batches (a rank with fewer would
-leave the others waiting), at least as many as there are pipeline stages where it has that many samples;
-a micro-batch is empty only on a rank that has fewer samples than another has micro-batches.
+Invariants: every sample is in exactly one micro-batch; a micro-batch stays within the token budget unless it is a
+single sample that exceeds it; every rank gets equally many micro-batches (a rank with fewer would leave the others
+waiting), at least as many as there are pipeline stages where it has that many samples; a micro-batch is empty only on
+a rank that has fewer samples than another has micro-batches.
 
-Balance, in floating-point operations: two ranks differ by at most one sample (packed) or at most one
-micro-batch (padded), the dearest. Packed, no rank gets more than 4/3 - 1/(3 ranks) of what the dearest rank
-gets in the best partition that there is.
+Balance, in floating-point operations: two ranks differ by at most one sample (packed) or at most one micro-batch
+(padded), the dearest. Packed, no rank gets more than 4/3 - 1/(3 ranks) of what the dearest gets in the best partition.
 """
 
 from __future__ import annotations
@@ -16,10 +15,16 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from math import lcm
+from typing import TYPE_CHECKING, NamedTuple
 
-from rlsys.trainer.batches.flops import Flops
-from rlsys.trainer.batches.micro_batch import round_up
+from rlsys.config.schema import ParallelConfig
+from rlsys.data.group import Sample
+from rlsys.data.masks import MaskOf, trained_tokens
+from rlsys.trainer.batches.micro_batch import MicroBatch, collate, round_up, sequence_chunks
+
+if TYPE_CHECKING:
+    from rlsys.weights.families import Architecture
 
 Batch = list[int]
 """Indices into the samples."""
@@ -29,8 +34,58 @@ _Share = tuple[float, Batch]
 """What a rank gets: its cost, and indices."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of one forward pass of a sequence.
+
+    A matrix of p parameters takes 2 p operations a token. Causal attention of width a (heads times their dimension)
+    compares n tokens with n / 2 others on average and sums as many values: 2 a n^2 a layer. So
+
+        flops(n tokens, k targets) = 2 p_layers n + 2 p_output k + 2 layers a n^2
+
+    where the output layer runs only on the k positions whose next token is trained; norms, rotations and the softmax
+    are a hundredth of it. A backward pass costs twice as much for each term, so it changes no comparison.
+    """
+
+    per_token: float
+    per_target: float = 0.0
+    per_square: float = 0.0
+
+    @classmethod
+    def transformer(cls, layers: int, hidden: int, attention: int, key_value: int, ffn: int, vocab: int) -> Flops:
+        """Of a model with gated MLPs; `attention` and `key_value` are heads times their dimension."""
+        return cls(
+            per_token=2.0 * layers * (2 * hidden * (attention + key_value) + 3 * hidden * ffn),
+            per_target=2.0 * hidden * vocab,
+            per_square=2.0 * layers * attention,
+        )
+
+    def of(self, tokens: int, targets: int) -> float:
+        """Of a sequence of `tokens` tokens, `targets` of which are trained."""
+        return self.per_token * tokens + self.per_target * targets + self.per_square * tokens**2
+
+
+def flops_of(architecture: Architecture) -> Flops:
+    """The cost of this model's sequences."""
+    return Flops.transformer(
+        layers=architecture.layers,
+        hidden=architecture.hidden,
+        attention=architecture.heads * architecture.head_dim,
+        key_value=architecture.kv_heads * architecture.head_dim,
+        ffn=architecture.experts_per_token * architecture.expert_ffn or architecture.ffn,
+        vocab=architecture.vocab,
+    )
+
+
+BY_TOKENS = Flops(per_token=1.0)
+"""Balances tokens, for want of a model."""
+FP8_TOKENS = 16
+"""Tokens that a matrix product in FP8 takes, or a multiple of them: cuBLAS aligns operands to 16 bytes, and with the
+gradient of weights the tokens are a row's length."""
+
+
 class Size(NamedTuple):
-    """One sample, as far as batching is concerned."""
+    """The size of one sample."""
 
     tokens: int
     targets: int
@@ -39,7 +94,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the micro-batches of one Megatron group must look like."""
+    """The shape that the micro-batches of one Megatron group must have."""
 
     budget_tokens: int
     """Most tokens of one, padding included."""
@@ -190,3 +245,89 @@ def _cost(batch: Batch, sizes: Sequence[Size], flops: Flops, frame: Frame) -> fl
         return sum(flops.of(*sizes[index]) for index in batch)
     width = _width(batch, sizes, frame)
     return sum(flops.of(width, sizes[index].targets) for index in batch)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoad:
+    """How full the micro-batches of a call are, over all data-parallel ranks."""
+
+    micro_batches: int
+    """Those without a sample, which keep a rank in step with the others, included."""
+    tokens: int
+    """Of the samples."""
+    room: int
+    """The same with padding: what is computed."""
+    budget: int
+    """What so many micro-batches may hold."""
+
+
+class BatchSharder:
+    """Cuts samples into micro-batches for each data-parallel rank of one Megatron group.
+
+    The targets are what `mask_of` says. The budget is that of a whole micro-batch, of which a context-parallel rank
+    works on its share.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        processes: int,
+        budget_tokens: int,
+        pad_id: int,
+        packed: bool,
+        flops: Flops = BY_TOKENS,
+        mask_of: MaskOf = trained_tokens,
+        fp8: bool = False,
+    ) -> None:
+        """With `fp8`, every rank's share fits products in FP8. Raises ValueError for context parallelism without `packed`."""
+        if parallel.cp > 1 and not packed:
+            raise ValueError(f"cp is {parallel.cp}, which cuts packed sequences; pack them, or set cp to 1.")
+        chunks = sequence_chunks(parallel.cp)
+        share = parallel.tp if parallel.sequence_parallel else 1
+        self.dp_ranks = data_parallel_ranks(parallel, processes)
+        """Of each process of the group."""
+        self._frame = Frame(
+            budget_tokens=budget_tokens,
+            packed=packed,
+            ranks=max(self.dp_ranks) + 1,
+            stages=parallel.pp,
+            multiple_of=share * (lcm(chunks, FP8_TOKENS * parallel.cp) if fp8 else chunks),
+            room_multiple=chunks,
+        )
+        self._pad_id, self._flops, self._mask_of = pad_id, flops, mask_of
+
+    def enough(self, samples: Sequence[Sample]) -> bool:
+        """Whether `samples` give every rank at least as many micro-batches as the pipeline has stages.
+
+        With fewer, a call leaves stages or ranks idle from its beginning to its end. A rest may be sharded all the
+        same: what is missing is filled up.
+        """
+        return fills(self._plan(samples), self._frame.stages)
+
+    def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
+        """Which sample went where, and the micro-batches of each data-parallel rank."""
+        plan, frame = self._plan(samples), self._frame
+        options = (self._pad_id, frame.multiple_of, frame.packed, self._mask_of, frame.room_multiple)
+        return plan, [[collate([samples[i] for i in batch], *options) for batch in rank] for rank in plan]
+
+    def load(self, batches: Sequence[Sequence[MicroBatch]]) -> BatchLoad:
+        """How full the `batches` of all ranks are."""
+        every = [batch for rank in batches for batch in rank]
+        return BatchLoad(
+            micro_batches=len(every),
+            tokens=sum(int(batch.lengths.sum()) for batch in every),
+            room=sum(batch.tokens.size for batch in every),
+            budget=len(every) * self._frame.budget_tokens,
+        )
+
+    def _plan(self, samples: Sequence[Sample]) -> Plan:
+        trajectories = [sample.trajectory for sample in samples]
+        sizes = [Size(len(each.tokens), int(self._mask_of(each).sum())) for each in trajectories]
+        return plan_micro_batches(sizes, self._flops, self._frame)
+
+
+def data_parallel_ranks(parallel: ParallelConfig, processes: int) -> list[int]:
+    """The data-parallel rank of each process of a Megatron group, in which tp counts fastest, then cp, dp and pp."""
+    inner = parallel.tp * parallel.cp
+    ranks = max(1, processes // (inner * parallel.pp))
+    return [process // inner % ranks for process in range(processes)]

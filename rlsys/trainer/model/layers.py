@@ -3,10 +3,22 @@
 Megatron's own ("local") layers lack a norm that allows sequence parallelism and an attention that does
 not hold a matrix of [seq, seq]; both are here. Weights and checkpoints of the two kinds are interchangeable.
 A mixture of experts is routed as transformers and SGLang route it, with either kind.
+
+The fused kernels go by what was asked for and what the machine has. A CPU gets none: the fields are then Megatron's own
+defaults. What each needs, of Megatron-core 0.16:
+
+- SwiGLU in one kernel (`bias_activation_fusion`), which saves a copy of its input: torch's compiler, on a GPU.
+- Rotary positions (`apply_rope_fusion`) and the sorting of tokens by expert (`moe_permute_fusion`): Transformer Engine.
+- Weight gradients that a matrix product adds to their float32 buffer (`gradient_accumulation_fusion`): apex, because
+  Megatron's output layer has them from there, with Transformer Engine's layers too.
+
+Nothing is to be had from `bias_dropout_fusion` (no biases, no dropout) or `persist_layer_norm` (no LayerNorm).
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,14 +39,158 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from rlsys.config.schema import Layers
-from rlsys.trainer.batches.context import columns_of
+from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
+from rlsys.errors import UserError
+from rlsys.observe.capabilities import Capabilities
+from rlsys.trainer.batches.micro_batch import columns_of
+from rlsys.weights.families import Architecture
+from rlsys.weights.stages import stage_layers
+
+FP8_RECIPE: dict[str, Any] = {
+    "fp8": "hybrid",
+    # Scales of each tensor as it is: there is no history of maxima that a checkpoint or a forward pass would have to keep.
+    "fp8_recipe": "tensorwise",
+    # Every micro-batch quantises the weights anew. Megatron would tell Transformer Engine which is the first of a pass:
+    # it would keep the copies on the GPU, also while the model is offloaded, and with fused accumulation would have that
+    # one overwrite the gradient, which here is a sum over several passes.
+    "disable_parameter_transpose_cache": True,
+}
+
+_FULL_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+_log = logging.getLogger(__name__)
+
+
+def choose_layers(layers: Layers, here: Capabilities) -> Layers:
+    """Resolve `auto`. Raises UserError if `te` is asked for and cannot be."""
+    if layers is Layers.auto:
+        if here.layers is Layers.local and here.cuda_devices:
+            _log.warning("Transformer Engine is not installed: training uses the slower local layers.")
+        return here.layers
+    if layers is Layers.te and here.layers is not Layers.te:
+        lacks = "there is no GPU" if here.transformer_engine else "transformer_engine is not installed"
+        raise UserError(f"model.layers is te but {lacks}; install what is missing or use local.")
+    return layers
+
+
+def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig; `layers` is resolved. Raises UserError for FP8 that cannot be."""
+    te = layers is Layers.te
+    if model.fp8 and not te:
+        raise UserError("model.fp8 is true but the layers are not Transformer Engine's; set it to false.")
+    if not here.cuda_devices:
+        return {"batch_p2p_comm": False}  # Which gloo has not.
+    fusions = {
+        "bias_activation_fusion": True,
+        "apply_rope_fusion": here.transformer_engine is not None,
+        "moe_permute_fusion": te,
+        "gradient_accumulation_fusion": here.apex,
+    }
+    return {
+        "batch_p2p_comm": True,
+        # Local layers have an attention of their own.
+        "attention_backend": AttnBackend[model.attention] if te else AttnBackend.auto,
+        **(fusions if model.fusions else {}),
+        **(FP8_RECIPE if model.fp8 else {}),
+    }
+
+
+def transformer_config(
+    architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, kernels: Mapping[str, Any]
+) -> TransformerConfig:
+    """Megatron's config of the model; `kernels` are `kernel_settings`.
+
+    Raises UserError if TP does not divide its sizes, or if experts forbid it.
+    """
+    _check_tp(architecture, parallel)
+    dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
+    return TransformerConfig(
+        num_layers=architecture.layers,
+        hidden_size=architecture.hidden,
+        num_attention_heads=architecture.heads,
+        num_query_groups=architecture.kv_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        qk_layernorm=architecture.qk_norm,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=model.dtype is Dtype.bfloat16,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        pipeline_model_parallel_layout=_pipeline_layout(architecture.layers, parallel),
+        sequence_parallel=parallel.sequence_parallel,
+        variable_seq_lengths=True,
+        # Megatron asks for this dispatcher with variable lengths, also for dense models.
+        moe_token_dispatcher_type="alltoall",
+        **_experts_config(architecture, parallel),
+        # The values are overwritten, but only then are weights marked as cut by TP, and the gradient norm
+        # counts each shard.
+        perform_initialization=True,
+        # Whoever learns divides itself, once; see `Learner`.
+        calculate_per_token_loss=True,
+        **(_FULL_RECOMPUTE if model.recompute else {}),
+        **kernels,
+    )
+
+
+def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
+    cut = {"attention heads": architecture.heads}
+    if not architecture.experts:
+        cut["MLP width"] = architecture.ffn
+    for key, size in cut.items():
+        if size % parallel.tp:
+            raise UserError(f"tp is {parallel.tp}, which does not divide the model's {size} {key}; lower it.")
+    if max(parallel.tp, architecture.kv_heads) % min(parallel.tp, architecture.kv_heads):
+        raise UserError(
+            f"tp is {parallel.tp} and the model has {architecture.kv_heads} key-value heads: one must divide the other."
+        )
+    if architecture.experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            f"tp is {parallel.tp} and the model has experts: set sequence_parallel to true, or every one of the {parallel.tp} "
+            "ranks would send all tokens to the experts."
+        )
+
+
+def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    if not architecture.experts:
+        return {}
+    return {
+        "num_moe_experts": architecture.experts,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_ffn_hidden_size": architecture.expert_ffn,
+        "moe_router_pre_softmax": not architecture.norm_topk,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def _pipeline_layout(layers: int, parallel: ParallelConfig) -> list[list[str]] | None:
+    """Megatron's way of saying which stage holds what; None for even stages."""
+    if parallel.pp_layers is None:
+        return None
+    stages = [["decoder"] * len(stage) for stage in stage_layers(layers, parallel.pp, parallel.pp_layers)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def block_spec(config: TransformerConfig, layers: Layers) -> Any:
-    """What GPTModel builds its decoder of; `layers` is resolved."""
+    """The spec that GPTModel builds its decoder from; `layers` is resolved."""
     if layers is Layers.te:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
@@ -108,9 +265,8 @@ class CausalAttention(MegatronModule):
         super().__init__(config=config)
         self._scale = softmax_scale
         self._cp_group: ProcessGroup = pg_collection.cp
-        self._cp, self._cp_rank = config.context_parallel_size, 0
-        if self._cp > 1:
-            self._cp_rank = self._cp_group.rank()
+        self._cp = config.context_parallel_size
+        self._cp_rank = self._cp_group.rank() if self._cp > 1 else 0
 
     def forward(
         self,
