@@ -212,7 +212,7 @@ class Learner(ActorGroup):
         batches = self.shard(samples)
         calls = [(batches[rank], last) for rank in self._sharder.dp_ranks]
         answers = await self.workers.call_each("accumulate", calls)
-        self._stats += [answer.stats for answer in answers if answer.stats]
+        self._stats += filter(None, answers)
         await self._pause()
 
     async def apply(self) -> dict[str, float]:

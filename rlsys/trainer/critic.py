@@ -13,9 +13,9 @@ from rlsys.algorithms.losses import Stats
 from rlsys.algorithms.values import ValueLoss
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rlsys.trainer import mesh
+from rlsys.trainer.actor import Learner, LossOf
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.forward import Share, forward, to_tensor
-from rlsys.trainer.learner import Learner, LossOf
 from rlsys.trainer.model.logprobs import lay_out
 from rlsys.trainer.model.stage_model import ValueModel
 from rlsys.weights.families import read_architecture

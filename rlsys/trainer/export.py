@@ -139,7 +139,7 @@ class Export:
 
     @property
     def digest(self) -> str:
-        """Of all that was sent from here."""
+        """The digest of all that was sent from here."""
         return digest(self._checksums)
 
     def _plan(self) -> Iterator[tuple[int, list[str]]]:
@@ -193,7 +193,7 @@ class Export:
             dist.send(bucket.flat, dst=0, group=self._owners)
 
     def _take(self, stage: int, sender: Sender) -> Bucket:
-        """What the first rank of a later stage gives, in the memory that `sender` lends."""
+        """Receive a bucket from the first rank of a later stage, in the memory that `sender` lends."""
         owner = stage * self._place.stage_size
         box: list[Any] = [None]
         dist.recv_object_list(box, src=owner, group=self._owners)

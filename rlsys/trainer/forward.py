@@ -142,8 +142,8 @@ def _outputs(model: StageModel, module: Any, share: Share) -> Tensor:
 def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
     """Megatron's description of a packed row, in which positions and attention begin anew at boundaries.
 
-    With context parallelism too it speaks of the whole row. A sequence's own padding counts as its last tokens, so
-    that nothing lies between sequences, which Transformer Engine's flash attention would not take.
+    With context parallelism too it speaks of the whole row. A sequence's own padding counts as its last tokens, so that
+    nothing lies between sequences, which Transformer Engine's flash attention would not take.
     """
     boundaries = torch.tensor(batch.boundaries, device=device)
     longest = int(np.diff(batch.boundaries).max())

@@ -3,21 +3,34 @@
 Invariants: log-probs come from one whole version whose digest is the actor's, or not at all: between the first bucket
 of an update and its end, after an update that failed and while the memory is offloaded, `compute` refuses. The
 reference follows the policy at the end of an update, from the weights that came with it.
+
+The reference policy is fixed, now and then set to the policy, or an exponential moving average of it. Its `follow`
+comes after each step and goes by the step's version alone; every process does the same with its own shards, and nothing
+travels. A version that was followed before, or is 0, changes nothing. At another one that is
+
+- a multiple of `reset_period`, the reference becomes the policy, and else at
+- a multiple of `update_period`, with tau below 1, it moves: ref <- tau ref + (1 - tau) policy.
+
+An average is kept in float32 (the master), and a bfloat16 model is its rounding: added to bfloat16 weights themselves,
+most of what a policy moves in a few steps would be rounded away. The weights of a float32 model are their own master,
+and a reference that is no average has none.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
 from torch import Tensor
 
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
-from rlsys.config.derived import sums_over_vocabulary
+from rlsys.config.derived import has_reference, sums_over_vocabulary
 from rlsys.config.schema import ModelConfig, ParallelConfig, RunConfig
 from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch
@@ -27,16 +40,122 @@ from rlsys.trainer.messages import LogProbs, Offloaded
 from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import Offload
-from rlsys.trainer.reference_policy import ReferencePlan, ReferencePolicy
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
-from rlsys.weights.checkpoint import rng
-from rlsys.weights.checkpoint.writing import CheckpointWriter, Written
+from rlsys.weights.checkpoint import rng, sharded
+from rlsys.weights.checkpoint.about import About, read_about
+from rlsys.weights.checkpoint.writing import CheckpointWriter, Content, Written
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Parcel, Receiver, Sender, TransportSpec, open_receiver
 
 DevicePicks = tuple[Tensor, Tensor]
 """Tokens [trained tokens, k] and log-probs of them."""
+
+
+_MODEL, _MASTER = "model", "master"
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """The schedule by which a reference follows the policy."""
+
+    tau: float
+    """The part of itself that an average keeps at an update; 1 is no average."""
+    update_period: int
+    """Versions from one update of an average to the next."""
+    reset_period: int | None
+    """Versions after which the reference becomes the policy; None is never."""
+
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> ReferencePlan | None:
+        """None without a reference."""
+        if not has_reference(config):
+            return None
+        return cls(config.ref_policy_ema_tau, config.ref_policy_ema_update_period, config.ref_policy_reset_period)
+
+    def kept_at(self, version: int) -> float:
+        """The part of itself that the reference keeps at `version`: 1 is everything, 0 nothing (a reset)."""
+        if self.reset_period is not None and version % self.reset_period == 0:
+            return 0.0
+        return self.tau if version % self.update_period == 0 else 1.0
+
+
+class ReferencePolicy:
+    """One process's part of the reference policy."""
+
+    def __init__(self, model: PolicyModel, plan: ReferencePlan) -> None:
+        """Take over `model`, whose weights are loaded, as the reference at version 0."""
+        self.model = model
+        self.version = 0
+        """Version of the policy at which the reference last changed."""
+        self._plan = plan
+        model.module.eval().requires_grad_(False)
+        self._weights = _weights_of(model)
+        averages = plan.tau < 1.0
+        self._rounded = [w for w in self._weights if averages and w.dtype is not torch.float32]
+        """Weights of which there is a master."""
+        self._master = [weight.float() for weight in self._rounded]
+
+    @torch.no_grad()
+    def follow(self, policy: PolicyModel, version: int) -> None:
+        """Do what is due now that `policy` is `version`."""
+        kept = self._plan.kept_at(version)
+        if version <= self.version or kept == 1.0:
+            return
+        exact = dict(zip(map(id, self._rounded), self._master, strict=True))
+        for weight, new in zip(self._weights, _weights_of(policy), strict=True):
+            moved = exact.get(id(weight), weight)
+            if kept:
+                # One parameter at a time: there is no room for a float32 copy of the policy.
+                moved.lerp_(new.to(moved.dtype), 1.0 - kept)
+            else:
+                moved.copy_(new)
+        for weight, rounded in zip(self._rounded, self._master, strict=True):
+            weight.copy_(rounded)
+        self.version = version
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory that the reference takes."""
+        return chain(self._weights, self._master)
+
+    def content(self, folder: Path) -> Content:
+        """The content of its checkpoint, which converts and loads as a model's does."""
+        with_master = bool(self._master)
+        about = About(step=0, version=self.version, master=with_master)
+        return Content(folder, self._sharded_state(with_master), about)
+
+    def load(self, folder: str | Path) -> About:
+        """Continue from a checkpoint, saved under any TP, PP and DP; returns what it says of itself.
+
+        A master that it does not hold begins as its weights. All ranks call this together. Raises UserError if the
+        checkpoint is incomplete or of another model.
+        """
+        about = read_about(folder)
+        with_master = bool(self._master) and about.master
+        state = sharded.load(folder, self._sharded_state(with_master))
+        self.model.module.load_state_dict(state[_MODEL])
+        for number, master in enumerate(self._master):
+            master.copy_(state[_MASTER][number] if with_master else self._rounded[number])
+        self.version = about.version
+        return about
+
+    def _sharded_state(self, with_master: bool) -> dict[str, Any]:
+        model = self.model.sharded_state()
+        if not with_master:
+            return {_MODEL: model}
+        # Each is cut and named as its weight is.
+        cuts = get_param_id_to_sharded_param_map(model, self._rounded)
+        master = {
+            number: make_sharded_optimizer_tensor(cuts[number], tensor, _MASTER)
+            for number, tensor in enumerate(self._master)
+        }
+        return {_MODEL: model, _MASTER: master}
+
+
+def _weights_of(model: PolicyModel) -> list[Tensor]:
+    """Tensors that a checkpoint keeps of a model: parameters, and buffers if it has any."""
+    state = model.module.state_dict(keep_vars=True)
+    return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +196,7 @@ class LogProbWorker(WeightSender):
         if picks is not None and reference is None:
             raise ValueError("DevicePicks are the tokens to ask a reference about, and there is none.")
         self.version: int | None = 0
-        """Of the policy's weights; None while an update is on its way or after one failed."""
+        """Version of the policy's weights; None while an update is on its way or after one failed."""
         self._temperature, self._picks, self._scratch = temperature, picks, scratch
         architecture = read_architecture(model.path)
         self.place = mesh.start(rendezvous, parallel, seed)
@@ -115,8 +234,8 @@ class LogProbWorker(WeightSender):
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
         """Log-probs of the trained tokens of each micro-batch, and picks; None on ranks that do not report.
 
-        All ranks of a data-parallel rank call this together with the same micro-batches. Raises
-        RuntimeError if there is no whole version of the policy.
+        All ranks of a data-parallel rank call this together with the same micro-batches. Raises RuntimeError if there
+        is no whole version of the policy.
         """
         self._memory.require("compute")
         if self.version is None:
@@ -158,8 +277,8 @@ class LogProbWorker(WeightSender):
     def finish_update(self, version: int, expected: str) -> None:
         """End an update: from here on the weights are `version`, whose digest is `expected`.
 
-        The reference does what is due then. Raises ChecksumError, and stays without weights, if tensors are
-        missing or differ.
+        The reference does what is due then. Raises ChecksumError, and stays without weights, if tensors are missing or
+        differ.
         """
         self._memory.require("end an update")
         update, self._update = self._update, None
@@ -180,7 +299,7 @@ class LogProbWorker(WeightSender):
         self._writer.begin([self._require_reference("save the reference").content(Path(folder))])
 
     def saving(self) -> bool:
-        """Whether files of this process are still being written."""
+        """Tell if files of this process are still being written."""
         return self._writer.writing
 
     def finish_save(self) -> Written:
@@ -193,7 +312,7 @@ class LogProbWorker(WeightSender):
         return rng.restore(Path(folder), about.layout)
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Of the reference, which must not follow the policy meanwhile; see `WeightSender`."""
+        """Begin to hand the reference out, which must not follow the policy meanwhile; see `WeightSender`."""
         model = self._require_reference("export the reference").model
         require = functools.partial(self._memory.require, "export the reference")
         return Export(model, require, self._export_group, bucket_bytes, sender)
@@ -228,11 +347,7 @@ class LogProbWorker(WeightSender):
         return [(ours, *theirs) for (ours, _), theirs in zip(of_policy, of_reference, strict=True)]
 
     def _forward(
-        self,
-        model: PolicyModel,
-        batches: Sequence[MicroBatch],
-        k: int | None,
-        chosen: Sequence[Tensor] | None = None,
+        self, model: PolicyModel, batches: Sequence[MicroBatch], k: int | None, chosen: Sequence[Tensor] | None = None
     ) -> list[tuple[Tensor, DevicePicks | None]]:
         """Log-probs [rows, width] of each micro-batch, and picks: its own top k, or what it makes of `chosen`.
 

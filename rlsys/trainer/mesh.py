@@ -151,8 +151,8 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
 
 
 def _choose_device(rendezvous: Rendezvous) -> None:
-    # Before anything touches CUDA. Megatron counts on it up to Hopper: kernels start in the order of their launches, and
-    # those of communication before those that they overlap with.
+    # Before anything touches CUDA. Megatron counts on it up to Hopper: kernels start in the order of their launches,
+    # and those of communication before those that they overlap with.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     visible = torch.cuda.device_count()
     if rendezvous.device is Device.gpu:

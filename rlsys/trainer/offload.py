@@ -72,12 +72,13 @@ class Offload:
         except (OSError, RuntimeError) as error:
             away.forget()
             raise RunError(
-                f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, "
-                f"found no room in {room}; make some. ({error})"
+                f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, found no room in "
+                f"{room}; make some. ({error})"
             ) from error
         self._away = away
         away.release()
-        _trim_heap()
+        # Return what was freed, such as activations, and what glibc keeps; other C libraries have no such call.
+        getattr(_LIBC, "malloc_trim", int)(0)
         return meter.read(away.nbytes)
 
     def restore(self) -> Offloaded:
@@ -115,7 +116,7 @@ class InFile:
         self._folder = Path(folder)
         self._file: BufferedRandom | None = None
         self.nbytes = sum(memory.in_pages for memory in (*self._saved, *self._zeros))
-        """Of memory that is released."""
+        """Size of the memory that is released."""
 
     def keep(self) -> None:
         """Copy the bytes. Raises OSError if there is no room for them."""
@@ -231,8 +232,7 @@ def training_state(module: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
 
 def gradient_buffers(wrapped: Any) -> Iterator[Tensor]:
     """The flat buffers into which Megatron's DistributedDataParallel `wrapped` accumulates."""
-    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-        yield buffer.grad_data
+    return (buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers))
 
 
 class _Bytes:
@@ -266,10 +266,12 @@ class _Meter:
     """Time and this process's resident memory, from here on."""
 
     def __init__(self) -> None:
-        self._started, self._before = time.perf_counter(), _resident_bytes()
+        self._started, self._process = time.perf_counter(), psutil.Process()
+        self._before = self._process.memory_info().rss
 
     def read(self, nbytes: int) -> Offloaded:
-        return Offloaded(nbytes, time.perf_counter() - self._started, self._before, _resident_bytes())
+        seconds = time.perf_counter() - self._started
+        return Offloaded(nbytes, seconds, self._before, self._process.memory_info().rss)
 
 
 def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:
@@ -293,14 +295,3 @@ def _flat(storage: UntypedStorage) -> Tensor:
 def _finish_device_work() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _resident_bytes() -> int:
-    return psutil.Process().memory_info().rss
-
-
-def _trim_heap() -> None:
-    """Return what was freed, such as activations, and what glibc keeps; other C libraries have no such call."""
-    trim = getattr(_LIBC, "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -15,9 +15,8 @@ from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerCo
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.log_prob import LogProbWorker
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.optimizer import learning_rate
-from rlsys.trainer.reference_policy import ReferencePlan
 from rlsys.weights.buckets import Bucket, ChecksumError, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
@@ -150,7 +149,7 @@ def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, ou
         # One that trains nothing: no rank has a logit to compute, and all must agree on that.
         filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
         for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
-            results["stats"].append(actor.accumulate(piece).stats)
+            results["stats"].append(actor.accumulate(piece))
         results["applied"].append(actor.apply())
     buckets = export(actor, largest_tensor_bytes(model, config.dtype))
     assert rank or len(buckets) > 3

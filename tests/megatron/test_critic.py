@@ -96,7 +96,7 @@ def _train(critic: Critic, step: int, layout: Layout = ALONE) -> list[Any]:
     filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
     rows = [_packed(batch, layout=layout) for batch in mine]
     first = rows[:1] if layout.cp > 1 else mine[:1]
-    stats = [critic.accumulate(piece).stats for piece in ([*first, filler], rows[1:])]
+    stats = [critic.accumulate(piece) for piece in ([*first, filler], rows[1:])]
     return [stats, critic.apply()]
 
 

@@ -35,16 +35,14 @@ from rlsys.config.schema import (
 )
 from rlsys.observe.capabilities import Capabilities
 from rlsys.trainer import mesh
-from rlsys.trainer.actor import Actor
+from rlsys.trainer.actor import Actor, Learner
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.critic import Critic
-from rlsys.trainer.learner import Learner
-from rlsys.trainer.log_prob import LogProbWorker, PickPlan
+from rlsys.trainer.log_prob import LogProbWorker, PickPlan, ReferencePlan
 from rlsys.trainer.model import layers
 from rlsys.trainer.model.layers import kernel_settings
 from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.offload import gradient_buffers, training_state
-from rlsys.trainer.reference_policy import ReferencePlan
 from rlsys.weights.families import read_architecture
 from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group
 from tests.megatron.memory_meter import MemoryMeter

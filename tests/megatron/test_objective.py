@@ -18,8 +18,8 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, Par
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.model.logprobs import divergence_of
-from rlsys.trainer.reference_policy import ReferencePlan
 from tests.megatron import reference
 from tests.megatron.harness import rendezvous, run_group, weights_of
 from tests.ports import free_port
@@ -51,7 +51,7 @@ def _aggregated(rank: int, world: int, model: Path, out: Path, ports: Sequence[i
         actor = _actor(rank, world, port, model, ParallelConfig(), objective)
         actor.load_hf(model)
         mine = BATCHES[rank::world]
-        stats = [actor.accumulate(mine[:1]).stats, actor.accumulate([reference.packed(*mine[1:])]).stats]
+        stats = [actor.accumulate(mine[:1]), actor.accumulate([reference.packed(*mine[1:])])]
         results[str(aggregation)] = (actor.apply(), [part["divisor"] for part in stats], weights_of(actor))
         mesh.stop()
     torch.save(results, out / f"rank{rank}.pt")
@@ -117,7 +117,7 @@ def _diverging(
 
     def step(actor: Actor) -> None:
         mine = batches[actor.place.dp :: actor.place.dp_size]
-        parts = [actor.accumulate([*mine[:1], filler]).stats, actor.accumulate(mine[1:]).stats]
+        parts = [actor.accumulate([*mine[:1], filler]), actor.accumulate(mine[1:])]
         results.append((actor.apply().grad_norm, sum(part.get("kl", 0.0) for part in parts)))
 
     actor = _actor(rank, world, ports[0], model, parallel, objective, out)

@@ -21,10 +21,9 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, Par
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.log_prob import LogProbWorker
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.messages import Offloaded, switch_figures
 from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload
-from rlsys.trainer.reference_policy import ReferencePlan
 from rlsys.weights.transport import open_sender
 from tests.megatron import reference
 from tests.megatron.harness import (

@@ -36,9 +36,8 @@ from rlsys.orchestrator.groups.megatron import scores_of
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches.sharding import BatchSharder
-from rlsys.trainer.log_prob import LogProbWorker, PickPlan
+from rlsys.trainer.log_prob import LogProbWorker, PickPlan, ReferencePlan
 from rlsys.trainer.messages import Applied
-from rlsys.trainer.reference_policy import ReferencePlan
 from rlsys.weights.buckets import Bucket
 from tests.megatron import reference
 from tests.megatron.harness import digest_of, export, rendezvous, run_group, weights_of
@@ -211,7 +210,7 @@ def _step(
     actor.load_hf(policies.current)
     sharder = _actors_sharder(layout)
     batches_of_calls = [sharder.shard(samples[call])[1] for call in CALLS]
-    stats = [actor.accumulate(batches[actor.place.dp]).stats for batches in batches_of_calls]
+    stats = [actor.accumulate(batches[actor.place.dp]) for batches in batches_of_calls]
     return actor.apply(), stats, weights_of(actor)
 
 

@@ -31,10 +31,9 @@ from rlsys.orchestrator.groups.megatron import InferenceGroup, launch_megatron
 from rlsys.orchestrator.groups.weight_sync import WeightSync
 from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.log_prob import LogProbWorker, PickPlan
+from rlsys.trainer.log_prob import LogProbWorker, PickPlan, ReferencePlan, ReferencePolicy
 from rlsys.trainer.messages import LogProbs, Offloaded
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.trainer.reference_policy import ReferencePlan, ReferencePolicy
 from rlsys.weights.buckets import digest, pack, unpack
 from rlsys.weights.convert.to_hf import megatron_to_hf
 from rlsys.weights.families import read_architecture
@@ -461,6 +460,5 @@ async def test_the_inference_group_hands_the_reference_out(model: str, pipes: li
     assert not await checkpoints.saving()
     assert await checkpoints.load(tmp_path / "saved")
     answers = await inference.call("compute", [reference.make_batches(2)])
-    ((dp_rank, results),) = [answer for answer in answers if answer is not None]
-    assert dp_rank == 0
+    (results,) = [answer for answer in answers if answer is not None]
     assert [result.picks[0].shape[1] for result in results] == [5, 5]

@@ -35,9 +35,9 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.groups.megatron import ActorGroup, launch_megatron
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.batches.sharding import BatchSharder
+from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.messages import Offloaded
 from rlsys.trainer.model.logprobs import divergence_of
-from rlsys.trainer.reference_policy import ReferencePlan
 from rlsys.weights.checkpoint.about import is_complete
 from rlsys.weights.checkpoint.staging import host_copies
 from rlsys.weights.checkpoint.writing import Written

@@ -186,7 +186,7 @@ class TrainedGroup(MegatronGroup, ABC):
         _, batches = self._sharder.shard(samples)
         with self.work("train.accumulate", samples, batches):
             answers = await self.call_sharded("accumulate", batches, last)
-        self._stats.extend(answer.stats for answer in answers if answer.stats)
+        self._stats.extend(filter(None, answers))
 
     async def apply(self) -> dict[str, float]:
         """Take one optimiser step; means of what was accumulated for it, gradient norm and rate."""

@@ -1,11 +1,12 @@
 """A micro-batch: samples in one array, padded to a rectangle or packed one after the other.
 
-Pure numpy: no torch, no Ray. A per-token array is [rows, width]; an entry of it speaks of its token as a
-target, so the first token of a sequence, which nothing predicts, is never trained: a micro-batch that says
-otherwise cannot be made. Packed, that is what keeps one sequence from being predicted by the one before.
+Pure numpy: no torch, no Ray. A per-token array is [rows, width]; an entry of it speaks of its token as a target, so the
+first token of a sequence, which nothing predicts, is never trained: a micro-batch that says otherwise cannot be made.
+Packed, that is what keeps one sequence from being predicted by the one before.
 
 A packed sequence takes `room_multiple` tokens or a multiple of them, the last of which may be padding: that is how
-context parallelism cuts each sequence evenly. Attention is causal, so padding behind a sequence is seen by itself alone.
+context parallelism cuts each sequence evenly. Attention is causal, so padding behind a sequence is seen by itself
+alone.
 """
 
 from __future__ import annotations
@@ -43,20 +44,19 @@ class MicroBatch:
     values: Floats | None = None
     """[rows, width] the critic's, before the update."""
     returns: Floats | None = None
-    """[rows, width] what it should have said."""
+    """[rows, width] the values that it should have given."""
     pick_tokens: NDArray[np.int32] | None = None
     """[targets, k] in the order of `targets`; see `Picks`."""
     pick_logprobs: Floats | None = None
     """[targets, k]"""
     packed: bool = False
     room_multiple: int = 1
-    """Packed, what the tokens of each sequence are padded to a multiple of."""
+    """Packed, each sequence is padded to a multiple of so many tokens."""
 
     def __post_init__(self) -> None:
         if self.pick_tokens is not None and len(self.pick_tokens) != self.trained_tokens:
-            raise ValueError(
-                f"There are picks for {len(self.pick_tokens)} tokens, but {self.trained_tokens} are targets."
-            )
+            picked, trained = len(self.pick_tokens), self.trained_tokens
+            raise ValueError(f"There are picks for {picked} tokens, but {trained} are targets.")
         if self.loss_mask.ravel()[self._starts].any():
             raise ValueError("The first token of a sequence is marked as trained, but nothing predicts it.")
 
@@ -85,9 +85,7 @@ class MicroBatch:
 
     def spread(self, values: NDArray) -> NDArray:
         """`values` [sequences] -> [rows, width]: each at every token of its sequence, 0 in padding."""
-        numbers = self.sequence_numbers
-        padded = np.append(values, np.zeros(1, dtype=values.dtype))
-        return np.where(numbers < 0, padded[-1], padded[numbers])
+        return np.append(values, np.zeros(1, dtype=values.dtype))[self.sequence_numbers]  # The last is padding's.
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
@@ -115,7 +113,7 @@ class MicroBatch:
     @property
     def _rooms(self) -> NDArray[np.int64]:
         """[sequences] tokens that each takes of a packed row."""
-        return np.array([round_up(int(one), self.room_multiple) for one in self.lengths], dtype=np.int64)
+        return -(-self.lengths // self.room_multiple) * self.room_multiple
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -133,8 +131,8 @@ def collate(
 ) -> MicroBatch:
     """Lay `samples` out in rows whose width is a multiple of `multiple_of` tokens.
 
-    Packed, each sequence is padded to a multiple of `room_multiple`, which divides `multiple_of`. `mask_of` says
-    which tokens of a trajectory are targets. What some sample lacks is left out. No samples give one row of untrained
+    Packed, each sequence is padded to a multiple of `room_multiple`, which divides `multiple_of`. `mask_of` says which
+    tokens of a trajectory are targets. What some sample lacks is left out. No samples give one row of untrained
     padding, a micro-batch that fills up a rank. Raises ValueError for picks of other tokens than the targets, and for
     multiples that do not fit.
     """

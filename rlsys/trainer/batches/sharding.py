@@ -2,8 +2,8 @@
 
 Invariants: every sample is in exactly one micro-batch; a micro-batch stays within the token budget unless it is a
 single sample that exceeds it; every rank gets equally many micro-batches (a rank with fewer would leave the others
-waiting), at least as many as there are pipeline stages where it has that many samples; a micro-batch is empty only on
-a rank that has fewer samples than another has micro-batches.
+waiting), at least as many as there are pipeline stages where it has that many samples; a micro-batch is empty only on a
+rank that has fewer samples than another has micro-batches.
 
 Balance, in floating-point operations: two ranks differ by at most one sample (packed) or at most one micro-batch
 (padded), the dearest. Packed, no rank gets more than 4/3 - 1/(3 ranks) of what the dearest gets in the best partition.
@@ -31,7 +31,7 @@ Batch = list[int]
 Plan = list[list[Batch]]
 """[rank][micro-batch]"""
 _Share = tuple[float, Batch]
-"""What a rank gets: its cost, and indices."""
+"""A rank's part: its cost, and indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Flops:
 
     @classmethod
     def transformer(cls, layers: int, hidden: int, attention: int, key_value: int, ffn: int, vocab: int) -> Flops:
-        """Of a model with gated MLPs; `attention` and `key_value` are heads times their dimension."""
+        """The costs of a model with gated MLPs; `attention` and `key_value` are heads times their dimension."""
         return cls(
             per_token=2.0 * layers * (2 * hidden * (attention + key_value) + 3 * hidden * ffn),
             per_target=2.0 * hidden * vocab,
@@ -61,7 +61,7 @@ class Flops:
         )
 
     def of(self, tokens: int, targets: int) -> float:
-        """Of a sequence of `tokens` tokens, `targets` of which are trained."""
+        """The cost of a sequence of `tokens` tokens, `targets` of which are trained."""
         return self.per_token * tokens + self.per_target * targets + self.per_square * tokens**2
 
 
@@ -105,13 +105,13 @@ class Frame:
     stages: int = 1
     """Pipeline stages."""
     multiple_of: int = 1
-    """What the width of a micro-batch is rounded up to."""
+    """The width of a micro-batch is rounded up to it."""
     room_multiple: int = 1
-    """Packed, what the tokens of each sample are rounded up to; divides `multiple_of`."""
+    """Packed, the tokens of each sample are rounded up to it; divides `multiple_of`."""
 
 
 def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Plan:
-    """Fill micro-batches and deal them to the ranks; each rank begins with its dearest."""
+    """Fill micro-batches and give them to the ranks; each rank begins with its dearest."""
 
     def cost(batch: Batch) -> float:
         return _cost(batch, sizes, flops, frame)
@@ -125,7 +125,7 @@ def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Pla
 
 
 def fills(plan: Plan, stages: int) -> bool:
-    """Whether every rank has at least `stages` micro-batches that are not empty.
+    """Tell if every rank has at least `stages` micro-batches that are not empty.
 
     With fewer, some stage of a pipeline would have nothing to do in the whole call.
     """
@@ -135,12 +135,12 @@ def fills(plan: Plan, stages: int) -> bool:
 def share_out(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> list[list[int]]:
     """Indices of `costs` for each of `ranks` ranks, whose sums differ by at most the largest cost.
 
-    The largest differencing method (Karmarkar and Karp 1982): of all partial partitions the two with the
-    widest spread are joined, the dearest share of one with the cheapest of the other. Joining never widens
-    the larger spread, hence the bound; the ratio to the best is at most 4/3 - 1/(3 ranks) (Michiels et al.
-    2007). It begins with every item alone, or for `equal_counts` (`ranks` must divide their number) with
-    `ranks` items of like cost (Yakir 1996). Handing the longest to who has least obeys the same bounds, but
-    on log-normal lengths leaves several times the imbalance: 0.6% for 0.07% with 40 samples on 4 ranks.
+    The largest differencing method (Karmarkar and Karp 1982): of all partial partitions the two with the widest spread
+    are joined, the dearest share of one with the cheapest of the other. Joining never widens the larger spread, hence
+    the bound; the ratio to the best is at most 4/3 - 1/(3 ranks) (Michiels et al. 2007). It begins with every item
+    alone, or for `equal_counts` (`ranks` must divide their number) with `ranks` items of like cost (Yakir 1996).
+    Handing the longest to who has least obeys the same bounds, but on log-normal lengths leaves several times the
+    imbalance: 0.6% for 0.07% with 40 samples on 4 ranks.
     """
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     step = ranks if equal_counts else 1
@@ -149,19 +149,19 @@ def share_out(costs: Sequence[float], ranks: int, equal_counts: bool = False) ->
         shares = [(costs[index], [index]) for index in order[start : start + step]]
         partitions.append(shares + [(0.0, [])] * (ranks - len(shares)))
     # The second entry breaks ties by age, so that the outcome does not depend on how the shares compare.
-    heap = [(_spread(shares), age, shares) for age, shares in enumerate(partitions)]
+    heap = [(_narrowness(shares), age, shares) for age, shares in enumerate(partitions)]
     heapify(heap)
     while len(heap) > 1:
         (_, age, first), (_, _, second) = heappop(heap), heappop(heap)
         pairs = zip(first, reversed(second), strict=True)
         joined = [(cost + other, indices + others) for (cost, indices), (other, others) in pairs]
         joined.sort(key=lambda share: -share[0])
-        heappush(heap, (_spread(joined), age, joined))
+        heappush(heap, (_narrowness(joined), age, joined))
     return [indices for _, indices in heap[0][2]] if heap else [[] for _ in range(ranks)]
 
 
-def _spread(shares: Sequence[_Share]) -> float:
-    """Negative, for a heap that yields the widest first."""
+def _narrowness(shares: Sequence[_Share]) -> float:
+    """The spread of costs, negative for a heap that yields the widest first."""
     return shares[-1][0] - shares[0][0]
 
 
@@ -209,8 +209,8 @@ def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch
 def _rectangles(sizes: Sequence[Size], frame: Frame) -> list[Batch]:
     """Longest first, each into the rectangle that is being filled.
 
-    That is best fit too: a rectangle is left when its room is less than a row, and later rows are shorter
-    but would have to be as wide.
+    That is best fit too: a rectangle is left when its room is less than a row, and later rows are shorter but would
+    have to be as wide.
     """
     batches: list[Batch] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i].tokens):
@@ -236,7 +236,7 @@ def _split(batches: list[Batch], count: int, cost: Callable[[Batch], float]) -> 
 
 
 def _width(batch: Batch, sizes: Sequence[Size], frame: Frame) -> int:
-    """Of the rectangle whose longest sample is its first."""
+    """The width of a rectangle whose longest sample is its first."""
     return round_up(sizes[batch[0]].tokens, frame.multiple_of)
 
 
@@ -249,7 +249,7 @@ def _cost(batch: Batch, sizes: Sequence[Size], flops: Flops, frame: Frame) -> fl
 
 @dataclass(frozen=True, slots=True)
 class BatchLoad:
-    """How full the micro-batches of a call are, over all data-parallel ranks."""
+    """Sizes of the micro-batches of a call, over all data-parallel ranks."""
 
     micro_batches: int
     """Those without a sample, which keep a rank in step with the others, included."""
@@ -258,7 +258,7 @@ class BatchLoad:
     room: int
     """The same with padding: what is computed."""
     budget: int
-    """What so many micro-batches may hold."""
+    """Tokens that so many micro-batches may hold."""
 
 
 class BatchSharder:
@@ -285,7 +285,7 @@ class BatchSharder:
         chunks = sequence_chunks(parallel.cp)
         share = parallel.tp if parallel.sequence_parallel else 1
         self.dp_ranks = data_parallel_ranks(parallel, processes)
-        """Of each process of the group."""
+        """The data-parallel rank of each process of the group."""
         self._frame = Frame(
             budget_tokens=budget_tokens,
             packed=packed,
@@ -297,7 +297,7 @@ class BatchSharder:
         self._pad_id, self._flops, self._mask_of = pad_id, flops, mask_of
 
     def enough(self, samples: Sequence[Sample]) -> bool:
-        """Whether `samples` give every rank at least as many micro-batches as the pipeline has stages.
+        """Tell if `samples` give every rank at least as many micro-batches as the pipeline has stages.
 
         With fewer, a call leaves stages or ranks idle from its beginning to its end. A rest may be sharded all the
         same: what is missing is filled up.
@@ -305,13 +305,13 @@ class BatchSharder:
         return fills(self._plan(samples), self._frame.stages)
 
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
-        """Which sample went where, and the micro-batches of each data-parallel rank."""
+        """The plan of where each sample went, and the micro-batches of each data-parallel rank."""
         plan, frame = self._plan(samples), self._frame
         options = (self._pad_id, frame.multiple_of, frame.packed, self._mask_of, frame.room_multiple)
         return plan, [[collate([samples[i] for i in batch], *options) for batch in rank] for rank in plan]
 
     def load(self, batches: Sequence[Sequence[MicroBatch]]) -> BatchLoad:
-        """How full the `batches` of all ranks are."""
+        """The sizes of the `batches` of all ranks."""
         every = [batch for rank in batches for batch in rank]
         return BatchLoad(
             micro_batches=len(every),

@@ -1,8 +1,8 @@
 """The layers that a model is built from: Transformer Engine's, or Megatron's own with two replacements.
 
-Megatron's own ("local") layers lack a norm that allows sequence parallelism and an attention that does
-not hold a matrix of [seq, seq]; both are here. Weights and checkpoints of the two kinds are interchangeable.
-A mixture of experts is routed as transformers and SGLang route it, with either kind.
+Megatron's own ("local") layers lack a norm that allows sequence parallelism and an attention that does not hold a
+matrix of [seq, seq]. Weights and checkpoints of the two kinds are interchangeable. A mixture of experts is routed as
+transformers and SGLang route it, with either kind.
 
 The fused kernels go by what was asked for and what the machine has. A CPU gets none: the fields are then Megatron's own
 defaults. What each needs, of Megatron-core 0.16:
@@ -50,19 +50,16 @@ from rlsys.weights.stages import stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
-    # Scales of each tensor as it is: there is no history of maxima that a checkpoint or a forward pass would have to keep.
+    # Scales of each tensor as it is: there is no history of maxima that a checkpoint or a forward pass would have to
+    # keep.
     "fp8_recipe": "tensorwise",
     # Every micro-batch quantises the weights anew. Megatron would tell Transformer Engine which is the first of a pass:
-    # it would keep the copies on the GPU, also while the model is offloaded, and with fused accumulation would have that
-    # one overwrite the gradient, which here is a sum over several passes.
+    # it would keep the copies on the GPU, also while the model is offloaded, and with fused accumulation would have
+    # that one overwrite the gradient, which here is a sum over several passes.
     "disable_parameter_transpose_cache": True,
 }
 
-_FULL_RECOMPUTE: dict[str, Any] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+_FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _log = logging.getLogger(__name__)
 
 
@@ -137,8 +134,8 @@ def transformer_config(
         # Megatron asks for this dispatcher with variable lengths, also for dense models.
         moe_token_dispatcher_type="alltoall",
         **_experts_config(architecture, parallel),
-        # The values are overwritten, but only then are weights marked as cut by TP, and the gradient norm
-        # counts each shard.
+        # The values are overwritten, but only then are weights marked as cut by TP, and the gradient norm counts each
+        # shard.
         perform_initialization=True,
         # Whoever learns divides itself, once; see `Learner`.
         calculate_per_token_loss=True,
@@ -148,20 +145,17 @@ def transformer_config(
 
 
 def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
-    cut = {"attention heads": architecture.heads}
-    if not architecture.experts:
-        cut["MLP width"] = architecture.ffn
+    tp, kv_heads = parallel.tp, architecture.kv_heads
+    cut = {"attention heads": architecture.heads} | ({} if architecture.experts else {"MLP width": architecture.ffn})
     for key, size in cut.items():
-        if size % parallel.tp:
-            raise UserError(f"tp is {parallel.tp}, which does not divide the model's {size} {key}; lower it.")
-    if max(parallel.tp, architecture.kv_heads) % min(parallel.tp, architecture.kv_heads):
+        if size % tp:
+            raise UserError(f"tp is {tp}, which does not divide the model's {size} {key}; lower it.")
+    if max(tp, kv_heads) % min(tp, kv_heads):
+        raise UserError(f"tp is {tp} and the model has {kv_heads} key-value heads: one must divide the other.")
+    if architecture.experts and tp > 1 and not parallel.sequence_parallel:
         raise UserError(
-            f"tp is {parallel.tp} and the model has {architecture.kv_heads} key-value heads: one must divide the other."
-        )
-    if architecture.experts and parallel.tp > 1 and not parallel.sequence_parallel:
-        raise UserError(
-            f"tp is {parallel.tp} and the model has experts: set sequence_parallel to true, or every one of the {parallel.tp} "
-            "ranks would send all tokens to the experts."
+            f"tp is {tp} and the model has experts: set sequence_parallel to true, or every one of the {tp} ranks would "
+            "send all tokens to the experts."
         )
 
 
@@ -221,9 +215,9 @@ def _routed(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 class ExpertRouter(Router):
     """Sends each token to its k most likely experts: none is dropped, no loss balances them.
 
-    In the dtypes of transformers' Qwen3MoeTopKRouter, so that what is trained is what samples: logits in the
-    model's, probabilities in float32 over all experts, their shares among the k (if `norm_topk_prob`, which is
-    not `moe_router_pre_softmax`) rounded to the model's.
+    In the dtypes of transformers' Qwen3MoeTopKRouter, so that what is trained is what samples: logits in the model's,
+    probabilities in float32 over all experts, their shares among the k (if `norm_topk_prob`, which is not
+    `moe_router_pre_softmax`) rounded to the model's.
     """
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,9 +244,9 @@ class RMSNorm(torch.nn.RMSNorm):
 class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernels, over a rectangle or over packed sequences.
 
-    Neither needs a mask: a rectangle is padded on the right, and packed sequences are attended one by one. With
-    context parallelism, which cuts packed sequences, a rank attends with its own tokens to those of all ranks: keys and
-    values are gathered, and their gradients summed on the way back.
+    Neither needs a mask: a rectangle is padded on the right, and packed sequences are attended one by one. With context
+    parallelism, which cuts packed sequences, a rank attends with its own tokens to those of all ranks: keys and values
+    are gathered, and their gradients summed on the way back.
     """
 
     def __init__(

@@ -5,9 +5,9 @@ columns are the rank's tokens, then padding, which has no probability. Both mode
 temperature, which divides them in `scaled` and nowhere else. Gradients flow into the policy's logits, each TP rank's
 into its own columns, and never into the reference.
 
-The vocabulary is never gathered: a few numbers of each target travel between TP ranks, once for all targets. No
-float32 copy of all logits is made, in neither direction: targets are worked off in chunks, and the backward pass
-recomputes what it needs from the saved logits.
+The vocabulary is never gathered: a few numbers of each target travel between TP ranks, once for all targets. No float32
+copy of all logits is made, in neither direction: targets are worked off in chunks, and the backward pass recomputes
+what it needs from the saved logits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def scaled(logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
 
 
 def owned_columns(tokens: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Whether each token is in the local columns, and its column (0 where it is not)."""
+    """A mask of the tokens in the local columns, and the column of each (0 where it is not)."""
     column = tokens - shard.start
     owned = (column >= 0) & (column < shard.valid)
     return owned, column.where(owned, 0)
@@ -82,8 +82,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target and, if asked for, entropy of the distribution that it was drawn from.
 
-    `logits` [targets, local vocabulary] and `targets` [targets] give float32 tensors [targets].
-    Gradients flow into `logits`; each TP rank gets those of its own columns.
+    `logits` [targets, local vocabulary] and `targets` [targets] give float32 tensors [targets]. Gradients flow into
+    `logits`; each TP rank gets those of its own columns.
     """
     logprobs, entropy = _LogProbs.apply(logits, targets[:, None], shard, temperature, with_entropy)
     return logprobs[:, 0], entropy
@@ -92,8 +92,8 @@ def token_logprobs(
 def logprobs_at(logits: Tensor, tokens: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Log-probs of several tokens in the place of each target.
 
-    `logits` [targets, local vocabulary] and `tokens` [targets, k] give float32 [targets, k]. Gradients
-    flow into `logits` as in `token_logprobs`.
+    `logits` [targets, local vocabulary] and `tokens` [targets, k] give float32 [targets, k]. Gradients flow into
+    `logits` as in `token_logprobs`.
     """
     logprobs, _ = _LogProbs.apply(logits, tokens.long(), shard, temperature, False)
     return logprobs
@@ -187,10 +187,10 @@ class Divergence:
     ) -> Tensor:
         """KL in the place of each target, [n] float32, in nats; gradient flows into `logits` and `logprobs`.
 
-        `logits` [n, local vocabulary]; of the sampled `targets` [n], the policy's `logprobs` as
-        `token_logprobs` gave them, the old policy's and the reference's. With a top k, the tokens that were
-        picked [n, k], any integer type, and the reference's log-probs at them; without one, the reference's
-        logits [n, local vocabulary]. Raises ValueError if what is needed is missing.
+        `logits` [n, local vocabulary]; of the sampled `targets` [n], the policy's `logprobs` as `token_logprobs` gave
+        them, the old policy's and the reference's. With a top k, the tokens that were picked [n, k], any integer type,
+        and the reference's log-probs at them; without one, the reference's logits [n, local vocabulary]. Raises
+        ValueError if what is needed is missing.
         """
         if self.top_k is None:
             if ref_logits is None:
@@ -222,9 +222,9 @@ def whole_vocabulary_kl(
 def top_tokens(logits: Tensor, shard: VocabShard, temperature: float, k: int) -> tuple[Tensor, Tensor]:
     """The k most likely tokens in the place of each target, most likely first, and their log-probs.
 
-    `logits` [targets, local vocabulary] give int64 and float32 [targets, k], the same on all TP ranks;
-    without gradient. Of tokens that tie for the last place any may be taken. Raises ValueError if the
-    vocabulary has fewer than k tokens.
+    `logits` [targets, local vocabulary] give int64 and float32 [targets, k], the same on all TP ranks; without
+    gradient. Of tokens that tie for the last place any may be taken. Raises ValueError if the vocabulary has fewer than
+    k tokens.
     """
     count, columns = logits.shape
     candidates = min(k, columns)

@@ -121,7 +121,7 @@ class TargetValuesModel(TargetModel):
 
 
 class StageModel(ABC):
-    """What the policy and the critic's value model share."""
+    """Base of the policy and of the critic's value model."""
 
     _MODULE: ClassVar[type[TargetModel]]
 
