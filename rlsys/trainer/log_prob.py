@@ -255,14 +255,14 @@ class LogProbWorker(WeightSender):
         self._update, self._checksums = self._policy.loader(), {}
         self.version = None
 
-    def receive(self, parcel: Parcel) -> None:
-        """Take the bucket of `parcel` from the transport; see `load_bucket`."""
+    def load_bucket(self, parcel: Parcel) -> None:
+        """Take the bucket of `parcel` from the transport; see `take_bucket`."""
         if self._receiver is None:
             raise RuntimeError("A parcel came before open_transport.")
-        self.load_bucket(self._receiver.receive(parcel))
+        self.take_bucket(self._receiver.receive(parcel))
         self._receiver.release()
 
-    def load_bucket(self, bucket: Bucket) -> None:
+    def take_bucket(self, bucket: Bucket) -> None:
         """Take some of the new version's tensors. Raises ChecksumError if one is not as it was sent."""
         self._memory.require("take weights")
         if self._update is None:

@@ -276,7 +276,7 @@ async def test_nothing_is_computed_from_the_beginning_of_an_update_to_its_end(
     first = asyncio.create_task(inference.compute([]))
     await asyncio.sleep(0)
     await asyncio.gather(update(), inference.compute([]), first)
-    steps = ["compute", "begin_update", "receive", "finish_update", "compute"]
+    steps = ["compute", "begin_update", "load_bucket", "finish_update", "compute"]
     assert events == [f"{edge} {step}" for step in steps for edge in "><"]
 
 

@@ -165,7 +165,7 @@ def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, ou
     with pytest.raises(RuntimeError, match="no complete weights"):
         worker.compute(probe)
     with pytest.raises(RuntimeError, match="begin_update"):
-        worker.load_bucket(box[0][0])
+        worker.take_bucket(box[0][0])
     _update(worker, 2, box[0], box[1])
     assert worker.version == 2
     results["after"] = worker.compute(probe)
@@ -179,7 +179,7 @@ def _update(
 ) -> None:
     worker.begin_update()
     for bucket in buckets:
-        worker.load_bucket(bucket)
+        worker.take_bucket(bucket)
     with pytest.raises(ChecksumError, match=refused) if refused else nullcontext():
         worker.finish_update(version, digest)
 

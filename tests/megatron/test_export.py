@@ -45,7 +45,7 @@ def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> 
     single = list(pack(tensors.items(), bucket_bytes=1))
     for bucket in single:
         memory[: bucket.data.nbytes] = bucket.data
-        worker.load_bucket(Bucket(memory[: bucket.data.nbytes], bucket.records))
+        worker.take_bucket(Bucket(memory[: bucket.data.nbytes], bucket.records))
     memory[:] = 0
     assert digest_of(single) == digest_of(buckets)
     worker.finish_update(1, digest_of(single))

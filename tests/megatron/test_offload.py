@@ -301,7 +301,7 @@ def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
         {
             "compute": lambda: worker.compute(STEPS[1]),
             "begin an update": worker.begin_update,
-            "take weights": lambda: worker.load_bucket(buckets[0]),
+            "take weights": lambda: worker.take_bucket(buckets[0]),
         },
         "log-prob worker",
     )
@@ -313,7 +313,7 @@ def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
         assert (one.reference == other.reference).all()
     worker.begin_update()
     for number, bucket in enumerate(buckets):
-        worker.load_bucket(bucket)
+        worker.take_bucket(bucket)
         if number == 1:
             worker.offload()
             worker.restore()

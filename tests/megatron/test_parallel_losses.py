@@ -184,7 +184,7 @@ def _scored(policies: Policies, meeting: mesh.Rendezvous, update: list[Bucket], 
     worker = LogProbWorker(meeting, model, cut, temperature, 1, fixed, picks)
     worker.begin_update()
     for bucket in update:
-        worker.load_bucket(bucket)
+        worker.take_bucket(bucket)
     worker.finish_update(1, digest_of(update))
     plan, batches = _sharder(cut, meeting.world_size, 47).shard(SAMPLES)
     found = worker.compute(batches[worker.place.dp])

@@ -103,7 +103,7 @@ class Bench:
         self._worker.begin_update()
         buckets = list(pack(tensors.items(), 50_000))
         for bucket in buckets:
-            self._worker.load_bucket(bucket)
+            self._worker.take_bucket(bucket)
         self._worker.finish_update(version, digest_of(buckets))
 
     def save(self, folder: str) -> None:

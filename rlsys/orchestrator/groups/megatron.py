@@ -1,7 +1,8 @@
 """The Megatron groups from the driver's side: samples in, scores or an update out.
 
-Each shards samples over its data-parallel ranks in micro-batches, and hands every process those of its own rank. Calls reach every process of a group in the order in which they are made, so that one
-may be made while another is under way: it waits for its turn.
+Each shards samples over its data-parallel ranks in micro-batches, and hands every process those of its own rank. Calls
+reach every process of a group in the order in which they are made, so that one may be made while another is under way:
+it waits for its turn.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class InferenceGroup(MegatronGroup):
 
     async def load_bucket(self, parcel: Parcel) -> None:
         """Let every rank take a bucket."""
-        await self.workers.call("receive", parcel)
+        await self.workers.call("load_bucket", parcel)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Compute with `version` from now on. Raises RunError if it is not what the digest speaks of."""
