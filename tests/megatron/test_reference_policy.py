@@ -459,6 +459,6 @@ async def test_the_inference_group_hands_the_reference_out(model: str, pipes: li
     await checkpoints.finish_save()
     assert not await checkpoints.saving()
     assert await checkpoints.load(tmp_path / "saved")
-    answers = await inference.call("compute", [reference.make_batches(2)])
+    answers = await inference.call("compute", reference.make_batches(2))
     (results,) = [answer for answer in answers if answer is not None]
     assert [result.picks[0].shape[1] for result in results] == [5, 5]
