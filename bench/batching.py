@@ -4,10 +4,10 @@
 
 Ways to cut the same trajectories. No micro-batch has more tokens than `ROWS` of the longest trajectories:
 
-- as they come: a fixed number of rows a micro-batch, padded to the longest of them, dealt in turn. 8 rows are
+- as they come: a fixed number of rows a micro-batch, padded to the longest of them, given out in turn. 8 rows are
   what Search-R1 trains with on a GPU (`ppo_micro_batch_size=64` on 8); half as many pad less;
-- sorted: rectangles of like length up to the token budget, dealt by cost;
-- packed: sequences one after the other up to the token budget, dealt by cost.
+- sorted: rectangles of like length up to the token budget, balanced by cost;
+- packed: sequences one after the other up to the token budget, balanced by cost.
 
 Lengths are log-normal with the mean and the limit of Search-R1's trajectories, divided by `SCALE` for a CPU.
 The actor is the real one, Megatron in float32 with the demo's policy, forward and backward. Ranks only meet
@@ -38,9 +38,9 @@ from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerCon
 from rlsys.data.group import Sample
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.batches.dealer import Dealer, flops_of
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.parallel import Rendezvous, stop
+from rlsys.trainer.batches.sharding import BatchSharder, flops_of
+from rlsys.trainer.mesh import Rendezvous, stop
 from rlsys.weights.families import read_architecture
 
 POLICY = "examples/searchr1/tiny/policy"
@@ -52,7 +52,7 @@ BUDGET = ROWS * LONGEST
 TURNS = ((0.2, 0.3), (0.55, 0.65), (0.9, 1.0))
 """What the policy wrote, as shares of a trajectory; the rest is prompt and passages, and not trained."""
 
-Dealt = list[list[MicroBatch]]
+Sharded = list[list[MicroBatch]]
 """[data-parallel rank][micro-batch]"""
 
 
@@ -118,25 +118,25 @@ def trajectories(random: np.random.Generator, vocab: int) -> list[Sample]:
     return samples
 
 
-def as_they_come(samples: Sequence[Sample], rows: int) -> Dealt:
+def as_they_come(samples: Sequence[Sample], rows: int) -> Sharded:
     """What a loop over a fixed number of rows does."""
     batches = [collate(samples[at : at + rows], pad_id=0) for at in range(0, len(samples), rows)]
     return [batches[rank::RANKS] for rank in range(RANKS)]
 
 
-def dealt(samples: Sequence[Sample], packed: bool) -> Dealt:
-    """What the actor's dealer does."""
+def sharded(samples: Sequence[Sample], packed: bool) -> Sharded:
+    """What the actor's group does."""
     flops = flops_of(read_architecture(POLICY))
-    return Dealer(ParallelConfig(), RANKS, BUDGET, pad_id=0, packed=packed, flops=flops).deal(samples)[1]
+    return BatchSharder(ParallelConfig(), RANKS, BUDGET, pad_id=0, packed=packed, flops=flops).shard(samples)[1]
 
 
 def measure(samples: Sequence[Sample]) -> list[Row]:
     """One row for each way of batching; the first is the baseline."""
-    ways: dict[str, Callable[[Sequence[Sample]], Dealt]] = {
+    ways: dict[str, Callable[[Sequence[Sample]], Sharded]] = {
         f"as they come, {ROWS} rows": lambda some: as_they_come(some, ROWS),
         f"as they come, {ROWS // 2} rows": lambda some: as_they_come(some, ROWS // 2),
-        "sorted": lambda some: dealt(some, packed=False),
-        "packed": lambda some: dealt(some, packed=True),
+        "sorted": lambda some: sharded(some, packed=False),
+        "packed": lambda some: sharded(some, packed=True),
     }
     actor = start_actor()
     rows: list[Row] = []

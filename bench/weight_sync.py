@@ -119,22 +119,22 @@ class TimedSender:
 
 
 class Sending:
-    """The sender's process: what `trainer.processes.ActorProcess` does, without training."""
+    """The sender's process: what `trainer.actor.Actor` does, without training."""
 
     def __init__(self, dtype: Dtype) -> None:
         # Megatron is loaded in this process alone.
         import torch.distributed as dist
 
-        from rlsys.trainer import parallel
-        from rlsys.trainer.model import PolicyModel
+        from rlsys.trainer import mesh
+        from rlsys.trainer.model.stage_model import PolicyModel
 
         logging.getLogger("megatron").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
-        alone = parallel.Rendezvous(0, 1, "127.0.0.1", port, Device.cpu, timeout_s=60.0)
-        place = parallel.start(alone, ParallelConfig(), seed=0)
+        alone = mesh.Rendezvous(0, 1, "127.0.0.1", port, Device.cpu, timeout_s=60.0)
+        place = mesh.start(alone, ParallelConfig(), seed=0)
         config = ModelConfig("", Layers.local, dtype)
         self._model = PolicyModel(SHAPE, config, ParallelConfig(), place)
         self._owners = dist.new_group([0], backend="gloo")
@@ -146,27 +146,27 @@ class Sending:
         self._export: Any = None
 
     def open_export(self, spec: TransportSpec) -> float:
-        """See `trainer.sending.Sending`."""
+        """See `WeightSender`."""
         if self._sender is not None:
             self._sender.close()
         self._sender = TimedSender(open_sender(spec), self._watch)
         return self.plain_copy()
 
     def begin_export(self) -> None:
-        """See `ActorProcess`."""
+        """See `WeightSender`."""
         from rlsys.trainer.export import Export
 
         self._export = Export(self._model, lambda: None, self._owners, self._bucket_bytes, self._sender)
 
     def next_parcel(self, taken: int) -> Parcel | None:
-        """See `ActorProcess`."""
+        """See `WeightSender`."""
         assert self._sender is not None
         self._sender.release(taken)
         parcel: Parcel | None = self._watch.time("next", self._export.next)
         return parcel
 
     def end_export(self, taken: int) -> str:
-        """See `ActorProcess`."""
+        """See `WeightSender`."""
         assert self._sender is not None
         self._sender.release(taken)
         whole: str = self._export.digest
@@ -193,23 +193,23 @@ class Receiving:
         self._checksums: dict[str, str] = {}
 
     def open_transport(self, spec: TransportSpec) -> None:
-        """See `InferenceProcess`."""
+        """See `LogProbWorker`."""
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = open_receiver(spec)
 
     def begin_update(self, _version: int) -> None:
-        """See `InferenceProcess`."""
+        """See `LogProbWorker`."""
         self._checksums = {}
 
     def load_bucket(self, parcel: Parcel) -> None:
-        """See `InferenceProcess`."""
+        """See `LogProbWorker`."""
         bucket = self._watch.time("receive", self._receiver.receive, parcel)
         self._checksums |= self._watch.time("check", _checked, bucket)
         self._receiver.release()
 
     def finish_update(self, version: int, expected: str) -> None:
-        """See `InferenceProcess`."""
+        """See `LogProbWorker`."""
         if digest(self._checksums) != expected:
             raise ValueError(f"Version {version} did not arrive as it was sent.")
 

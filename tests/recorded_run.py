@@ -67,7 +67,7 @@ from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from tests.megatron import reference
 from tests.megatron.hosts import ANSWER_S, HostedGroup, hosts
 from tests.pipeline.recorded import RIGHT, Recording, Shape, record
-from tests.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_dealer
+from tests.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_sharder
 
 STEPS, GROUPS, SAMPLES = 4, 4, 3
 SEED = 5
@@ -279,7 +279,7 @@ def _session(
     state = origin.state if origin else None
     recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
     tracer, seen = record_of_run.tracers["driver"], Outcome(events=[""])
-    dealers = {name: make_dealer(config, name, len(group.ranks)) for name, group in groups.items()}
+    sharders = {name: make_sharder(config, name, len(group.ranks)) for name, group in groups.items()}
     prompts = PromptSource(QUESTIONS, SEED, state.prompts if state else None)
     devices, kl = OffloadManager({}, tracer), kl_control(config.algorithm)
     if state:
@@ -289,9 +289,9 @@ def _session(
         lambda group: finish(group, config.algorithm, kl.coef),
     )
     rollout: Any = Episodes(config, recording, fate)
-    scorer = MortalScorer(groups["inference"], dealers["inference"], no_pause, seen)  # type: ignore[arg-type]
-    learner = MortalLearner(groups["actor"], dealers["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
-    takes = InferenceGroup(groups["inference"], dealers["inference"], tracer)  # type: ignore[arg-type]
+    scorer = MortalScorer(groups["inference"], sharders["inference"], no_pause, seen)  # type: ignore[arg-type]
+    learner = MortalLearner(groups["actor"], sharders["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
+    takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)  # type: ignore[arg-type]
     MortalScorer.fate = MortalLearner.fate = MortalRun.fate = fate
     learner.checkpoints = MortalCheckpoints(learner, fate)
     store = MortalStore(run_dir / CHECKPOINTS, fate)

@@ -1,6 +1,6 @@
 """A run of the real pipeline and real Megatron workers on recorded episodes, under a virtual clock.
 
-The session, the driver's step, pipeline, scheduler, dealers, weight sync, actor and log-prob worker are the real
+The session, the driver's step, pipeline, scheduler, sharders, weight sync, actor and log-prob worker are the real
 ones. Episodes are played back after seeded waits, and seeded waits lie around every call for log-probs or
 training; so the seed decides which group arrives when, what shares a call or a micro-batch, and what runs at
 the same time.
@@ -38,8 +38,8 @@ from rlsys.orchestrator.rewards.reward import Rewards
 from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from rlsys.trainer.batches.dealer import Dealer
 from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.weights.buckets import unpack
 from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
 from tests.megatron.hosts import HostedGroup
@@ -176,15 +176,18 @@ class Scorer:
 
     groups = ("inference",)
 
-    def __init__(self, workers: HostedGroup, dealer: Dealer, pause: Pauses, seen: Outcome) -> None:
-        self._workers, self._dealer, self._pause, self._seen = workers, dealer, pause, seen
+    def __init__(self, workers: HostedGroup, sharder: BatchSharder, pause: Pauses, seen: Outcome) -> None:
+        self._workers, self._sharder, self._pause, self._seen = workers, sharder, pause, seen
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """See `InferenceGroup`."""
         await self._pause()
         self._seen.happened("s")
-        plan, dealt = self._dealer.deal(samples)
-        found = scores_of(plan, dealt, await self._workers.call("compute", dealt))
+        plan, batches = self._sharder.shard(samples)
+        ranks = self._sharder.dp_ranks
+        answers = await self._workers.call_each("compute", [(batches[rank],) for rank in ranks])
+        reported = {rank: results for rank, results in zip(ranks, answers, strict=True) if results is not None}
+        found = scores_of(plan, batches, [reported[rank] for rank in range(len(batches))])
         await self._pause()
         return found
 
@@ -192,16 +195,20 @@ class Scorer:
 class Learner(ActorGroup):
     """The actor, without an object store."""
 
-    def __init__(self, workers: HostedGroup, dealer: Dealer, tracer: Tracer, pause: Pauses, seen: Outcome) -> None:
-        super().__init__(workers, dealer, tracer)  # type: ignore[arg-type]
+    def __init__(
+        self, workers: HostedGroup, sharder: BatchSharder, tracer: Tracer, pause: Pauses, seen: Outcome
+    ) -> None:
+        super().__init__(workers, sharder, tracer)  # type: ignore[arg-type]
         self._pause, self._seen = pause, seen
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         """See `ActorGroup`."""
         await self._pause()
         self._seen.happened("t")
-        answers = await self.workers.call("accumulate", self.deal(samples), last)
-        self._stats += [answer.stats for answer in answers if answer.stats]
+        batches = self.shard(samples)
+        calls = [(batches[rank], last) for rank in self._sharder.dp_ranks]
+        answers = await self.workers.call_each("accumulate", calls)
+        self._stats += filter(None, answers)
         await self._pause()
 
     async def apply(self) -> dict[str, float]:
@@ -210,9 +217,9 @@ class Learner(ActorGroup):
         self._seen.happened("u")
         return await super().apply()
 
-    def deal(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+    def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         """Micro-batches of each data-parallel rank."""
-        return self._dealer.deal(samples)[1]
+        return self._sharder.shard(samples)[1]
 
 
 class NoSearch:
@@ -269,7 +276,7 @@ def _session(
     seen: Outcome,
 ) -> Any:
     tracer, pauses = Tracer("test"), Pauses(arrivals.seed)
-    dealers = {name: make_dealer(config, name, len(group.ranks)) for name, group in groups.items()}
+    sharders = {name: make_sharder(config, name, len(group.ranks)) for name, group in groups.items()}
     prompts = PromptSource(questions, config.trainer.seed)
     devices = OffloadManager({}, tracer)
     rewards, kl = Rewards(config.reward, config.task, config.compat), kl_control(config.algorithm)
@@ -278,9 +285,9 @@ def _session(
         functools.partial(finish, config=config.algorithm, kl_coef=kl.coef),
     )
     rollout: Any = Playback(config, recording, arrivals, seen)
-    scorer = Scorer(groups["inference"], dealers["inference"], pauses, seen)
-    takes = InferenceGroup(groups["inference"], dealers["inference"], tracer)
-    trained = learner(groups["actor"], dealers["actor"], tracer, pauses, seen)
+    scorer = Scorer(groups["inference"], sharders["inference"], pauses, seen)
+    takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)
+    trained = learner(groups["actor"], sharders["actor"], tracer, pauses, seen)
     pipeline = RolloutPipeline(
         make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices
     )
@@ -297,6 +304,8 @@ def _session(
     )
 
 
-def make_dealer(config: RunConfig, name: str, ranks: int) -> Dealer:
+def make_sharder(config: RunConfig, name: str, ranks: int) -> BatchSharder:
     settings = config.actor if name == "actor" else config.inference
-    return Dealer(settings.parallel, ranks, settings.micro_batch_tokens, PAD_ID, settings.packing is Packing.packed)
+    return BatchSharder(
+        settings.parallel, ranks, settings.micro_batch_tokens, PAD_ID, settings.packing is Packing.packed
+    )

@@ -270,10 +270,10 @@ class Doubling(Learner):
 
     doubled = False
 
-    def deal(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+    def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         twice = [] if self.doubled else samples[:SAMPLES]
         self.doubled = True
-        return super().deal([*samples, *twice])
+        return super().shard([*samples, *twice])
 
 
 class ByMicroBatch(Learner):
@@ -282,10 +282,10 @@ class ByMicroBatch(Learner):
     Without KL and entropy the loss is linear in the advantages, so they can carry the factor.
     """
 
-    def deal(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+    def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
         return [
             [replace(batch, advantages=batch.advantages * np.float32(100 / batch.trained_tokens)) for batch in rank]
-            for rank in super().deal(samples)
+            for rank in super().shard(samples)
         ]
 
 

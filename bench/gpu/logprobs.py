@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bench.gpu.figures import Figure, Scale
 from rlsys.config.schema import Device
-from rlsys.trainer.logprobs import token_logprobs
-from rlsys.trainer.vocabulary import VocabShard
+from rlsys.trainer.model.logprobs import VocabShard, token_logprobs
 from rlsys.weights.families import read_architecture
 
 REPEATS = 5

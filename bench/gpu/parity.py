@@ -55,8 +55,8 @@ def one_step(device: Device) -> dict[str, Any]:
 
     actor = make_actor(str(TINY), device, Dtype.float32, recompute=False)
     vocab = json.loads((TINY / "config.json").read_text())["vocab_size"]
-    accumulated = actor.accumulate([random_micro_batch(SMALL, vocab, seed) for seed in range(2)])
-    return {"grad_norm": actor.apply().grad_norm, "loss": accumulated.stats["policy_loss"]}
+    stats = actor.accumulate([random_micro_batch(SMALL, vocab, seed) for seed in range(2)])
+    return {"grad_norm": actor.apply().grad_norm, "loss": stats["policy_loss"]}
 
 
 if __name__ == "__main__":

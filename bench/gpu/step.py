@@ -13,7 +13,7 @@ from rlsys.cluster.planning.memory import MicroBatchLoad, group_memory
 from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
 from rlsys.observe.capabilities import detect
 from rlsys.observe.utilisation import peak_flops
-from rlsys.trainer.batches.dealer import flops_of
+from rlsys.trainer.batches.sharding import flops_of
 from rlsys.weights.families import read_architecture
 
 PUBLISHED_MFU = 0.206

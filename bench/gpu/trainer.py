@@ -14,7 +14,7 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import Device, Dtype, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.parallel import Rendezvous
+from rlsys.trainer.mesh import Rendezvous
 
 
 def make_actor(folder: str, device: Device, dtype: Dtype, recompute: bool) -> Actor:

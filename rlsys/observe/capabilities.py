@@ -3,7 +3,7 @@
 `detect` looks at installed packages by their metadata and at devices through torch; it imports none of the libraries
 that it names. `lacking` is pure. A default that has no meaning on a machine (CUDA graphs on a CPU) lacks nothing: only
 what was asked for is a problem. What one process sees is said of its own machine and of no other: where a model is made,
-which may be on one that nobody has looked at, `rlsys.trainer.kernels` refuses what is lacking there; a search server
+which may be on one that nobody has looked at, `rlsys.trainer.model.layers` refuses what is lacking there; a search server
 does so for its FAISS.
 
 What Transformer Engine's attention kernels need was read in its `get_attention_backend` (2.20).

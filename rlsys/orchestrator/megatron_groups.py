@@ -1,8 +1,8 @@
 """The Megatron groups from the driver's side: samples in, scores or an update out.
 
-Each has a dealer cut samples into micro-batches, and hands every process the whole plan; each takes its own
-data-parallel rank's part. Calls reach every process of a group in the order in which they are made, so that one
-may be made while another is under way: it waits for its turn.
+Each shards samples over its data-parallel ranks in micro-batches, and hands every process those of its own rank. Calls
+reach every process of a group in the order in which they are made, so that one may be made while another is under way:
+it waits for its turn.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
 from rlsys.data.group import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
-from rlsys.trainer.batches.batcher import Plan
-from rlsys.trainer.batches.dealer import Dealer
 from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.results import LogProbs, switch_figures
+from rlsys.trainer.batches.sharding import BatchSharder, Plan
+from rlsys.trainer.messages import LogProbs, switch_figures
 from rlsys.weights.transport import Parcel, TransportSpec
 
-Answers = Sequence[tuple[int, Sequence[Any]] | None]
-"""Of each process: its data-parallel rank and a result for each micro-batch, or None if it does not report."""
+Answers = Sequence[Sequence[Any]]
+"""[data-parallel rank][micro-batch] results."""
 
 
 class MegatronGroup:
-    """What every group has: processes, a dealer for them, and memory on their devices."""
+    """What every group has: processes, a sharder of samples for them, and memory on their devices."""
 
-    def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
+    def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
         self.workers = workers
         self.step = 0
         """That what it does is counted to."""
-        self._dealer = dealer
+        self._sharder = sharder
         self._tracer = tracer
 
     async def offload(self) -> dict[str, float]:
@@ -57,10 +56,22 @@ class MegatronGroup:
     def work(
         self, name: str, samples: Sequence[Sample], batches: Sequence[Sequence[MicroBatch]]
     ) -> AbstractContextManager[dict[str, Arg]]:
-        """The span of a call for `samples`, dealt out as `batches`: whose they are, and how full these are."""
+        """The span of a call for `samples`, sharded as `batches`: whose they are, and how full these are."""
         questions = dict.fromkeys(sample.trajectory.question_uid for sample in samples)
         facts: dict[str, Arg] = {"samples": len(samples), QUESTIONS: list(questions)}
-        return self.span(name, **facts, **asdict(self._dealer.load(batches)))
+        return self.span(name, **facts, **asdict(self._sharder.load(batches)))
+
+    async def call_sharded(self, method: str, batches: Sequence[Sequence[MicroBatch]], *args: Any) -> list[Any]:
+        """Call `method` on every process with the micro-batches of its data-parallel rank and `args`."""
+        of_ranks = [share(of_rank) for of_rank in batches]
+        return await self.workers.call_each(method, [(of_ranks[rank], *args) for rank in self._sharder.dp_ranks])
+
+    async def computed(self, batches: Sequence[Sequence[MicroBatch]]) -> Answers:
+        """Results of all micro-batches: one process of each data-parallel rank reports, the others answer None."""
+        answers = await self.call_sharded("compute", batches)
+        pairs = zip(self._sharder.dp_ranks, answers, strict=True)
+        reported = {rank: results for rank, results in pairs if results is not None}
+        return [reported[rank] for rank in range(len(batches))]
 
 
 class Checkpoints:
@@ -109,8 +120,8 @@ class InferenceGroup(MegatronGroup):
 
     groups: tuple[str, ...] = ("inference",)
 
-    def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
-        super().__init__(workers, dealer, tracer)
+    def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
+        super().__init__(workers, sharder, tracer)
         self.reference = Checkpoints(self)
         self._weights = asyncio.Lock()
         self._version = 0
@@ -122,10 +133,10 @@ class InferenceGroup(MegatronGroup):
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Scores without values, in the order of `samples`; log-probs are 0 where nothing is trained."""
-        plan, batches = self._dealer.deal(samples)
+        plan, batches = self._sharder.shard(samples)
         async with self._weights:
             with self.work("logprob.compute", samples, batches):
-                answers = await self.workers.call("compute", share(batches))
+                answers = await self.computed(batches)
             version = self._version
         return [replace(one, version=version) for one in scores_of(plan, batches, answers)]
 
@@ -133,11 +144,11 @@ class InferenceGroup(MegatronGroup):
         """Let each rank take weights in the way of its spec."""
         await self.workers.call_each("open_transport", [(spec,) for spec in specs])
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int) -> None:  # noqa: ARG002
         """Wait for what is being computed, and begin to take `version`."""
         await self._weights.acquire()
         try:
-            await self.workers.call("begin_update", version)
+            await self.workers.call("begin_update")
         except BaseException:
             self._weights.release()
             raise
@@ -158,8 +169,8 @@ class InferenceGroup(MegatronGroup):
 class TrainedGroup(MegatronGroup, ABC):
     """A group that learns: gradients accumulate, then one optimiser step for all."""
 
-    def __init__(self, workers: WorkerGroup, dealer: Dealer, tracer: Tracer) -> None:
-        super().__init__(workers, dealer, tracer)
+    def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
+        super().__init__(workers, sharder, tracer)
         self._stats: list[Mapping[str, float]] = []
         self.checkpoints = Checkpoints(self)
 
@@ -169,14 +180,14 @@ class TrainedGroup(MegatronGroup, ABC):
 
     def enough(self, samples: Sequence[Sample]) -> bool:
         """Whether a call for `samples` keeps every rank and pipeline stage busy."""
-        return self._dealer.enough(samples)
+        return self._sharder.enough(samples)
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         """Add the gradient of the summed loss of `samples`, the `last` of an optimiser step or not."""
-        _, batches = self._dealer.deal(samples)
+        _, batches = self._sharder.shard(samples)
         with self.work("train.accumulate", samples, batches):
-            answers = await self.workers.call("accumulate", share(batches), last)
-        self._stats.extend(answer.stats for answer in answers if answer.stats)
+            answers = await self.call_sharded("accumulate", batches, last)
+        self._stats.extend(filter(None, answers))
 
     async def apply(self) -> dict[str, float]:
         """Take one optimiser step; means of what was accumulated for it, gradient norm and rate."""
@@ -202,15 +213,15 @@ class ActorGroup(TrainedGroup):
 
 
 class CriticGroup(TrainedGroup):
-    """Learns what episodes are going to be worth. Its dealer's mask says at which tokens."""
+    """Learns what episodes are going to be worth. Its sharder's mask says at which tokens."""
 
     async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
         """Values [seq] in the order of `samples`; 0 outside of the mask."""
-        plan, batches = self._dealer.deal(samples)
+        plan, batches = self._sharder.shard(samples)
         with self.work("values.compute", samples, batches):
-            answers = await self.workers.call("compute", share(batches))
+            answers = await self.computed(batches)
         found: list[Floats] = [np.empty(0, np.float32)] * len(samples)
-        for indices, batch, values in _dealt(plan, batches, answers):
+        for indices, batch, values in _results(plan, batches, answers):
             for index, row in zip(indices, batch.split(values), strict=True):
                 found[index] = row
         return found
@@ -251,9 +262,9 @@ class WithValues:
 
 
 def scores_of(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers) -> list[Scores]:
-    """`LogProbs` of dealt micro-batches as scores of the samples, in the order of these."""
+    """`LogProbs` of sharded micro-batches as scores of the samples, in the order of these."""
     found: dict[int, Scores] = {}
-    for indices, batch, result in _dealt(plan, batches, answers):
+    for indices, batch, result in _results(plan, batches, answers):
         found |= zip(indices, _split(result, batch), strict=True)
     return [found[index] for index in range(len(found))]
 
@@ -270,12 +281,12 @@ def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
     return [Scores(policy, reference, picked) for policy, reference, picked in parts]
 
 
-def _dealt(
+def _results(
     plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers
 ) -> Iterator[tuple[list[int], MicroBatch, Any]]:
     """(indices of its samples, micro-batch, result) of all ranks."""
-    for dp_rank, results in filter(None, answers):
-        yield from zip(plan[dp_rank], batches[dp_rank], results, strict=True)
+    for of_rank in zip(plan, batches, answers, strict=True):
+        yield from zip(*of_rank, strict=True)
 
 
 async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) -> None:
@@ -288,6 +299,10 @@ async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) ->
 
 
 def _build(kind: str, config: RunConfig, rendezvous: tuple) -> Any:
-    from rlsys.trainer.processes import make_process  # loads Megatron, which the driver has no use for
+    from rlsys.trainer.actor import Actor  # loads Megatron, which the driver has no use for
+    from rlsys.trainer.critic import Critic
+    from rlsys.trainer.log_prob import LogProbWorker
+    from rlsys.trainer.mesh import Rendezvous
 
-    return make_process(kind, config, rendezvous)
+    workers: dict[str, Any] = {"actor": Actor, "critic": Critic, "inference": LogProbWorker}
+    return workers[kind].from_config(config, Rendezvous(*rendezvous))

@@ -63,7 +63,7 @@ from rlsys.orchestrator.saving import Saver, Saves
 from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import STOP_TIMEOUT_S, build_groups, started_groups
-from rlsys.trainer.batches.dealer import Dealer, flops_of
+from rlsys.trainer.batches.sharding import BatchSharder, flops_of
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from rlsys.weights.families import read_architecture
 
@@ -334,16 +334,16 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
 def _groups(config: RunConfig, log: RunLogger, workers: Mapping[str, WorkerGroup]) -> Groups:
     """The groups, whose workers are yet to be built."""
     engines = EnginePool(workers["rollout"], config, log.tracers["rollout"], log.episodes)
-    actor = ActorGroup(workers["actor"], _dealer(config, "actor", workers), log.tracers["actor"])
+    actor = ActorGroup(workers["actor"], _sharder(config, "actor", workers), log.tracers["actor"])
     switches = {"rollout": (engines.offload, engines.restore), "actor": (actor.offload, actor.restore)}
     critic, inference = None, None
     if "critic" in workers:
-        dealer = _dealer(config, "critic", workers, value_mask(config.compat))
-        critic = CriticGroup(workers["critic"], dealer, log.tracers["critic"])
+        sharder = _sharder(config, "critic", workers, value_mask(config.compat))
+        critic = CriticGroup(workers["critic"], sharder, log.tracers["critic"])
         switches["critic"] = (critic.offload, critic.restore)
     if "inference" in workers:
-        dealer = _dealer(config, "inference", workers)
-        inference = InferenceGroup(workers["inference"], dealer, log.tracers["inference"])
+        sharder = _sharder(config, "inference", workers)
+        inference = InferenceGroup(workers["inference"], sharder, log.tracers["inference"])
         switches["inference"] = (inference.offload, inference.restore)
     colocated = config.cluster.mode is Mode.collocated
     devices = OffloadManager(switches if colocated else {}, log.tracers["driver"])
@@ -412,12 +412,12 @@ def _saver(config: RunConfig, run_dir: Path, log: RunLogger, devices: OffloadMan
     return Saver(store, keep, log.em_of, devices.need, settings.background, newest)
 
 
-def _dealer(
+def _sharder(
     config: RunConfig, name: str, workers: Mapping[str, WorkerGroup], mask_of: MaskOf = trained_tokens
-) -> Dealer:
+) -> BatchSharder:
     settings = config.actor if name == "actor" else config.critic if name == "critic" else config.inference
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    return Dealer(
+    return BatchSharder(
         settings.parallel,
         len(workers[name].ranks),
         settings.micro_batch_tokens,

@@ -54,7 +54,7 @@ from rlsys.orchestrator.evaluation.answers import answer_line
 from rlsys.orchestrator.evaluation.evaluate import Evaluation
 from rlsys.orchestrator.pipeline.figures import step_figures, training_flops
 from rlsys.orchestrator.pipeline.scheduler import Ended
-from rlsys.trainer.batches.flops import Flops
+from rlsys.trainer.batches.sharding import Flops
 
 _log = logging.getLogger(__name__)
 

@@ -95,7 +95,7 @@ class WeightSync:
     ) -> None:
         """`receivers` begin to use a version when told to `activate`, those `immediate` with the end of its transfer.
 
-        The processes of `sender` are `Sending`.
+        The processes of `sender` are `WeightSender`s.
         """
         self._sender = sender
         self._deferred, self._immediate = tuple(receivers), tuple(immediate)

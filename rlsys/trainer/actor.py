@@ -1,43 +1,237 @@
-"""The actor: trains the policy, and hands its weights out.
+"""Training of the policy by the actor, and what the critic trains in the same way.
 
-Where the KL term sums over the whole vocabulary, the reference is kept here as well, and runs forward before
-each call's micro-batches are trained: its logits are too many to come from elsewhere.
+Contract of a `Learner`: `accumulate` any number of times, the last of them as `last` or not, then `apply` once. The
+gradient is the sum over all micro-batches and data-parallel ranks of the loss's sum, divided once by the sum of all
+their divisors; so it does not depend on how they were split. Every method is called on all ranks of the group together,
+and every data-parallel rank is handed equally many micro-batches.
+
+Where the KL term sums over the whole vocabulary, the actor keeps the reference as well, and runs it forward before each
+call's micro-batches are trained: its logits are too many to come from elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from rlsys.algorithms.losses import DIVISOR, TOKEN_MEAN, LossFunction, LossInputs, Stats, divisor, token_weights
+from rlsys.algorithms.losses import (
+    DIVISOR,
+    TOKEN_MEAN,
+    LossFunction,
+    LossInputs,
+    Stats,
+    divisor,
+    join_stats,
+    policy_loss,
+    token_weights,
+)
 from rlsys.config.algorithm import Aggregation
-from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.trainer import parallel as groups
-from rlsys.trainer.anchor import Anchor, ReferencePlan
+from rlsys.config.derived import has_critic, loss_length, sums_over_vocabulary
+from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rlsys.errors import RunError
+from rlsys.trainer import mesh
+from rlsys.trainer import optimizer as adam
 from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.context import Share
-from rlsys.trainer.divergence import Divergence
-from rlsys.trainer.export import Export, owners_group
-from rlsys.trainer.forward import forward, to_tensor
-from rlsys.trainer.learner import Learner, LossOf
-from rlsys.trainer.logprobs import lay_out, token_logprobs
-from rlsys.trainer.model import PolicyModel
-from rlsys.weights.checkpoint.about import read_about
-from rlsys.weights.checkpoint.writing import Content
+from rlsys.trainer.export import Export, WeightSender, owners_group
+from rlsys.trainer.forward import Share, forward, forward_backward, to_tensor
+from rlsys.trainer.log_prob import ReferencePlan, ReferencePolicy
+from rlsys.trainer.messages import Applied, Offloaded
+from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
+from rlsys.trainer.model.stage_model import PolicyModel, StageModel
+from rlsys.trainer.offload import Offload, gradient_buffers, training_state
+from rlsys.weights.checkpoint import rng, sharded
+from rlsys.weights.checkpoint.about import About, read_about
+from rlsys.weights.checkpoint.writing import CheckpointWriter, Content, Written
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
+
+LossOf = Callable[[Tensor, Share], tuple[Tensor, Stats]]
+"""(output [own targets, ...] of the model, share of a micro-batch) -> (loss sum of all of it, scalar statistics)."""
+
+
+class Learner(ABC):
+    """One process of a group that trains."""
+
+    def __init__(
+        self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int, scratch: str | Path
+    ) -> None:
+        """Train `model`, whose weights are undefined: `load_hf` or `load` follows.
+
+        `owner` is named in messages; `total_steps` counts optimiser steps; `scratch` is the folder that a CPU's memory
+        is offloaded to.
+        """
+        self.place = model.place
+        self.step = 0
+        """Optimiser steps taken."""
+        self._owner, self._model, self._scratch = owner, model, scratch
+        self._optimizer_config, self._total_steps = optimizer, total_steps
+        self._wrapped = adam.wrap(model, optimizer)
+        self._optimizer = adam.build(self._wrapped, model, optimizer)
+        self._wrapped.zero_grad_buffer()
+        self._divisor = 0
+        self._pending = False
+        self._complete = False
+        """The step's last micro-batch has passed, and gradients may be summed already."""
+        self._gathered = False
+        """This process has all weights of its shard of the model, not those alone that it updates."""
+        self._memory = Offload(owner, self._kept, lambda: gradient_buffers(self._wrapped))
+        self._writer = CheckpointWriter()
+
+    @abstractmethod
+    def _check(self, batch: MicroBatch) -> None:
+        """Raise ValueError if the loss lacks something of `batch`."""
+
+    @abstractmethod
+    def _divisor_of(self, batch: MicroBatch) -> int:
+        """The number that `batch` adds to what the sum of losses is divided by."""
+
+    @abstractmethod
+    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
+        """The loss, which is asked for each of `micro_batches` once and in order, on the last stage alone."""
+
+    def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
+        """`micro_batches`, in the runs that go through the pipeline together."""
+        return (micro_batches,)
+
+    def load_hf(self, path: str | Path) -> None:
+        """Start from the weights of a Hugging Face folder."""
+        self._memory.require("load weights")
+        self._model.load_hf(path)
+        self._optimizer.reload_model_params()
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> dict[str, float]:
+        """Add the gradients of this data-parallel rank's micro-batches; after the `last`, `apply` follows.
+
+        Returns the loss's statistics, joined over micro-batches; none except where `Place.reports` is true. `last` lets
+        ranks sum their gradients beside the last backward pass, and changes nothing else. Raises ValueError if a
+        micro-batch lacks what the loss needs, or comes after the last.
+        """
+        self._memory.require("accumulate")
+        if self._complete:
+            raise ValueError(f"{self._owner} has got the last micro-batches of a step: call apply before more.")
+        for batch in micro_batches:
+            self._check(batch)
+        self._pending, self._complete = True, last
+        parts: list[Stats] = []
+        runs = list(self._runs(micro_batches))
+        for number, run in enumerate(runs, 1):
+            with adam.passes(self._wrapped, last and number == len(runs)):
+                parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run))
+        # Whatever was on its way has come by the end of a pass.
+        self._gathered = self._gathered or bool(micro_batches)
+        if self.place.cp == 0:  # Context-parallel ranks have the same micro-batches.
+            self._divisor += sum(map(self._divisor_of, micro_batches))
+        return join_stats(parts) if self.place.reports else {}
+
+    def apply(self) -> Applied:
+        """Divide what was accumulated, clip it, and take one optimiser step.
+
+        Raises RunError if the gradient is not finite; the weights are not to be used after that.
+        """
+        self._memory.require("apply")
+        config = self._optimizer_config
+        divisor = torch.tensor(self._divisor, device=self._model.device)
+        adam.begin_sums(self._wrapped)
+        # Reduces over data parallel, tied embeddings and norms; also sums and divides by `divisor`.
+        finalize_model_grads([self._wrapped], divisor)
+        rate = adam.learning_rate(self.step, self._total_steps, config)
+        adam.set_rate(self._optimizer, rate, config.weight_decay)
+        _, grad_norm, _ = self._optimizer.step()
+        self.step += 1
+        if not isfinite(grad_norm):
+            raise RunError(
+                f"The gradient of optimiser step {self.step} of {self._owner.lower()} is {grad_norm}: "
+                "lower its learning rate, and look at the last rows of metrics.jsonl."
+            )
+        self._wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._divisor, self._pending, self._complete, self._gathered = 0, False, False, False
+        return Applied(self.step, float(grad_norm), rate, int(divisor))
+
+    def begin_save(self, folder: str | Path) -> None:
+        """Copy weights, optimiser state, step and random generators, and begin to write them to a new checkpoint.
+
+        Training may go on while files are written. A save before it is finished first. Raises RunError if gradients
+        wait for `apply`, which a checkpoint does not hold, and what `finish_save` raises.
+        """
+        self._memory.require("save")
+        if self._pending:
+            raise RunError(f"{self._owner} has gradients that were not applied: call apply before saving.")
+        self._gather()
+        self._writer.begin(self._contents(Path(folder)))
+
+    def saving(self) -> bool:
+        """Tell if files of this process are still being written."""
+        return self._writer.writing
+
+    def finish_save(self) -> Written:
+        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
+        return self._writer.finish()
+
+    def load(self, folder: str | Path) -> bool:
+        """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `rng.restore`.
+
+        A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if the
+        checkpoint is incomplete, damaged or of another model.
+        """
+        self._memory.require("load")
+        about = read_about(folder)
+        if about.optimizer:
+            state = sharded.load(folder, self._sharded_state(loading=True))
+            self._model.module.load_state_dict(state["model"])
+            adam.load_state(self._optimizer, state["optimizer"])
+        else:
+            self._model.load_checkpoint(folder)
+            self._optimizer.reload_model_params()
+        self.step = about.step
+        return rng.restore(Path(folder), about.layout)
+
+    def offload(self) -> Offloaded:
+        """Release the memory of weights, gradients and optimiser state until `restore`; gradients are zero.
+
+        Raises RunError if there is no room for it, or if gradients wait for `apply`.
+        """
+        if self._pending:
+            raise RunError(f"{self._owner} has gradients that were not applied: call apply before offload.")
+        return self._memory.offload(self._scratch)
+
+    def restore(self) -> Offloaded:
+        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
+        return self._memory.restore()
+
+    def _gather(self) -> None:
+        """Have all weights here, for another use than training; all ranks call this together."""
+        if not self._gathered:
+            adam.gather(self._wrapped)
+            self._gathered = True
+
+    def _kept(self) -> Iterable[Tensor]:
+        """All memory that has to come back as it was."""
+        return training_state(self._model.module, self._optimizer)
+
+    def _contents(self, folder: Path) -> list[Content]:
+        """The parts of a checkpoint, each in a folder of its own."""
+        return [Content(folder, self._sharded_state(loading=False), About(self.step, optimizer=True))]
+
+    def _sharded_state(self, loading: bool) -> dict[str, Any]:
+        model = self._model.sharded_state()
+        return {"model": model, "optimizer": adam.sharded_state(self._optimizer, model, loading)}
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the actor minimises: the losses of all trained tokens, as one number."""
+    """The number that the actor minimises, made of the losses of all trained tokens."""
 
     loss: LossFunction
     temperature: float
@@ -48,44 +242,77 @@ class Objective:
     divergence: Divergence | None = None
     """The KL term where it compares distributions."""
     reference: ReferencePlan | None = None
-    """How the reference follows the policy that is kept here, for a divergence over the whole vocabulary."""
+    """The schedule of a reference that is kept here, for a divergence over the whole vocabulary."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Objective:
+        """The objective that a run's algorithm asks for."""
+        algorithm = config.algorithm
+        whole_vocabulary = sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
+        return cls(
+            policy_loss(algorithm),
+            config.rollout.sampling.temperature,
+            algorithm.aggregation,
+            loss_length(config),
+            divergence_of(algorithm),
+            ReferencePlan.from_config(algorithm) if whole_vocabulary else None,
+        )
 
 
-class Actor(Learner):
+class Actor(Learner, WeightSender):
     """One process of the group that trains the policy."""
 
     def __init__(
         self,
-        rendezvous: groups.Rendezvous,
+        rendezvous: mesh.Rendezvous,
         model: ModelConfig,
         parallel: ParallelConfig,
         optimizer: OptimizerConfig,
         objective: Objective,
         total_steps: int,
         seed: int,
+        scratch: str | Path = ".",
     ) -> None:
         """Join the group and build the model, with undefined weights: `load_hf` or `load` follows.
 
-        A reference that is kept here begins as the model at `model.path`. `total_steps` counts optimiser steps.
+        A reference that is kept here begins as the model at `model.path`. See `Learner` for the rest.
         """
         architecture = read_architecture(model.path)
-        place = groups.start(rendezvous, parallel, seed)
+        place = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, place)
-        super().__init__("The actor", self._policy, optimizer, total_steps)
+        super().__init__("The actor", self._policy, optimizer, total_steps, scratch)
         self._objective = objective
-        self._anchor: Anchor | None = None
-        plan = objective.reference
-        if plan is not None:
+        self._reference: ReferencePolicy | None = None
+        if objective.reference is not None:
             copy = PolicyModel(architecture, model, parallel, place)
             copy.load_hf(model.path)
-            self._anchor = Anchor(copy, plan)
+            self._reference = ReferencePolicy(copy, objective.reference)
         self._export_group = owners_group(place)
 
-    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to hand the weights out; they must not change until the export has ended.
+    @classmethod
+    def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Actor:
+        """The actor that a run asks for, with the weights that it starts from."""
+        # It begins when the critic's warm-up has ended.
+        warmup = config.critic.warmup_steps if has_critic(config.algorithm) else 0
+        actor = cls(
+            rendezvous,
+            config.model,
+            config.actor.parallel,
+            config.actor.optimizer,
+            Objective.from_config(config),
+            max(0, config.trainer.steps - warmup) * config.trainer.mini_batches,
+            config.trainer.seed,
+            config.output_dir,
+        )
+        actor.load_hf(config.model.path)
+        return actor
 
-        All ranks call this together; `sender` is there on rank 0, with `ipc` on the first rank of every stage, and nowhere else.
-        """
+    def device_name(self) -> str:
+        """Name of the device, as its driver gives it."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
+        """Begin to hand the policy out; see `WeightSender`."""
         require = functools.partial(self._memory.require, "export")
         require()
         self._gather()
@@ -93,26 +320,25 @@ class Actor(Learner):
 
     def end_step(self, version: int) -> None:
         """The weights are `version` now: a reference that is kept here does what is due then."""
-        if self._anchor is not None:
+        if self._reference is not None:
             self._memory.require("end a step")
             self._gather()
-            self._anchor.follow(self._policy, version)
+            self._reference.follow(self._policy, version)
 
     def load(self, folder: str | Path) -> bool:
         """See `Learner`. With weights alone, a reference that is kept here stays what it was."""
         generators = super().load(folder)
-        if self._anchor is not None and read_about(folder).optimizer:
-            self._anchor.load(_beside(Path(folder)))
+        if self._reference is not None and read_about(folder).optimizer:
+            self._reference.load(_beside(Path(folder)))
         return generators
 
     def _kept(self) -> Iterable[Tensor]:
-        anchor = () if self._anchor is None else self._anchor.tensors()
-        return chain(super()._kept(), anchor)
+        return chain(super()._kept(), () if self._reference is None else self._reference.tensors())
 
     def _contents(self, folder: Path) -> list[Content]:
         """With a reference that is kept here, which lies beside `folder` and is complete before it."""
-        own = super()._contents(folder)
-        return own if self._anchor is None else [self._anchor.content(_beside(folder)), *own]
+        policy = super()._contents(folder)
+        return policy if self._reference is None else [self._reference.content(_beside(folder)), *policy]
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None:
@@ -125,7 +351,7 @@ class Actor(Learner):
         return divisor(objective.aggregation, batch.trained_lengths, objective.loss_length)
 
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
-        if self._anchor is None:
+        if self._reference is None:
             return super()._runs(micro_batches)
         # The reference's logits of a run are held until its losses are taken: no more than fill the pipeline.
         size = self.place.pp_size
@@ -133,8 +359,8 @@ class Actor(Learner):
 
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
         ref_logits: Iterator[Tensor | None] = repeat(None)
-        if self._anchor is not None:
-            ref_logits = iter(forward(self._anchor.model, micro_batches, lambda logits, _: logits))
+        if self._reference is not None:
+            ref_logits = iter(forward(self._reference.model, micro_batches, lambda logits, _: logits))
         return lambda logits, share: self._loss_of(logits, share, next(ref_logits))
 
     def _loss_of(self, logits: Tensor, share: Share, ref_logits: Tensor | None) -> tuple[Tensor, Stats]:
@@ -185,5 +411,5 @@ class Actor(Learner):
 
 
 def _beside(folder: Path) -> Path:
-    """Where the reference of the checkpoint `folder` is."""
+    """The folder of the reference that belongs to the checkpoint `folder`."""
     return folder.with_name(f"{folder.name}_reference")

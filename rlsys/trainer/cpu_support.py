@@ -1,13 +1,12 @@
 """Megatron-core on a machine without CUDA: the one place where a library is changed at run time.
 
-Megatron-core 0.16 says "cuda" in its source where it could ask for a device. On a machine that has no
-CUDA, `enable` rewrites those constants, inside a fixed list of megatron.core modules only: `torch.cuda.X`
-becomes `torch.cpu.X` (torch.cpu mirrors what is used), `tensor.cuda()` becomes `tensor.cpu()`, and
-`device="cuda"` becomes `device="cpu"`. Only the code objects of functions change, so it works whether or
-not other modules have imported them already.
+Megatron-core 0.16 says "cuda" in its source where it could ask for a device. On a machine that has no CUDA, `enable`
+rewrites those constants, inside a fixed list of megatron.core modules only: `torch.cuda.X` becomes `torch.cpu.X`
+(torch.cpu mirrors what is used), `tensor.cuda()` becomes `tensor.cpu()`, and `device="cuda"` becomes `device="cpu"`.
+Only the code objects of functions change, so it works whether or not other modules have imported them already.
 
-It does nothing where CUDA is available. Where a function that it must change is gone, it raises:
-a Megatron-core that it was not made for stops at the start and not in the middle of a run.
+It does nothing where CUDA is available. Where a function that it must change is gone, it raises: a Megatron-core that
+it was not made for stops at the start and not in the middle of a run.
 """
 
 from __future__ import annotations
@@ -15,67 +14,43 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 _CORE = "megatron.core."
-_TARGETS: dict[str, frozenset[str]] = {
-    _CORE + module: frozenset(required)
-    for module, required in {
-        "parallel_state": (),
-        "utils": ("local_multi_tensor_l2_norm", "GlobalMemoryBuffer.get_tensor"),
-        "rerun_state_machine": ("RerunStateMachine.validate_result",),
-        "tensor_parallel.random": ("CudaRNGStatesTracker.add", "model_parallel_cuda_manual_seed"),
-        "tensor_parallel.layers": (
-            "ColumnParallelLinear.__init__",
-            "RowParallelLinear.__init__",
-            "VocabParallelEmbedding.__init__",
-            "LinearWithGradAccumulationAndAsyncCommunication.backward",
-        ),
-        "tensor_parallel.mappings": (
-            "_gather_along_first_dim",
-            "_reduce_scatter_along_first_dim",
-            "_AllToAll.forward",
-        ),
-        "pipeline_parallel.p2p_communication": (
-            "P2PCommunicator._communicate",
-            "P2PCommunicator._communicate_shapes",
-        ),
-        "pipeline_parallel.schedules": (
-            "forward_backward_no_pipelining",
-            "forward_backward_pipelining_without_interleaving",
-        ),
-        "distributed.distributed_data_parallel": ("DistributedDataParallel.__init__",),
-        "distributed.param_and_grad_buffer": ("_ParamAndGradBuffer.__init__",),
-        "optimizer.optimizer": (
-            "FP32Optimizer.__init__",
-            "MixedPrecisionOptimizer.__init__",
-            "Float16OptimizerWithFloat16Params.__init__",
-        ),
-        "optimizer.distrib_optimizer": (
-            "DistributedOptimizer.__init__",
-            "DistributedOptimizer._build_model_and_main_param_groups",
-        ),
-        "optimizer.clip_grads": ("get_grad_norm_fp32", "clip_grad_by_total_norm_fp32"),
-        "models.common.language_module.language_module": ("LanguageModule.setup_embeddings_and_output_layer",),
-        "models.common.embeddings.rotary_pos_embedding": ("RotaryEmbedding.__init__",),
-        "transformer.utils": (),
-        "transformer.transformer_layer": (),
-        "transformer.moe.token_dispatcher": (
-            "MoEAlltoAllTokenDispatcher.__init__",
-            "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-        ),
-        "dist_checkpointing.exchange_utils": (),
-        "dist_checkpointing.strategies.torch": (),
-        "dist_checkpointing.strategies.state_dict_saver": (),
-        "dist_checkpointing.strategies.filesystem_async": (),
-        "dist_checkpointing.strategies.fully_parallel": (),
-    }.items()
+_TARGETS = {
+    "parallel_state": "",
+    "utils": "local_multi_tensor_l2_norm GlobalMemoryBuffer.get_tensor",
+    "rerun_state_machine": "RerunStateMachine.validate_result",
+    "tensor_parallel.random": "CudaRNGStatesTracker.add model_parallel_cuda_manual_seed",
+    "tensor_parallel.layers": "ColumnParallelLinear.__init__ RowParallelLinear.__init__ VocabParallelEmbedding.__init__ "
+    "LinearWithGradAccumulationAndAsyncCommunication.backward",
+    "tensor_parallel.mappings": "_gather_along_first_dim _reduce_scatter_along_first_dim _AllToAll.forward",
+    "pipeline_parallel.p2p_communication": "P2PCommunicator._communicate P2PCommunicator._communicate_shapes",
+    "pipeline_parallel.schedules": "forward_backward_no_pipelining forward_backward_pipelining_without_interleaving",
+    "distributed.distributed_data_parallel": "DistributedDataParallel.__init__",
+    "distributed.param_and_grad_buffer": "_ParamAndGradBuffer.__init__",
+    "optimizer.optimizer": "FP32Optimizer.__init__ MixedPrecisionOptimizer.__init__ "
+    "Float16OptimizerWithFloat16Params.__init__",
+    "optimizer.distrib_optimizer": "DistributedOptimizer.__init__ "
+    "DistributedOptimizer._build_model_and_main_param_groups",
+    "optimizer.clip_grads": "get_grad_norm_fp32 clip_grad_by_total_norm_fp32",
+    "models.common.language_module.language_module": "LanguageModule.setup_embeddings_and_output_layer",
+    "models.common.embeddings.rotary_pos_embedding": "RotaryEmbedding.__init__",
+    "transformer.utils": "",
+    "transformer.transformer_layer": "",
+    "transformer.moe.token_dispatcher": "MoEAlltoAllTokenDispatcher.__init__ "
+    "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+    "dist_checkpointing.exchange_utils": "",
+    "dist_checkpointing.strategies.torch": "",
+    "dist_checkpointing.strategies.state_dict_saver": "",
+    "dist_checkpointing.strategies.filesystem_async": "",
+    "dist_checkpointing.strategies.fully_parallel": "",
 }
-"""Module -> functions that must be found in it and say "cuda"."""
+"""Module of megatron.core -> functions that must be found in it and say "cuda"."""
 
 _NAMES = {
     "cuda": "cpu",
@@ -100,7 +75,7 @@ def enable() -> None:
     # Megatron compiles small functions when they are defined; without a C++ compiler they run eagerly.
     torch.compiler.set_stance("force_eager")
     for name, required in _TARGETS.items():
-        retarget(importlib.import_module(name), required)
+        retarget(importlib.import_module(_CORE + name), frozenset(required.split()))
     _share_the_cpu_generator(importlib.import_module(_CORE + "tensor_parallel.random"))
     _count_on_the_host(importlib.import_module(_CORE + "transformer.moe.token_dispatcher"))
 
@@ -131,23 +106,12 @@ def _share_the_cpu_generator(random: ModuleType) -> None:
     if missing:
         raise UnsupportedMegatron(f"{random.__name__} has no {missing[0]}; install megatron-core 0.16.1.")
 
-    def get_state(*_: Any, **__: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
-        torch.set_rng_state(new_state)
-
-    replacements: Mapping[str, Any] = dict(zip(_RNG_STATE_FUNCTIONS, (get_state, set_state), strict=True))
-    for name, function in replacements.items():
-        setattr(random, name, function)
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
     for name, function in {"get_rng_state": torch.get_rng_state, "manual_seed": torch.manual_seed}.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, function)
-    logging.getLogger(random.__name__).addFilter(_not_about_rng_state)
-
-
-def _not_about_rng_state(record: logging.LogRecord) -> bool:
-    return "CPU RNG state changed" not in record.getMessage()
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 class _HostStream(torch.cpu.Stream):

@@ -1,22 +1,22 @@
-"""The critic: learns what is left to expect of an episode, and says it of every trained token."""
+"""The critic: learns the return to expect from every trained token on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rlsys.algorithms.losses import Stats, ValueLoss
-from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.trainer import parallel as groups
+from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rlsys.trainer import mesh
+from rlsys.trainer.actor import Learner, LossOf
 from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.context import Share
-from rlsys.trainer.forward import forward, to_tensor
-from rlsys.trainer.learner import Learner, LossOf
-from rlsys.trainer.logprobs import lay_out
-from rlsys.trainer.value_model import ValueModel
+from rlsys.trainer.forward import Share, forward, to_tensor
+from rlsys.trainer.model.logprobs import lay_out
+from rlsys.trainer.model.stage_model import ValueModel
 from rlsys.weights.families import read_architecture
 
 
@@ -25,23 +25,39 @@ class Critic(Learner):
 
     def __init__(
         self,
-        rendezvous: groups.Rendezvous,
+        rendezvous: mesh.Rendezvous,
         model: ModelConfig,
         parallel: ParallelConfig,
         optimizer: OptimizerConfig,
         loss: ValueLoss,
         total_steps: int,
         seed: int,
+        scratch: str | Path = ".",
     ) -> None:
         """Join the group and build the model, with undefined weights: `load_hf` or `load` follows.
 
-        `model` is the policy's; `total_steps` counts optimiser steps.
+        `model` is the policy's. See `Learner` for the rest.
         """
         architecture = read_architecture(model.path)
-        place = groups.start(rendezvous, parallel, seed)
-        values = ValueModel(architecture, model, parallel, place)
-        super().__init__("The critic", values, optimizer, total_steps)
+        values = ValueModel(architecture, model, parallel, mesh.start(rendezvous, parallel, seed))
+        super().__init__("The critic", values, optimizer, total_steps, scratch)
         self._loss = loss
+
+    @classmethod
+    def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Critic:
+        """The critic that a run asks for, with the weights that it starts from."""
+        critic = cls(
+            rendezvous,
+            config.model,
+            config.critic.parallel,
+            config.critic.optimizer,
+            ValueLoss(config.critic.value_clip),
+            config.trainer.steps * config.trainer.mini_batches,
+            config.trainer.seed,
+            config.output_dir,
+        )
+        critic.load_hf(config.model.path)
+        return critic
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]] | None:
         """Values [rows, width] of the trained tokens of each micro-batch, 0 elsewhere.

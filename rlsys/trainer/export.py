@@ -1,10 +1,10 @@
 """One version of a model's weights on its way out of its group, bucket by bucket.
 
 Whole tensors under their Hugging Face names are gathered over tensor and expert parallelism by the first rank of their
-pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0. With
-`ipc` each stage's first rank packs and sends on its own device, and rank 0 passes on where that is.
-Every process of the group makes an export and calls `next` equally often, together, for gathering is
-collective. The weights must not change until it has returned None on rank 0.
+pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0. With `ipc`
+each stage's first rank packs and sends on its own device, and rank 0 passes on where that is. Every process of the
+group makes an export and calls `next` equally often, together, for gathering is collective. The weights must not change
+until it has returned None on rank 0.
 
 Invariant: the tensors of one parameter (query, key and value; gate and up) travel in one bucket.
 """
@@ -12,17 +12,21 @@ Invariant: the tensors of one parameter (query, key and value; gate and up) trav
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError
-from rlsys.trainer.model import PolicyModel
-from rlsys.trainer.parallel import Place
+from rlsys.trainer.mesh import Place
+from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.buckets import Bucket, BucketFullError, digest, pack, pack_into
-from rlsys.weights.transport import IpcSender, Parcel, Sender
+from rlsys.weights.copy_speed import copy_gb_s
+from rlsys.weights.transport import IpcSender, Parcel, Sender, TransportSpec, open_sender
 
 
 def owners_group(place: Place) -> dist.ProcessGroup:
@@ -34,8 +38,63 @@ def owners_group(place: Place) -> dist.ProcessGroup:
     return dist.new_group(owners, backend="gloo")
 
 
+class WeightSender(ABC):
+    """The part of a worker that hands weights out; `WeightSync` calls it in every process of the group that sends."""
+
+    place: Place
+    _bucket_bytes = 0
+    _sender: Sender | None = None
+    _running: Export | None = None
+
+    @abstractmethod
+    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
+        """Begin to hand the weights out; they must not change until the export has ended.
+
+        All ranks call this together; `sender` is there on rank 0, with `ipc` on the first rank of every stage, and
+        nowhere else.
+        """
+
+    def open_export(self, spec: TransportSpec) -> float | None:
+        """Hand weights out in the way of `spec` from now on; rank 0 says how fast the bytes' memory copies, in GB/s.
+
+        Rank 0 sends; with `ipc` so does the first rank of every stage.
+        """
+        self._bucket_bytes = spec.bucket_bytes
+        if self.place.rank and not (spec.mode is SyncMode.ipc and self.place.in_stage == 0):
+            return None
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = sender = open_sender(spec)
+        if self.place.rank:
+            return None
+        return copy_gb_s(spec.bucket_bytes, sender.device if isinstance(sender, IpcSender) else torch.device("cpu"))
+
+    def begin_export(self) -> None:
+        """Begin to hand out the weights as they are now."""
+        self._running = self.export(self._bucket_bytes, self._sender)
+
+    def next_parcel(self, taken: int) -> Parcel | None:
+        """The next bucket's parcel from rank 0; None at the end and from other ranks, which only take part.
+
+        `taken` counts the buckets that every receiver has taken since `open_export`.
+        """
+        return self._release(taken).next()
+
+    def end_export(self, taken: int) -> str:
+        """Free what the last buckets lie in; the digest of all that was handed out, from rank 0."""
+        export, self._running = self._release(taken), None
+        return export.digest
+
+    def _release(self, taken: int) -> Export:
+        if self._sender is not None:
+            self._sender.release(taken)
+        if self._running is None:
+            raise RuntimeError("Weights were asked for before begin_export.")
+        return self._running
+
+
 class Export:
-    """One process's part in handing a version out."""
+    """One process's part in handing one version out."""
 
     def __init__(
         self,
@@ -45,9 +104,9 @@ class Export:
         bucket_bytes: int,
         sender: Sender | None,
     ) -> None:
-        """`owners` is the `owners_group`; `sender` is there on rank 0, and if it is one of `ipc` on the first of each stage.
+        """See `WeightSender.export`. `owners` is the `owners_group`.
 
-        All ranks of a pipeline call this together. `require_weights` raises if the model's memory is offloaded.
+        `require_weights` raises if the model's memory is offloaded.
         """
         require_weights()
         self._model, self._place = model, model.place
@@ -80,18 +139,18 @@ class Export:
 
     @property
     def digest(self) -> str:
-        """Of all that was sent from here."""
+        """The digest of all that was sent from here."""
         return digest(self._checksums)
 
     def _plan(self) -> Iterator[tuple[int, list[str]]]:
         """Stage and Megatron names of each bucket of the whole model; names only for this process's stage."""
         if not self._place.exports:
             return iter(())
-        own = self._model.export_plan(self._bucket_bytes)
+        of_stage = self._model.export_plan(self._bucket_bytes)
         counts = [0] * self._place.pp_size
-        dist.all_gather_object(counts, len(own), group=parallel_state.get_pipeline_model_parallel_group())
+        dist.all_gather_object(counts, len(of_stage), group=parallel_state.get_pipeline_model_parallel_group())
         return (
-            (stage, own[run] if stage == self._place.pp else [])
+            (stage, of_stage[run] if stage == self._place.pp else [])
             for stage, runs in enumerate(counts)
             for run in range(runs)
         )
@@ -134,7 +193,7 @@ class Export:
             dist.send(bucket.flat, dst=0, group=self._owners)
 
     def _take(self, stage: int, sender: Sender) -> Bucket:
-        """What the first rank of a later stage gives, in the memory that `sender` lends."""
+        """Receive a bucket from the first rank of a later stage, in the memory that `sender` lends."""
         owner = stage * self._place.stage_size
         box: list[Any] = [None]
         dist.recv_object_list(box, src=owner, group=self._owners)

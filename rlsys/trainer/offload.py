@@ -1,13 +1,13 @@
 """Takes the memory of one process's model off its device, and brings it back bit for bit.
 
-Contract: `offload` releases the memory behind the given tensors, `restore` fills it again. Tensors stay the
-objects that they are and views of a storage stay its views: no storage is replaced. What cannot be kept is
-not released, and a restore that failed can be called again.
+Contract: `offload` releases the memory behind the given tensors, `restore` fills it again. Tensors stay the objects
+that they are and views of a storage stay its views: no storage is replaced. What cannot be kept is not released, and a
+restore that failed can be called again.
 
-On a GPU the bytes wait in pinned host memory, and storages are resized to nothing and back. A CPU is the host
-already: there they wait in a file, and the pages of the storages are given to the operating system while their
-addresses stay (MADV_DONTNEED). Storages are not resized there, for torch refuses that once somebody has looked
-at one through numpy, and the allocator might keep what is freed.
+On a GPU the bytes wait in pinned host memory, and storages are resized to nothing and back. A CPU is the host already:
+there they wait in a file, and the pages of the storages are given to the operating system while their addresses stay
+(MADV_DONTNEED). Storages are not resized there, for torch refuses that once somebody has looked at one through numpy,
+and the allocator might keep what is freed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, UntypedStorage
 
 from rlsys.errors import RunError
-from rlsys.trainer.results import Offloaded
+from rlsys.trainer.messages import Offloaded
 
 Tensors = Callable[[], Iterable[Tensor]]
 """Asked at every offload, for optimisers make their state late."""
@@ -45,7 +45,7 @@ class Offload:
         """
         self._owner, self._saved, self._zeros = owner, saved, zeros
         self._host = HostBlocks()
-        self._away: _Away | None = None
+        self._away: InFile | InHostMemory | None = None
 
     def require(self, purpose: str) -> None:
         """Raise RunError, "... cannot `purpose`", unless the memory is there."""
@@ -62,7 +62,7 @@ class Offload:
             return meter.read(0)
         saved = _storages(self._saved())
         zeros = _storages(self._zeros(), without=saved)
-        away: _Away
+        away: InFile | InHostMemory
         if any(storage.is_cuda for storage in saved):
             away, room = InHostMemory(saved, zeros, self._host), "host memory"
         else:
@@ -72,12 +72,13 @@ class Offload:
         except (OSError, RuntimeError) as error:
             away.forget()
             raise RunError(
-                f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, "
-                f"found no room in {room}; make some. ({error})"
+                f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, found no room in "
+                f"{room}; make some. ({error})"
             ) from error
         self._away = away
         away.release()
-        _trim_heap()
+        # Return what was freed, such as activations, and what glibc keeps; other C libraries have no such call.
+        getattr(_LIBC, "malloc_trim", int)(0)
         return meter.read(away.nbytes)
 
     def restore(self) -> Offloaded:
@@ -102,47 +103,23 @@ class Offload:
         return meter.read(away.nbytes)
 
 
-class _Away(Protocol):
-    """Storages, and where their bytes are while their memory is released."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of memory that is released."""
-
-    def keep(self) -> None:
-        """Copy the bytes. Raises OSError or RuntimeError if there is no room for them."""
-
-    def release(self) -> None:
-        """Release what is there; it can be called after a `fill` that broke off."""
-
-    def fill(self) -> None:
-        """Take memory again and write the bytes into it. Raises OSError or RuntimeError if that fails."""
-
-    def forget(self) -> None:
-        """Drop the copy."""
-
-
 class InFile:
-    """Bytes of storages in host memory wait in one file without a name, which ends with the process.
+    """Storages in host memory, whose bytes wait in one file without a name, which ends with the process.
 
-    It is written and read, not mapped: pages that are mapped count as the process's. The operating system
-    drops them from its cache when memory is short, unless the folder lies in memory itself (tmpfs). All bytes
-    are kept, but only whole pages released: what is smaller than one, or at a storage's ends, stays.
+    It is written and read, not mapped: pages that are mapped count as the process's. The operating system drops them
+    from its cache when memory is short, unless the folder lies in memory itself (tmpfs). All bytes are kept, but only
+    whole pages released: what is smaller than one, or at a storage's ends, stays.
     """
 
     def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], folder: str | Path) -> None:
-        self._saved = [_Bytes(storage) for storage in saved]
-        self._zeros = [_Bytes(storage) for storage in zeros]
+        self._saved, self._zeros = [_Bytes(storage) for storage in saved], [_Bytes(storage) for storage in zeros]
         self._folder = Path(folder)
         self._file: BufferedRandom | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """See `_Away`."""
-        return sum(memory.in_pages for memory in (*self._saved, *self._zeros))
+        self.nbytes = sum(memory.in_pages for memory in (*self._saved, *self._zeros))
+        """Size of the memory that is released."""
 
     def keep(self) -> None:
-        """See `_Away`."""
+        """Copy the bytes. Raises OSError if there is no room for them."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
         for memory in self._saved:
@@ -150,12 +127,12 @@ class InFile:
         self._file.flush()
 
     def release(self) -> None:
-        """See `_Away`."""
+        """Release what is there; it can be called after a `fill` that broke off."""
         for memory in (*self._saved, *self._zeros):
             memory.release()
 
     def fill(self) -> None:
-        """See `_Away`."""
+        """Take memory again and write the bytes into it. Raises OSError if that fails."""
         assert self._file is not None
         self._file.seek(0)
         for memory in self._saved:
@@ -165,58 +142,54 @@ class InFile:
             memory.clear()
 
     def forget(self) -> None:
-        """See `_Away`."""
+        """Drop the copy."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class InHostMemory:
-    """Bytes of a GPU's storages wait in host memory."""
+    """A GPU's storages, whose bytes wait in host memory; the methods are those of `InFile`, and raise RuntimeError."""
 
     def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], host: HostBlocks) -> None:
-        self._saved = [(storage, storage.nbytes()) for storage in saved]
-        self._zeros = [(storage, storage.nbytes()) for storage in zeros]
+        self._saved, self._zeros = list(saved), list(zeros)
+        self._sizes = [(storage, storage.nbytes()) for storage in (*saved, *zeros)]
         self._host = host
-
-    @property
-    def nbytes(self) -> int:
-        """See `_Away`."""
-        return sum(nbytes for _, nbytes in (*self._saved, *self._zeros))
+        self.nbytes = sum(nbytes for _, nbytes in self._sizes)
 
     def keep(self) -> None:
-        """See `_Away`."""
+        """Copy the bytes."""
         _finish_device_work()  # of other streams, which may still write
-        for host, device in self._host.pieces([_flat(storage) for storage, _ in self._saved]):
+        for host, device in self._host.pieces(list(map(_flat, self._saved))):
             host.copy_(device, non_blocking=True)
         _finish_device_work()
 
     def release(self) -> None:
-        """See `_Away`."""
-        for storage, _ in (*self._saved, *self._zeros):
+        """Release what is there."""
+        for storage, _ in self._sizes:
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def fill(self) -> None:
-        """See `_Away`."""
-        for storage, nbytes in (*self._saved, *self._zeros):
+        """Take memory again and write the bytes into it."""
+        for storage, nbytes in self._sizes:
             storage.resize_(nbytes)
-        for host, device in self._host.pieces([_flat(storage) for storage, _ in self._saved]):
+        for host, device in self._host.pieces(list(map(_flat, self._saved))):
             device.copy_(host, non_blocking=True)
-        for storage, _ in self._zeros:
+        for storage in self._zeros:
             _flat(storage).zero_()
         _finish_device_work()
 
     def forget(self) -> None:
-        """See `_Away`; the blocks serve again."""
+        """Keep the blocks, which serve again."""
 
 
 class HostBlocks:
-    """Host memory, pinned so that a GPU copies it at full speed.
+    """Host memory, pinned so that a GPU copies it at full speed, in blocks that are kept for the next time.
 
-    In blocks of one size, a power of two, for torch rounds pinned memory up to one. They are kept for the
-    next time: pinning is slow, and torch would not give the memory back anyway.
+    Their one size is a power of two, which torch rounds pinned memory up to. Pinning is slow, and torch would not give
+    the memory back anyway.
     """
 
     def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
@@ -245,7 +218,7 @@ class HostBlocks:
 
 
 def training_state(module: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
-    """What training keeps from step to step: parameters, float32 weights and Adam's moments.
+    """The tensors that training keeps from step to step: parameters, float32 weights and Adam's moments.
 
     `optimizer` is Megatron's, with torch's or Transformer Engine's within.
     """
@@ -259,8 +232,7 @@ def training_state(module: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
 
 def gradient_buffers(wrapped: Any) -> Iterator[Tensor]:
     """The flat buffers into which Megatron's DistributedDataParallel `wrapped` accumulates."""
-    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-        yield buffer.grad_data
+    return (buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers))
 
 
 class _Bytes:
@@ -294,10 +266,12 @@ class _Meter:
     """Time and this process's resident memory, from here on."""
 
     def __init__(self) -> None:
-        self._started, self._before = time.perf_counter(), _resident_bytes()
+        self._started, self._process = time.perf_counter(), psutil.Process()
+        self._before = self._process.memory_info().rss
 
     def read(self, nbytes: int) -> Offloaded:
-        return Offloaded(nbytes, time.perf_counter() - self._started, self._before, _resident_bytes())
+        seconds = time.perf_counter() - self._started
+        return Offloaded(nbytes, seconds, self._before, self._process.memory_info().rss)
 
 
 def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:
@@ -321,14 +295,3 @@ def _flat(storage: UntypedStorage) -> Tensor:
 def _finish_device_work() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _resident_bytes() -> int:
-    return psutil.Process().memory_info().rss
-
-
-def _trim_heap() -> None:
-    """Return what was freed, such as activations, and what glibc keeps; other C libraries have no such call."""
-    trim = getattr(_LIBC, "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from math import cos, pi
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from rlsys.config.schema import OptimizerConfig
+from rlsys.config.schema import LrDecay, OptimizerConfig
 from rlsys.errors import UserError
-from rlsys.trainer.model import CHECKPOINT_METADATA, StageModel
+from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
@@ -86,11 +87,24 @@ def build(wrapped: DistributedDataParallel, model: StageModel, config: Optimizer
         overlap_param_gather=config.overlap_param_gather,
     )
     return get_megatron_optimizer(
-        options,
-        [wrapped],
-        config_overrides=get_standard_config_overrides(options),
-        use_gloo_process_groups=False,
+        options, [wrapped], config_overrides=get_standard_config_overrides(options), use_gloo_process_groups=False
     )
+
+
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """The rate of optimiser step `step`, counted from 0, of `total_steps`: pure, so that a resumed run cannot disagree.
+
+    It rises linearly over the first W = round(warmup_fraction x total_steps) steps, of which the first already learns
+    (lr / W), then decays towards `min_lr`, which it reaches after the last step.
+    """
+    warmup = round(config.warmup_fraction * total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.decay is LrDecay.constant:
+        return config.lr
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    share = 1.0 - progress if config.decay is LrDecay.linear else 0.5 * (1.0 + cos(pi * progress))
+    return config.min_lr + share * (config.lr - config.min_lr)
 
 
 def set_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
@@ -123,9 +137,9 @@ def load_state(optimizer: Any, state: dict[Any, Any]) -> None:
 def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None:
     """Load Adam's moments and the float32 weights.
 
-    torch's AdamW keeps its step count beside the moments, where Megatron looks for it in the checkpoint
-    and does not find it (it was loaded with the parameter groups): hide it meanwhile. Megatron also
-    hands one and the same count to all parameters, which would then each raise it at every step.
+    torch's AdamW keeps its step count beside the moments, where Megatron looks for it in the checkpoint and does not
+    find it (it was loaded with the parameter groups): hide it meanwhile. Megatron also hands one and the same count to
+    all parameters, which would then each raise it at every step.
     """
     states = member.optimizer.state.values()
     steps = [state.pop("step", None) for state in states]

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import RunError, UserError
-from rlsys.trainer import parallel as groups
-from rlsys.trainer.model import PolicyModel, StageModel
-from rlsys.trainer.value_model import ValueModel
+from rlsys.trainer import mesh
+from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
 from rlsys.weights.bijection import Entry, WeightMap
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.checkpoint.about import About
@@ -104,7 +103,7 @@ def _in_megatron(rank: int, world: int, folder: str, ports: list[int]) -> None:
     equal: dict[str, bool] = {}
     for (family, parallel), port in zip(LAYOUTS.items(), ports, strict=True):
         hf = f"{folder}/{family}/hf"
-        place = groups.start(rendezvous(rank, world, port), parallel, seed=0)
+        place = mesh.start(rendezvous(rank, world, port), parallel, seed=0)
         for kind, values in ((PolicyModel, False), (ValueModel, True)):
             config = ModelConfig(hf, Layers.local, Dtype.float32)
             model = kind(read_architecture(hf), config, parallel, place)
@@ -115,7 +114,7 @@ def _in_megatron(rank: int, world: int, folder: str, ports: list[int]) -> None:
             _save(model, f"{folder}/{family}/{values}/saved")
             for name in WRITTEN_FOR:
                 equal[f"{family} {values} {name}"] = _load(model, f"{folder}/{family}/{values}/{name}")
-        groups.stop()
+        mesh.stop()
     torch.save(equal, f"{folder}/{rank}.pt")
 
 

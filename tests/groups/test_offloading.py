@@ -13,8 +13,8 @@ import pytest
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.megatron_groups import ActorGroup, InferenceGroup
 from rlsys.orchestrator.offloading import OffloadManager, Switch
-from rlsys.trainer.batches.dealer import Dealer
-from rlsys.trainer.results import Offloaded
+from rlsys.trainer.batches.sharding import BatchSharder
+from rlsys.trainer.messages import Offloaded
 from tests.pipeline.virtual_time import now, run_virtually
 
 NAMES = ("actor", "inference", "rollout")
@@ -220,7 +220,7 @@ class Ranks:
 def test_a_megatron_group_is_a_tenant(kind: type[ActorGroup] | type[InferenceGroup]) -> None:
     async def scenario() -> None:
         workers, tracer = Ranks(), Tracer("driver")
-        group = kind(workers, Dealer.__new__(Dealer), Tracer("group"))  # type: ignore[arg-type]
+        group = kind(workers, BatchSharder.__new__(BatchSharder), Tracer("group"))  # type: ignore[arg-type]
         residence = OffloadManager({"it": (group.offload, group.restore)}, tracer)
         await residence.built("it")
         await residence.need("it")

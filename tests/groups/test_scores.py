@@ -1,4 +1,4 @@
-"""What the processes of a group answer comes back by sample, however the samples were dealt."""
+"""What the processes of a group answer comes back by sample, however the samples were sharded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlsys.orchestrator.megatron_groups import (
     WithValues,
     scores_of,
 )
-from rlsys.trainer.batches.dealer import Dealer
 from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.results import LogProbs
+from rlsys.trainer.batches.sharding import BatchSharder
+from rlsys.trainer.messages import LogProbs
 from tests.pipeline.build import sample
 
 LENGTHS = (9, 7, 5, 5, 3, 2, 2)
@@ -47,13 +47,9 @@ def answer(batch: MicroBatch, full: bool) -> LogProbs:
 def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
     """One sample leaves a rank with micro-batches that only fill up."""
     asked = samples()[:count]
-    dealer = Dealer(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
-    plan, batches = dealer.deal(asked)
-    answers: list[tuple[int, list[LogProbs]] | None] = [
-        None,
-        *((rank, [answer(batch, full) for batch in batches[rank]]) for rank in (1, 0)),
-        None,
-    ]
+    sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
+    plan, batches = sharder.shard(asked)
+    answers = [[answer(batch, full) for batch in of_rank] for of_rank in batches]
     found = scores_of(plan, batches, answers)
     assert len(found) == len(asked)
     for one, scores in zip(asked, found, strict=True):
@@ -71,7 +67,7 @@ def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, 
 
 
 def test_no_samples_have_no_scores() -> None:
-    assert scores_of([[]], [[]], [(0, [])]) == []
+    assert scores_of([[]], [[]], [[]]) == []
 
 
 class Critic(CriticGroup):
@@ -95,8 +91,8 @@ async def test_values_are_added_to_other_scores() -> None:
 
 
 def test_the_groups_that_must_be_there_are_named() -> None:
-    dealer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True)
-    inference = InferenceGroup(None, dealer, Tracer("test"))  # type: ignore[arg-type]
+    sharder = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True)
+    inference = InferenceGroup(None, sharder, Tracer("test"))  # type: ignore[arg-type]
     assert inference.groups == ("inference",)
     assert WithValues(inference, Critic()).groups == ("inference", "critic")
     assert EngineLogprobs().groups == ()
@@ -107,10 +103,10 @@ def test_a_calls_span_says_whose_samples_it_worked_on_and_how_full_it_was() -> N
         replace(one, trajectory=replace(one.trajectory, question_uid=uid))
         for one, uid in zip(samples()[4:], ("b", "a", "b"), strict=True)
     ]
-    dealer, tracer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True), Tracer("test")
-    group = InferenceGroup(None, dealer, tracer)  # type: ignore[arg-type]
+    sharder, tracer = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True), Tracer("test")
+    group = InferenceGroup(None, sharder, tracer)  # type: ignore[arg-type]
     group.step = 3
-    with group.work("logprob.compute", asked, dealer.deal(asked)[1]):
+    with group.work("logprob.compute", asked, sharder.shard(asked)[1]):
         pass
     (span,) = tracer.drain()
     assert span.args == {

@@ -16,7 +16,7 @@ from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.megatron_groups import InferenceGroup
 from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
-from rlsys.trainer.batches.dealer import Dealer
+from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.weights.buckets import ChecksumError
 from rlsys.weights.transport import Parcel, TransportSpec
 from tests.weights.ends import End, Group, ends, raw, some_tensors
@@ -251,13 +251,17 @@ class Workers:
             raise RunError(method)
         return [None]
 
+    async def call_each(self, method: str, arguments: list[tuple]) -> list[Any]:
+        await self.call(method)
+        return [[None] * len(batches) for (batches,) in arguments]
+
 
 @pytest.fixture
 def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGroup:
     monkeypatch.setattr("rlsys.orchestrator.megatron_groups.share", lambda value: value)
-    dealer = Dealer(ParallelConfig(), 1, 16, pad_id=0, packed=True)
+    sharder = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True)
     workers: Any = Workers(events)
-    return InferenceGroup(workers, dealer, Tracer("inference"))
+    return InferenceGroup(workers, sharder, Tracer("inference"))
 
 
 async def test_nothing_is_computed_from_the_beginning_of_an_update_to_its_end(

@@ -12,9 +12,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlsys.config.schema import Device, ParallelConfig, SyncMode
-from rlsys.trainer.actor import Actor, Objective
+from rlsys.trainer.actor import Objective
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.parallel import Rendezvous
+from rlsys.trainer.export import WeightSender
+from rlsys.trainer.mesh import Rendezvous
 from rlsys.weights.buckets import Bucket, digest, unpack
 from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
 from tests.megatron import reference
@@ -38,13 +39,13 @@ def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
     return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 10.0, Device.cpu, ("", 0), "")
 
 
-def export(actor: Actor, bucket_bytes: int) -> list[Bucket]:
+def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
     """All buckets, on rank 0. As a driver does it: the next is asked for when all ranks have answered."""
     buckets: list[Bucket] = []
-    first = actor.place.rank == 0
+    first = worker.place.rank == 0
     sender = open_sender(shared_memory(0, bucket_bytes)) if first else None
     receiver = open_receiver(shared_memory(1, bucket_bytes))
-    running = actor.export(bucket_bytes, sender)
+    running = worker.export(bucket_bytes, sender)
     while True:
         parcel = running.next()
         dist.barrier()
@@ -63,9 +64,9 @@ def digest_of(buckets: list[Bucket]) -> str:
     return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})
 
 
-def weights_of(actor: Actor) -> dict[str, Tensor]:
+def weights_of(worker: WeightSender) -> dict[str, Tensor]:
     """Every exported tensor by name, on rank 0."""
-    return {r.name: tensor.clone() for bucket in export(actor, 50_000) for r, tensor in unpack(bucket)}
+    return {r.name: tensor.clone() for bucket in export(worker, 50_000) for r, tensor in unpack(bucket)}
 
 
 @dataclass(frozen=True)

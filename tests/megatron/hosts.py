@@ -84,7 +84,12 @@ _BUILD, _PORT = "build", "port"
 
 def _fork_all(pipes: list[Connection]) -> None:
     """Fork a process for each pipe. This one only waits: it must not have begun to compute when it forks."""
-    for module in ("rlsys.orchestrator.megatron_groups", "rlsys.trainer.processes", "tests.megatron.harness"):
+    for module in (
+        "rlsys.orchestrator.megatron_groups",
+        "rlsys.trainer.critic",
+        "rlsys.trainer.log_prob",
+        "tests.megatron.harness",
+    ):
         importlib.import_module(module)
 
     context = mp.get_context("fork")
@@ -121,14 +126,14 @@ class _Shell:
     _worker: Any = None
 
     def do(self, method: str, *args: Any) -> Any:
-        from rlsys.trainer import parallel as groups
+        from rlsys.trainer import mesh
         from tests.ports import free_port
 
         if method == _PORT:
             return free_port()
         if method == _BUILD:
             factory, *rest = args
-            groups.stop()
+            mesh.stop()
             self._worker = factory(*rest)
             return None
         return getattr(self._worker, method)(*args)

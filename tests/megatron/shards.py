@@ -12,10 +12,15 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
-from rlsys.trainer import vocabulary
-from rlsys.trainer.divergence import divergence_of, top_tokens, whole_vocabulary_kl
-from rlsys.trainer.logprobs import logprobs_at, token_logprobs
-from rlsys.trainer.vocabulary import VocabShard
+from rlsys.trainer.model import logprobs as vocabulary
+from rlsys.trainer.model.logprobs import (
+    VocabShard,
+    divergence_of,
+    logprobs_at,
+    token_logprobs,
+    top_tokens,
+    whole_vocabulary_kl,
+)
 from tests.ports import free_port
 
 DIRECTIONS = (KlEstimator.full_reverse, KlEstimator.full_forward)

@@ -11,7 +11,7 @@ import torch
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
 from tests.megatron import reference
@@ -65,7 +65,7 @@ def _one_step(rank: int, model: str, calls: list[list[MicroBatch]]) -> dict[str,
         actor.accumulate(batches)
     applied = actor.apply()
     weights = weights_of(actor)
-    groups.stop()
+    mesh.stop()
     return {**weights, "norm": torch.tensor(applied.grad_norm)}
 
 
@@ -90,7 +90,7 @@ def _variants(rank: int, _: int, model: str, out: str) -> None:
     infinite = replace(batches[0], advantages=np.full_like(batches[0].advantages, np.inf))
     with pytest.raises(RunError, match="gradient of optimiser step 1"):
         _one_step(rank, model, [[infinite]])
-    groups.stop()
+    mesh.stop()
     with pytest.raises(ValueError, match="first token"):
         _one_step(rank, model, [[replace(batches[0], loss_mask=batches[0].tokens >= 0)]])
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.anchor import ReferencePlan
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.learning_rate import learning_rate
-from rlsys.trainer.log_prob_worker import LogProbWorker
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
+from rlsys.trainer.optimizer import learning_rate
 from rlsys.weights.buckets import Bucket, ChecksumError, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
@@ -150,14 +149,14 @@ def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, ou
         # One that trains nothing: no rank has a logit to compute, and all must agree on that.
         filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
         for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
-            results["stats"].append(actor.accumulate(piece).stats)
+            results["stats"].append(actor.accumulate(piece))
         results["applied"].append(actor.apply())
     buckets = export(actor, largest_tensor_bytes(model, config.dtype))
     assert rank or len(buckets) > 3
     results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
     box: list[Any] = [buckets, digest_of(buckets)]
     torch.distributed.broadcast_object_list(box, src=0)
-    groups.stop()
+    mesh.stop()
     worker = LogProbWorker(rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, 1, FIXED)
     probe = _half_packed(_steps()[0][:3], layout)
     results["before"] = worker.compute(probe)
@@ -166,11 +165,11 @@ def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, ou
     with pytest.raises(RuntimeError, match="no complete weights"):
         worker.compute(probe)
     with pytest.raises(RuntimeError, match="begin_update"):
-        worker.load_bucket(box[0][0])
+        worker.take_bucket(box[0][0])
     _update(worker, 2, box[0], box[1])
     assert worker.version == 2
     results["after"] = worker.compute(probe)
-    groups.stop()
+    mesh.stop()
     if rank == 0 or place.reports:
         torch.save(results, f"{out}/rank{rank}.pt")
 
@@ -180,7 +179,7 @@ def _update(
 ) -> None:
     worker.begin_update()
     for bucket in buckets:
-        worker.load_bucket(bucket)
+        worker.take_bucket(bucket)
     with pytest.raises(ChecksumError, match=refused) if refused else nullcontext():
         worker.finish_update(version, digest)
 

@@ -10,7 +10,7 @@ import torch
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.weights.checkpoint.about import About, is_complete, read_about
 from rlsys.weights.convert.to_hf import megatron_to_hf
@@ -70,13 +70,13 @@ def _resume(
     _train(actor, 2)
     results["uninterrupted"] = weights_of(actor)
     for name, parallel, port in (("resumed", first, ports[1]), ("resharded", other, ports[2])):
-        groups.stop()
+        mesh.stop()
         actor = _actor(rank, port, model, parallel, distributed, dtype)
         assert actor.load(checkpoint) == (parallel is first)
         assert actor.step == 2
         _train(actor, 2)
         results[name] = weights_of(actor)
-    groups.stop()
+    mesh.stop()
     if rank == 0:
         torch.save(results, f"{out}/results.pt")
         megatron_to_hf(checkpoint, f"{out}/hf", model, shard_bytes=60_000, processes=1)
@@ -126,7 +126,7 @@ def _convert(rank: int, _: int, model: str, out: str, port: int) -> None:
     actor = _actor(rank, port, model, ParallelConfig(pp=2, pp_layers=[1, 2]))
     assert not actor.load(f"{out}/megatron")
     weights = weights_of(actor)
-    groups.stop()
+    mesh.stop()
     if rank == 0:
         torch.save(weights, f"{out}/exported.pt")
 

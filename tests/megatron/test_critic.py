@@ -15,7 +15,7 @@ from transformers import AutoModelForTokenClassification
 from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError, UserError
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
 from rlsys.trainer.critic import Critic
 from tests.megatron import reference
@@ -86,6 +86,7 @@ def _critic(rank: int, world: int, port: int, model: Path, parallel: ParallelCon
         ValueLoss(CLIP),
         STEPS,
         seed=1,
+        scratch=options.get("scratch", "."),
     )
 
 
@@ -95,7 +96,7 @@ def _train(critic: Critic, step: int, layout: Layout = ALONE) -> list[Any]:
     filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
     rows = [_packed(batch, layout=layout) for batch in mine]
     first = rows[:1] if layout.cp > 1 else mine[:1]
-    stats = [critic.accumulate(piece).stats for piece in ([*first, filler], rows[1:])]
+    stats = [critic.accumulate(piece) for piece in ([*first, filler], rows[1:])]
     return [stats, critic.apply()]
 
 
@@ -111,7 +112,7 @@ def _in_group(rank: int, world: int, layout: Layout, model: Path, out: Path, por
     results: dict[str, Any] = {"before": critic.compute(probe)}
     results["steps"] = [_train(critic, step, layout) for step in range(STEPS)]
     results["after"] = critic.compute(probe)
-    groups.stop()
+    mesh.stop()
     torch.save(results, out / f"rank{rank}.pt")
 
 
@@ -196,7 +197,7 @@ def _weights(critic: Critic) -> dict[str, Tensor]:
 
 def _alone(rank: int, _: int, policy: Path, model: Path, out: Path) -> None:
     """Padding, packing, fresh heads and offloading, in one process."""
-    critic = _critic(rank, 1, free_port(), policy, ParallelConfig())
+    critic = _critic(rank, 1, free_port(), policy, ParallelConfig(), scratch=out)
     critic.load_hf(policy)
     padded = _steps()[0]
     found = critic.compute(padded)
@@ -215,13 +216,13 @@ def _alone(rank: int, _: int, policy: Path, model: Path, out: Path) -> None:
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=rounding)
     with pytest.raises(RunError, match="The critic has gradients"):
-        critic.offload(out)
+        critic.offload()
     critic._pending = False
     with pytest.raises(ValueError, match="values and returns"):
         critic.accumulate([replace(padded[0], returns=None)])
 
     before, weights = critic.compute(padded), _weights(critic)
-    critic.offload(out)
+    critic.offload()
     with pytest.raises(RunError, match="The critic is offloaded and cannot compute"):
         critic.compute(padded)
     critic.restore()
@@ -232,13 +233,13 @@ def _alone(rank: int, _: int, policy: Path, model: Path, out: Path) -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in _weights(critic).items())
     with pytest.raises(UserError, match="num_labels=1"):
         critic.load_hf(out / "two_labels")
-    groups.stop()
+    mesh.stop()
     critic = _critic(rank, 1, free_port(), policy, ParallelConfig(), dtype=Dtype.bfloat16)
     critic.load_hf(model)
     (rough,) = critic.compute(padded[:1]) or ()
     assert rough.dtype == np.float32
     np.testing.assert_allclose(rough, before[0], atol=0.2)
-    groups.stop()
+    mesh.stop()
 
 
 def test_packing_does_not_matter_and_a_fresh_critic_knows_nothing(tmp_path: Path) -> None:
@@ -258,14 +259,14 @@ def _checkpoint(rank: int, world: int, model: Path, out: Path, ports: list[int])
     _train(critic, 1)
     results["0"] = critic.compute(_steps()[0])
     for number, (layout, port) in enumerate(zip(layouts, ports[1:], strict=True)):
-        groups.stop()
+        mesh.stop()
         critic = _critic(rank, world, port, model, layout)
         assert critic.load(out / "checkpoint") == (number == 0)
         assert critic.step == 1
         results[f"loaded{number}"] = critic.compute(_steps()[0])
         _train(critic, 1)
         results[f"trained{number}"] = critic.compute(_steps()[0])
-    groups.stop()
+    mesh.stop()
     torch.save(results, out / f"rank{rank}.pt")
 
 

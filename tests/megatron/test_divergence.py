@@ -13,10 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.algorithms.kl import Sampled, TopKKl
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
-from rlsys.trainer import vocabulary
-from rlsys.trainer.divergence import divergence_of, top_tokens, whole_vocabulary_kl
-from rlsys.trainer.logprobs import logprobs_at, token_logprobs
-from rlsys.trainer.vocabulary import VocabShard
+from rlsys.trainer.model import logprobs as vocabulary
+from rlsys.trainer.model.logprobs import (
+    VocabShard,
+    divergence_of,
+    logprobs_at,
+    token_logprobs,
+    top_tokens,
+    whole_vocabulary_kl,
+)
 from tests.megatron.shards import DIRECTIONS, Case, Results, everything, on_ranks
 
 CASES = {

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rlsys.trainer.sending
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig, SyncMode
 from rlsys.errors import RunError
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import export as export_module
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.log_prob_worker import LogProbWorker
-from rlsys.trainer.sending import Sending
+from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.weights.buckets import Bucket, digest, pack, unpack
 from rlsys.weights.sizes import largest_tensor_bytes
 from tests.megatron import reference
@@ -35,7 +34,7 @@ def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> 
     assert max(bucket.data.nbytes for bucket in buckets) == smallest
     with pytest.raises(RunError, match=rf"cluster.sync_bucket_bytes={smallest - 1} is too small .*_proj.*Raise it"):
         export(actor, smallest - 1)
-    groups.stop()
+    mesh.stop()
 
     probe = reference.make_batches(2, seed=3)
     worker = LogProbWorker(rendezvous(rank, 1, ports[1]), config, ParallelConfig(), 0.7, seed=1)
@@ -46,7 +45,7 @@ def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> 
     single = list(pack(tensors.items(), bucket_bytes=1))
     for bucket in single:
         memory[: bucket.data.nbytes] = bucket.data
-        worker.load_bucket(Bucket(memory[: bucket.data.nbytes], bucket.records))
+        worker.take_bucket(Bucket(memory[: bucket.data.nbytes], bucket.records))
     memory[:] = 0
     assert digest_of(single) == digest_of(buckets)
     worker.finish_update(1, digest_of(single))
@@ -56,7 +55,7 @@ def _in_process(rank: int, _: int, model: str, other: str, ports: list[int]) -> 
         with torch.no_grad():
             expected = reference.logprobs_and_entropy(reference.load(Path(other)), batch.tokens)[0].numpy()
         np.testing.assert_allclose(logprobs.policy[batch.loss_mask], expected[batch.loss_mask], rtol=2e-5, atol=2e-5)
-    groups.stop()
+    mesh.stop()
 
 
 def test_buckets_are_as_small_as_the_model_allows_and_may_lie_in_one_memory(tmp_path: Path) -> None:
@@ -66,23 +65,23 @@ def test_buckets_are_as_small_as_the_model_allows_and_may_lie_in_one_memory(tmp_
 
 
 def _every_stage_sends(rank: int, world_size: int, layout: Layout, models: list[str], folder: str, port: int) -> None:
-    rlsys.trainer.sending.open_sender = ends.sender_of
+    export_module.open_sender = ends.sender_of
     config = ModelConfig(models[0], Layers.local, Dtype.float32)
     place = rendezvous(rank, world_size, port)
     actor = Actor(place, config, layout.parallel, OptimizerConfig(), OBJECTIVE, 3, seed=1)
     spec = ends.spec(SyncMode.ipc, 1, Path(folder), bucket_bytes=50_000)
-    sending, receiver = Sending(actor.place, 50_000, actor.export), ends.receiver_of(replace(spec, rank=1))
-    speed = sending.open_export(spec)
+    receiver = ends.receiver_of(replace(spec, rank=1))
+    speed = actor.open_export(spec)
     assert (speed is not None) == (rank == 0), "one measures, though the first of each stage sends"
     taken = 0
     for model in models:
         actor.load_hf(model)
-        sending.begin_export()
+        actor.begin_export()
         found, checksums = {}, {}
         pids = set()
         while True:
             # As a driver does it: the next is asked for before the last is read.
-            parcel = sending.next_parcel(taken)
+            parcel = actor.next_parcel(taken)
             done = [parcel is None]
             dist.broadcast_object_list(done, src=0)
             if done[0]:
@@ -94,14 +93,14 @@ def _every_stage_sends(rank: int, world_size: int, layout: Layout, models: list[
                     found[record.name], checksums[record.name] = tensor.clone(), record.checksum
                 receiver.release()
             taken += 1
-        whole = sending.end_export(taken)
+        whole = actor.end_export(taken)
         if rank == 0:
             expected = reference.named_tensors(reference.load(Path(model)))
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
             assert whole == digest(checksums)
             assert len(pids) == layout.pp, "each stage hands out its own"
-    groups.stop()
+    mesh.stop()
 
 
 @pytest.mark.parametrize(

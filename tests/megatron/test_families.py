@@ -13,10 +13,10 @@ from transformers import PretrainedConfig
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.forward import forward
-from rlsys.trainer.model import PolicyModel
+from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
@@ -45,7 +45,7 @@ def _batch() -> MicroBatch:
 
 
 def _on_the_way_through(rank: int, _: int, folder: str, port: int) -> None:
-    place = groups.start(rendezvous(rank, 1, port), ParallelConfig(), seed=1)
+    place = mesh.start(rendezvous(rank, 1, port), ParallelConfig(), seed=1)
     for name in FAMILIES:
         path = f"{folder}/{name}"
         model = PolicyModel(
@@ -56,7 +56,7 @@ def _on_the_way_through(rank: int, _: int, folder: str, port: int) -> None:
         runs = model.export_plan(bucket_bytes=50_000)
         exported = dict(model.whole_tensors([entry for run in runs for entry in run]))
         torch.save({"logits": logits, "exported": exported}, f"{path}.pt")
-    groups.stop()
+    mesh.stop()
 
 
 def test_logits_of_every_family_equal_transformers(tmp_path: Path) -> None:
@@ -80,13 +80,13 @@ def _expected(path: Path) -> Tensor:
 
 
 def _load_tied_with_another_output_layer(rank: int, _: int, path: str, port: int) -> None:
-    place = groups.start(rendezvous(rank, 1, port), ParallelConfig(), seed=1)
+    place = mesh.start(rendezvous(rank, 1, port), ParallelConfig(), seed=1)
     model = PolicyModel(
         read_architecture(path), ModelConfig(path, Layers.local, Dtype.float32), ParallelConfig(), place
     )
     with pytest.raises(UserError, match=r"lm_head\.weight with other numbers than model\.embed_tokens\.weight"):
         model.load_hf(path)
-    groups.stop()
+    mesh.stop()
 
 
 def test_a_trained_output_layer_is_not_left_out_because_a_config_says_tied(tmp_path: Path) -> None:

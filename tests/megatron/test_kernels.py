@@ -13,11 +13,11 @@ from megatron.core.transformer.enums import AttnBackend
 from rlsys.config.schema import Attention, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.capabilities import Capabilities
-from rlsys.trainer import model as models
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.kernels import choose_layers, kernel_settings
-from rlsys.trainer.model import transformer_config
+from rlsys.trainer.model import stage_model as models
+from rlsys.trainer.model.layers import choose_layers, kernel_settings
+from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.families import read_architecture
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of
@@ -109,7 +109,7 @@ def _steps(rank: int, _: int, paths: list[str], out: str) -> None:
             actor.accumulate(reference.make_batches(3))
             norm = actor.apply().grad_norm
             results[path, fusion] = {**weights_of(actor), "norm": torch.tensor(norm)}
-            groups.stop()
+            mesh.stop()
     torch.save(results, f"{out}/results.pt")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlsys.config.schema import LrDecay, OptimizerConfig
-from rlsys.trainer.learning_rate import learning_rate
+from rlsys.trainer.optimizer import learning_rate
 
 
 @pytest.mark.parametrize(

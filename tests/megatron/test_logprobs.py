@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlsys.trainer import vocabulary
-from rlsys.trainer.logprobs import VocabShard, lay_out, token_logprobs
+from rlsys.trainer.model import logprobs as vocabulary
+from rlsys.trainer.model.logprobs import VocabShard, lay_out, token_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -33,16 +33,14 @@ from rlsys.config.schema import (
     RunConfig,
 )
 from rlsys.observe.capabilities import Capabilities
-from rlsys.trainer import layers
-from rlsys.trainer import parallel as groups
-from rlsys.trainer.actor import Actor
-from rlsys.trainer.anchor import ReferencePlan
+from rlsys.trainer import mesh
+from rlsys.trainer.actor import Actor, Learner
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.critic import Critic
-from rlsys.trainer.divergence import divergence_of
-from rlsys.trainer.kernels import kernel_settings
-from rlsys.trainer.learner import Learner
-from rlsys.trainer.log_prob_worker import LogProbWorker, TopkPlan
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
+from rlsys.trainer.model import layers
+from rlsys.trainer.model.layers import kernel_settings
+from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.offload import gradient_buffers, training_state
 from rlsys.weights.families import read_architecture
 from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group
@@ -218,7 +216,7 @@ def _measure(rank: int, world_size: int, port: int, folder: Path, case: Case) ->
     )
     estimate = stage_memory(StageRank(config, read_architecture(config.model.path), case.group, worker.place.pp, load))
     _check(estimate, always, meter.peak)
-    groups.stop()
+    mesh.stop()
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,7 +238,7 @@ def _check(estimate: GroupMemory, always: int, peak: int) -> None:
     assert estimate.total - constant == pytest.approx(peak - always, rel=TOLERANCE)
 
 
-def _worker(case: Case, config: RunConfig, here: groups.Rendezvous) -> Learner | LogProbWorker:
+def _worker(case: Case, config: RunConfig, here: mesh.Rendezvous) -> Learner | LogProbWorker:
     model, parallel, algorithm = config.model, case.layout.parallel, config.algorithm
     plan = ReferencePlan(algorithm.ref_policy_ema_tau, update_period=1, reset_period=None)
     k = algorithm.kl_topk_tokens
@@ -277,7 +275,7 @@ def _resident(worker: Learner | LogProbWorker) -> list[Tensor]:
     if isinstance(worker, LogProbWorker):
         return list(worker._tensors())
     state = training_state(worker._model.module, worker._optimizer)
-    kept = worker._anchor.tensors() if isinstance(worker, Actor) and worker._anchor is not None else ()
+    kept = worker._reference.tensors() if isinstance(worker, Actor) and worker._reference is not None else ()
     return [*state, *kept, *gradient_buffers(worker._wrapped)]
 
 

@@ -13,10 +13,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.layers import ExpertRouter
-from rlsys.trainer.model import PolicyModel
+from rlsys.trainer.model.layers import ExpertRouter
+from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.convert.to_hf import megatron_to_hf
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
@@ -94,12 +94,12 @@ def _resume(
     _train(actor, 2)
     results["uninterrupted"] = weights_of(actor)
     for layout, port in zip(layouts, ports[1:], strict=True):
-        groups.stop()
+        mesh.stop()
         actor = _actor(rank, port, model, layout, dtype)
         actor.load(f"{out}/checkpoint")
         _train(actor, 2)
         results["resumed"].append(weights_of(actor))
-    groups.stop()
+    mesh.stop()
     if rank == 0:
         torch.save(results, f"{out}/results.pt")
 
@@ -149,6 +149,6 @@ def test_cuts_that_the_model_forbids_are_refused(
     family: str, parallel: ParallelConfig, sentence: str, tmp_path: Path
 ) -> None:
     model = str(reference.make_model(reference.TINY[family](layers=1), tmp_path))
-    config, place = ModelConfig(model, Layers.local, Dtype.float32), groups.place_of(0, 8, parallel)
+    config, place = ModelConfig(model, Layers.local, Dtype.float32), mesh.place_of(0, 8, parallel)
     with pytest.raises(UserError, match=sentence):
         PolicyModel(read_architecture(model), config, parallel, place)

@@ -15,11 +15,11 @@ from torch import Tensor
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.anchor import ReferencePlan
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.divergence import divergence_of
+from rlsys.trainer.log_prob import ReferencePlan
+from rlsys.trainer.model.logprobs import divergence_of
 from tests.megatron import reference
 from tests.megatron.harness import rendezvous, run_group, weights_of
 from tests.ports import free_port
@@ -31,9 +31,17 @@ BATCHES = reference.make_batches(4, seed=3)
 BATCHES[0].loss_mask[0] = False
 
 
-def _actor(rank: int, world: int, port: int, model: Path, parallel: ParallelConfig, objective: Objective) -> Actor:
+def _actor(
+    rank: int,
+    world: int,
+    port: int,
+    model: Path,
+    parallel: ParallelConfig,
+    objective: Objective,
+    scratch: str | Path = ".",
+) -> Actor:
     config = ModelConfig(str(model), Layers.local, Dtype.float32)
-    return Actor(rendezvous(rank, world, port), config, parallel, OPTIMIZER, objective, 3, seed=1)
+    return Actor(rendezvous(rank, world, port), config, parallel, OPTIMIZER, objective, 3, seed=1, scratch=scratch)
 
 
 def _aggregated(rank: int, world: int, model: Path, out: Path, ports: Sequence[int]) -> None:
@@ -43,9 +51,9 @@ def _aggregated(rank: int, world: int, model: Path, out: Path, ports: Sequence[i
         actor = _actor(rank, world, port, model, ParallelConfig(), objective)
         actor.load_hf(model)
         mine = BATCHES[rank::world]
-        stats = [actor.accumulate(mine[:1]).stats, actor.accumulate([reference.packed(*mine[1:])]).stats]
+        stats = [actor.accumulate(mine[:1]), actor.accumulate([reference.packed(*mine[1:])])]
         results[str(aggregation)] = (actor.apply(), [part["divisor"] for part in stats], weights_of(actor))
-        groups.stop()
+        mesh.stop()
     torch.save(results, out / f"rank{rank}.pt")
 
 
@@ -109,23 +117,23 @@ def _diverging(
 
     def step(actor: Actor) -> None:
         mine = batches[actor.place.dp :: actor.place.dp_size]
-        parts = [actor.accumulate([*mine[:1], filler]).stats, actor.accumulate(mine[1:]).stats]
+        parts = [actor.accumulate([*mine[:1], filler]), actor.accumulate(mine[1:])]
         results.append((actor.apply().grad_norm, sum(part.get("kl", 0.0) for part in parts)))
 
-    actor = _actor(rank, world, ports[0], model, parallel, objective)
+    actor = _actor(rank, world, ports[0], model, parallel, objective, out)
     actor.load_hf(start)
     step(actor)
     actor.end_step(1)
     actor.begin_save(out / "saved" / "actor")
     actor.finish_save()
-    actor.offload(out)
+    actor.offload()
     actor.restore()
     step(actor)
-    groups.stop()
+    mesh.stop()
     actor = _actor(rank, world, ports[1], model, ParallelConfig(), objective)
     actor.load(out / "saved" / "actor")
     step(actor)
-    groups.stop()
+    mesh.stop()
     torch.save(results, out / f"rank{rank}.pt")
 
 

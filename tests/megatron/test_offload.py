@@ -19,12 +19,11 @@ from torch import Tensor
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.anchor import ReferencePlan
-from rlsys.trainer.log_prob_worker import LogProbWorker
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
+from rlsys.trainer.messages import Offloaded, switch_figures
 from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload
-from rlsys.trainer.results import Offloaded, switch_figures
 from rlsys.weights.transport import open_sender
 from tests.megatron import reference
 from tests.megatron.harness import (
@@ -186,7 +185,7 @@ VARIANTS = {
 }
 
 
-def _actor(rank: int, port: int, model: str, variant: str) -> Actor:
+def _actor(rank: int, port: int, model: str, variant: str, scratch: str) -> Actor:
     parallel, distributed, dtype = VARIANTS[variant]
     return Actor(
         rendezvous(rank, 4, port),
@@ -196,6 +195,7 @@ def _actor(rank: int, port: int, model: str, variant: str) -> Actor:
         OBJECTIVE,
         len(STEPS),
         seed=1,
+        scratch=scratch,
     )
 
 
@@ -206,37 +206,37 @@ def _train(actor: Actor, step: int) -> dict[str, Tensor]:
     return {**weights_of(actor), "norm": torch.tensor(norm)}
 
 
-def _away_and_back(actor: Actor, scratch: str) -> None:
-    away, there = actor.offload(scratch), actor.restore()
+def _away_and_back(actor: Actor) -> None:
+    away, there = actor.offload(), actor.restore()
     assert away.bytes == there.bytes > 0
 
 
 def _switching(rank: int, _: int, model: str, out: str, variant: str, ports: list[int]) -> None:
     checkpoint, scratch = f"{out}/checkpoint", f"{out}/scratch"
-    actor = _actor(rank, ports[0], model, variant)
+    actor = _actor(rank, ports[0], model, variant, scratch)
     actor.load_hf(model)
     plain = [_train(actor, step) for step in range(3)]
-    groups.stop()
+    mesh.stop()
 
-    actor = _actor(rank, ports[1], model, variant)
-    _away_and_back(actor, scratch)  # as after the build, before there is any state of Adam
+    actor = _actor(rank, ports[1], model, variant, scratch)
+    _away_and_back(actor)  # as after the build, before there is any state of Adam
     actor.load_hf(model)
     switched = [_train(actor, 0)]
-    _away_and_back(actor, scratch)
+    _away_and_back(actor)
     switched.append(_train(actor, 1))
-    _away_and_back(actor, scratch)
-    _away_and_back(actor, scratch)
+    _away_and_back(actor)
+    _away_and_back(actor)
     exported = {**weights_of(actor), "norm": plain[1]["norm"]}
     actor.begin_save(checkpoint)
     actor.finish_save()
     switched.append(_train(actor, 2))
-    groups.stop()
+    mesh.stop()
 
-    actor = _actor(rank, ports[2], model, variant)
+    actor = _actor(rank, ports[2], model, variant, scratch)
     actor.load(checkpoint)
-    _away_and_back(actor, scratch)
+    _away_and_back(actor)
     resumed = _train(actor, 2)
-    groups.stop()
+    mesh.stop()
     if rank == 0:
         wanted, got = [*plain, plain[1], plain[2]], [*switched, exported, resumed]
         torch.save((wanted, got), f"{out}/results.pt")
@@ -265,15 +265,15 @@ def _refused(calls: dict[str, Callable[[], object]], who: str) -> None:
 def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None:
     config = ModelConfig(model, Layers.local, Dtype.float32)
     place = rendezvous(rank, 1, ports[0])
-    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, OBJECTIVE, 3, seed=1)
+    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, OBJECTIVE, 3, seed=1, scratch=out)
     actor.load_hf(model)
     actor.accumulate(STEPS[0][:1])
     with pytest.raises(RunError, match="gradients that were not applied: call apply before offload"):
-        actor.offload(out)
+        actor.offload()
     actor.apply()
     begun = actor.export(50_000, open_sender(shared_memory(0, 50_000)))
     begun.next()
-    actor.offload(out)
+    actor.offload()
     _refused(
         {
             "load weights": lambda: actor.load_hf(model),
@@ -289,19 +289,19 @@ def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
     actor.restore()
     buckets = export(actor, 50_000)
     sent = digest_of(buckets)
-    groups.stop()
+    mesh.stop()
 
-    worker = LogProbWorker(rendezvous(rank, 1, ports[1]), config, ParallelConfig(), 0.7, 1, AVERAGE)
+    worker = LogProbWorker(rendezvous(rank, 1, ports[1]), config, ParallelConfig(), 0.7, 1, AVERAGE, scratch=out)
     first = worker.compute(STEPS[1])
     assert first is not None
-    away = worker.offload(out)
+    away = worker.offload()
     weights = sum(tensor.nbytes for tensor in reference.named_tensors(reference.load(Path(model))).values())
     assert weights < away.bytes <= 2.2 * weights, "policy and reference, all but the ends of their tensors"
     _refused(
         {
             "compute": lambda: worker.compute(STEPS[1]),
             "begin an update": worker.begin_update,
-            "take weights": lambda: worker.load_bucket(buckets[0]),
+            "take weights": lambda: worker.take_bucket(buckets[0]),
         },
         "log-prob worker",
     )
@@ -313,13 +313,13 @@ def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
         assert (one.reference == other.reference).all()
     worker.begin_update()
     for number, bucket in enumerate(buckets):
-        worker.load_bucket(bucket)
+        worker.take_bucket(bucket)
         if number == 1:
-            worker.offload(out)
+            worker.offload()
             worker.restore()
     worker.finish_update(1, sent)
     before = worker.compute(STEPS[1])
-    worker.offload(out)
+    worker.offload()
     worker.restore()
     after = worker.compute(STEPS[1])
     assert before is not None
@@ -327,7 +327,7 @@ def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None
     assert (before[0].policy == after[0].policy).all()
     assert (before[0].policy != first[0].policy).any()
     assert (before[0].reference == first[0].reference).all()
-    groups.stop()
+    mesh.stop()
 
 
 def test_nothing_works_while_the_memory_is_away(tmp_path: Path) -> None:
@@ -337,12 +337,12 @@ def test_nothing_works_while_the_memory_is_away(tmp_path: Path) -> None:
 
 def _returns_memory(rank: int, _: int, model: str, out: str, port: int) -> None:
     place, config = rendezvous(rank, 1, port), ModelConfig(model, Layers.local, Dtype.float32)
-    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, OBJECTIVE, 3, seed=1)
+    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, OBJECTIVE, 3, seed=1, scratch=out)
     actor.load_hf(model)
     actor.accumulate(STEPS[0][:1])
     actor.apply()
     before = psutil.Process().memory_info().rss
-    away = actor.offload(out)
+    away = actor.offload()
     fall = before - psutil.Process().memory_info().rss
     there = actor.restore()
     parameters = sum(t.numel() for t in reference.named_tensors(reference.load(Path(model))).values())
@@ -351,7 +351,7 @@ def _returns_memory(rank: int, _: int, model: str, out: str, port: int) -> None:
     assert fall >= 0.8 * away.bytes
     assert away.rss_before - away.rss_after >= 0.8 * away.bytes
     assert there.rss_after - there.rss_before >= 0.8 * away.bytes
-    groups.stop()
+    mesh.stop()
 
 
 def test_the_operating_system_gets_the_memory_back(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import UserError
+from rlsys.trainer import mesh
 from rlsys.trainer import optimizer as adam
-from rlsys.trainer import parallel as groups
 from rlsys.trainer.actor import Actor
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group, weights_of
@@ -69,7 +69,7 @@ def _trained(rank: int, port: int, layout: Layout, model: str, way: OptimizerCon
             under_way.append(watched.under_way())
         norms.append(actor.apply().grad_norm)
     weights = weights_of(actor)
-    groups.stop()
+    mesh.stop()
     return {"norms": norms, "under_way": under_way, "weights": weights, "buckets": watched.buckets}
 
 
@@ -126,13 +126,13 @@ def _refused(rank: int, _: int, model: str) -> None:
     for lacks in ({"overlap_grad_reduce": True, "distributed": False}, {"overlap_grad_reduce": False}):
         with pytest.raises(UserError, match="overlap_param_gather=true"):
             actor(replace(PLAIN, overlap_param_gather=True, **lacks))
-        groups.stop()
+        mesh.stop()
     learner = actor(PLAIN)
     learner.load_hf(model)
     learner.accumulate(reference.make_batches(1), last=True)
     with pytest.raises(ValueError, match="call apply before more"):
         learner.accumulate(reference.make_batches(1))
-    groups.stop()
+    mesh.stop()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

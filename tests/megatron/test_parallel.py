@@ -6,7 +6,7 @@ import pytest
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import UserError
-from rlsys.trainer.parallel import place_of
+from rlsys.trainer.mesh import place_of
 
 
 def test_tensor_parallel_is_fastest_then_data_then_pipeline() -> None:

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,11 @@ from rlsys.config.schema import (
 )
 from rlsys.data.group import Sample
 from rlsys.orchestrator.megatron_groups import scores_of
-from rlsys.trainer import parallel as groups
+from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.anchor import ReferencePlan
-from rlsys.trainer.batches.dealer import Dealer
-from rlsys.trainer.log_prob_worker import LogProbWorker
-from rlsys.trainer.processes import objective, pick_plan
-from rlsys.trainer.results import Applied
+from rlsys.trainer.batches.sharding import BatchSharder
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
+from rlsys.trainer.messages import Applied
 from rlsys.weights.buckets import Bucket
 from tests.megatron import reference
 from tests.megatron.harness import digest_of, export, rendezvous, run_group, weights_of
@@ -113,13 +112,13 @@ class _Actor(Actor):
         self._objective = aim
 
 
-def _dealer(parallel: ParallelConfig, world: int, budget: int) -> Dealer:
-    return Dealer(parallel, world, budget, pad_id=0, packed=True)
+def _sharder(parallel: ParallelConfig, world: int, budget: int) -> BatchSharder:
+    return BatchSharder(parallel, world, budget, pad_id=0, packed=True)
 
 
-def _actors_dealer(layout: str) -> Dealer:
+def _actors_sharder(layout: str) -> BatchSharder:
     world, parallel = LAYOUTS[layout]
-    return _dealer(parallel, world, 34)
+    return _sharder(parallel, world, 34)
 
 
 def _model(path: Path) -> ModelConfig:
@@ -128,14 +127,14 @@ def _model(path: Path) -> ModelConfig:
 
 def _objective_of(algorithm: AlgorithmConfig) -> Objective:
     sampling = SamplingConfig(temperature=reference.TEMPERATURE)
-    return objective(RunConfig(algorithm=algorithm, rollout=RolloutConfig(sampling=sampling)))
+    return Objective.from_config(RunConfig(algorithm=algorithm, rollout=RolloutConfig(sampling=sampling)))
 
 
-def _leave(meeting: groups.Rendezvous) -> groups.Rendezvous:
+def _leave(meeting: mesh.Rendezvous) -> mesh.Rendezvous:
     """Leave the group; where to meet next. A port that was found free long before may be taken by then."""
     box = [free_port()]
     torch.distributed.broadcast_object_list(box, src=0)
-    groups.stop()
+    mesh.stop()
     return replace(meeting, master_port=box[0])
 
 
@@ -158,17 +157,15 @@ def _in_group(rank: int, world: int, policies: Policies, out: Path, port: int) -
             for name in names:
                 results[name] = _step(actor, policies, layout, scored, aims[name], CASES[name])
         torch.save(results, out / f"{layout}-{rank}.pt")
-    groups.stop()
+    mesh.stop()
 
 
-def _actor(
-    policies: Policies, meeting: groups.Rendezvous, parallel: ParallelConfig, aims: Sequence[Objective]
-) -> _Actor:
+def _actor(policies: Policies, meeting: mesh.Rendezvous, parallel: ParallelConfig, aims: Sequence[Objective]) -> _Actor:
     model = _model(policies.reference)
     return _Actor(meeting, model, parallel, OPTIMIZER, aims[0], total_steps=len(aims), seed=1)
 
 
-def _sampling_policy(policies: Policies, meeting: groups.Rendezvous) -> list[Bucket]:
+def _sampling_policy(policies: Policies, meeting: mesh.Rendezvous) -> list[Bucket]:
     """Its weights as they go from group to group, on every rank."""
     actor = _actor(policies, meeting, ParallelConfig(), [_objective_of(AlgorithmConfig(kl_coef=0.0))])
     actor.load_hf(policies.sampling)
@@ -177,23 +174,23 @@ def _sampling_policy(policies: Policies, meeting: groups.Rendezvous) -> list[Buc
     return box[0]
 
 
-def _scored(policies: Policies, meeting: groups.Rendezvous, update: list[Bucket], forward: bool) -> list[Sample]:
+def _scored(policies: Policies, meeting: mesh.Rendezvous, update: list[Bucket], forward: bool) -> list[Sample]:
     """The samples with log-probs of both policies, and with the picks of a KL term of that direction."""
     estimator = KlEstimator.full_forward if forward else KlEstimator.full_reverse
-    picks = pick_plan(AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=TOP_K))
+    picks = TopkPlan.from_config(AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=TOP_K))
     fixed = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
     model, temperature = _model(policies.reference), reference.TEMPERATURE
     cut = SCORED_UNDER[meeting.world_size]
     worker = LogProbWorker(meeting, model, cut, temperature, 1, fixed, picks)
     worker.begin_update()
     for bucket in update:
-        worker.load_bucket(bucket)
+        worker.take_bucket(bucket)
     worker.finish_update(1, digest_of(update))
-    plan, batches = _dealer(cut, meeting.world_size, 47).deal(SAMPLES)
+    plan, batches = _sharder(cut, meeting.world_size, 47).shard(SAMPLES)
     found = worker.compute(batches[worker.place.dp])
     answers: list[Any] = [None] * meeting.world_size
     torch.distributed.all_gather_object(answers, None if found is None else (worker.place.dp, found))
-    scores = scores_of(plan, batches, answers)
+    scores = scores_of(plan, batches, [results for _, results in sorted(filter(None, answers), key=itemgetter(0))])
     return [one.with_scores(score) for one, score in zip(SAMPLES, scores, strict=True)]
 
 
@@ -211,9 +208,9 @@ def _step(
         samples = [replace(one, picks=None) for one in samples]
     actor.minimise(aim)
     actor.load_hf(policies.current)
-    dealer = _actors_dealer(layout)
-    dealt = [dealer.deal(samples[call])[1] for call in CALLS]
-    stats = [actor.accumulate(batches[actor.place.dp]).stats for batches in dealt]
+    sharder = _actors_sharder(layout)
+    batches_of_calls = [sharder.shard(samples[call])[1] for call in CALLS]
+    stats = [actor.accumulate(batches[actor.place.dp]) for batches in batches_of_calls]
     return actor.apply(), stats, weights_of(actor)
 
 
@@ -277,9 +274,9 @@ def test_no_two_cases_are_alike(truth: Truth) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_groups_cut_otherwise(layout: str) -> None:
-    plans = [_actors_dealer(layout).deal(SAMPLES[call])[0] for call in CALLS]
+    plans = [_actors_sharder(layout).shard(SAMPLES[call])[0] for call in CALLS]
     world = LAYOUTS[layout][0]
-    scored, _ = _dealer(SCORED_UNDER[world], world, 47).deal(SAMPLES)
+    scored, _ = _sharder(SCORED_UNDER[world], world, 47).shard(SAMPLES)
     sizes = [len(batch) for plan in plans for rank in plan for batch in rank]
     assert len(set(sizes)) > 1
     assert len(sizes) > 4

@@ -34,9 +34,10 @@ from rlsys.errors import RunError, UserError
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.megatron_groups import ActorGroup, launch_megatron
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.anchor import ReferencePlan
-from rlsys.trainer.batches.dealer import Dealer
-from rlsys.trainer.divergence import divergence_of
+from rlsys.trainer.batches.sharding import BatchSharder
+from rlsys.trainer.log_prob import ReferencePlan
+from rlsys.trainer.messages import Offloaded
+from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.weights.checkpoint.about import is_complete
 from rlsys.weights.checkpoint.staging import host_copies
 from rlsys.weights.checkpoint.writing import Written
@@ -65,7 +66,11 @@ class Bench:
         self._actor.load_hf(model)
         self._go_on = Event()
         self.saving, self.finish = self._actor.saving, self._actor.finish_save
-        self.load, self.offload, self.restore = self._actor.load, self._actor.offload, self._actor.restore
+        self.load, self.restore = self._actor.load, self._actor.restore
+
+    def offload(self, scratch: str) -> Offloaded:
+        self._actor._scratch = scratch
+        return self._actor.offload()
 
     def train(self, *steps: int) -> None:
         for step in steps:
@@ -386,7 +391,7 @@ async def test_the_driver_saves_and_loads_the_processes_of_a_run(
     workers, tracer = HostedGroup("actor", pipes[:2]), Tracer("actor")
     for kind in ("critic", "actor"):
         await launch_megatron(workers, kind, config)  # type: ignore[arg-type]
-        group = ActorGroup(workers, Dealer(DP2, 2, 64, 0, False), tracer)  # type: ignore[arg-type]
+        group = ActorGroup(workers, BatchSharder(DP2, 2, 64, 0, False), tracer)  # type: ignore[arg-type]
         group.step = 7
         folder = tmp_path / kind
         await group.checkpoints.begin_save(folder)

@@ -7,8 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlsys.trainer.batches.dealer import flops_of
-from rlsys.trainer.batches.flops import Flops
+from rlsys.trainer.batches.sharding import Flops, flops_of
 from rlsys.weights.families import architecture_of
 
 CONFIG = Qwen3Config(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
+from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import checksum
@@ -216,14 +217,12 @@ def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
 @contextmanager
 def _whole_model(side: Side) -> Iterator[Any]:
     """Megatron's model on one device, in a group of this process alone, with undefined weights."""
-    from rlsys.trainer import parallel as groups
-    from rlsys.trainer.model import PolicyModel
-    from rlsys.trainer.value_model import ValueModel
+    from rlsys.trainer.model.stage_model import PolicyModel, ValueModel
 
     device = Device.gpu if torch.cuda.is_available() else Device.cpu
     # Port 0: a group of one listens wherever there is room.
-    alone = groups.Rendezvous(0, 1, "127.0.0.1", 0, device, _TIMEOUT_S)
-    place = groups.start(alone, ParallelConfig(), seed=0)
+    alone = mesh.Rendezvous(0, 1, "127.0.0.1", 0, device, _TIMEOUT_S)
+    place = mesh.start(alone, ParallelConfig(), seed=0)
     try:
         config = ModelConfig(str(side.model), Layers.auto, Dtype.float32)
         kind = ValueModel if side.values else PolicyModel
@@ -231,7 +230,7 @@ def _whole_model(side: Side) -> Iterator[Any]:
         model.module.eval()
         yield model
     finally:
-        groups.stop()
+        mesh.stop()
 
 
 def _batch(tokens: np.ndarray[Any, Any]) -> MicroBatch:

@@ -18,7 +18,7 @@ from rlsys.data.group import Group, Sample
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.orchestrator.pipeline.learning_figures import extremes, learning_figures
 from rlsys.orchestrator.rewards.reading import count_answer_tags
-from rlsys.trainer.batches.flops import Flops
+from rlsys.trainer.batches.sharding import Flops
 
 TRAINING_PASSES = 3
 """A forward pass, and a backward pass of twice its operations."""

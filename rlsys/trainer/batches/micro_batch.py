@@ -1,11 +1,12 @@
 """A micro-batch: samples in one array, padded to a rectangle or packed one after the other.
 
-Pure numpy: no torch, no Ray. A per-token array is [rows, width]; an entry of it speaks of its token as a
-target, so the first token of a sequence, which nothing predicts, is never trained: a micro-batch that says
-otherwise cannot be made. Packed, that is what keeps one sequence from being predicted by the one before.
+Pure numpy: no torch, no Ray. A per-token array is [rows, width]; an entry of it speaks of its token as a target, so the
+first token of a sequence, which nothing predicts, is never trained: a micro-batch that says otherwise cannot be made.
+Packed, that is what keeps one sequence from being predicted by the one before.
 
 A packed sequence takes `room_multiple` tokens or a multiple of them, the last of which may be padding: that is how
-context parallelism cuts each sequence evenly. Attention is causal, so padding behind a sequence is seen by itself alone.
+context parallelism cuts each sequence evenly. Attention is causal, so padding behind a sequence is seen by itself
+alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.data.group import Floats, Sample, TopkLogprobs
+from rlsys.data.group import Floats, Sample
 from rlsys.data.trajectory import MaskOf, trained_tokens
 
 _NARROWEST = 2
@@ -43,20 +44,19 @@ class MicroBatch:
     values: Floats | None = None
     """[rows, width] the critic's, before the update."""
     returns: Floats | None = None
-    """[rows, width] what it should have said."""
+    """[rows, width] the values that it should have given."""
     pick_tokens: NDArray[np.int32] | None = None
     """[targets, k] in the order of `targets`; see `TopkLogprobs`."""
     pick_logprobs: Floats | None = None
     """[targets, k]"""
     packed: bool = False
     room_multiple: int = 1
-    """Packed, what the tokens of each sequence are padded to a multiple of."""
+    """Packed, each sequence is padded to a multiple of so many tokens."""
 
     def __post_init__(self) -> None:
         if self.pick_tokens is not None and len(self.pick_tokens) != self.trained_tokens:
-            raise ValueError(
-                f"There are picks for {len(self.pick_tokens)} tokens, but {self.trained_tokens} are targets."
-            )
+            picked, trained = len(self.pick_tokens), self.trained_tokens
+            raise ValueError(f"There are picks for {picked} tokens, but {trained} are targets.")
         if self.loss_mask.ravel()[self._starts].any():
             raise ValueError("The first token of a sequence is marked as trained, but nothing predicts it.")
 
@@ -85,9 +85,7 @@ class MicroBatch:
 
     def spread(self, values: NDArray) -> NDArray:
         """`values` [sequences] -> [rows, width]: each at every token of its sequence, 0 in padding."""
-        numbers = self.sequence_numbers
-        padded = np.append(values, np.zeros(1, dtype=values.dtype))
-        return np.where(numbers < 0, padded[-1], padded[numbers])
+        return np.append(values, np.zeros(1, dtype=values.dtype))[self.sequence_numbers]  # The last is padding's.
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
@@ -115,7 +113,7 @@ class MicroBatch:
     @property
     def _rooms(self) -> NDArray[np.int64]:
         """[sequences] tokens that each takes of a packed row."""
-        return np.array([round_up(int(one), self.room_multiple) for one in self.lengths], dtype=np.int64)
+        return -(-self.lengths // self.room_multiple) * self.room_multiple
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -133,8 +131,8 @@ def collate(
 ) -> MicroBatch:
     """Lay `samples` out in rows whose width is a multiple of `multiple_of` tokens.
 
-    Packed, each sequence is padded to a multiple of `room_multiple`, which divides `multiple_of`. `mask_of` says
-    which tokens of a trajectory are targets. What some sample lacks is left out. No samples give one row of untrained
+    Packed, each sequence is padded to a multiple of `room_multiple`, which divides `multiple_of`. `mask_of` says which
+    tokens of a trajectory are targets. What some sample lacks is left out. No samples give one row of untrained
     padding, a micro-batch that fills up a rank. Raises ValueError for picks of other tokens than the targets, and for
     multiples that do not fit.
     """
@@ -159,7 +157,9 @@ def collate(
             return None
         return lay_out(lambda sample: np.asarray(values(sample)), 0.0, np.float32)
 
-    picks = _joined([sample.picks for sample in samples])
+    picks = [sample.picks for sample in samples if sample.picks is not None]
+    if len(picks) < len(samples):
+        picks = []
     return MicroBatch(
         tokens=lay_out(lambda s: s.trajectory.tokens, pad_id, np.int64),
         lengths=np.array(lengths, dtype=np.int64),
@@ -169,22 +169,41 @@ def collate(
         ref_logprobs=optional(lambda s: s.ref_logprobs),
         values=optional(lambda s: s.values),
         returns=optional(lambda s: s.returns),
-        pick_tokens=None if picks is None else picks.tokens,
-        pick_logprobs=None if picks is None else picks.logprobs,
+        pick_tokens=np.concatenate([each.tokens for each in picks]) if picks else None,
+        pick_logprobs=np.concatenate([each.logprobs for each in picks]) if picks else None,
         packed=packed,
         room_multiple=room_multiple,
     )
-
-
-def _joined(picks: Sequence[TopkLogprobs | None]) -> TopkLogprobs | None:
-    """Those of all samples; None where one has none, or there are no samples."""
-    found = [one for one in picks if one is not None]
-    if not found or len(found) < len(picks):
-        return None
-    return TopkLogprobs(np.concatenate([one.tokens for one in found]), np.concatenate([one.logprobs for one in found]))
 
 
 def _weighted_advantage(sample: Sample) -> Floats:
     """[seq], 0 where nothing is trained."""
     weights = np.float32(1.0) if sample.weights is None else sample.weights
     return np.where(sample.trajectory.loss_mask, sample.advantages * weights, 0.0).astype(np.float32)
+
+
+def sequence_chunks(cp: int) -> int:
+    """Chunks that each sequence is cut into over `cp` ranks: its length must be a multiple; 1 if it stays whole."""
+    return 2 * cp if cp > 1 else 1
+
+
+def columns_of(boundaries: Sequence[int] | NDArray[np.integer], cp: int, rank: int) -> NDArray[np.int64]:
+    """The tokens of a packed row that rank `rank` of `cp` works on: [tokens / cp], sequence by sequence, ascending.
+
+    Each sequence is cut into 2 cp chunks of equal length, and rank r works on chunks r and 2 cp - 1 - r: an early one,
+    whose tokens attend to few, and a late one, so that causal attention costs every rank the same. Megatron's rotary
+    positions and Transformer Engine's attention (`thd_get_partitioned_indices`) presume the same cut.
+
+    `boundaries` [sequences + 1] are where sequences begin, and the row's end. Raises ValueError for a sequence that
+    cannot be cut evenly.
+    """
+    chunks = 2 * cp
+    starts, lengths = np.asarray(boundaries[:-1], dtype=np.int64), np.diff(boundaries).astype(np.int64)
+    if (lengths % chunks).any():
+        raise ValueError(f"Sequences of {lengths.tolist()} tokens cannot be cut into {chunks} chunks each: pad them.")
+    pieces = [
+        np.arange(begin, begin + size)
+        for start, size in zip(starts, lengths // chunks, strict=True)
+        for begin in (start + rank * size, start + (chunks - 1 - rank) * size)
+    ]
+    return np.concatenate(pieces)

@@ -29,12 +29,11 @@ from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.megatron_groups import InferenceGroup, launch_megatron
 from rlsys.orchestrator.weight_sync import WeightSync
-from rlsys.trainer import parallel as groups
-from rlsys.trainer.anchor import Anchor, ReferencePlan
+from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.log_prob_worker import LogProbWorker, TopkPlan
-from rlsys.trainer.model import PolicyModel
-from rlsys.trainer.results import LogProbs
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan
+from rlsys.trainer.messages import LogProbs, Offloaded
+from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.buckets import digest, pack, unpack
 from rlsys.weights.convert.to_hf import megatron_to_hf
 from rlsys.weights.families import read_architecture
@@ -93,19 +92,22 @@ class Bench:
         self._config = ModelConfig(model, Layers.local, dtype)
         place = rendezvous(rank, world, port)
         self._worker = LogProbWorker(place, self._config, parallel, reference.TEMPERATURE, 1, plan, picks)
-        self.offload, self.restore = self._worker.offload, self._worker.restore
-        self.load = self._worker.load_reference
+        self.restore, self.load = self._worker.restore, self._worker.load
+
+    def offload(self, scratch: str) -> Offloaded:
+        self._worker._scratch = scratch
+        return self._worker.offload()
 
     def update(self, version: int, drift: float = 0.02) -> None:
         tensors = policy(self._model, version, self._dtype, drift)
         self._worker.begin_update()
         buckets = list(pack(tensors.items(), 50_000))
         for bucket in buckets:
-            self._worker.load_bucket(bucket)
+            self._worker.take_bucket(bucket)
         self._worker.finish_update(version, digest_of(buckets))
 
     def save(self, folder: str) -> None:
-        self._worker.begin_save_reference(folder)
+        self._worker.begin_save(folder)
         self._worker.finish_save()
 
     def updates(self, first: int, last: int, drift: float = 0.02) -> None:
@@ -114,8 +116,7 @@ class Bench:
 
     def reference(self) -> dict[str, np.ndarray]:
         """Every exported tensor as float32, on rank 0."""
-        sending: Any = SimpleNamespace(place=self._worker.place, export=self._worker.export_reference)
-        return {name: tensor.float().numpy() for name, tensor in weights_of(sending).items()}
+        return {name: tensor.float().numpy() for name, tensor in weights_of(self._worker).items()}
 
     def compute(self, batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
         place = self._worker.place
@@ -136,13 +137,13 @@ class Bench:
         architecture = read_architecture(self._model)
         model = PolicyModel(architecture, self._config, ONE, self._worker.place)
         model.load_hf(self._model)
-        anchor = Anchor(model, plan)
+        anchor = ReferencePolicy(model, plan)
         weights = sum(parameter.nbytes for parameter in model.parameters().values())
         return weights, sum(tensor.nbytes for tensor in anchor.tensors())
 
     def convert(self, checkpoint: str, out: str) -> None:
         """The last thing that is asked for."""
-        groups.stop()
+        mesh.stop()
         megatron_to_hf(checkpoint, out, self._model, processes=1)
 
 
@@ -458,7 +459,6 @@ async def test_the_inference_group_hands_the_reference_out(model: str, pipes: li
     await checkpoints.finish_save()
     assert not await checkpoints.saving()
     assert await checkpoints.load(tmp_path / "saved")
-    answers = await inference.call("compute", [reference.make_batches(2)])
-    ((dp_rank, results),) = [answer for answer in answers if answer is not None]
-    assert dp_rank == 0
+    answers = await inference.call("compute", reference.make_batches(2))
+    (results,) = [answer for answer in answers if answer is not None]
     assert [result.picks[0].shape[1] for result in results] == [5, 5]

@@ -1,4 +1,4 @@
-"""What the Megatron workers return. Plain data: a driver can import this without Megatron."""
+"""Plain data that the Megatron workers return: a driver can import this without Megatron."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Of one micro-batch. A trained token's entry is log p(token | those before it), all others are 0."""
+    """Log-probs of one micro-batch. A trained token's entry is log p(token | those before it), all others are 0."""
 
     policy: NDArray[np.float32]
     """[rows, width]"""
@@ -23,29 +23,17 @@ class LogProbs:
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulated:
-    """One data-parallel rank's share of a mini-batch."""
-
-    stats: dict[str, float]
-    """What the loss returned, joined over micro-batches; empty except where `Place.reports` is true."""
-    tokens: int
-    """Tokens worked on, padding left out; the same on all ranks of the data-parallel rank."""
-    padded_tokens: int
-    """Tokens worked on, padding included."""
-
-
-@dataclass(frozen=True, slots=True)
 class Applied:
     """One optimiser step; the same on every rank."""
 
     step: int
-    """How many optimiser steps there have been."""
+    """Optimiser steps that there have been."""
     grad_norm: float
     """Before clipping."""
     lr: float
     """The rate of this step."""
     divisor: int
-    """What the sum of the losses was divided by: trained tokens, or episodes, as the aggregation says."""
+    """The number that the sum of the losses was divided by: trained tokens, or episodes, as the aggregation says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +49,7 @@ class Offloaded:
 
 
 def switch_figures(parts: Sequence[Offloaded]) -> dict[str, float]:
-    """Of all processes of a group: bytes and resident memory summed, seconds of the slowest."""
+    """Figures of a group from those of its processes: bytes and resident memory summed, seconds of the slowest."""
     return {
         "bytes": sum(part.bytes for part in parts),
         "seconds": max((part.seconds for part in parts), default=0.0),

@@ -1,4 +1,4 @@
-"""Where a process stands in its Megatron group, and how the group comes about.
+"""The mesh of processes of a Megatron group: a process's place in it, and joining and leaving.
 
 Ranks are ordered as Megatron orders them: tensor parallel fastest, then context parallel, then data parallel, then
 pipeline. Experts are spread over the ranks of a stage, whatever these are otherwise: over each run of `ep` neighbours.
@@ -18,12 +18,13 @@ from megatron.core import parallel_state, tensor_parallel
 from rlsys.config.schema import Device, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.trainer import cpu_support
+from rlsys.trainer.batches.sharding import data_parallel_ranks
 from rlsys.weights.sockets import listener
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """How the processes of one group find each other."""
+    """The address at which the processes of one group find each other."""
 
     rank: int
     world_size: int
@@ -42,14 +43,14 @@ class Place:
     tp: int
     tp_size: int
     cp: int
-    """Which chunks of every sequence it works on; see `rlsys.trainer.context`."""
+    """The chunks of every sequence that it works on; see `rlsys.trainer.forward`."""
     cp_size: int
     dp: int
     dp_size: int
     pp: int
     pp_size: int
     ep: int
-    """Which of the blocks of experts it holds."""
+    """The block of experts that it holds."""
     ep_size: int
 
     @property
@@ -105,7 +106,7 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
         tp_size=parallel.tp,
         cp=rank // parallel.tp % parallel.cp,
         cp_size=parallel.cp,
-        dp=rank // inner % dp_size,
+        dp=data_parallel_ranks(parallel, world_size)[rank],
         dp_size=dp_size,
         pp=rank // stage_size,
         pp_size=parallel.pp,
@@ -122,16 +123,16 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
     place = place_of(rendezvous.rank, rendezvous.world_size, parallel)
     _choose_device(rendezvous)
     timeout = timedelta(seconds=rendezvous.timeout_s)
+    address, first = (rendezvous.master_addr, rendezvous.master_port), rendezvous.rank == 0
     store = dist.TCPStore(
-        rendezvous.master_addr,
-        rendezvous.master_port,
+        *address,
         rendezvous.world_size,
-        is_master=rendezvous.rank == 0,
+        is_master=first,
         timeout=timeout,
-        master_listen_fd=listener(rendezvous.master_addr, rendezvous.master_port)[0] if rendezvous.rank == 0 else None,
+        master_listen_fd=listener(*address)[0] if first else None,
     )
     dist.init_process_group(
-        backend="nccl" if rendezvous.device is Device.gpu else "gloo",
+        "nccl" if rendezvous.device is Device.gpu else "gloo",
         store=store,
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
@@ -150,8 +151,8 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
 
 
 def _choose_device(rendezvous: Rendezvous) -> None:
-    # Before anything touches CUDA. Megatron counts on it up to Hopper: kernels start in the order of their launches, and
-    # those of communication before those that they overlap with.
+    # Before anything touches CUDA. Megatron counts on it up to Hopper: kernels start in the order of their launches,
+    # and those of communication before those that they overlap with.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     visible = torch.cuda.device_count()
     if rendezvous.device is Device.gpu:

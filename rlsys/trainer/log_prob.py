@@ -1,0 +1,380 @@
+"""The log-prob worker: forward only, with the policy's newest weights and the reference.
+
+Invariants: log-probs come from one whole version whose digest is the actor's, or not at all: between the first bucket
+of an update and its end, after an update that failed and while the memory is offloaded, `compute` refuses. The
+reference follows the policy at the end of an update, from the weights that came with it.
+
+The reference policy is fixed, now and then set to the policy, or an exponential moving average of it. Its `follow`
+comes after each step and goes by the step's version alone; every process does the same with its own shards, and nothing
+travels. A version that was followed before, or is 0, changes nothing. At another one that is
+
+- a multiple of `reset_period`, the reference becomes the policy, and else at
+- a multiple of `update_period`, with tau below 1, it moves: ref <- tau ref + (1 - tau) policy.
+
+An average is kept in float32 (the master), and a bfloat16 model is its rounding: added to bfloat16 weights themselves,
+most of what a policy moves in a few steps would be rounded away. The weights of a float32 model are their own master,
+and a reference that is no average has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
+from torch import Tensor
+
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.config.derived import has_reference, sums_over_vocabulary
+from rlsys.config.schema import ModelConfig, ParallelConfig, RunConfig
+from rlsys.trainer import mesh
+from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.export import Export, WeightSender, owners_group
+from rlsys.trainer.forward import Share, forward, to_tensor
+from rlsys.trainer.messages import LogProbs, Offloaded
+from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
+from rlsys.trainer.model.stage_model import PolicyModel
+from rlsys.trainer.offload import Offload
+from rlsys.weights.bijection import ShardLoader
+from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
+from rlsys.weights.checkpoint import rng, sharded
+from rlsys.weights.checkpoint.about import About, read_about
+from rlsys.weights.checkpoint.writing import CheckpointWriter, Content, Written
+from rlsys.weights.families import read_architecture
+from rlsys.weights.transport import Parcel, Receiver, Sender, TransportSpec, open_receiver
+
+DevicePicks = tuple[Tensor, Tensor]
+"""Tokens [trained tokens, k] and log-probs of them."""
+
+
+_MODEL, _MASTER = "model", "master"
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """The schedule by which a reference follows the policy."""
+
+    tau: float
+    """The part of itself that an average keeps at an update; 1 is no average."""
+    update_period: int
+    """Versions from one update of an average to the next."""
+    reset_period: int | None
+    """Versions after which the reference becomes the policy; None is never."""
+
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> ReferencePlan | None:
+        """None without a reference."""
+        if not has_reference(config):
+            return None
+        return cls(config.ref_policy_ema_tau, config.ref_policy_ema_update_period, config.ref_policy_reset_period)
+
+    def kept_at(self, version: int) -> float:
+        """The part of itself that the reference keeps at `version`: 1 is everything, 0 nothing (a reset)."""
+        if self.reset_period is not None and version % self.reset_period == 0:
+            return 0.0
+        return self.tau if version % self.update_period == 0 else 1.0
+
+
+class ReferencePolicy:
+    """One process's part of the reference policy."""
+
+    def __init__(self, model: PolicyModel, plan: ReferencePlan) -> None:
+        """Take over `model`, whose weights are loaded, as the reference at version 0."""
+        self.model = model
+        self.version = 0
+        """Version of the policy at which the reference last changed."""
+        self._plan = plan
+        model.module.eval().requires_grad_(False)
+        self._weights = _weights_of(model)
+        averages = plan.tau < 1.0
+        self._rounded = [w for w in self._weights if averages and w.dtype is not torch.float32]
+        """Weights of which there is a master."""
+        self._master = [weight.float() for weight in self._rounded]
+
+    @torch.no_grad()
+    def follow(self, policy: PolicyModel, version: int) -> None:
+        """Do what is due now that `policy` is `version`."""
+        kept = self._plan.kept_at(version)
+        if version <= self.version or kept == 1.0:
+            return
+        exact = dict(zip(map(id, self._rounded), self._master, strict=True))
+        for weight, new in zip(self._weights, _weights_of(policy), strict=True):
+            moved = exact.get(id(weight), weight)
+            if kept:
+                # One parameter at a time: there is no room for a float32 copy of the policy.
+                moved.lerp_(new.to(moved.dtype), 1.0 - kept)
+            else:
+                moved.copy_(new)
+        for weight, rounded in zip(self._rounded, self._master, strict=True):
+            weight.copy_(rounded)
+        self.version = version
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All memory that the reference takes."""
+        return chain(self._weights, self._master)
+
+    def content(self, folder: Path) -> Content:
+        """The content of its checkpoint, which converts and loads as a model's does."""
+        with_master = bool(self._master)
+        about = About(step=0, version=self.version, master=with_master)
+        return Content(folder, self._sharded_state(with_master), about)
+
+    def load(self, folder: str | Path) -> About:
+        """Continue from a checkpoint, saved under any TP, PP and DP; returns what it says of itself.
+
+        A master that it does not hold begins as its weights. All ranks call this together. Raises UserError if the
+        checkpoint is incomplete or of another model.
+        """
+        about = read_about(folder)
+        with_master = bool(self._master) and about.master
+        state = sharded.load(folder, self._sharded_state(with_master))
+        self.model.module.load_state_dict(state[_MODEL])
+        for number, master in enumerate(self._master):
+            master.copy_(state[_MASTER][number] if with_master else self._rounded[number])
+        self.version = about.version
+        return about
+
+    def _sharded_state(self, with_master: bool) -> dict[str, Any]:
+        model = self.model.sharded_state()
+        if not with_master:
+            return {_MODEL: model}
+        # Each is cut and named as its weight is.
+        cuts = get_param_id_to_sharded_param_map(model, self._rounded)
+        master = {
+            number: make_sharded_optimizer_tensor(cuts[number], tensor, _MASTER)
+            for number, tensor in enumerate(self._master)
+        }
+        return {_MODEL: model, _MASTER: master}
+
+
+def _weights_of(model: PolicyModel) -> list[Tensor]:
+    """Tensors that a checkpoint keeps of a model: parameters, and buffers if it has any."""
+    state = model.module.state_dict(keep_vars=True)
+    return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+@dataclass(frozen=True, slots=True)
+class TopkPlan:
+    """The most likely tokens that a KL term sums over."""
+
+    k: int
+    forward: bool
+    """Take the reference's most likely tokens (KL(reference || policy)), not the policy's."""
+
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> TopkPlan | None:
+        """None if the KL term sums over no tokens, or over the whole vocabulary."""
+        if config.kl_topk_tokens is None or not sums_over_vocabulary(config):
+            return None
+        return cls(config.kl_topk_tokens, forward=config.kl_estimator is KlEstimator.full_forward)
+
+
+class LogProbWorker(WeightSender):
+    """One process of the inference group: recomputes log-probs, and hands out the reference."""
+
+    def __init__(
+        self,
+        rendezvous: mesh.Rendezvous,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        temperature: float,
+        seed: int,
+        reference: ReferencePlan | None = None,
+        picks: TopkPlan | None = None,
+        scratch: str | Path = ".",
+    ) -> None:
+        """Join the group and load the model at `model.path`, as version 0 of the policy and as reference.
+
+        `temperature` is the one that samples are drawn at. Without `reference` there is none; `picks` need one.
+        `scratch` is the folder that a CPU's memory is offloaded to.
+        """
+        if picks is not None and reference is None:
+            raise ValueError("DevicePicks are the tokens to ask a reference about, and there is none.")
+        self.version: int | None = 0
+        """Version of the policy's weights; None while an update is on its way or after one failed."""
+        self._temperature, self._picks, self._scratch = temperature, picks, scratch
+        architecture = read_architecture(model.path)
+        self.place = mesh.start(rendezvous, parallel, seed)
+        self._policy = PolicyModel(architecture, model, parallel, self.place)
+        self._policy.load_hf(model.path)
+        self._policy.module.eval().requires_grad_(False)
+        self._reference: ReferencePolicy | None = None
+        if reference is not None:
+            copy = PolicyModel(architecture, model, parallel, self.place)
+            copy.load_hf(model.path)
+            self._reference = ReferencePolicy(copy, reference)
+            self._export_group = owners_group(self.place)
+        self._memory = Offload("The log-prob worker", self._tensors)
+        self._writer = CheckpointWriter()
+        self._receiver: Receiver | None = None
+        self._update: ShardLoader | None = None
+        entries = [self._policy.weights.entry(name) for name in self._policy.parameters()]
+        self._siblings = {name: entry.hf for entry in entries for name in entry.hf}
+        self._checksums: dict[str, str] = {}
+
+    @classmethod
+    def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> LogProbWorker:
+        """The worker that a run asks for."""
+        return cls(
+            rendezvous,
+            config.model,
+            config.inference.parallel,
+            config.rollout.sampling.temperature,
+            config.trainer.seed,
+            ReferencePlan.from_config(config.algorithm),
+            TopkPlan.from_config(config.algorithm),
+            config.output_dir,
+        )
+
+    def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
+        """Log-probs of the trained tokens of each micro-batch, and picks; None on ranks that do not report.
+
+        All ranks of a data-parallel rank call this together with the same micro-batches. Raises RuntimeError if there
+        is no whole version of the policy.
+        """
+        self._memory.require("compute")
+        if self.version is None:
+            raise RuntimeError("The log-prob worker has no complete weights: an update did not finish.")
+        scores = self._scores(micro_batches)
+        return [_on_host(*score) for score in scores] if self.place.reports else None
+
+    def open_transport(self, spec: TransportSpec) -> None:
+        """Take weights in the way of `spec` from now on."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = open_receiver(spec)
+
+    def begin_update(self) -> None:
+        """Begin to take a new version; what an update that broke off has left is forgotten."""
+        self._memory.require("begin an update")
+        self._update, self._checksums = self._policy.loader(), {}
+        self.version = None
+
+    def load_bucket(self, parcel: Parcel) -> None:
+        """Take the bucket of `parcel` from the transport; see `take_bucket`."""
+        if self._receiver is None:
+            raise RuntimeError("A parcel came before open_transport.")
+        self.take_bucket(self._receiver.receive(parcel))
+        self._receiver.release()
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        """Take some of the new version's tensors. Raises ChecksumError if one is not as it was sent."""
+        self._memory.require("take weights")
+        if self._update is None:
+            raise RuntimeError("A bucket came outside of an update; call begin_update first.")
+        here = {record.name for record in bucket.records}
+        for record, tensor in unpack(bucket):
+            # What waits for the rest of its parameter outlives the bucket's memory.
+            waits = not here.issuperset(self._siblings.get(record.name, ()))
+            self._update.feed(record.name, tensor.clone() if waits else tensor)
+            self._checksums[record.name] = record.checksum
+
+    def finish_update(self, version: int, expected: str) -> None:
+        """End an update: from here on the weights are `version`, whose digest is `expected`.
+
+        The reference does what is due then. Raises ChecksumError, and stays without weights, if tensors are missing or
+        differ.
+        """
+        self._memory.require("end an update")
+        update, self._update = self._update, None
+        if update is None:
+            raise RuntimeError("An update ends that did not begin; call begin_update first.")
+        missing = update.missing()
+        if missing:
+            raise ChecksumError(f"Version {version} came without {len(missing)} tensors, first {missing[0]}.")
+        received = digest(self._checksums)
+        if received != expected:
+            raise ChecksumError(f"Version {version} has digest {received}, but the actor sent {expected}.")
+        self.version = version
+        if self._reference is not None:
+            self._reference.follow(self._policy, version)
+
+    def begin_save(self, folder: str | Path) -> None:
+        """Copy the reference, and begin to write it to a new checkpoint; as `Learner.begin_save`."""
+        self._writer.begin([self._require_reference("save the reference").content(Path(folder))])
+
+    def saving(self) -> bool:
+        """Tell if files of this process are still being written."""
+        return self._writer.writing
+
+    def finish_save(self) -> Written:
+        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
+        return self._writer.finish()
+
+    def load(self, folder: str | Path) -> bool:
+        """Continue with the reference of a checkpoint, in place of `model.path`'s; as `Learner.load`."""
+        about = self._require_reference("load the reference").load(folder)
+        return rng.restore(Path(folder), about.layout)
+
+    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
+        """Begin to hand the reference out, which must not follow the policy meanwhile; see `WeightSender`."""
+        model = self._require_reference("export the reference").model
+        require = functools.partial(self._memory.require, "export the reference")
+        return Export(model, require, self._export_group, bucket_bytes, sender)
+
+    def offload(self) -> Offloaded:
+        """Release the memory of all weights until `restore`. Raises RunError if they find no room."""
+        return self._memory.offload(self._scratch)
+
+    def restore(self) -> Offloaded:
+        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
+        return self._memory.restore()
+
+    def _tensors(self) -> Iterable[Tensor]:
+        policy = self._policy.module.parameters()
+        return policy if self._reference is None else chain(policy, self._reference.tensors())
+
+    def _require_reference(self, purpose: str) -> ReferencePolicy:
+        self._memory.require(purpose)
+        if self._reference is None:
+            raise RuntimeError(f"The log-prob worker has no reference and cannot {purpose}.")
+        return self._reference
+
+    def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor | None, DevicePicks | None]]:
+        """`LogProbs` of each micro-batch on the device of the last stage, else an empty list."""
+        plan = self._picks
+        k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
+        of_policy = self._forward(self._policy, batches, k if reverse else None)
+        if self._reference is None:
+            return [(logprobs, None, None) for logprobs, _ in of_policy]
+        chosen = [picks[0] for _, picks in of_policy if picks is not None]
+        of_reference = self._forward(self._reference.model, batches, k, chosen if reverse else None)
+        return [(ours, *theirs) for (ours, _), theirs in zip(of_policy, of_reference, strict=True)]
+
+    def _forward(
+        self, model: PolicyModel, batches: Sequence[MicroBatch], k: int | None, chosen: Sequence[Tensor] | None = None
+    ) -> list[tuple[Tensor, DevicePicks | None]]:
+        """Log-probs [rows, width] of each micro-batch, and picks: its own top k, or what it makes of `chosen`.
+
+        Neither without `k`. `chosen` [trained tokens, k] is one for each micro-batch.
+        """
+        # The last stage sees the micro-batches in their order.
+        waiting = None if chosen is None else iter(chosen)
+
+        def on_logits(logits: Tensor, share: Share) -> tuple[Tensor, DevicePicks | None]:
+            shard, temperature = model.vocab_shard, self._temperature
+            logprobs, _ = token_logprobs(logits, to_tensor(share.targets, logits), shard, temperature)
+            picks = None
+            if waiting is not None:
+                tokens = next(waiting)
+                picks = tokens, share.whole(logprobs_at(logits, share.own(tokens), shard, temperature))
+            elif k is not None:
+                tokens, of_tokens = top_tokens(logits, shard, temperature, k)
+                picks = share.whole(tokens), share.whole(of_tokens)
+            mask = to_tensor(share.batch.loss_mask, logits)
+            return lay_out(share.whole(logprobs), mask), picks
+
+        return forward(model, batches, on_logits)
+
+
+def _on_host(policy: Tensor, reference: Tensor | None, picks: DevicePicks | None) -> LogProbs:
+    return LogProbs(
+        policy.cpu().numpy(),
+        None if reference is None else reference.cpu().numpy(),
+        None if picks is None else (picks[0].to(torch.int32).cpu().numpy(), picks[1].cpu().numpy()),
+    )
