@@ -3,7 +3,7 @@
 Python imports this module by itself where its folder is on PYTHONPATH; `bench.walks` puts it there. A context variable marks
 the work that is followed: tasks inherit it, so what runs beside them is not counted. Every new function is a line of
 `RLSYS_WALKS/<process id>`: the walk, its file and its name. A line "to_sglang" has the functions between the pipeline and a call:
-those on the stack, and for a task those on the stack of who created it.
+those on the stack, and for a task those on the stack of whoever created it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 from contextvars import ContextVar
-from inspect import CO_COROUTINE
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,12 +21,12 @@ FOLDER, PACKAGE = os.environ.get("RLSYS_WALKS"), os.environ.get("RLSYS_PACKAGE",
 GROUP, VERSION = 0, 1
 """The prompt group and the version that are followed in the driver; in a worker it is its first call of each kind."""
 EPISODE_CALLS = ("run_group", "compute", "accumulate")
-VERSION_CALLS = ("apply", "begin_export", "next_bucket", "end_export", "begin_update", "load_bucket", "finish_update")
+VERSION_CALLS = ("apply", "begin_export", "next_parcel", "end_export", "begin_update", "load_bucket", "finish_update")
 SGLANG = "sglang/srt/entrypoints/engine.py"
 
 _walk: ContextVar[str] = ContextVar("walk", default="")
 _stack: ContextVar[tuple[str, ...]] = ContextVar("stack", default=())
-_base: ContextVar[tuple[int, tuple[str, ...]]] = ContextVar("base", default=(0, ()))
+_base: ContextVar[tuple[int, str, tuple[str, ...]]] = ContextVar("base", default=(0, "", ()))
 _written: set[str] = set()
 _uids: set[str] = set()
 
@@ -71,40 +70,46 @@ def _marked(frame: FrameType) -> str:
     return ""
 
 
-def _chain(frame: FrameType | None) -> tuple[str, ...]:
-    """Functions of rlsys on the stack, after those of whoever created the task."""
+def _chain(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
+    """The walk that `frame` belongs to, and the functions on the stack since it began, its tasks' creators included."""
     try:
         task = id(asyncio.current_task())
     except RuntimeError:
         task = 0
     if _base.get()[0] != task:
-        _base.set((task, _stack.get()))
-    return (*_base.get()[1], *map(_name, _ours(frame)))
+        _base.set((task, _walk.get(), _stack.get()))
+    _, walk, stack = _base.get()
+    names = list(stack)
+    for one in _ours(frame):
+        if not walk and (walk := _marked(one)):
+            names = []
+        if not one.f_code.co_name.startswith("<listcomp"):
+            names.append(_name(one))
+    return walk, tuple(names)
 
 
 def _profile(frame: FrameType, event: str, _argument: Any) -> None:
-    if event not in ("call", "return"):
-        return
     code = frame.f_code
-    if not code.co_filename.startswith(PACKAGE):
-        if event == "call" and code.co_name == "async_generate" and code.co_filename.endswith(SGLANG) and _walk.get():
-            _write("to_sglang " + " ".join(_chain(frame)))
+    ours = code.co_filename.startswith(PACKAGE)
+    if event == "return" and ours:
+        walk, stack = _chain(frame.f_back)
+        _walk.set(walk)
+        _stack.set(stack)
+    if event != "call":
         return
-    if event == "call":
-        walk = _marked(frame)
-        if walk and not _walk.get():
-            _walk.set(walk)
-            for outer in _ours(frame.f_back):
-                _write(f"{walk} {_name(outer)}")
-        if _walk.get():
-            _stack.set(_chain(frame))
-            _write(f"{_walk.get()} {_name(frame)}")
+    if ours:
+        walk, stack = _chain(frame)
+        _walk.set(walk)
+        _stack.set(stack)
+        if walk:
+            for name in stack:
+                _write(f"{walk} {name}")
             if code.co_name == "call_rank" and frame.f_locals.get("method") == "run_group":
-                _write("to_engine " + " ".join(_stack.get()))
-    elif _walk.get():
-        _stack.set(_chain(frame.f_back))
-        if code.co_name == "call" and not code.co_flags & CO_COROUTINE:
-            _walk.set("")
+                _write("to_engine " + " ".join(stack))
+    elif code.co_name == "async_generate" and code.co_filename.endswith(SGLANG):
+        walk, stack = _chain(frame)
+        if walk == "episode":
+            _write("to_sglang " + " ".join(stack))
 
 
 if FOLDER:
