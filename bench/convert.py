@@ -36,9 +36,8 @@ from torch import Tensor
 
 from rlsys.apps.convert.verify import verify
 from rlsys.weights.bijection import WeightMap
-from rlsys.weights.convert.engine import bytes_in
-from rlsys.weights.convert.to_hf import SHARD_BYTES, megatron_to_hf
-from rlsys.weights.convert.to_megatron import hf_to_megatron
+from rlsys.weights.convert.conversion import bytes_in
+from rlsys.weights.convert.directions import SHARD_BYTES, hf_to_megatron, megatron_to_hf
 from rlsys.weights.families import architecture_of, read_architecture
 from rlsys.weights.hf_io import TensorSpec, write_safetensors
 

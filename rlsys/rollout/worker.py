@@ -35,7 +35,7 @@ from rlsys.rollout.engine import Engine
 from rlsys.rollout.gate import Gate
 from rlsys.rollout.sampling import in_training, of_answers
 from rlsys.rollout.search_tool import open_tool, search_metrics
-from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
+from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,12 +137,12 @@ class RolloutWorker:
         """See `Engine.begin_update`."""
         await self.engine.begin_update(version)
 
-    async def load_bucket(self, parcel: Parcel) -> None:
+    async def load_bucket(self, handle: BucketHandle) -> None:
         """Take a bucket from the transport; see `Engine.load_bucket`."""
         if self._receiver is None:
             raise RunError("Weights came to a rollout worker without a transport; call open_transport first.")
         async with self._receiving:
-            bucket = await asyncio.to_thread(self._receiver.receive, parcel)
+            bucket = await asyncio.to_thread(self._receiver.receive, handle)
             await self.engine.load_bucket(bucket)  # Copies: the bytes are lent.
             del bucket
             await asyncio.to_thread(self._receiver.release)

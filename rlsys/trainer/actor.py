@@ -30,8 +30,8 @@ from rlsys.trainer.forward import forward, to_tensor
 from rlsys.trainer.learner import Learner, LossOf
 from rlsys.trainer.logprobs import lay_out, token_logprobs
 from rlsys.trainer.model import PolicyModel
-from rlsys.weights.checkpoint.about import read_about
-from rlsys.weights.checkpoint.writing import Content
+from rlsys.weights.checkpoint.sharded import Content
+from rlsys.weights.checkpoint.store import read_about
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
 

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from rlsys.trainer.model import PolicyModel
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.about import About, read_about
-from rlsys.weights.checkpoint.writing import Content
+from rlsys.weights.checkpoint.sharded import Content
+from rlsys.weights.checkpoint.store import About, read_about
 
 _MODEL, _MASTER = "model", "master"
 

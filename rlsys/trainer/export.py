@@ -22,7 +22,7 @@ from rlsys.errors import RunError
 from rlsys.trainer.model import PolicyModel
 from rlsys.trainer.parallel import Place
 from rlsys.weights.buckets import Bucket, BucketFullError, digest, pack, pack_into
-from rlsys.weights.transport import IpcSender, Parcel, Sender
+from rlsys.weights.transport import BucketHandle, IpcSender, Sender
 
 
 def owners_group(place: Place) -> dist.ProcessGroup:
@@ -56,8 +56,8 @@ class Export:
         self._runs = self._plan()
         self._checksums: dict[str, str] = {}
 
-    def next(self) -> Parcel | None:
-        """Gather and send the next bucket; on rank 0 its parcel, None after the last. None on other ranks.
+    def next(self) -> BucketHandle | None:
+        """Gather and send the next bucket; on rank 0 its handle, None after the last. None on other ranks.
 
         Raises RunError if a tensor is larger than a bucket, or if a receiver is gone.
         """
@@ -67,16 +67,16 @@ class Export:
             return None
         stage, names = run
         if isinstance(self._sender, IpcSender):
-            parcel = self._send_from_stage(self._sender, stage, names)
+            handle = self._send_from_stage(self._sender, stage, names)
         elif self._sender is not None:
             bucket = self._take(stage, self._sender) if stage else self._pack(names, self._sender)
-            parcel = self._sender.send(bucket)
+            handle = self._sender.send(bucket)
         else:
             self._give(stage, names)
             return None
-        if parcel is not None:
-            self._checksums |= {record.name: record.checksum for record in parcel.records}
-        return parcel
+        if handle is not None:
+            self._checksums |= {record.name: record.checksum for record in handle.records}
+        return handle
 
     @property
     def digest(self) -> str:
@@ -96,8 +96,8 @@ class Export:
             for run in range(runs)
         )
 
-    def _send_from_stage(self, sender: IpcSender, stage: int, names: list[str]) -> Parcel | None:
-        """The next bucket's parcel on rank 0, from whichever stage has the bucket; None on its other owners."""
+    def _send_from_stage(self, sender: IpcSender, stage: int, names: list[str]) -> BucketHandle | None:
+        """The next bucket's handle on rank 0, from whichever stage has the bucket; None on its other owners."""
         rank_0 = self._place.rank == 0
         if stage != self._place.pp:
             sender.skip()
@@ -105,12 +105,12 @@ class Export:
                 return None
             box: list[Any] = [None]
             dist.recv_object_list(box, src=stage * self._place.stage_size, group=self._owners)
-            parcel: Parcel = box[0]
-            return parcel
-        parcel = sender.send(self._pack(names, sender))
+            handle: BucketHandle = box[0]
+            return handle
+        handle = sender.send(self._pack(names, sender))
         if rank_0:
-            return parcel
-        dist.send_object_list([parcel], dst=0, group=self._owners)
+            return handle
+        dist.send_object_list([handle], dst=0, group=self._owners)
         return None
 
     def _pack(self, names: list[str], sender: Sender) -> Bucket:

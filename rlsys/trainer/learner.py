@@ -29,9 +29,9 @@ from rlsys.trainer.learning_rate import learning_rate
 from rlsys.trainer.model import StageModel
 from rlsys.trainer.offload import Offload, gradient_buffers, training_state
 from rlsys.trainer.results import Accumulated, Applied, Offloaded
-from rlsys.weights.checkpoint import rng, sharded
-from rlsys.weights.checkpoint.about import About, read_about
-from rlsys.weights.checkpoint.writing import CheckpointWriter, Content, Written
+from rlsys.weights.checkpoint import sharded
+from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, Written
+from rlsys.weights.checkpoint.store import About, read_about
 
 LossOf = Callable[[Tensor, Share], tuple[Tensor, Stats]]
 """(output [own targets, ...] of the model, share of a micro-batch) -> (loss sum of all of it, scalar statistics)."""
@@ -161,7 +161,7 @@ class Learner(ABC):
         return self._writer.finish()
 
     def load(self, folder: str | Path) -> bool:
-        """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `rng.restore`.
+        """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `sharded.restore_generators`.
 
         A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if
         the checkpoint is incomplete, damaged or of another model.
@@ -176,7 +176,7 @@ class Learner(ABC):
             self._model.load_checkpoint(folder)
             self._optimizer.reload_model_params()
         self._step = about.step
-        return rng.restore(Path(folder), about.layout)
+        return sharded.restore_generators(Path(folder), about.layout)
 
     def offload(self, scratch: str | Path) -> Offloaded:
         """Release the memory of weights, gradients and optimiser state until `restore`.

@@ -32,8 +32,7 @@ from rlsys.trainer.offload import Offload
 from rlsys.trainer.results import LogProbs, Offloaded
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
-from rlsys.weights.checkpoint import rng
-from rlsys.weights.checkpoint.writing import CheckpointWriter, Written
+from rlsys.weights.checkpoint.sharded import CheckpointWriter, Written, restore_generators
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
 
@@ -159,7 +158,7 @@ class LogProbWorker:
     def load_reference(self, folder: str | Path) -> bool:
         """Continue with the reference of a checkpoint, in place of `model.path`'s; as `Learner.load`."""
         about = self._reference("load the reference").load(folder)
-        return rng.restore(Path(folder), about.layout)
+        return restore_generators(Path(folder), about.layout)
 
     def export_reference(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the reference out; it must not follow the policy until the export has ended.

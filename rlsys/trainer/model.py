@@ -32,11 +32,9 @@ from rlsys.trainer.vocabulary import VocabShard
 from rlsys.weights.bijection import Entry, ShardLoader, WeightMap
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.families import Architecture
-from rlsys.weights.hf_io import HfReader
-from rlsys.weights.repeated import check_repeated
+from rlsys.weights.hf_io import HfReader, check_repeated
 from rlsys.weights.rope import inverse_frequencies
-from rlsys.weights.sizes import aligned
-from rlsys.weights.stages import expert_block, stage_layers
+from rlsys.weights.sizes import aligned, expert_block, stage_layers
 
 CHECKPOINT_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",

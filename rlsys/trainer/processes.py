@@ -27,7 +27,7 @@ from rlsys.trainer.log_prob_worker import LogProbWorker, PickPlan
 from rlsys.trainer.parallel import Rendezvous
 from rlsys.trainer.results import Accumulated, Applied, LogProbs
 from rlsys.trainer.sending import Sending
-from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
+from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
 
 Dealt = list[list[MicroBatch]]
 """[data-parallel rank][micro-batch]"""
@@ -66,11 +66,11 @@ class InferenceProcess(Sending):
         """Begin to take a version; its number comes with its digest, at the end."""
         self._worker.begin_update()
 
-    def load_bucket(self, parcel: Parcel) -> None:
+    def load_bucket(self, handle: BucketHandle) -> None:
         """Take some of the version's tensors. Raises ChecksumError if one is not as it was sent."""
         if self._receiver is None:
-            raise RuntimeError("A parcel came before open_transport.")
-        self._worker.load_bucket(self._receiver.receive(parcel))
+            raise RuntimeError("A bucket handle came before open_transport.")
+        self._worker.load_bucket(self._receiver.receive(handle))
         self._receiver.release()
 
     def compute(self, dealt: Dealt) -> tuple[int, list[LogProbs]] | None:

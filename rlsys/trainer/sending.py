@@ -12,8 +12,8 @@ import torch
 from rlsys.config.schema import SyncMode
 from rlsys.trainer.export import Export
 from rlsys.trainer.parallel import Place
-from rlsys.weights.copy_speed import copy_gb_s
-from rlsys.weights.transport import IpcSender, Parcel, Sender, TransportSpec, open_sender
+from rlsys.weights.buckets import copy_gb_s
+from rlsys.weights.transport import BucketHandle, IpcSender, Sender, TransportSpec, open_sender
 
 
 class StartExport(Protocol):
@@ -49,8 +49,8 @@ class Sending:
         """Begin to hand out the weights as they are now."""
         self._export = self._start(self._bucket_bytes, self._sender)
 
-    def next_parcel(self, taken: int) -> Parcel | None:
-        """The next bucket's parcel from rank 0; None at the end and from other ranks, which only take part.
+    def next_handle(self, taken: int) -> BucketHandle | None:
+        """The next bucket's handle from rank 0; None at the end and from other ranks, which only take part.
 
         `taken` counts the buckets that every receiver has taken since `open_export`.
         """

@@ -208,12 +208,7 @@ class ShardLoader:
     """
 
     def __init__(
-        self,
-        weights: WeightMap,
-        names: Sequence[str],
-        tp_rank: int,
-        tp_size: int,
-        store: Callable[[str, Tensor], None],
+        self, weights: WeightMap, names: Sequence[str], tp_rank: int, tp_size: int, store: Callable[[str, Tensor], None]
     ) -> None:
         """`names` are this rank's Megatron tensors; `store(name, shard)` takes each shard.
 

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from rlsys.errors import UserError
+from rlsys.weights.bijection import WeightMap
+from rlsys.weights.buckets import checksum
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -140,6 +142,20 @@ def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=lead)
 
 
+def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> None:
+    """Raise UserError unless what `source` holds twice is the same both times, to the bit.
+
+    Only one of the two is used, so an output layer that was trained by itself would be lost. Nothing is read where
+    nothing is there twice; else both, one at a time.
+    """
+    for again, name in weights.repeated.items():
+        if again in reader.names() and checksum("", reader.get(again)) != checksum("", reader.get(name)):
+            raise UserError(
+                f"{source} has {again} with other numbers than {name}, and they would be lost, for its config.json "
+                "says that the two are one (tie_word_embeddings); correct that, or use weights and config of one model."
+            )
+
+
 def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write the file `path` with the tensors that `specs` announces, which `tensors` gives in that order.
 
@@ -175,11 +191,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     end = 0
     for spec in specs:
         begin, end = end, end + spec.nbytes
-        entries[spec.name] = {
-            "dtype": _NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [begin, end],
-        }
+        entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text

@@ -28,7 +28,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.pipeline.flow import FlowState
 from rlsys.orchestrator.pipeline.ledger import LedgerState, Reason, TicketState
 from rlsys.rollout.agent.begun import PartialEpisode
-from rlsys.weights.checkpoint.codec import load_values, save_values
+from rlsys.weights.checkpoint.state_file import load_values, save_values
 from tests.pipeline.build import same
 
 

@@ -27,13 +27,10 @@ from rlsys.trainer.model import PolicyModel, StageModel
 from rlsys.trainer.value_model import ValueModel
 from rlsys.weights.bijection import Entry, WeightMap
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.about import About
-from rlsys.weights.checkpoint.formats import MegatronCheckpoint, open_checkpoint
-from rlsys.weights.checkpoint.keys import name_of
-from rlsys.weights.checkpoint.on_disk import OnDisk
-from rlsys.weights.checkpoint.soundness import require_sound
+from rlsys.weights.checkpoint.readers import MegatronCheckpoint, OnDisk, name_of, open_checkpoint
+from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, require_sound
+from rlsys.weights.checkpoint.store import About
 from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
-from rlsys.weights.checkpoint.writing import CheckpointWriter, Content
 from rlsys.weights.families import Cut, read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference

@@ -19,7 +19,7 @@ from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
 from rlsys.orchestrator.pipeline.ledger import Ledger, LedgerState, Reason, TicketState
 from rlsys.orchestrator.pipeline.routing import GroupLost, Loss
 from rlsys.rollout.agent.begun import Begun
-from rlsys.weights.checkpoint.codec import load_values, save_values
+from rlsys.weights.checkpoint.state_file import load_values, save_values
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, rewarded, same, trajectory
 from tests.pipeline.planted import PLANTED_IN_RESUMING

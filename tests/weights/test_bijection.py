@@ -17,7 +17,7 @@ from torch import Tensor
 from rlsys.errors import UserError
 from rlsys.weights.bijection import Entry, ShardLoader, WeightMap
 from rlsys.weights.families import Architecture, RopeScaling
-from rlsys.weights.stages import expert_block, stage_layers
+from rlsys.weights.sizes import expert_block, stage_layers
 
 LAYERS = 5
 LLAMA = Architecture(

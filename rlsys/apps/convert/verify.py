@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlsys.apps.convert.logits import LogitsCheck, check_logits, not_computed, too_large
 from rlsys.weights.buckets import checksum
-from rlsys.weights.convert.dtypes import name_of
+from rlsys.weights.convert.model_folder import name_of
 from rlsys.weights.convert.sides import Side, open_side
 from rlsys.weights.hf_io import TensorSpec
 

@@ -16,8 +16,7 @@ from rlsys.errors import UserError
 from rlsys.files import read_yaml
 from rlsys.orchestrator.resume import CHECKPOINTS, RUN_CONFIG
 from rlsys.weights.checkpoint.store import MANIFEST, check, step_of
-from rlsys.weights.convert.companions import CONFIG, read_config
-from rlsys.weights.convert.source import MODEL
+from rlsys.weights.convert.model_folder import CONFIG, MODEL, read_config
 
 _ACTOR = "actor"
 _SPEAKERS = ("ForCausalLM", "LMHeadModel")
@@ -88,7 +87,7 @@ def as_hf(model: Model, work: Path) -> Iterator[Path]:
         yield model.folder
         return
     # Loads Megatron, which a Hugging Face folder does not need.
-    from rlsys.weights.convert.to_hf import megatron_to_hf
+    from rlsys.weights.convert.directions import megatron_to_hf
 
     with TemporaryDirectory(dir=work, prefix=".model-") as room:
         converted = Path(room) / "hf"

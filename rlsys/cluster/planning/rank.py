@@ -22,7 +22,7 @@ from rlsys.config.schema import (
     RunConfig,
 )
 from rlsys.weights.families import Architecture, Cut, Rule, rules_of
-from rlsys.weights.stages import stage_layers
+from rlsys.weights.sizes import stage_layers
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 

@@ -26,7 +26,7 @@ from rlsys.trainer.batches.batcher import Plan
 from rlsys.trainer.batches.dealer import Dealer
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.results import LogProbs, switch_figures
-from rlsys.weights.transport import Parcel, TransportSpec
+from rlsys.weights.transport import BucketHandle, TransportSpec
 
 Answers = Sequence[tuple[int, Sequence[Any]] | None]
 """Of each process: its data-parallel rank and a result for each micro-batch, or None if it does not report."""
@@ -142,9 +142,9 @@ class InferenceGroup(MegatronGroup):
             self._weights.release()
             raise
 
-    async def load_bucket(self, parcel: Parcel) -> None:
+    async def load_bucket(self, handle: BucketHandle) -> None:
         """Let every rank take a bucket."""
-        await self.workers.call("load_bucket", parcel)
+        await self.workers.call("load_bucket", handle)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Compute with `version` from now on. Raises RunError if it is not what the digest speaks of."""

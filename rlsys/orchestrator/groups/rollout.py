@@ -236,7 +236,7 @@ class RolloutGroup:
         }
 
     async def open_transport(self, specs: Sequence[Any]) -> None:
-        """Let each of the `living` engines, in that order, receive parcels as its part of `specs` says."""
+        """Let each of the `living` engines, in that order, receive handles as its part of `specs` says."""
         own = dict(zip(self.living, specs, strict=True))
         await self._engines.each(lambda engine: self._engines.tell(engine, "open_transport", own[engine]))
 
@@ -244,9 +244,9 @@ class RolloutGroup:
         """Announce `version`; the engines generate on."""
         await self._switching.begin_update(version)
 
-    async def load_bucket(self, parcel: Any) -> None:
-        """Let every engine stage a parcel; they generate on."""
-        await self._engines.tell_all("load_bucket", parcel)
+    async def load_bucket(self, handle: Any) -> None:
+        """Let every engine stage a handle; they generate on."""
+        await self._engines.tell_all("load_bucket", handle)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Let every engine that is not set aside switch to `version`; each gets new groups again as soon as it has.

@@ -36,11 +36,10 @@ from torch.utils.serialization import config
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.weights.bijection import Entry, WeightMap
-from rlsys.weights.checkpoint import keys
-from rlsys.weights.checkpoint.about import COMPLETE, About
-from rlsys.weights.checkpoint.torch_dist import BACKEND, COMMON, METADATA
+from rlsys.weights.checkpoint.readers import BACKEND, COMMON, LAYER_STATE, METADATA, key_of
+from rlsys.weights.checkpoint.store import COMPLETE, About
 from rlsys.weights.families import Cut, Rule
-from rlsys.weights.stages import expert_block, stage_layers
+from rlsys.weights.sizes import expert_block, stage_layers
 
 _OPTIONS: Any = config
 FILE_BYTES = 1 << 30
@@ -218,7 +217,7 @@ class TorchDistWriter:
         architecture = self._weights.architecture
         numbers = ((entry.layer, architecture.layers), (entry.expert, architecture.experts))
         lead = [(number, count) for number, count in numbers if number is not None]
-        return keys.key_of(entry.name, mixture=architecture.experts > 0), lead
+        return key_of(entry.name, mixture=architecture.experts > 0), lead
 
     def _state(self, entry: Entry) -> str | None:
         """The name of the state that Megatron's layers ask for beside a weight."""
@@ -226,7 +225,7 @@ class TorchDistWriter:
         if not key.startswith("decoder.") or not key.endswith(".weight"):
             return None
         at, of = (".".join(map(str, axis)) for axis in zip(*(lead or [(0, 1)]), strict=True))
-        return f"{key.removesuffix('weight')}{keys.LAYER_STATE}/shard_{at}_{of}"
+        return f"{key.removesuffix('weight')}{LAYER_STATE}/shard_{at}_{of}"
 
 
 @contextmanager

@@ -1,18 +1,28 @@
 """A conversion: files that are known before the first is written, each written whole by one of several processes.
 
-Invariants: a file is written once, also when a conversion is killed and started again; what a file holds does
-not depend on how many processes there are; whoever waits for a process that dies gets RunError; a process ends
-with the one that started it.
+Invariants: a file is written once, also when a conversion is killed and started again; what a file holds does not depend on how
+many processes there are; whoever waits for a process that dies gets RunError; a process ends with the one that started it.
+
+Beside `out` lies `.<name>.partial`, where it grows before it has its name:
+
+    lock            held by the process that converts there
+    journal.json    what is converted, and the files that are complete
+    folder/         what becomes `out`
+
+So one process converts to one place; `out` is complete or not there; a file that the journal names is complete; nothing is
+deleted that no conversion made.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -22,7 +32,7 @@ from typing import Any, Protocol
 import torch
 
 from rlsys.errors import Interrupted, RunError, UserError
-from rlsys.weights.convert.draft import Draft, claim
+from rlsys.files import LOCK, working_folder
 
 OnBytes = Callable[[int, int], None]
 """Called with the bytes that are written, and those of the whole; first with what was there before."""
@@ -93,7 +103,7 @@ def run(conversion: Conversion, out: Path, processes: int | None = None, show: O
     return replace(outcome, notes=(*anew, *outcome.notes))
 
 
-def _finished(conversion: Conversion, draft: Draft, processes: int | None, show: OnBytes | None) -> Outcome:
+def _finished(conversion: Conversion, draft: ConversionDraft, processes: int | None, show: OnBytes | None) -> Outcome:
     """Write what is missing in the draft."""
     jobs = conversion.jobs(draft.folder)
     waiting = [job for job in jobs if job.name not in draft.finished()]
@@ -109,7 +119,7 @@ def _worth(jobs: Sequence[Job]) -> int:
     return min(len(os.sched_getaffinity(0)), 1 + sum(job.nbytes for job in jobs) // _WORTH_BYTES)
 
 
-def _alone(conversion: Conversion, draft: Draft, jobs: Sequence[Job], _crowd: int) -> None:
+def _alone(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job], _crowd: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -119,7 +129,7 @@ def _alone(conversion: Conversion, draft: Draft, jobs: Sequence[Job], _crowd: in
         torch.set_num_threads(threads)
 
 
-def _together(conversion: Conversion, draft: Draft, jobs: Sequence[Job], crowd: int) -> None:
+def _together(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job], crowd: int) -> None:
     # The largest first, so that no process has a large one left at the end.
     waiting = sorted(jobs, key=lambda job: job.nbytes)
     with _workers(conversion, draft.folder, crowd) as workers:
@@ -239,3 +249,116 @@ def bytes_in(folder: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+_JOURNAL, _FOLDER = "journal.json", "folder"
+
+
+class ConversionDraft:
+    """The place where `out` is made; made by `claim`."""
+
+    def __init__(self, out: Path, home: Path) -> None:
+        self._out, self._home = out, home
+        self.folder = home / _FOLDER
+        self._journal: dict[str, Any] = {}
+
+    def begin(self, recipe: Mapping[str, Any]) -> bool:
+        """Go on with what was begun from the same `recipe` (JSON); False if another's had to go."""
+        # As it reads in JSON, where a tuple is a list.
+        fresh = {"recipe": json.loads(json.dumps(recipe)), "files": {}}
+        self._journal = self._read() or fresh
+        same: bool = self._journal["recipe"] == fresh["recipe"]
+        if not same:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._journal = fresh
+        # Before the folder, so that a folder always has one.
+        self._write()
+        self.folder.mkdir(exist_ok=True)
+        self._drop_what_was_not_finished()
+        return same
+
+    def finished(self) -> dict[str, Any]:
+        """Receipts of the files that are complete, by name."""
+        return {name: file["receipt"] for name, file in self._journal["files"].items()}
+
+    def finish(self, name: str, receipt: Any) -> None:
+        """Note that the file `name` is complete; `receipt` is plain JSON."""
+        size = (self.folder / name).stat().st_size
+        self._journal["files"][name] = {"bytes": size, "receipt": receipt}
+        self._write()
+
+    def publish(self) -> None:
+        """Make the folder the one at `out`. Raises UserError if there is one by now."""
+        _refuse(self._out)
+        self.folder.rename(self._out)
+        (self._home / _JOURNAL).unlink()
+
+    def abandon(self) -> None:
+        """Leave nothing behind, unless a file is complete, with which another conversion can go on."""
+        if self._journal and not self._journal["files"]:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            (self._home / _JOURNAL).unlink(missing_ok=True)
+
+    def _drop_what_was_not_finished(self) -> None:
+        files = self._journal["files"]
+        for name, file in list(files.items()):
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != file["bytes"]:
+                del files[name]
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                with suppress(OSError):
+                    path.rmdir()
+            elif str(path.relative_to(self.folder)) not in files:
+                path.unlink()
+
+    def _read(self) -> dict[str, Any] | None:
+        path = self._home / _JOURNAL
+        if not path.is_file():
+            return None
+        try:
+            journal = json.loads(path.read_text())
+            return {"recipe": journal["recipe"], "files": dict(journal["files"])}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{path} is damaged; remove {self._home} to begin anew.") from None
+
+    def _write(self) -> None:
+        partial = self._home / f".{_JOURNAL}"
+        try:
+            partial.write_text(json.dumps(self._journal))
+            os.replace(partial, self._home / _JOURNAL)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def claim(out: Path) -> Iterator[ConversionDraft]:
+    """The draft of `out`, for this process alone; what an ended conversion left there is kept.
+
+    Raises UserError if `out` is there already, nothing can be there, or another process converts to it.
+    """
+    with ExitStack() as stack:
+        home = out.with_name(f".{out.name}.partial")
+        try:
+            _refuse(out)
+            _refuse_strange(home)
+            stack.enter_context(working_folder(home))
+        except BlockingIOError:
+            raise UserError(f"Another process converts in {home}; wait for it, or end it.") from None
+        except OSError as error:
+            raise UserError(f"Nothing can be written to {out} ({error.strerror}); give another folder.") from None
+        draft = ConversionDraft(out, home)
+        stack.callback(draft.abandon)
+        yield draft
+
+
+def _refuse(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out} exists already; give a folder that does not, or remove it first.")
+
+
+def _refuse_strange(home: Path) -> None:
+    found = {path.name for path in home.iterdir()} if home.is_dir() else set()
+    # A conversion writes the journal before it makes the folder, and renames the folder before the journal goes.
+    if found - {LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
+        raise UserError(f"{home} was not made by a conversion; move it away, or give another folder.")
