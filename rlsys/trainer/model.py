@@ -162,7 +162,7 @@ class PolicyModel(StageModel):
         size = 0
         for entry in self._stage_entries():
             itemsize = self.config.params_dtype.itemsize
-            nbytes = sum(aligned(prod(shape) * itemsize) for shape in self.weights.hf_shapes(entry))
+            nbytes = sum(aligned(prod(shape) * itemsize) for shape in entry.rule.shapes)
             if not runs or size + nbytes > bucket_bytes:
                 runs.append([])
                 size = 0

@@ -30,20 +30,14 @@ from rlsys.weights.sizes import aligned
 Memory = NDArray[np.uint8] | Tensor
 """[bytes] uint8: in host memory an array, on a device a tensor. What is a tensor is hashed as on a device, wherever it lies."""
 
-PIECE_BYTES = 4 * 1024 * 1024
-"""Of a tensor, hashed by itself."""
-BLOCK_BYTES = 256 * 1024
-"""Of a piece; source and copy fit into a core's cache together."""
-PACKERS = 2
-"""Threads that pack."""
-DEVICE_PIECE_BYTES = 16 * 1024 * 1024
-"""What is hashed at a time on a device; three times as much is needed beside it."""
+PIECE_BYTES = 4 * 1024 * 1024  # Of a tensor, hashed by itself.
+BLOCK_BYTES = 256 * 1024  # Of a piece; source and copy fit into a core's cache together.
+PACKERS = 2  # Threads that pack.
+DEVICE_PIECE_BYTES = 16 * 1024 * 1024  # What is hashed at a time on a device; three times as much is needed beside it.
 _WORD_BYTES = 8
 _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
-"""The numbers of SplitMix64."""
-_COPY_BYTES = 256 * 1024 * 1024
-"""Of a measurement; a copy of more runs at the same speed."""
+_SHIFTS = (30, 27, 31)  # The numbers of SplitMix64.
+_COPY_BYTES = 256 * 1024 * 1024  # Of a measurement; a copy of more runs at the same speed.
 COPY_ROUNDS = 3
 
 
@@ -60,11 +54,9 @@ class TensorRecord:
     """Where a tensor lies in a bucket, and what it must hash to."""
 
     name: str
-    dtype: str
-    """As torch names it, e.g. `bfloat16`."""
+    dtype: str  # As torch names it, e.g. `bfloat16`.
     shape: tuple[int, ...]
-    offset: int
-    """Bytes from the start of the bucket."""
+    offset: int  # Bytes from the start of the bucket.
     checksum: str
 
     @property
@@ -77,8 +69,7 @@ class TensorRecord:
 class Bucket:
     """Some tensors of one version."""
 
-    data: Memory
-    """[bytes]"""
+    data: Memory  # [bytes]
     records: tuple[TensorRecord, ...]
 
     @property
@@ -174,8 +165,7 @@ def unpack(bucket: Bucket) -> Iterator[tuple[TensorRecord, Tensor]]:
         yield record, tensor
 
 
-_Part = tuple[str, Tensor, int, Iterable[bytes]]
-"""Name, copy, offset, and the hashes of its pieces."""
+_Part = tuple[str, Tensor, int, Iterable[bytes]]  # Name, copy, offset, and the hashes of its pieces.
 
 
 def _pack_in_host(memory: NDArray[np.uint8], tensors: Iterable[tuple[str, Tensor]]) -> list[_Part]:
@@ -262,13 +252,13 @@ def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 def hash_pieces(flats: Sequence[Tensor]) -> list[list[bytes]]:
     """The hashes of all pieces of each of `flats`, 8 bytes a piece, in order; nothing for what is empty.
 
-    In plain tensor operations: the same on every device, and computed where the bytes lie. `flats` are [bytes] uint8, all on
-    one device, each starting at a multiple of 8 bytes. The last piece is filled up with zeros to whole words, so a length that
-    matters has to be told by other means. With the words w_0, w_1, ... of a piece (8 bytes each, as the device orders them), its
-    hash is the sum modulo 2^64 of mix(w_i + (i + 1) step), where mix and step are those of SplitMix64 (Steele, Lea, Flood: Fast
-    Splittable Pseudorandom Number Generators, OOPSLA 2014); it does not depend on the order in which a device adds. A single
-    word that changes always changes the hash; anything else does, but for one time in 2^64. It finds damage, not forgery. The
-    calling thread waits for the device.
+    In plain tensor operations: the same on every device, and computed where the bytes lie. `flats` are [bytes] uint8,
+    all on one device, each starting at a multiple of 8 bytes. The last piece is filled up with zeros to whole words, so
+    a length that matters has to be told by other means. With the words w_0, w_1, ... of a piece (8 bytes each, as the
+    device orders them), its hash is the sum modulo 2^64 of mix(w_i + (i + 1) step), where mix and step are those of
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014); it does not depend on
+    the order in which a device adds. A single word that changes always changes the hash; anything else does, but for
+    one time in 2^64. It finds damage, not forgery. The calling thread waits for the device.
     """
     longest = min(max((flat.numel() for flat in flats), default=0), DEVICE_PIECE_BYTES)
     if not longest:

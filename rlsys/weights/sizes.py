@@ -1,19 +1,20 @@
-"""What follows from a model's sizes alone, without torch or weights: the layers of a pipeline stage, the experts of a rank, the
-bytes of the largest bucket."""
+"""What follows from a model's sizes alone, without torch or weights: the layers of a pipeline stage, the experts of a
+rank, the bytes of the largest bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 from rlsys.config.schema import Dtype
 from rlsys.errors import UserError
 from rlsys.weights.families import FAMILIES, read_architecture, rules_of
 
-ALIGNMENT = 64
-"""Bytes; every tensor of a bucket starts at a multiple, so that it can be viewed in its own dtype."""
+ALIGNMENT = 64  # Bytes; every tensor of a bucket starts at a multiple, so that it can be viewed in its own dtype.
+T = TypeVar("T")
 _ITEM_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 
 
@@ -25,8 +26,8 @@ def aligned(nbytes: int) -> int:
 def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FAMILIES) -> int:
     """Bytes of the smallest bucket that the weights of the Hugging Face folder `model_path` can travel in.
 
-    Tensors that are one parameter in training (query, key and value; gate and up of an expert) travel together,
-    so they count together. `dtype` is the one that is trained in. Raises UserError as `read_architecture` does.
+    Tensors that are one parameter in training (query, key and value; gate and up of an expert) travel together, so they
+    count together. `dtype` is the one that is trained in. Raises UserError as `read_architecture` does.
     """
     item = _ITEM_BYTES[dtype]
     rules = rules_of(read_architecture(model_path, folder), folder=folder)
@@ -54,9 +55,9 @@ def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -
 def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[range]]:
     """The global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank].
 
-    `counts` [pp][virtual] says how many layers each chunk holds, some maybe none. A micro-batch passes the
-    first chunk of every rank, then the second of every rank and so on (interleaved schedule: Narayanan et al.,
-    arXiv:2104.04473, section 2.2). Raises UserError if the chunks do not add up to the model.
+    `counts` [pp][virtual] says how many layers each chunk holds, some maybe none. A micro-batch passes the first chunk
+    of every rank, then the second of every rank and so on (interleaved schedule: Narayanan et al., arXiv:2104.04473,
+    section 2.2). Raises UserError if the chunks do not add up to the model.
     """
     virtual = max(map(len, counts))
     if any(len(rank) != virtual for rank in counts) or sum(map(sum, counts)) != layers:
@@ -76,6 +77,20 @@ def expert_block(experts: int, ep: int, ep_rank: int) -> range:
         raise UserError(f"ep is {ep}, which does not divide the model's {experts} experts; lower ep.")
     held = experts // ep
     return range(held * ep_rank, held * (ep_rank + 1))
+
+
+def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> list[list[T]]:
+    """The items in order, in runs of at most `most` bytes; one that is larger is a run of its own."""
+    runs: list[list[T]] = []
+    size = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if not runs or size + nbytes > most:
+            runs.append([])
+            size = 0
+        runs[-1].append(item)
+        size += nbytes
+    return runs
 
 
 def _runs(counts: Sequence[int]) -> list[range]:

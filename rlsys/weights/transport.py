@@ -40,16 +40,13 @@ from rlsys.weights.buckets import Bucket, Memory, TensorRecord
 from rlsys.weights.sizes import aligned
 from rlsys.weights.sockets import listener
 
-SLOTS = 2
-"""Buckets under way at a time: one is read while the next is packed."""
-STORAGE_DEVICE, EVENT_SYNC_REQUIRED = 6, 14
-"""Arguments of torch's `rebuild_cuda_tensor`."""
+SLOTS = 2  # Buckets under way at a time: one is read while the next is packed.
+STORAGE_DEVICE, EVENT_SYNC_REQUIRED = 6, 14  # Arguments of torch's `rebuild_cuda_tensor`.
 _FILE_S, _FILE_LOOK_S = 60.0, 0.05
 """A file that is complete on one host is seen by the others within this, whatever their caches; between two looks for it."""
 _MEMBER_LOOK_S, _WORK_LOOK_S = 0.02, 0.0005
 """Between two looks for a member of a broadcast that is not there yet, and whether a broadcast is complete."""
-_PATIENCE = 2.0
-"""The time-out of a broadcast's group is that many times the one that is waited for."""
+_PATIENCE = 2.0  # The time-out of a broadcast's group is that many times the one that is waited for.
 Lent = TypeVar("Lent", NDArray[np.uint8], Tensor)
 
 
@@ -58,20 +55,13 @@ class TransportSpec:
     """How one process takes part in a transport; all processes have the same, but for `rank`."""
 
     mode: SyncMode
-    rank: int
-    """0 sends, the others receive."""
-    members: tuple[str, ...]
-    """What each rank is called in messages."""
-    bucket_bytes: int
-    """Size of the largest bucket."""
-    timeout_s: float
-    """Of every wait for another process."""
-    device: Device
-    """Where broadcasts are exchanged, through gloo on a CPU, NCCL on a GPU; `ipc` is for GPUs alone."""
-    address: tuple[str, int]
-    """Host and free port of the sender's machine, where the members of a broadcast meet."""
-    folder: str
-    """For files; all members see it."""
+    rank: int  # 0 sends, the others receive.
+    members: tuple[str, ...]  # What each rank is called in messages.
+    bucket_bytes: int  # Size of the largest bucket.
+    timeout_s: float  # Of every wait for another process.
+    device: Device  # Where broadcasts are exchanged, through gloo on a CPU, NCCL on a GPU; `ipc` is for GPUs alone.
+    address: tuple[str, int]  # Host and free port of the sender's machine, where the members of a broadcast meet.
+    folder: str  # For files; all members see it.
 
     @property
     def name(self) -> str:
@@ -83,25 +73,19 @@ class TransportSpec:
 class SharedPlace:
     """Where bytes lie in the memory of a process that shares them."""
 
-    host: str
-    """Identity of the kernel and the process namespace in which `pid` means something."""
+    host: str  # Identity of the kernel and the process namespace in which `pid` means something.
     pid: int
-    descriptor: int
-    """Of the memory, in that process."""
-    offset: int
-    """Of the bucket's first byte."""
+    descriptor: int  # Of the memory, in that process.
+    offset: int  # Of the bucket's first byte.
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:
     """Where bytes lie in the memory of a GPU."""
 
-    host: str
-    """As of `SharedPlace`."""
-    pid: int
-    """Of the process whose memory it is."""
-    handles: tuple[bytes, ...]
-    """One for each receiver, in the order of their ranks: each may be used once."""
+    host: str  # As of `SharedPlace`.
+    pid: int  # Of the process whose memory it is.
+    handles: tuple[bytes, ...]  # One for each receiver, in the order of their ranks: each may be used once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +136,10 @@ class Slots(Generic[Lent]):
 
     def __init__(self, pieces: Sequence[Lent]) -> None:
         self.pieces: Sequence[Lent] = pieces
-        self.sent = 0
-        """Buckets so far."""
-        self.taken = 0
-        """Of them, by every receiver."""
+        self.sent = 0  # Buckets so far.
+        self.taken = 0  # Of them, by every receiver.
 
     def room(self) -> Lent:
-        """See `Sender.room`."""
         if self.sent - self.taken >= len(self.pieces):
             raise RuntimeError(
                 f"Bucket {self.sent + 1} has no room: {self.sent} were sent and {self.taken} have been taken."
@@ -187,9 +168,9 @@ class _HostSender:
 class SharedSender(_HostSender):
     """Packs into memory that processes of one host share: packed once, read where it lies.
 
-    The memory has no name (memfd_create): it belongs to whoever has it open or mapped, so the kernel frees it when the last of
-    them ends, however they end, and there is nothing in /dev/shm to clean up or to be limited by. Pages come into being when
-    they are first written, so buckets that are never filled cost no memory.
+    The memory has no name (memfd_create): it belongs to whoever has it open or mapped, so the kernel frees it when the
+    last of them ends, however they end, and there is nothing in /dev/shm to clean up or to be limited by. Pages come
+    into being when they are first written, so buckets that are never filled cost no memory.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -201,7 +182,6 @@ class SharedSender(_HostSender):
         self._host = host_identity()
 
     def send(self, bucket: Bucket) -> BucketHandle:
-        """See `Sender`."""
         number = self._slots.count()
         place = SharedPlace(self._host, os.getpid(), self._descriptor, (number - 1) % SLOTS * self._stride)
         return BucketHandle(number, bucket.records, bucket.in_host.nbytes, place)
@@ -221,7 +201,6 @@ class SharedReceiver:
         self.close()
 
     def receive(self, handle: BucketHandle) -> Bucket:
-        """See `Receiver`."""
         place = handle.where
         assert isinstance(place, SharedPlace)
         if place.host != self._host:
@@ -235,7 +214,6 @@ class SharedReceiver:
         """See `Receiver`. The memory stays mapped: it is the same again and again."""
 
     def close(self) -> None:
-        """See `Receiver`."""
         self._inode, self._memory = -1, np.empty(0, dtype=np.uint8)
 
     def _map(self, place: SharedPlace) -> None:
@@ -265,8 +243,8 @@ def host_identity() -> str:
 class DiskSender(_HostSender):
     """Writes files, for hosts that share a folder but no memory, and for looking at what was sent.
 
-    A file has its name only when it is complete, and is removed once every receiver has taken it. What a sender that was
-    killed leaves behind is at most three files in one folder, which its owner removes.
+    A file has its name only when it is complete, and is removed once every receiver has taken it. What a sender that
+    was killed leaves behind is at most three files in one folder, which its owner removes.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -277,7 +255,6 @@ class DiskSender(_HostSender):
         self._files: dict[int, Path] = {}
 
     def send(self, bucket: Bucket) -> BucketHandle:
-        """See `Sender`."""
         number = self._slots.count()
         file = self._folder / f"bucket-{number:06d}"
         partial = file.with_name(f".{file.name}.partial")
@@ -290,13 +267,11 @@ class DiskSender(_HostSender):
         return BucketHandle(number, bucket.records, bucket.in_host.nbytes, str(file.resolve()))
 
     def release(self, taken: int) -> None:
-        """See `Sender`."""
         super().release(taken)
         for number in [number for number in self._files if number <= taken]:
             self._files.pop(number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """See `Sender`."""
         self.release(self._slots.sent)
 
 
@@ -308,7 +283,6 @@ class DiskReceiver:
         self._memory = np.empty(spec.bucket_bytes, dtype=np.uint8)
 
     def receive(self, handle: BucketHandle) -> Bucket:
-        """See `Receiver`."""
         assert isinstance(handle.where, str)
         file = Path(handle.where)
         self._await(file)
@@ -325,7 +299,6 @@ class DiskReceiver:
         """See `Receiver`. The memory is used again."""
 
     def close(self) -> None:
-        """See `Receiver`."""
         self._memory = np.empty(0, dtype=np.uint8)
 
     def _await(self, file: Path) -> None:
@@ -361,7 +334,6 @@ class BroadcastSender(_HostSender):
         return BucketHandle(number, bucket.records, bucket.in_host.nbytes, None)
 
     def close(self) -> None:
-        """See `Sender`."""
         self._under_way = None
         self._group.leave()
 
@@ -392,7 +364,6 @@ class BroadcastReceiver:
         self._received = 0
 
     def receive(self, handle: BucketHandle) -> Bucket:
-        """See `Receiver`."""
         if handle.number != self._received + 1:
             raise RuntimeError(f"Bucket {handle.number} cannot be received after bucket {self._received}.")
         bucket = Bucket(self._memory[: handle.nbytes], handle.records)
@@ -414,7 +385,6 @@ class BroadcastReceiver:
         """See `Receiver`. The memory is used again."""
 
     def close(self) -> None:
-        """See `Receiver`."""
         self._group.leave()
 
 
@@ -561,7 +531,6 @@ class IpcSender:
         self._slots: Slots[Tensor] = Slots([])
 
     def room(self) -> Tensor:
-        """See `Sender`."""
         if not self._slots.pieces:
             size = self._spec.bucket_bytes
             self._slots.pieces = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
@@ -591,7 +560,6 @@ class IpcSender:
             self._slots.pieces = []
 
     def close(self) -> None:
-        """See `Sender`."""
         self._slots = Slots([])
 
 
@@ -604,7 +572,6 @@ class IpcReceiver:
         self._memory: Tensor | None = None
 
     def receive(self, handle: BucketHandle) -> Bucket:
-        """See `Receiver`."""
         place = handle.where
         assert isinstance(place, DevicePlace)
         self.release()
@@ -628,7 +595,6 @@ class IpcReceiver:
         self._memory = None
 
     def close(self) -> None:
-        """See `Receiver`."""
         self.release()
 
 

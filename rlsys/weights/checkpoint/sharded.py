@@ -1,19 +1,18 @@
 """Megatron's distributed checkpoints (torch_dist), written while training goes on, and loaded into a model.
 
-Contract: what is saved is the state as it was when `begin` was called, whatever happens to it afterwards, with the random
-generators of each process; a folder is complete (`complete.json`, by rename) when everything else of it is on disk, never before.
-TP, CP, PP, EP and DP may differ between saving and loading.
+Contract: what is saved is the state as it was when `begin` was called, whatever happens to it afterwards, with the
+random generators of each process; a folder is complete (`complete.json`, by rename) when everything else of it is on
+disk, never before. TP, CP, PP, EP and DP may differ between saving and loading.
 
-Saving has three parts. `begin` plans and copies (collectives, and copies to host memory), a thread writes this process's files
-(no collective, and nothing that training works with), `finish` completes the folders (collectives). Where one process can fail
-all of them hear of it, so that none waits for another in vain.
+Saving has three parts. `begin` plans and copies (collectives, and copies to host memory), a thread writes this
+process's files (no collective, and nothing that training works with), `finish` completes the folders (collectives).
+Where one process can fail all of them hear of it, so that none waits for another in vain.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +50,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves
 
 from rlsys.errors import RunError, UserError
-from rlsys.weights.checkpoint.readers import (
+from rlsys.files import write_atomically, write_bytes_atomically
+from rlsys.weights.checkpoint.megatron_reader import (
     BACKEND,
     COMMON,
     LAYER_STATE,
@@ -73,8 +73,7 @@ class Written:
     """What one process has written of one checkpoint."""
 
     bytes: int
-    seconds: float
-    """That its thread took."""
+    seconds: float  # That its thread took.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,8 @@ class Content:
     """What goes into one folder."""
 
     folder: Path
-    state: dict[str, Any]
-    """Megatron's sharded state of this process."""
-    about: About
-    """Without the layout, which is that of the group."""
+    state: dict[str, Any]  # Megatron's sharded state of this process.
+    about: About  # Without the layout, which is that of the group.
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +91,7 @@ class _Job:
 
     folder: Path
     about: About
-    files: Mapping[str, bytes]
-    """Of this process alone, by name."""
+    files: Mapping[str, bytes]  # Of this process alone, by name.
     writer: FileSystemWriter
     planner: SavePlanner
     plan: SavePlan
@@ -155,7 +151,7 @@ class CheckpointWriter:
         results = []
         for job in jobs:
             for name, data in job.files.items():
-                _write_file(job.folder / name, data)
+                write_bytes_atomically(job.folder / name, data)
             # A process that has nothing to write would leave an empty file.
             results.append(job.writer.write_data(job.plan, job.planner).value() if job.plan.items else [])
         self._seconds = perf_counter() - started
@@ -217,16 +213,7 @@ def _complete(job: _Job, results: list[list[WriteResult]]) -> None:
         return
     job.writer.finish(job.metadata, results)
     save_config(CheckpointingConfig("torch_dist"), str(job.folder))
-    unnamed = job.folder / f".{COMPLETE}.partial"
-    _write_file(unnamed, job.about.to_json().encode())
-    unnamed.replace(job.folder / COMPLETE)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(job.folder / COMPLETE, job.about.to_json())
 
 
 def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
@@ -267,8 +254,8 @@ def _reason(error: BaseException) -> str:
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous copies of `tensors` as they are now, in one stretch of host memory that goes with the last of them.
 
-    One stretch, for the heap does not give back what many small pieces leave. It is not pinned: that is slow, and
-    pays only for memory that is kept.
+    One stretch, for the heap does not give back what many small pieces leave. It is not pinned: that is slow, and pays
+    only for memory that is kept.
     """
     starts = [0, *accumulate(aligned(tensor.nbytes) for tensor in tensors)]
     memory = torch.empty(starts[-1], dtype=torch.uint8)
@@ -394,8 +381,8 @@ def _generators_file(rank: int) -> str:
 def _capture_generators() -> bytes:
     """The content of this process's file: all generators as they are now.
 
-    Torch's (CPU and CUDA), those that Megatron keeps for parallel regions, numpy's and Python's: all that a draw in a worker
-    process can come from.
+    Torch's (CPU and CUDA), those that Megatron keeps for parallel regions, numpy's and Python's: all that a draw in a
+    worker process can come from.
     """
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     keys = numpy_state["state"].pop("key")

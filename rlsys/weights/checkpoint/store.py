@@ -22,8 +22,7 @@ from rlsys.errors import UserError
 from rlsys.files import sha256_of
 
 MANIFEST = "manifest.json"
-_SMALL_BYTES = 1024 * 1024
-"""Files up to which the manifest has checksums of: what says what the others hold."""
+_SMALL_BYTES = 1024 * 1024  # Files up to which the manifest has checksums of: what says what the others hold.
 _NAME = re.compile(r"global_step_(\d+)")
 _HIDDEN = re.compile(r"\.(global_step_\d+)\.(partial|deleted|replaced)")
 
@@ -40,12 +39,9 @@ class Saved:
 class Keep:
     """Which checkpoints stay. The newest always does; a rule that is None keeps none, but all stay without `last`."""
 
-    last: int | None
-    """The newest so many."""
-    every: int | None
-    """Those of steps that this divides."""
-    best: bool
-    """The one with the best score."""
+    last: int | None  # The newest so many.
+    every: int | None  # Those of steps that this divides.
+    best: bool  # The one with the best score.
 
     def kept(self, steps: Sequence[int], score_of: Callable[[int], float | None]) -> set[int]:
         """Those of `steps` that stay; `score_of` a step is None where it was not evaluated. Of equals, the newest is best."""
@@ -72,7 +68,7 @@ class CheckpointStore:
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
-        return sorted((Saved(int(name[1]), path) for name, path in found if name), key=lambda one: one.step)
+        return sorted((Saved(int(name[1]), path) for name, path in found if name), key=lambda saved: saved.step)
 
     def begin(self, step: int) -> Path:
         """An empty hidden folder for the checkpoint of `step`; what an earlier try has left in it is gone."""
@@ -95,12 +91,11 @@ class CheckpointStore:
     def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
         """Delete what `keep` does not hold, but no step that is `spared`. What cannot be deleted stays hidden, for `recover` to try again."""
         saved = self.saved()
-        stay = keep.kept([one.step for one in saved], score_of) | {*spared}
-        for one in saved:
-            if one.step not in stay:
+        stay = keep.kept([checkpoint.step for checkpoint in saved], score_of) | {*spared}
+        for checkpoint in saved:
+            if checkpoint.step not in stay:
                 # Hidden first: a kill in the middle of deleting must not leave half a checkpoint under its name.
-                old = self._hidden(one.step, "deleted")
-                one.folder.rename(old)
+                checkpoint.folder.rename(old := self._hidden(checkpoint.step, "deleted"))
                 _remove(old)
 
     def path(self, step: int) -> Path:
@@ -182,22 +177,17 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-COMPLETE = "complete.json"
-"""Megatron's own checkpoints have none."""
+COMPLETE = "complete.json"  # Megatron's own checkpoints have none.
 
 
 @dataclass(frozen=True, slots=True)
 class About:
     """Of one checkpoint."""
 
-    step: int
-    """Optimiser steps taken."""
-    optimizer: bool = False
-    """Whether the optimiser's state is there, beside the weights."""
-    version: int = 0
-    """Of the policy, when a reference last changed."""
-    master: bool = False
-    """Whether the exact weights of a reference are there, of which its own are the rounding."""
+    step: int  # Optimiser steps taken.
+    optimizer: bool = False  # Whether the optimiser's state is there, beside the weights.
+    version: int = 0  # Of the policy, when a reference last changed.
+    master: bool = False  # Whether the exact weights of a reference are there, of which its own are the rounding.
     layout: Mapping[str, int] | None = None
     """Of the processes that saved, whose random generators are there; None: nobody's are."""
 

@@ -38,18 +38,15 @@ OnBytes = Callable[[int, int], None]
 """Called with the bytes that are written, and those of the whole; first with what was there before."""
 GOES_ON = "the same command goes on where this one stopped."
 _LOOK_EVERY_S = 0.2
-_WORTH_BYTES = 4 * 10**9
-"""A process takes the time to start in which another writes about so much."""
+_WORTH_BYTES = 4 * 10**9  # A process takes the time to start in which another writes about so much.
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One file to write."""
 
-    name: str
-    """Within the folder; no other job's."""
-    nbytes: int
-    """About as long as it will be."""
+    name: str  # Within the folder; no other job's.
+    nbytes: int  # About as long as it will be.
 
 
 class Conversion(Protocol):
@@ -73,19 +70,17 @@ class Outcome:
     """What `run` did."""
 
     files: int
-    kept: int
-    """Of these, files that an earlier conversion had written."""
+    kept: int  # Of these, files that an earlier conversion had written.
     nbytes: int
-    notes: tuple[str, ...]
-    """Sentences for the user."""
+    notes: tuple[str, ...]  # Sentences for the user.
 
 
 def run(conversion: Conversion, out: Path, processes: int | None = None, show: OnBytes | None = None) -> Outcome:
     """Make the folder `out`, which must not exist.
 
-    At most `processes` write (None: one for each core, if there is enough to do); with one, none is started.
-    Raises UserError for what the user gave, RunError if a file cannot be written, Interrupted; after all of
-    them the same call goes on with the files that are missing.
+    At most `processes` write (None: one for each core, if there is enough to do); with one, none is started. Raises
+    UserError for what the user gave, RunError if a file cannot be written, Interrupted; after all of them the same call
+    goes on with the files that are missing.
     """
     if processes is not None and processes < 1:
         raise UserError(f"processes is {processes}; give 1 or more.")
@@ -108,15 +103,12 @@ def _finished(conversion: Conversion, draft: ConversionDraft, processes: int | N
     jobs = conversion.jobs(draft.folder)
     waiting = [job for job in jobs if job.name not in draft.finished()]
     total = sum(job.nbytes for job in jobs)
-    crowd = min(processes or _worth(waiting), len(waiting))
+    worth = min(len(os.sched_getaffinity(0)), 1 + sum(job.nbytes for job in waiting) // _WORTH_BYTES)
+    crowd = min(processes or worth, len(waiting))
     with _shown(draft.folder, total, show):
         (_alone if crowd <= 1 else _together)(conversion, draft, waiting, crowd)
     notes = conversion.finish(draft.folder, draft.finished())
     return Outcome(len(jobs), len(jobs) - len(waiting), total, tuple(notes))
-
-
-def _worth(jobs: Sequence[Job]) -> int:
-    return min(len(os.sched_getaffinity(0)), 1 + sum(job.nbytes for job in jobs) // _WORTH_BYTES)
 
 
 def _alone(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job], _crowd: int) -> None:
@@ -133,40 +125,31 @@ def _together(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job
     # The largest first, so that no process has a large one left at the end.
     waiting = sorted(jobs, key=lambda job: job.nbytes)
     with _workers(conversion, draft.folder, crowd) as workers:
-        busy: dict[Connection, str] = {}
-        for pipe in workers:
-            busy[pipe] = _give(pipe, waiting)
-        while busy:
-            answering = wait(list(busy))
-            for pipe in [pipe for pipe in busy if pipe in answering]:
-                draft.finish(busy.pop(pipe), _answer(pipe))
-                if waiting:
-                    busy[pipe] = _give(pipe, waiting)
+        idle: list[Any] = list(workers)
+        busy: dict[Any, str] = {}
+        while waiting or busy:
+            with _alive():
+                for pipe in idle[: len(waiting)]:
+                    busy[pipe] = waiting.pop().name
+                    pipe.send(busy[pipe])
+                idle = wait(list(busy))
+            for pipe in idle:
+                with _alive():
+                    receipt, error = pipe.recv()
+                if error is not None:
+                    raise error
+                draft.finish(busy.pop(pipe), receipt)
 
 
-def _give(pipe: Connection, waiting: list[Job]) -> str:
-    name = waiting.pop().name
+@contextmanager
+def _alive() -> Iterator[None]:
+    """Raise RunError where a pipe turns out to have nobody at its other end."""
     try:
-        pipe.send(name)
-    except OSError:
-        raise _died() from None
-    return name
-
-
-def _answer(pipe: Connection) -> Any:
-    try:
-        receipt, error = pipe.recv()
+        yield
     except (EOFError, OSError):
-        raise _died() from None
-    if error is not None:
-        raise error
-    return receipt
-
-
-def _died() -> RunError:
-    return RunError(
-        f"A process of the conversion was ended (is there too little memory? use fewer processes); {GOES_ON}"
-    )
+        raise RunError(
+            f"A process of the conversion was ended (is there too little memory? use fewer processes); {GOES_ON}"
+        ) from None
 
 
 @contextmanager
@@ -224,10 +207,9 @@ def _shown(folder: Path, total: int, show: OnBytes | None) -> Iterator[None]:
     end = threading.Event()
 
     def look() -> None:
-        while True:
+        show(min(bytes_in(folder), total), total)
+        while not end.wait(_LOOK_EVERY_S):
             show(min(bytes_in(folder), total), total)
-            if end.wait(_LOOK_EVERY_S):
-                return
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
@@ -244,10 +226,8 @@ def bytes_in(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):
                 total += os.stat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:
-                continue
     return total
 
 

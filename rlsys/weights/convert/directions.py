@@ -20,7 +20,7 @@ from torch import Tensor
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import UserError
 from rlsys.weights.bijection import Entry, WeightMap
-from rlsys.weights.checkpoint.readers import MegatronCheckpoint, open_checkpoint
+from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
 from rlsys.weights.checkpoint.store import About
 from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
 from rlsys.weights.convert.conversion import Job, OnBytes, Outcome, run
@@ -39,10 +39,10 @@ from rlsys.weights.convert.model_folder import (
     most,
     name_of,
 )
-from rlsys.weights.hf_io import INDEX, HfReader, TensorSpec, file_bytes, write_safetensors
+from rlsys.weights.hf_io import INDEX, SINGLE, HfReader, TensorSpec, file_bytes, write_safetensors
+from rlsys.weights.sizes import packed
 
-SHARD_BYTES = 5 * 1000**3
-"""Most bytes of one safetensors file, as Hugging Face writes them."""
+SHARD_BYTES = 5 * 1000**3  # Most bytes of one safetensors file, as Hugging Face writes them.
 
 
 def megatron_to_hf(
@@ -57,9 +57,9 @@ def megatron_to_hf(
 ) -> Outcome:
     """Write the weights of a Megatron checkpoint as the new Hugging Face folder `out`.
 
-    `original` is the Hugging Face folder that training started from: its config and tokenizer are copied, its
-    weights are not needed. Without it, the checkpoint is one that `hf_to_megatron` made. The dtype of each
-    tensor is kept unless one is given. See `conversion.run` for `processes`, `show` and the errors.
+    `original` is the Hugging Face folder that training started from: its config and tokenizer are copied, its weights
+    are not needed. Without it, the checkpoint is one that `hf_to_megatron` made. The dtype of each tensor is kept
+    unless one is given. See `conversion.run` for `processes`, `show` and the errors.
     """
     if shard_bytes < 1:
         raise UserError(f"shard_bytes is {shard_bytes}; give 1 or more.")
@@ -77,10 +77,8 @@ class Shard:
     """One safetensors file."""
 
     name: str
-    entries: tuple[Entry, ...]
-    """In the order in which they are written: that of export, larger dtypes first."""
-    specs: tuple[TensorSpec, ...]
-    """Of all their Hugging Face tensors, in that order."""
+    entries: tuple[Entry, ...]  # In the order in which they are written: that of export, larger dtypes first.
+    specs: tuple[TensorSpec, ...]  # Of all their Hugging Face tensors, in that order.
 
 
 @dataclass(frozen=True)
@@ -102,11 +100,8 @@ class ToHf:
     def recipe(self) -> Mapping[str, Any]:
         return {
             "to": "hugging face",
-            "checkpoint": [
-                str(self.checkpoint.folder.resolve()),
-                fingerprint(self.checkpoint.folder, self.checkpoint.files()),
-            ],
-            "original": [str(self.original.resolve()), fingerprint(self.original, companions(self.original))],
+            "checkpoint": fingerprint(self.checkpoint.folder, self.checkpoint.files()),
+            "original": fingerprint(self.original, companions(self.original)),
             "dtype": None if self.dtype is None else name_of(self.dtype),
             "shard_bytes": self.shard_bytes,
         }
@@ -135,25 +130,16 @@ class ToHf:
                 yield name, cast(name, tensor, self.dtype)
 
     def _plan(self) -> Iterator[Shard]:
-        runs: list[list[tuple[Entry, list[TensorSpec]]]] = []
-        size = 0
-        for entry in self.weights.entries():
-            specs = self._specs(entry)
-            nbytes = sum(spec.nbytes for spec in specs)
-            if not runs or size + nbytes > self.shard_bytes:
-                runs.append([])
-                size = 0
-            runs[-1].append((entry, specs))
-            size += nbytes
-        for number, one in enumerate(runs, 1):
-            whole = len(runs) == 1
-            name = "model.safetensors" if whole else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
-            one.sort(key=lambda pair: -pair[1][0].dtype.itemsize)
-            yield Shard(name, tuple(entry for entry, _ in one), tuple(spec for _, specs in one for spec in specs))
+        pairs = ((entry, self._specs(entry)) for entry in self.weights.entries())
+        runs = packed(pairs, lambda pair: sum(spec.nbytes for spec in pair[1]), self.shard_bytes)
+        for number, held in enumerate(runs, 1):
+            name = SINGLE if len(runs) == 1 else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
+            held.sort(key=lambda pair: -pair[1][0].dtype.itemsize)
+            yield Shard(name, tuple(entry for entry, _ in held), tuple(spec for _, specs in held for spec in specs))
 
     def _specs(self, entry: Entry) -> list[TensorSpec]:
         dtype = self.dtype or self.checkpoint.dtype(entry)
-        shapes = self.weights.hf_shapes(entry)
+        shapes = entry.rule.shapes
         return [TensorSpec(name, dtype, shape) for name, shape in zip(entry.hf, shapes, strict=True)]
 
 
@@ -169,9 +155,9 @@ def hf_to_megatron(
 ) -> Outcome:
     """Write the Hugging Face folder `source` as the new Megatron checkpoint `out`.
 
-    It loads under any TP, PP and EP; `parallel` is the one that it is laid out for. `values` makes a critic's,
-    with a head of zeros where the source has none. The dtype of each tensor is kept unless one is given. See
-    `conversion.run` for `processes`, `show` and the errors.
+    It loads under any TP, PP and EP; `parallel` is the one that it is laid out for. `values` makes a critic's, with a
+    head of zeros where the source has none. The dtype of each tensor is kept unless one is given. See `conversion.run`
+    for `processes`, `show` and the errors.
     """
     source, parallel = Path(source), parallel or ParallelConfig()
     for key, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
@@ -200,36 +186,29 @@ class ToMegatron:
         parallel = self.parallel
         return {
             "to": "megatron",
-            "source": [str(self.source.resolve()), fingerprint(self.source, [*files, *companions(self.source)])],
+            "source": fingerprint(self.source, [*files, *companions(self.source)]),
             "parallel": [parallel.tp, parallel.pp, parallel.ep, parallel.pp_layers],
             "values": self.values,
             "dtype": None if self.dtype is None else name_of(self.dtype),
         }
 
-    def jobs(self, folder: Path) -> Sequence[Job]:
-        return [Job(file.name, file.nbytes) for file in self._writer(folder).files]
+    def jobs(self, folder: Path) -> Sequence[Job]:  # noqa: ARG002
+        return [Job(file.name, file.nbytes) for file in self._writer.files]
 
     def write(self, name: str, folder: Path) -> Any:
-        writer = self._writer(folder)
-        job = next(file for file in writer.files if file.name == name)
-        return writer.write(job, self._parts)
+        job = next(file for file in self._writer.files if file.name == name)
+        return self._writer.write(folder, job, self._parts)
 
     def finish(self, folder: Path, receipts: Mapping[str, Any]) -> Sequence[str]:
         notes = copy_companions(self.source, folder / MODEL)
-        writer = self._writer(folder)
         # Last, because it says that the checkpoint is complete.
-        writer.finish([receipts[file.name] for file in writer.files], About(step=0))
+        self._writer.finish(folder, [receipts[file.name] for file in self._writer.files], About(step=0))
         return notes
 
     @cached_property
-    def _writers(self) -> dict[Path, TorchDistWriter]:
-        return {}
-
-    def _writer(self, folder: Path) -> TorchDistWriter:
+    def _writer(self) -> TorchDistWriter:
         """Made once: it plans every weight."""
-        if folder not in self._writers:
-            self._writers[folder] = TorchDistWriter(folder, self.weights, self._dtype, self.parallel)
-        return self._writers[folder]
+        return TorchDistWriter(self.weights, self._dtype, self.parallel)
 
     def _dtype(self, entry: Entry) -> torch.dtype:
         if self.dtype is not None:
@@ -243,7 +222,7 @@ class ToMegatron:
         return found.pop() if found else most(self.reader.spec(name) for name in self.reader.names())
 
     def _parts(self, entry: Entry) -> list[Tensor]:
-        dtype, shapes = self._dtype(entry), self.weights.hf_shapes(entry)
+        dtype, shapes = self._dtype(entry), entry.rule.shapes
         return [self._part(name, shape, dtype) for name, shape in zip(entry.hf, shapes, strict=True)]
 
     def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,12 @@
-"""A Hugging Face model folder that is converted or made: which model it is, whether it is whole, and what belongs to it besides
-weights (config, tokenizer, generation config, chat template)."""
+"""A Hugging Face model folder that is converted or made: which model it is, whether it is whole, and what belongs to it
+besides weights (config, tokenizer, generation config, chat template)."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlsys.errors import UserError
 from rlsys.weights.bijection import WeightMap
-from rlsys.weights.checkpoint.readers import MegatronCheckpoint
+from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint
 from rlsys.weights.families import Architecture, read_architecture
 from rlsys.weights.hf_io import HfReader, TensorSpec, check_repeated
 
@@ -33,8 +33,7 @@ _WEIGHTS = (
     ".onnx",
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_TEMPLATES = "additional_chat_templates"
-"""The one folder that transformers keeps beside a tokenizer."""
+_TEMPLATES = "additional_chat_templates"  # The one folder that transformers keeps beside a tokenizer.
 _POLICY, _CRITIC = "ForCausalLM", "ForTokenClassification"
 
 
@@ -80,24 +79,18 @@ def adjust_config(folder: Path, dtype: torch.dtype, values: bool) -> None:
     changed = dict(config)
     key = next((key for key in ("dtype", "torch_dtype") if config.get(key) is not None), None)
     if key is not None:
-        changed[key] = str(dtype).removeprefix("torch.")
+        changed[key] = name_of(dtype)
     if values:
-        changed |= _of_one_label(config.get("architectures") or [])
+        # transformers counts labels by these, not by a num_labels.
+        changed |= {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}}
+        if architectures := config.get("architectures"):
+            changed["architectures"] = [name.replace(_POLICY, _CRITIC) for name in architectures]
     if changed != config:
         (folder / CONFIG).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
-def _of_one_label(architectures: Sequence[str]) -> Mapping[str, Any]:
-    # transformers counts labels by these, not by a num_labels.
-    labels: dict[str, Any] = {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}}
-    named = [name.replace(_POLICY, _CRITIC) for name in architectures]
-    return labels | ({"architectures": named} if named else {})
-
-
-MODEL = "hf"
-"""Folder within a converted Megatron checkpoint with what belongs to the model besides its weights."""
-_HF_HEAD, _MEGATRON_HEAD = "score.weight", "value_head.weight"
-"""What a critic has and a policy has not."""
+MODEL = "hf"  # Folder within a converted Megatron checkpoint with what belongs to the model besides its weights.
+_HF_HEAD, _MEGATRON_HEAD = "score.weight", "value_head.weight"  # What a critic has and a policy has not.
 
 
 def architecture_in(folder: Path) -> Architecture:
@@ -113,10 +106,10 @@ def model_of(checkpoint: Path, original: str | Path | None) -> Path:
     """The Hugging Face folder that says what model a Megatron checkpoint is of. Raises UserError."""
     if original is not None:
         return Path(original)
-    own = checkpoint / MODEL
-    if not (own / CONFIG).is_file():
+    inside = checkpoint / MODEL
+    if not (inside / CONFIG).is_file():
         raise UserError(f"{checkpoint} does not say what model it is of; give its original with --hf.")
-    return own
+    return inside
 
 
 def is_critic(source: MegatronCheckpoint | HfReader) -> bool:
@@ -134,7 +127,7 @@ def check_hf(reader: HfReader, weights: WeightMap, source: Path, values: bool) -
         raise UserError(f"{source} is a critic, with a head {_HF_HEAD}; give --values.")
     weights.check_hf_names(reader.names(), headless=values)
     for entry in weights.entries():
-        for name, shape in zip(entry.hf, weights.hf_shapes(entry), strict=True):
+        for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if name in reader.names() and reader.spec(name).shape != tuple(shape):
                 raise UserError(
                     f"{source} has {name} of shape {list(reader.spec(name).shape)}, and its {CONFIG} says "
@@ -184,10 +177,10 @@ def most(specs: Iterable[TensorSpec]) -> torch.dtype:
     return counts.most_common(1)[0][0]
 
 
-def fingerprint(folder: Path, files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of change in ns of `files`, which are relative to `folder`.
+def fingerprint(folder: Path, files: Iterable[Path]) -> list[Any]:
+    """Where `folder` is, and name, bytes and time of change in ns of `files`, which are relative to `folder`.
 
     Contents are not read: that would take as long as converting them.
     """
-    stats = [(str(path), (folder / path).stat()) for path in sorted(files)]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    stats = {str(path): (folder / path).stat() for path in sorted(files)}
+    return [str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]]

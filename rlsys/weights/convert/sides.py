@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlsys.weights.bijection import WeightMap
-from rlsys.weights.checkpoint.readers import MegatronCheckpoint, open_checkpoint
+from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
 from rlsys.weights.convert.conversion import bytes_in
 from rlsys.weights.convert.model_folder import CONFIG, MODEL, architecture_in, companions, is_critic, model_of, name_of
 from rlsys.weights.families import Architecture
@@ -24,11 +24,9 @@ class Side(Protocol):
     """One of two models that are compared."""
 
     folder: Path
-    model: Path
-    """Hugging Face folder with its config."""
+    model: Path  # Hugging Face folder with its config.
     architecture: Architecture
-    values: bool
-    """It is a critic."""
+    values: bool  # It is a critic.
 
     def check_repeated(self) -> None:
         """Raise UserError unless what a tied model has twice is the same both times; it is read."""
@@ -60,24 +58,19 @@ class HfSide:
         self.folder = self.model = folder
         self.architecture = architecture_in(folder)
         self._reader = HfReader(folder)
-        names = self._reader.names()
         self.values = is_critic(self._reader)
         self._weights = WeightMap(self.architecture, values=self.values)
         # A tied model may repeat its embedding under the output layer's name.
-        self._names = sorted(names - self._weights.repeated.keys())
+        self._names = sorted(self._reader.names() - self._weights.repeated.keys())
 
     def check_repeated(self) -> None:
-        """See `Side`."""
         check_repeated(self._reader, self._weights, self.folder)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """See `Side`."""
         return {name: self._reader.spec(name) for name in self._names}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Side`."""
-        for name in self._names:
-            yield name, self._reader.get(name)
+        return ((name, self._reader.get(name)) for name in self._names)
 
 
 class MegatronSide:
@@ -92,19 +85,16 @@ class MegatronSide:
         checkpoint.check(self._weights)
 
     def check_repeated(self) -> None:
-        """See `Side`."""
         self._checkpoint.check_copies(self._weights)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """See `Side`."""
         return {
             name: TensorSpec(name, self._checkpoint.dtype(entry), tuple(shape))
             for entry in self._weights.entries()
-            for name, shape in zip(entry.hf, self._weights.hf_shapes(entry), strict=True)
+            for name, shape in zip(entry.hf, entry.rule.shapes, strict=True)
         }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Side`."""
         for entry in self._weights.entries():
             yield from self._checkpoint.parts(entry, self._weights)
 
@@ -114,24 +104,16 @@ class Info:
     """Of one folder."""
 
     folder: str
-    format: str
-    """hugging face, torch_dist or mp_rank."""
-    step: int | None
-    """Of training; None where that is not known."""
-    layout: str
-    """How the weights are spread over files."""
-    architecture: dict[str, Any] | None
-    """None where no config says it."""
+    format: str  # hugging face, torch_dist or mp_rank.
+    step: int | None  # Of training; None where that is not known.
+    layout: str  # How the weights are spread over files.
+    architecture: dict[str, Any] | None  # None where no config says it.
     critic: bool
     parameters: int
-    nbytes: int
-    """Of the weights."""
-    dtypes: dict[str, int]
-    """Dtype -> parameters of it."""
-    folder_bytes: int
-    """Of all files in the folder, the optimiser's too."""
-    also: tuple[str, ...]
-    """Names of what else is in the folder."""
+    nbytes: int  # Of the weights.
+    dtypes: dict[str, int]  # Dtype -> parameters of it.
+    folder_bytes: int  # Of all files in the folder, the optimiser's too.
+    also: tuple[str, ...]  # Names of what else is in the folder.
 
 
 def info(folder: str | Path, hf: str | Path | None = None) -> Info:
@@ -159,12 +141,12 @@ def _of_hf(folder: Path) -> Info:
 
 def _of_megatron(folder: Path, hf: Path | None) -> Info:
     checkpoint = open_checkpoint(folder)
-    own = checkpoint.folder / MODEL
-    model = hf or (own if (own / CONFIG).is_file() else None)
+    inside = checkpoint.folder / MODEL
+    model = hf or (inside if (inside / CONFIG).is_file() else None)
     if model is None:
         # As stored: the vocabulary is padded, and what a checkpoint holds twice counts twice.
         stored = checkpoint.names().values()
-        counted, architecture = _counted((one.dtype, shape) for one in stored for shape in one.shapes), None
+        counted, architecture = _counted((weight.dtype, shape) for weight in stored for shape in weight.shapes), None
     else:
         side = MegatronSide(checkpoint, model)
         counted = _counted((spec.dtype, spec.shape) for spec in side.specs().values())

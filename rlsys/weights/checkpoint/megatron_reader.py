@@ -104,14 +104,13 @@ class StoredWeight:
 class MegatronCheckpoint(ABC):
     """Megatron's weights in a folder, by their names with global layer and expert numbers."""
 
-    format: str
-    """torch_dist or mp_rank."""
+    format: str  # torch_dist or mp_rank.
 
     def __init__(
         self, folder: Path, step: int | None, layout: str, stored: Mapping[str, StoredWeight], cuts: Mapping[str, int]
     ) -> None:
-        """`layout` says to people how it was cut when it was saved, as far as can be told; `cuts` in how many pieces each
-        weight is stored: at least as many as the tensor-parallel ranks that cut it."""
+        """`layout` says to people how it was cut when it was saved, as far as can be told; `cuts` in how many pieces
+        each weight is stored: at least as many as the tensor-parallel ranks that cut it."""
         self.folder, self.step, self.layout, self._stored, self._cuts = folder, step, layout, stored, cuts
 
     def names(self) -> Mapping[str, StoredWeight]:
@@ -178,8 +177,8 @@ class MegatronCheckpoint(ABC):
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
         """A weight's whole Hugging Face tensors with their names, on the CPU, in the dtype they are stored in.
 
-        Reads no other weight. They may share memory with each other. Raises UserError if the weight is not there, or its file is
-        damaged.
+        Reads no other weight. They may share memory with each other. Raises UserError if the weight is not there, or
+        its file is damaged.
         """
         return self._merged(entry, weights, self._read(self._stored_name(entry)))
 
@@ -187,7 +186,7 @@ class MegatronCheckpoint(ABC):
         stored = self.names()[self._stored_name(entry)]
         shapes = [torch.empty(shape, dtype=stored.dtype, device="meta") for shape in stored.shapes]
         merged = [tuple(part.shape) for _, part in self._merged(entry, weights, shapes)]
-        if merged != list(weights.hf_shapes(entry)):
+        if merged != list(entry.rule.shapes):
             raise self._misfit(entry, stored)
 
     def _check_padding(self, entry: Entry, vocab: int) -> None:
@@ -255,8 +254,7 @@ class OnDisk:
     """Where in a file a tensor lies."""
 
     file: Path
-    offset: int
-    """Bytes from the start of the file to its first element."""
+    offset: int  # Bytes from the start of the file to its first element.
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -293,8 +291,8 @@ def find_tensors(
 ) -> tuple[Any, Callable[[Tensor], OnDisk]]:
     """What `torch.save` wrote to `stream`, with tensors that have no data, and where such a tensor lies.
 
-    `stream` begins `start` bytes into `file`. `is_inert` says of the full name of a class or function whether objects made with
-    it are tolerated, as `Inert` ones. Raises UserError if it is damaged or asks for anything else.
+    `stream` begins `start` bytes into `file`. `is_inert` says of the full name of a class or function whether objects
+    made with it are tolerated, as `Inert` ones. Raises UserError if it is damaged or asks for anything else.
     """
     begins = stream.read(len(_BEFORE_ZIP))
     stream.seek(0)
@@ -372,23 +370,18 @@ def key_of(name: str, mixture: bool) -> str:
 
 _MOST_PIECES = 1 << 20
 """Pieces of weights, one for each expert of each layer and each cut: more than any model has, and few to count."""
-_METADATA_BYTES = 1 << 30
-"""Largest `.metadata` that is read; no model needs as much."""
+_METADATA_BYTES = 1 << 30  # Largest `.metadata` that is read; no model needs as much.
 
 
 class _Piece(NamedTuple):
     """A part of a weight within a chunk."""
 
     file: str
-    start: int
-    """Bytes into the file, to what `torch.save` wrote."""
+    start: int  # Bytes into the file, to what `torch.save` wrote.
     length: int
-    sizes: tuple[int, ...]
-    """Of the chunk."""
-    within: tuple[int, ...]
-    """Where along the chunk's leading axes the weight is."""
-    at: tuple[int, ...]
-    """Where in the weight the piece begins."""
+    sizes: tuple[int, ...]  # Of the chunk.
+    within: tuple[int, ...]  # Where along the chunk's leading axes the weight is.
+    at: tuple[int, ...]  # Where in the weight the piece begins.
 
 
 class TorchDistCheckpoint(MegatronCheckpoint):
@@ -417,7 +410,6 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         super().__init__(folder, step, layout, stored, cuts)
 
     def files(self) -> list[Path]:
-        """See `MegatronCheckpoint`."""
         named = {piece.file for pieces in self._pieces.values() for piece in pieces}
         return [Path(name) for name in sorted({METADATA, *named}) if (self.folder / name).is_file()]
 
@@ -427,7 +419,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         if entry.rule.cut not in (Cut.GATE_UP, Cut.VOCAB):
             return super().parts(entry, weights)
         # In the whole tensor they follow one another, and it is often cut between them.
-        name, shapes = self._stored_name(entry), weights.hf_shapes(entry)
+        name, shapes = self._stored_name(entry), entry.rule.shapes
         bounds = pairwise(accumulate((shape[0] for shape in shapes), initial=0))
         return [(hf, self._rows(name, *rows)) for hf, rows in zip(entry.hf, bounds, strict=True)]
 
@@ -632,8 +624,8 @@ class _Grid(NamedTuple):
 class LegacyCheckpoint(MegatronCheckpoint):
     """A folder with a file for every rank, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`.
 
-    A file holds the layers of its stage, numbered from 0, and of its share of the experts; with virtual stages it holds several
-    models. Which layers those are follows from how many each holds.
+    A file holds the layers of its stage, numbered from 0, and of its share of the experts; with virtual stages it holds
+    several models. Which layers those are follows from how many each holds.
     """
 
     format = "mp_rank"
@@ -658,7 +650,6 @@ class LegacyCheckpoint(MegatronCheckpoint):
         super().__init__(folder, next(iter(files.values())).step, layout, stored, cuts)
 
     def files(self) -> list[Path]:
-        """See `MegatronCheckpoint`."""
         named = {piece.file for pieces in self._pieces.values() for piece in pieces}
         return [file.relative_to(self.folder) for file in sorted(named) if file.is_file()]
 
