@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves
 
 from rlsys.errors import RunError, UserError
-from rlsys.files import write_atomically, write_bytes_atomically
 from rlsys.weights.checkpoint.megatron_reader import (
     BACKEND,
     COMMON,
@@ -151,7 +151,7 @@ class CheckpointWriter:
         results = []
         for job in jobs:
             for name, data in job.files.items():
-                write_bytes_atomically(job.folder / name, data)
+                _write_file(job.folder / name, data)
             # A process that has nothing to write would leave an empty file.
             results.append(job.writer.write_data(job.plan, job.planner).value() if job.plan.items else [])
         self._seconds = perf_counter() - started
@@ -213,7 +213,16 @@ def _complete(job: _Job, results: list[list[WriteResult]]) -> None:
         return
     job.writer.finish(job.metadata, results)
     save_config(CheckpointingConfig("torch_dist"), str(job.folder))
-    write_atomically(job.folder / COMPLETE, job.about.to_json())
+    unnamed = job.folder / f".{COMPLETE}.partial"
+    _write_file(unnamed, job.about.to_json().encode())
+    unnamed.replace(job.folder / COMPLETE)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
