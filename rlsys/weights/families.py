@@ -201,8 +201,8 @@ def _scaling(keys: Mapping[str, Any]) -> RopeScaling | None:
     if keys["rope_type"] != "llama3":
         return None
     original = ["original_max_position_embeddings", "max_position_embeddings"]
-    factors = (_read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return RopeScaling(*factors, _read(keys, original, int))
+    factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    return RopeScaling(**factors, original_max_positions=_read(keys, original, int))
 
 
 def _require(key: str, value: Any, supported: Sequence[Any], otherwise: str) -> None:

@@ -112,7 +112,7 @@ def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
         return arrays.add(value)
     if issubclass(origin, Enum):
         return value.value
-    if is_dataclass(origin):
+    if _is_record(origin):
         hints = _hints(origin)
         return {name: _encoded(getattr(value, name), hints[name], arrays) for name in hints}
     if issubclass(origin, Mapping):
@@ -145,7 +145,7 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
         return members[tree["in"]][start : start + int(np.prod(shape))].reshape(shape).copy()
     if issubclass(origin, Enum):
         return origin(tree)
-    if is_dataclass(origin):
+    if _is_record(origin):
         hints = _hints(origin)
         if tree.keys() != hints.keys():
             raise TypeError(f"{sorted(tree.keys() ^ hints.keys())} are on one side only")
@@ -169,6 +169,11 @@ def _member(kind: type, kinds: tuple[Any, ...]) -> tuple[Any, bool]:
 def _items(inner: tuple[Any, ...], length: int) -> tuple[Any, ...]:
     """The hint of each item of a tuple."""
     return (inner[0],) * length if inner[1:] == (Ellipsis,) else inner
+
+
+def _is_record(kind: Any) -> bool:
+    """As `is_dataclass`, which would narrow the type to one that cannot be called."""
+    return is_dataclass(kind)
 
 
 @cache

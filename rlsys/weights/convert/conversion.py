@@ -125,14 +125,14 @@ def _together(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job
     # The largest first, so that no process has a large one left at the end.
     waiting = sorted(jobs, key=lambda job: job.nbytes)
     with _workers(conversion, draft.folder, crowd) as workers:
-        idle: list[Any] = list(workers)
-        busy: dict[Any, str] = {}
+        idle, busy = workers, dict[Connection, str]()
         while waiting or busy:
             with _alive():
                 for pipe in idle[: len(waiting)]:
                     busy[pipe] = waiting.pop().name
                     pipe.send(busy[pipe])
-                idle = wait(list(busy))
+                answering = wait(list(busy))
+            idle = [pipe for pipe in busy if pipe in answering]
             for pipe in idle:
                 with _alive():
                     receipt, error = pipe.recv()
