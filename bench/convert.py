@@ -36,9 +36,8 @@ from torch import Tensor
 
 from rlsys.apps.convert.verify import verify
 from rlsys.weights.bijection import WeightMap
-from rlsys.weights.convert.engine import bytes_in
-from rlsys.weights.convert.to_hf import SHARD_BYTES, megatron_to_hf
-from rlsys.weights.convert.to_megatron import hf_to_megatron
+from rlsys.weights.convert.conversion import bytes_in
+from rlsys.weights.convert.directions import SHARD_BYTES, hf_to_megatron, megatron_to_hf
 from rlsys.weights.families import architecture_of, read_architecture
 from rlsys.weights.hf_io import TensorSpec, write_safetensors
 
@@ -122,7 +121,7 @@ def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     weights = WeightMap(architecture_of(config))
     layer = other = 0
     for entry in weights.entries():
-        nbytes = sum(2 * prod(shape) for shape in weights.hf_shapes(entry))
+        nbytes = sum(2 * prod(shape) for shape in entry.rule.shapes)
         if entry.layer is None:
             other += nbytes
         else:
@@ -134,7 +133,7 @@ def shards(weights: WeightMap) -> Iterator[list[TensorSpec]]:
     """The tensors of each file of a model."""
     specs: list[TensorSpec] = []
     for entry in weights.entries():
-        for name, shape in zip(entry.hf, weights.hf_shapes(entry), strict=True):
+        for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if sum(spec.nbytes for spec in specs) + 2 * prod(shape) > SHARD_BYTES:
                 yield specs
                 specs = []

@@ -44,7 +44,7 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.weights.buckets import Bucket, digest, unpack
 from rlsys.weights.families import Architecture
-from rlsys.weights.transport import Parcel, Sender, TransportSpec, open_receiver, open_sender
+from rlsys.weights.transport import BucketHandle, Sender, TransportSpec, open_receiver, open_sender
 
 RESULT = Path("outputs/bench/weight_sync.json")
 SHAPE = Architecture(
@@ -112,10 +112,10 @@ class TimedSender:
         self._sender, self._watch = sender, watch
         self.room, self.release, self.close = sender.room, sender.release, sender.close
 
-    def send(self, bucket: Bucket) -> Parcel:
+    def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`."""
-        parcel: Parcel = self._watch.time("send", self._sender.send, bucket)
-        return parcel
+        handle: BucketHandle = self._watch.time("send", self._sender.send, bucket)
+        return handle
 
 
 class Sending:
@@ -158,12 +158,12 @@ class Sending:
 
         self._export = Export(self._model, lambda: None, self._owners, self._bucket_bytes, self._sender)
 
-    def next_parcel(self, taken: int) -> Parcel | None:
+    def next_handle(self, taken: int) -> BucketHandle | None:
         """See `WeightSender`."""
         assert self._sender is not None
         self._sender.release(taken)
-        parcel: Parcel | None = self._watch.time("next", self._export.next)
-        return parcel
+        handle: BucketHandle | None = self._watch.time("next", self._export.next)
+        return handle
 
     def end_export(self, taken: int) -> str:
         """See `WeightSender`."""
@@ -202,9 +202,9 @@ class Receiving:
         """See `LogProbWorker`."""
         self._checksums = {}
 
-    def load_bucket(self, parcel: Parcel) -> None:
+    def load_bucket(self, handle: BucketHandle) -> None:
         """See `LogProbWorker`."""
-        bucket = self._watch.time("receive", self._receiver.receive, parcel)
+        bucket = self._watch.time("receive", self._receiver.receive, handle)
         self._checksums |= self._watch.time("check", _checked, bucket)
         self._receiver.release()
 
@@ -234,9 +234,9 @@ class Copies:
         """See `weight_sync.Receiver`."""
         await self.tell("begin_update", version)
 
-    async def load_bucket(self, parcel: Parcel) -> None:
+    async def load_bucket(self, handle: BucketHandle) -> None:
         """See `weight_sync.Receiver`."""
-        await self.tell("load_bucket", parcel)
+        await self.tell("load_bucket", handle)
 
     async def finish_update(self, version: int, expected: str) -> None:
         """See `weight_sync.Receiver`."""

@@ -41,7 +41,7 @@ from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.weights.buckets import unpack
-from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
+from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
 from tests.megatron.hosts import HostedGroup
 from tests.pipeline.recorded import Recording
 from tests.pipeline.virtual_time import run_virtually
@@ -148,9 +148,9 @@ class Playback:
         """See `weight_sync.Receiver`."""
         self.weights = {}
 
-    async def load_bucket(self, parcel: Parcel) -> None:
+    async def load_bucket(self, handle: BucketHandle) -> None:
         """See `weight_sync.Receiver`."""
-        self.weights |= {record.name: one.clone() for record, one in unpack(self._end.receive(parcel))}
+        self.weights |= {record.name: one.clone() for record, one in unpack(self._end.receive(handle))}
 
     async def finish_update(self, version: int, _: str) -> None:
         """See `weight_sync.Receiver`."""

@@ -26,7 +26,7 @@ from rlsys.observe.kept import kept_steps, write_kept
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
 from rlsys.orchestrator.run_logger import LOGS, History
-from rlsys.weights.checkpoint.codec import save_values
+from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, same

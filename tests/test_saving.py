@@ -19,7 +19,7 @@ import rlsys.orchestrator.saving
 from rlsys.data.prompt_source import SourceState
 from rlsys.errors import RunError
 from rlsys.orchestrator.saving import Saver
-from rlsys.weights.checkpoint.codec import save_values
+from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check
 from tests.pipeline.build import question
 from tests.small_disk import run_on_small_disk

@@ -30,7 +30,7 @@ def write_random_model(shape: Path, folder: Path, dtype: torch.dtype, device: to
     specs = [
         TensorSpec(name, dtype, sizes)
         for entry in weights.entries()
-        for name, sizes in zip(entry.hf, weights.hf_shapes(entry), strict=True)
+        for name, sizes in zip(entry.hf, entry.rule.shapes, strict=True)
     ]
     write_safetensors(folder / "model.safetensors", specs, _tensors(specs, device))
     shutil.copy(shape / "config.json", folder)

@@ -51,11 +51,11 @@ def _speed(actor: Actor, device: Device, mode: SyncMode) -> float:
         for _ in range(1 + REPEATS):  # The first warms up.
             started, sent = time.perf_counter(), 0
             export = actor.export(BUCKET_BYTES, sender)
-            while (parcel := export.next()) is not None:
-                ours.send(parcel)
+            while (handle := export.next()) is not None:
+                ours.send(handle)
                 ours.recv()
                 taken += 1
-                sent += parcel.nbytes
+                sent += handle.nbytes
                 sender.release(taken)
             ours.send(export.digest)
             if not ours.recv():
@@ -68,7 +68,7 @@ def _speed(actor: Actor, device: Device, mode: SyncMode) -> float:
 
 
 def _receive(spec: TransportSpec, pipe: Connection) -> None:
-    """Take parcels, check every tensor, and compare the digest that ends each transfer."""
+    """Take handles, check every tensor, and compare the digest that ends each transfer."""
     end = open_receiver(replace(spec, rank=1))
     checksums: dict[str, str] = {}
     while True:

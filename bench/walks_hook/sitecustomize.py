@@ -21,7 +21,7 @@ FOLDER, PACKAGE = os.environ.get("RLSYS_WALKS"), os.environ.get("RLSYS_PACKAGE",
 GROUP, VERSION = 0, 1
 """The prompt group and the version that are followed in the driver; in a worker it is its first call of each kind."""
 EPISODE_CALLS = ("run_group", "compute", "accumulate")
-VERSION_CALLS = ("apply", "begin_export", "next_parcel", "end_export", "begin_update", "load_bucket", "finish_update")
+VERSION_CALLS = ("apply", "begin_export", "next_handle", "end_export", "begin_update", "load_bucket", "finish_update")
 SGLANG = "sglang/srt/entrypoints/engine.py"
 
 _walk: ContextVar[str] = ContextVar("walk", default="")

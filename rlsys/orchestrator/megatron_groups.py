@@ -25,7 +25,7 @@ from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.batches.sharding import BatchSharder, Plan
 from rlsys.trainer.messages import LogProbs, switch_figures
-from rlsys.weights.transport import Parcel, TransportSpec
+from rlsys.weights.transport import BucketHandle, TransportSpec
 
 Answers = Sequence[Sequence[Any]]
 """[data-parallel rank][micro-batch] results."""
@@ -153,9 +153,9 @@ class InferenceGroup(MegatronGroup):
             self._weights.release()
             raise
 
-    async def load_bucket(self, parcel: Parcel) -> None:
+    async def load_bucket(self, handle: BucketHandle) -> None:
         """Let every rank take a bucket."""
-        await self.workers.call("load_bucket", parcel)
+        await self.workers.call("load_bucket", handle)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Compute with `version` from now on. Raises RunError if it is not what the digest speaks of."""

@@ -31,7 +31,7 @@ from rlsys.observe.environment import RUN, changes, environment
 from rlsys.observe.kept import copy_kept
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
 from rlsys.orchestrator.run_logger import EVALUATIONS, LOGS, History, new_run_dir
-from rlsys.weights.checkpoint.codec import load_values, save_values
+from rlsys.weights.checkpoint.state_file import load_values, save_values
 from rlsys.weights.checkpoint.store import MANIFEST, CheckpointStore, Saved, check, step_of
 
 CHECKPOINTS = "checkpoints"

@@ -26,7 +26,7 @@ from rlsys.config.schema import ClusterConfig
 from rlsys.errors import RunError
 from rlsys.observe import status
 from rlsys.observe.spans import Tracer
-from rlsys.weights.transport import Parcel, TransportSpec
+from rlsys.weights.transport import BucketHandle, TransportSpec
 
 
 class Receiver(Protocol):
@@ -44,7 +44,7 @@ class Receiver(Protocol):
     async def begin_update(self, version: int) -> None:
         """Begin to take `version`."""
 
-    async def load_bucket(self, parcel: Parcel) -> None:
+    async def load_bucket(self, handle: BucketHandle) -> None:
         """Take a bucket, in every process; its bytes are gone afterwards."""
 
     async def finish_update(self, version: int, digest: str) -> None:
@@ -223,16 +223,16 @@ class WeightSync:
         """Bytes sent, and their digest."""
         sent_bytes = 0
         await self._sender.call("begin_export")
-        parcel = await self._next_parcel()
-        while parcel is not None:
-            sent_bytes += parcel.nbytes
+        handle = await self._next_handle()
+        while handle is not None:
+            sent_bytes += handle.nbytes
             # Of what is under way, only buckets that everybody has taken are overwritten: `_taken` says which.
-            loads = [receiver.load_bucket(parcel) for receiver in self._all]
-            parcel, *_ = await asyncio.gather(self._next_parcel(), *loads)
+            loads = [receiver.load_bucket(handle) for receiver in self._all]
+            handle, *_ = await asyncio.gather(self._next_handle(), *loads)
             self._taken += 1
         digest: str = (await self._sender.call("end_export", self._taken))[0]
         return sent_bytes, digest
 
-    async def _next_parcel(self) -> Parcel | None:
-        parcel: Parcel | None = (await self._sender.call("next_parcel", self._taken))[0]
-        return parcel
+    async def _next_handle(self) -> BucketHandle | None:
+        handle: BucketHandle | None = (await self._sender.call("next_handle", self._taken))[0]
+        return handle

@@ -44,7 +44,7 @@ from rlsys.rollout.requests import Heard, as_generation, followed, in_training, 
 from rlsys.rollout.search_tool import open_tool, search_metrics
 from rlsys.rollout.staged_weights import CPU_WIDTH_PADDING, Hasher, Layout, StagedVersion, sha256_prefix
 from rlsys.weights.buckets import Bucket, ChecksumError
-from rlsys.weights.transport import Parcel, Receiver, TransportSpec, open_receiver
+from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
 
 if TYPE_CHECKING:
     from rlsys.rollout.sglang_process import Answer, SglangProcess
@@ -654,7 +654,7 @@ class RolloutWorker:
         """See `Engine.begin_update`."""
         await self.engine.begin_update(version)
 
-    async def load_bucket(self, parcel: Parcel) -> None:
+    async def load_bucket(self, parcel: BucketHandle) -> None:
         """Take a bucket from the transport; see `Engine.load_bucket`."""
         if self._receiver is None:
             raise RunError("Weights came to a rollout worker without a transport; call open_transport first.")

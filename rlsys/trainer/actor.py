@@ -50,9 +50,9 @@ from rlsys.trainer.messages import Applied, Offloaded
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel
 from rlsys.trainer.offload import Offload, gradient_buffers, training_state
-from rlsys.weights.checkpoint import rng, sharded
-from rlsys.weights.checkpoint.about import About, read_about
-from rlsys.weights.checkpoint.writing import CheckpointWriter, Content, Written
+from rlsys.weights.checkpoint import sharded
+from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, Written, restore_generators
+from rlsys.weights.checkpoint.store import About, read_about
 from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
 
@@ -180,7 +180,7 @@ class Learner(ABC):
         return self._writer.finish()
 
     def load(self, folder: str | Path) -> bool:
-        """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `rng.restore`.
+        """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `restore_generators`.
 
         A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if the
         checkpoint is incomplete, damaged or of another model.
@@ -195,7 +195,7 @@ class Learner(ABC):
             self._model.load_checkpoint(folder)
             self._optimizer.reload_model_params()
         self.step = about.step
-        return rng.restore(Path(folder), about.layout)
+        return restore_generators(Path(folder), about.layout)
 
     def offload(self) -> Offloaded:
         """Release the memory of weights, gradients and optimiser state until `restore`; gradients are zero.

@@ -24,9 +24,8 @@ from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError
 from rlsys.trainer.mesh import Place
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.weights.buckets import Bucket, BucketFullError, digest, pack, pack_into
-from rlsys.weights.copy_speed import copy_gb_s
-from rlsys.weights.transport import IpcSender, Parcel, Sender, TransportSpec, open_sender
+from rlsys.weights.buckets import Bucket, BucketFullError, copy_gb_s, digest, pack, pack_into
+from rlsys.weights.transport import BucketHandle, IpcSender, Sender, TransportSpec, open_sender
 
 
 def owners_group(place: Place) -> dist.ProcessGroup:
@@ -73,7 +72,7 @@ class WeightSender(ABC):
         """Begin to hand out the weights as they are now."""
         self._running = self.export(self._bucket_bytes, self._sender)
 
-    def next_parcel(self, taken: int) -> Parcel | None:
+    def next_handle(self, taken: int) -> BucketHandle | None:
         """The next bucket's parcel from rank 0; None at the end and from other ranks, which only take part.
 
         `taken` counts the buckets that every receiver has taken since `open_export`.
@@ -115,8 +114,8 @@ class Export:
         self._runs = self._plan()
         self._checksums: dict[str, str] = {}
 
-    def next(self) -> Parcel | None:
-        """Gather and send the next bucket; on rank 0 its parcel, None after the last. None on other ranks.
+    def next(self) -> BucketHandle | None:
+        """Gather and send the next bucket; on rank 0 its handle, None after the last. None on other ranks.
 
         Raises RunError if a tensor is larger than a bucket, or if a receiver is gone.
         """
@@ -126,16 +125,16 @@ class Export:
             return None
         stage, names = run
         if isinstance(self._sender, IpcSender):
-            parcel = self._send_from_stage(self._sender, stage, names)
+            handle = self._send_from_stage(self._sender, stage, names)
         elif self._sender is not None:
             bucket = self._take(stage, self._sender) if stage else self._pack(names, self._sender)
-            parcel = self._sender.send(bucket)
+            handle = self._sender.send(bucket)
         else:
             self._give(stage, names)
             return None
-        if parcel is not None:
-            self._checksums |= {record.name: record.checksum for record in parcel.records}
-        return parcel
+        if handle is not None:
+            self._checksums |= {record.name: record.checksum for record in handle.records}
+        return handle
 
     @property
     def digest(self) -> str:
@@ -155,8 +154,8 @@ class Export:
             for run in range(runs)
         )
 
-    def _send_from_stage(self, sender: IpcSender, stage: int, names: list[str]) -> Parcel | None:
-        """The next bucket's parcel on rank 0, from whichever stage has the bucket; None on its other owners."""
+    def _send_from_stage(self, sender: IpcSender, stage: int, names: list[str]) -> BucketHandle | None:
+        """The next bucket's handle on rank 0, from whichever stage has the bucket; None on its other owners."""
         rank_0 = self._place.rank == 0
         if stage != self._place.pp:
             sender.skip()
@@ -164,12 +163,12 @@ class Export:
                 return None
             box: list[Any] = [None]
             dist.recv_object_list(box, src=stage * self._place.stage_size, group=self._owners)
-            parcel: Parcel = box[0]
-            return parcel
-        parcel = sender.send(self._pack(names, sender))
+            handle: BucketHandle = box[0]
+            return handle
+        handle = sender.send(self._pack(names, sender))
         if rank_0:
-            return parcel
-        dist.send_object_list([parcel], dst=0, group=self._owners)
+            return handle
+        dist.send_object_list([handle], dst=0, group=self._owners)
         return None
 
     def _pack(self, names: list[str], sender: Sender) -> Bucket:

@@ -42,11 +42,11 @@ from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import Offload
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
-from rlsys.weights.checkpoint import rng, sharded
-from rlsys.weights.checkpoint.about import About, read_about
-from rlsys.weights.checkpoint.writing import CheckpointWriter, Content, Written
+from rlsys.weights.checkpoint import sharded
+from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, Written, restore_generators
+from rlsys.weights.checkpoint.store import About, read_about
 from rlsys.weights.families import read_architecture
-from rlsys.weights.transport import Parcel, Receiver, Sender, TransportSpec, open_receiver
+from rlsys.weights.transport import BucketHandle, Receiver, Sender, TransportSpec, open_receiver
 
 DevicePicks = tuple[Tensor, Tensor]
 """Tokens [trained tokens, k] and log-probs of them."""
@@ -255,7 +255,7 @@ class LogProbWorker(WeightSender):
         self._update, self._checksums = self._policy.loader(), {}
         self.version = None
 
-    def load_bucket(self, parcel: Parcel) -> None:
+    def load_bucket(self, parcel: BucketHandle) -> None:
         """Take the bucket of `parcel` from the transport; see `take_bucket`."""
         if self._receiver is None:
             raise RuntimeError("A parcel came before open_transport.")
@@ -309,7 +309,7 @@ class LogProbWorker(WeightSender):
     def load(self, folder: str | Path) -> bool:
         """Continue with the reference of a checkpoint, in place of `model.path`'s; as `Learner.load`."""
         about = self._require_reference("load the reference").load(folder)
-        return rng.restore(Path(folder), about.layout)
+        return restore_generators(Path(folder), about.layout)
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the reference out, which must not follow the policy meanwhile; see `WeightSender`."""

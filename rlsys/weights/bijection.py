@@ -1,7 +1,7 @@
 """THE map between Hugging Face tensors and Megatron shards. Pure: no process, no device, no file.
 
-Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP and EP size and split into stages. Loading,
-live synchronisation and conversion all go through here, so they cannot disagree.
+Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP and EP size and split into stages. Loading, live
+synchronisation and conversion all go through here, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Entry:
 
     hf: tuple[str, ...]
     rule: Rule
-    name: str
-    """The first of its names, with the global numbers of layer and expert."""
+    name: str  # The first of its names, with the global numbers of layer and expert.
     layer: int | None = None
     expert: int | None = None
 
@@ -73,8 +72,8 @@ class WeightMap:
     def stage_names(self, layers: range, first: bool, last: bool, experts: range | None = None) -> list[str]:
         """Megatron names of a pipeline stage, as the local layers name them, in the order of export.
 
-        `experts` are those that the expert-parallel rank holds, by default all. A stage that is both first and
-        last has no output layer of its own when embeddings are tied.
+        `experts` are those that the expert-parallel rank holds, by default all. A stage that is both first and last has
+        no output layer of its own when embeddings are tied.
         """
         held = range(self.architecture.experts) if experts is None else experts
         return [entry.name for entry in self._stage(layers, first, last, held)]
@@ -82,10 +81,6 @@ class WeightMap:
     def hf_names(self) -> set[str]:
         """Every Hugging Face tensor of the model."""
         return {name for entry in self.entries() for name in entry.hf}
-
-    def hf_shapes(self, entry: Entry) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the whole Hugging Face tensors, in the order of `entry.hf`."""
-        return entry.rule.shapes
 
     def whole_shape(self, entry: Entry, tp: int) -> tuple[int, ...]:
         """Shape of the Megatron tensor before it is cut; the vocabulary is padded for `tp`."""
@@ -118,8 +113,8 @@ class WeightMap:
     def shard(self, entry: Entry, parts: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
         """Rank `tp_rank`'s piece of a Megatron tensor, made from its whole Hugging Face `parts`.
 
-        Parts come in the order of `entry.hf`. The result may share memory with a part. Raises UserError where
-        `tp_size` does not divide the tensor; it may exceed the query groups, whose rows are then cut as well.
+        Parts come in the order of `entry.hf`. The result may share memory with a part. Raises UserError where `tp_size`
+        does not divide the tensor; it may exceed the query groups, whose rows are then cut as well.
         """
         if entry.rule.cut is Cut.GATE_UP:
             return torch.cat([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in parts])
@@ -136,12 +131,11 @@ class WeightMap:
         elif cut is Cut.COLUMNS:
             parts = [_joined(shards, dim=1)]
         elif cut is Cut.GATE_UP:
-            halves = [shard.chunk(2) for shard in shards]
-            parts = [_joined([half[which] for half in halves]) for which in (0, 1)]
+            parts = [_joined(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+        elif cut is Cut.QKV:
+            parts = self._unfuse_qkv(_joined(shards))
         else:
-            rows = _joined(shards)
-            parts = self._unfuse_qkv(rows) if cut is Cut.QKV else [rows]
-            parts = [rows[: self.architecture.vocab]] if cut is Cut.VOCAB else parts
+            parts = [_joined(shards)[: self.architecture.vocab] if cut is Cut.VOCAB else _joined(shards)]
         return list(zip(entry.hf, parts, strict=True))
 
     def _stage(self, layers: range, first: bool, last: bool, experts: range) -> Iterator[Entry]:
@@ -203,17 +197,12 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
 class ShardLoader:
     """Turns a stream of whole Hugging Face tensors, in any order, into one rank's shards.
 
-    A fused tensor waits until all its parts are in; nothing else is kept. No expert is cut: a rank holds it whole
-    or not at all.
+    A fused tensor waits until all its parts are in; nothing else is kept. No expert is cut: a rank holds it whole or
+    not at all.
     """
 
     def __init__(
-        self,
-        weights: WeightMap,
-        names: Sequence[str],
-        tp_rank: int,
-        tp_size: int,
-        store: Callable[[str, Tensor], None],
+        self, weights: WeightMap, names: Sequence[str], tp_rank: int, tp_size: int, store: Callable[[str, Tensor], None]
     ) -> None:
         """`names` are this rank's Megatron tensors; `store(name, shard)` takes each shard.
 

@@ -1,19 +1,18 @@
 """Weights in transit: named tensors packed into flat buckets of bytes, each tensor with a checksum.
 
-A bucket is plain data in host memory, as a numpy array, or in a device's memory, as a tensor; either may be shared
-between processes (`rlsys.weights.transport`). What is on a device is packed, hashed and checked there.
-Invariant: whoever unpacks gets the bytes that were packed, or an error that names the tensor. The digest
-of a version depends on every name, dtype, shape and byte, and not on order or on how tensors were
-spread over buckets.
+A bucket is plain data in host memory, as a numpy array, or in a device's memory, as a tensor; either may be shared between
+processes (`rlsys.weights.transport`). What is on a device is packed, hashed and checked there. Invariant: whoever unpacks gets
+the bytes that were packed, or an error that names the tensor. The digest of a version depends on every name, dtype, shape and
+byte, and not on order or on how tensors were spread over buckets.
 
-A byte is copied once and hashed at both ends. The hash of a tensor is one of the hashes of its pieces. In host
-memory (XXH3) that lets threads pack several pieces at a time: one core copies at about half the speed that memory has. A
-piece is copied and hashed block by block, while the block is in the core's cache. On a device see `device_hash`; the
-hashes of the two differ.
+A byte is copied once and hashed at both ends. The hash of a tensor is one of the hashes of its pieces. In host memory (XXH3)
+that lets threads pack several pieces at a time: one core copies at about half the speed that memory has. A piece is copied and
+hashed block by block, while the block is in the core's cache. On a device see `hash_pieces`; the hashes of the two differ.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -26,18 +25,20 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.weights.device_hash import hash_pieces
 from rlsys.weights.sizes import aligned
 
 Memory = NDArray[np.uint8] | Tensor
 """[bytes] uint8: in host memory an array, on a device a tensor. What is a tensor is hashed as on a device, wherever it lies."""
 
-PIECE_BYTES = 4 * 1024 * 1024
-"""Of a tensor, hashed by itself."""
-BLOCK_BYTES = 256 * 1024
-"""Of a piece; source and copy fit into a core's cache together."""
-PACKERS = 2
-"""Threads that pack."""
+PIECE_BYTES = 4 * 1024 * 1024  # Of a tensor, hashed by itself.
+BLOCK_BYTES = 256 * 1024  # Of a piece; source and copy fit into a core's cache together.
+PACKERS = 2  # Threads that pack.
+DEVICE_PIECE_BYTES = 16 * 1024 * 1024  # What is hashed at a time on a device; three times as much is needed beside it.
+_WORD_BYTES = 8
+_STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)  # The numbers of SplitMix64.
+_COPY_BYTES = 256 * 1024 * 1024  # Of a measurement; a copy of more runs at the same speed.
+COPY_ROUNDS = 3
 
 
 class ChecksumError(Exception):
@@ -53,11 +54,9 @@ class TensorRecord:
     """Where a tensor lies in a bucket, and what it must hash to."""
 
     name: str
-    dtype: str
-    """As torch names it, e.g. `bfloat16`."""
+    dtype: str  # As torch names it, e.g. `bfloat16`.
     shape: tuple[int, ...]
-    offset: int
-    """Bytes from the start of the bucket."""
+    offset: int  # Bytes from the start of the bucket.
     checksum: str
 
     @property
@@ -70,8 +69,7 @@ class TensorRecord:
 class Bucket:
     """Some tensors of one version."""
 
-    data: Memory
-    """[bytes]"""
+    data: Memory  # [bytes]
     records: tuple[TensorRecord, ...]
 
     @property
@@ -167,8 +165,7 @@ def unpack(bucket: Bucket) -> Iterator[tuple[TensorRecord, Tensor]]:
         yield record, tensor
 
 
-_Part = tuple[str, Tensor, int, Iterable[bytes]]
-"""Name, copy, offset, and the hashes of its pieces."""
+_Part = tuple[str, Tensor, int, Iterable[bytes]]  # Name, copy, offset, and the hashes of its pieces.
 
 
 def _pack_in_host(memory: NDArray[np.uint8], tensors: Iterable[tuple[str, Tensor]]) -> list[_Part]:
@@ -177,7 +174,7 @@ def _pack_in_host(memory: NDArray[np.uint8], tensors: Iterable[tuple[str, Tensor
             (name, copy, start, _copy(copy, source, packers))
             for name, source, copy, start in _laid_out(torch.from_numpy(memory), tensors)
         ]
-    return [(name, copy, start, [one.result() for one in pieces]) for name, copy, start, pieces in parts]
+    return [(name, copy, start, [piece.result() for piece in pieces]) for name, copy, start, pieces in parts]
 
 
 def _pack_on_device(memory: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> list[_Part]:
@@ -250,3 +247,74 @@ def _dtype_name(tensor: Tensor) -> str:
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def hash_pieces(flats: Sequence[Tensor]) -> list[list[bytes]]:
+    """The hashes of all pieces of each of `flats`, 8 bytes a piece, in order; nothing for what is empty.
+
+    In plain tensor operations: the same on every device, and computed where the bytes lie. `flats` are [bytes] uint8,
+    all on one device, each starting at a multiple of 8 bytes. The last piece is filled up with zeros to whole words, so
+    a length that matters has to be told by other means. With the words w_0, w_1, ... of a piece (8 bytes each, as the
+    device orders them), its hash is the sum modulo 2^64 of mix(w_i + (i + 1) step), where mix and step are those of
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014); it does not depend on
+    the order in which a device adds. A single word that changes always changes the hash; anything else does, but for
+    one time in 2^64. It finds damage, not forgery. The calling thread waits for the device.
+    """
+    longest = min(max((flat.numel() for flat in flats), default=0), DEVICE_PIECE_BYTES)
+    if not longest:
+        return [[] for _ in flats]
+    words = -(-longest // _WORD_BYTES)
+    keys = torch.arange(1, words + 1, dtype=torch.int64, device=flats[0].device).mul_(_signed(_STEP))
+    sums = [[_mixed_sum(piece, keys) for piece in _words(flat)] for flat in flats]
+    # Read back at once: each read waits for the device.
+    numbers = iter(torch.stack([total for of_flat in sums for total in of_flat]).tolist())
+    return [[next(numbers).to_bytes(_WORD_BYTES, "little", signed=True) for _ in of_flat] for of_flat in sums]
+
+
+def _words(flat: Tensor) -> Iterator[Tensor]:
+    """Of at most `DEVICE_PIECE_BYTES`, as whole words [words] int64."""
+    for start in range(0, flat.numel(), DEVICE_PIECE_BYTES):
+        piece = flat[start : start + DEVICE_PIECE_BYTES]
+        missing = -piece.numel() % _WORD_BYTES
+        yield (torch.cat([piece, piece.new_zeros(missing)]) if missing else piece).view(torch.int64)
+
+
+def _mixed_sum(words: Tensor, keys: Tensor) -> Tensor:
+    mixed = words + keys[: words.numel()]
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        # An int64 moved to the right has copies of its sign on the left, where zeros belong.
+        mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor != 1:
+            mixed *= _signed(factor)
+    return mixed.sum()
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of an unsigned number: torch has no arithmetic for uint64."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def copy_gb_s(nbytes: int, device: torch.device) -> float:
+    """10^9 bytes a second at which `nbytes` are copied from one buffer to another: the fastest of a few.
+
+    On a CPU by one thread. A GPU gets its memory back: it may be others' next.
+    """
+    size = min(nbytes, _COPY_BYTES)
+    fastest = _fastest_s(size, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return size / fastest / 1e9
+
+
+def _fastest_s(size: int, device: torch.device) -> float:
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    fastest = float("inf")
+    for _ in range(COPY_ROUNDS):
+        started = time.perf_counter()
+        if device.type == "cuda":
+            target.copy_(source)
+            torch.cuda.synchronize(device)
+        else:
+            np.copyto(target.numpy(), source.numpy())
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest

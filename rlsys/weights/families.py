@@ -3,14 +3,14 @@
 A family is the file `family/<model_type>.yaml`, and adding one is adding such a file. Its sections:
 
 - `extends`: another file, whose entries hold unless this one has its own (an entry of null takes it away).
-- `config`: a field of `Architecture` -> the key of config.json that gives it, or a value, or a list of these,
-  the first that is there. The keys of `rope_parameters` (once `rope_scaling`) count as keys of config.json.
-- `only`: a key -> the values that are supported; what is left out or null is. `else` says what others mean;
-  with `computes` they change what is computed of the weights and not the weights, which can be converted.
-- `tensors`: a Megatron tensor -> how it is `cut`, the Hugging Face tensors in it (`hf`, with their shapes),
-  another name for it (`also`: Transformer Engine fuses norms into the linear layer behind them, and keeps the
-  weights of all experts in one module), and `when` it is there: a flag of `Architecture`, or `logits` or
-  `values` for a head of that kind. `tied` names the tensor that it is a copy of where embeddings are tied.
+- `config`: a field of `Architecture` -> the key of config.json that gives it, or a value, or a list of these, the first
+  that is there. The keys of `rope_parameters` (once `rope_scaling`) count as keys of config.json.
+- `only`: a key -> the values that are supported; what is left out or null is. `else` says what others mean; with
+  `computes` they change what is computed of the weights and not the weights, which can be converted.
+- `tensors`: a Megatron tensor -> how it is `cut`, the Hugging Face tensors in it (`hf`, with their shapes), another
+  name for it (`also`: Transformer Engine fuses norms into the linear layer behind them, and keeps the weights of all
+  experts in one module), and `when` it is there: a flag of `Architecture`, or `logits` or `values` for a head of that
+  kind. `tied` names the tensor that it is a copy of where embeddings are tied.
 
 Megatron names carry the *global* numbers of layer and expert, also under pipeline and expert parallelism.
 """
@@ -18,7 +18,7 @@ Megatron names carry the *global* numbers of layer and expert, also under pipeli
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
@@ -32,8 +32,7 @@ from rlsys.errors import UserError
 
 VOCAB_MULTIPLE = 128
 """Megatron's vocabulary is padded to a multiple of this, so that its shape is the same for most TP."""
-FAMILIES = Path(__file__).with_name("family")
-"""The folder of the families."""
+FAMILIES = Path(__file__).with_name("family")  # The folder of the families.
 _SECTIONS = ("config", "only", "tensors")
 _HEADS = ("logits", "values")
 
@@ -41,18 +40,12 @@ _HEADS = ("logits", "values")
 class Cut(Enum):
     """How the Hugging Face tensors of a rule become one Megatron tensor, and how TP cuts that."""
 
-    WHOLE = "whole"
-    """One tensor, the same on every TP rank."""
-    ROWS = "rows"
-    """One tensor, cut along dimension 0."""
-    COLUMNS = "columns"
-    """One tensor, cut along dimension 1."""
-    VOCAB = "vocab"
-    """One tensor, padded with zero rows, cut along dimension 0."""
-    QKV = "qkv"
-    """Query, key and value, interleaved by query group, cut along dimension 0."""
-    GATE_UP = "gate_up"
-    """Gate and up projection: each is cut along dimension 0, a rank holds [gate_r; up_r]."""
+    WHOLE = "whole"  # One tensor, the same on every TP rank.
+    ROWS = "rows"  # One tensor, cut along dimension 0.
+    COLUMNS = "columns"  # One tensor, cut along dimension 1.
+    VOCAB = "vocab"  # One tensor, padded with zero rows, cut along dimension 0.
+    QKV = "qkv"  # Query, key and value, interleaved by query group, cut along dimension 0.
+    GATE_UP = "gate_up"  # Gate and up projection: each is cut along dimension 0, a rank holds [gate_r; up_r].
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +68,19 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
-    """Width of the MLP; of no use where there are experts."""
+    ffn: int  # Width of the MLP; of no use where there are experts.
     vocab: int
-    tied: bool
-    """Input embedding and output layer share one matrix."""
+    tied: bool  # Input embedding and output layer share one matrix.
     qkv_bias: bool
     qk_norm: bool
     norm_eps: float
     rope_theta: float
     max_positions: int
     rope: RopeScaling | None = None
-    experts: int = 0
-    """In every layer; 0 is a dense model."""
+    experts: int = 0  # In every layer; 0 is a dense model.
     experts_per_token: int = 0
-    expert_ffn: int = 0
-    """Width of one expert's MLP."""
-    norm_topk: bool = False
-    """Whether the weights of a token's experts add up to 1."""
+    expert_ffn: int = 0  # Width of one expert's MLP.
+    norm_topk: bool = False  # Whether the weights of a token's experts add up to 1.
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of Megatron's embedding under tensor parallelism of `tp`."""
@@ -100,22 +88,13 @@ class Architecture:
         return -(-self.vocab // multiple) * multiple
 
 
-_END = 1 << 62
-"""No number of a config is as large."""
+_END = 1 << 62  # No number of a config is as large.
 _NUMBERS: dict[Any, type] = {"int": int, "float": float, "bool": bool}
 _FIELDS = {field.name: _NUMBERS[field.type] for field in fields(Architecture) if field.type in _NUMBERS}
 """What `config` may say, and the kind of number that it is."""
 _FLAGS = [name for name, kind in _FIELDS.items() if kind is bool]
-_SIZES: dict[str, Callable[[Architecture], int]] = {
-    "hidden": lambda model: model.hidden,
-    "query": lambda model: model.heads * model.head_dim,
-    "key_value": lambda model: model.kv_heads * model.head_dim,
-    "head_dim": lambda model: model.head_dim,
-    "ffn": lambda model: model.ffn,
-    "experts": lambda model: model.experts,
-    "expert_ffn": lambda model: model.expert_ffn,
-    "vocab": lambda model: model.vocab,
-}
+_SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab")
+_WIDTHS = {"query": "heads", "key_value": "kv_heads"}
 """What the shapes in `tensors` may be made of, next to numbers."""
 
 
@@ -123,14 +102,11 @@ _SIZES: dict[str, Callable[[Architecture], int]] = {
 class Rule:
     """One Megatron tensor and the Hugging Face tensors that it is made of."""
 
-    megatron: tuple[str, ...]
-    """Its names, the one to use first, with `{layer}` and `{expert}` for their numbers."""
+    megatron: tuple[str, ...]  # Its names, the one to use first, with `{layer}` and `{expert}` for their numbers.
     hf: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the Hugging Face tensors, whole."""
+    shapes: tuple[tuple[int, ...], ...]  # Of the Hugging Face tensors, whole.
     cut: Cut
-    exported: bool = True
-    """False for a copy of a tensor that another rule exports."""
+    exported: bool = True  # False for a copy of a tensor that another rule exports.
 
     @property
     def per_layer(self) -> bool:
@@ -146,11 +122,12 @@ class Rule:
 def rules_of(architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> tuple[Rule, ...]:
     """The tensors that a model of this architecture has: those before the layers, of a layer, after them.
 
-    `values` gives it a value head in place of the output layer. With tied embeddings the last pipeline stage
-    still holds a matrix of its own: a copy of the embedding that is loaded but not exported.
+    `values` gives it a value head in place of the output layer. With tied embeddings the last pipeline stage still
+    holds a matrix of its own: a copy of the embedding that is loaded but not exported.
     """
     tensors = _family(architecture.family, folder)["tensors"]
-    sizes = {word: size(architecture) for word, size in _SIZES.items()}
+    sizes = {word: getattr(architecture, word) for word in _SIZES}
+    sizes |= {word: getattr(architecture, heads) * architecture.head_dim for word, heads in _WIDTHS.items()}
     absent = _HEADS[0 if values else 1]
     rules = []
     for name, tensor in tensors.items():
@@ -168,9 +145,9 @@ def rules_of(architecture: Architecture, values: bool = False, folder: Path = FA
 def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
     """Read the config of the Hugging Face folder `path`, of a family in `folder` or of one of rlsys' own.
 
-    `weights_only`: no model is built of it, so that what changes no weight need not be supported. Raises UserError
-    if it is no model folder, of an unknown family, lacks a size or has one that cannot be, or uses what is not
-    supported of its family.
+    `weights_only`: no model is built of it, so that what changes no weight need not be supported. Raises UserError if
+    it is no model folder, of an unknown family, lacks a size or has one that cannot be, or uses what is not supported
+    of its family.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -224,12 +201,8 @@ def _scaling(keys: Mapping[str, Any]) -> RopeScaling | None:
     if keys["rope_type"] != "llama3":
         return None
     original = ["original_max_position_embeddings", "max_position_embeddings"]
-    return RopeScaling(
-        factor=_read(keys, "factor", float),
-        low_freq_factor=_read(keys, "low_freq_factor", float),
-        high_freq_factor=_read(keys, "high_freq_factor", float),
-        original_max_positions=_read(keys, original, int),
-    )
+    factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    return RopeScaling(**factors, original_max_positions=_read(keys, original, int))
 
 
 def _require(key: str, value: Any, supported: Sequence[Any], otherwise: str) -> None:
@@ -240,7 +213,7 @@ def _require(key: str, value: Any, supported: Sequence[Any], otherwise: str) -> 
 
 
 def _written(value: Any) -> str:
-    """As config.json writes it."""
+    """`value` as config.json writes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -250,8 +223,8 @@ def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
     A number is finite and above 0, and one that counts is whole.
     """
     sources = source if isinstance(source, list) else [source]
-    for one in sources:
-        value = keys.get(one) if isinstance(one, str) else one
+    for name in sources:
+        value = keys.get(name) if isinstance(name, str) else name
         if value is None:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool) != (kind is bool):
@@ -260,7 +233,7 @@ def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
             wanted = "a number of at least 1" if kind is int else "a number above 0"
         else:
             return kind(value)
-        raise UserError(f"{one} is {_written(value)}; give {wanted}, as the original model does.")
+        raise UserError(f"{name} is {_written(value)}; give {wanted}, as the original model does.")
     if sources[-1] is None:
         return None
     raise UserError(f"{sources[0]} is missing; copy config.json from the original model.")
@@ -280,10 +253,7 @@ def _family(name: str, folder: Path) -> dict[str, Any]:
     own: dict[str, Any] = yaml.safe_load(file.read_text())
     base = _family(own.pop("extends"), folder) if "extends" in own else {}
     merged = {section: base.get(section, {}) | own.pop(section, {}) for section in _SECTIONS}
-    family = {
-        section: {key: value for key, value in entries.items() if value is not None}
-        for section, entries in merged.items()
-    }
+    family = {name: {key: x for key, x in entries.items() if x is not None} for name, entries in merged.items()}
     unknown = [*own, *_unknown_words(family)]
     if unknown:
         raise ValueError(f"{file} says {unknown[0]}, which has no meaning; see rlsys/weights/families.py.")
@@ -299,5 +269,8 @@ def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
     for name, tensor in family["tensors"].items():
         yield from (f"{name}: {word}" for word in tensor.keys() - {"cut", "hf", "also", "when", "tied"})
         words = {tensor["cut"]} - cuts | {tensor.get("when", _HEADS[0])} - whens
-        words |= {size for shape in tensor["hf"].values() for size in shape if isinstance(size, str)} - {*_SIZES}
+        words |= {size for shape in tensor["hf"].values() for size in shape if isinstance(size, str)} - {
+            *_SIZES,
+            *_WIDTHS,
+        }
         yield from (f"{name}: {word}" for word in words)

@@ -1,8 +1,8 @@
 """Safetensors, in and out, one tensor at a time: the files of a Hugging Face model folder.
 
-Reading maps a tensor into memory by itself, and writing streams, so neither holds more than one tensor: the
-library's own map of a whole file counts as memory of the process as it is read, and its writer takes all tensors
-of a file at once. A written file appears under its final name only when it is complete.
+Reading maps a tensor into memory by itself, and writing streams, so neither holds more than one tensor: the library's
+own map of a whole file counts as memory of the process as it is read, and its writer takes all tensors of a file at
+once. A written file appears under its final name only when it is complete.
 
 Format: 8 bytes with the length of the header, little endian; the header, JSON by tensor name of dtype, shape and
 [begin, end) in what follows; the tensors' bytes, row-major, without gaps
@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor
 
 from rlsys.errors import UserError
+from rlsys.weights.bijection import WeightMap
+from rlsys.weights.buckets import checksum
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -45,11 +48,9 @@ DTYPES = {
 """Safetensors' name of each dtype."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
-_HEADER_BYTES = 100_000_000
-"""A longer header the library refuses too: it would be read whole."""
+_HEADER_BYTES = 100_000_000  # A longer header the library refuses too: it would be read whole.
 _SIZE_END = 1 << 63
-_MOST_TENSORS = 1 << 18
-"""In a folder, with each expert by itself: more than any model has, and few to count."""
+_MOST_TENSORS = 1 << 18  # In a folder, with each expert by itself: more than any model has, and few to count.
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Experts in one tensor [experts, rows, columns], as transformers 5 holds them: its matrices, row below row."""
@@ -77,8 +78,7 @@ class _Stored:
 
     spec: TensorSpec
     file: Path
-    offset: int
-    """Bytes from the start of the file."""
+    offset: int  # Bytes from the start of the file.
 
 
 class HfReader:
@@ -108,8 +108,8 @@ class HfReader:
     def get(self, name: str) -> Tensor:
         """One tensor, on the CPU, in the dtype it is stored in. KeyError if there is none.
 
-        It is the file's own bytes, mapped for as long as the tensor lives; what is written to it is not
-        written to the file. Raises UserError if the file cannot be read any more, or has become shorter.
+        It is the file's own bytes, mapped for as long as the tensor lives; what is written to it is not written to the
+        file. Raises UserError if the file cannot be read any more, or has become shorter.
         """
         stored = self._stored[name]
         spec = stored.spec
@@ -140,11 +140,25 @@ def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=lead)
 
 
+def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> None:
+    """Raise UserError unless what `source` holds twice is the same both times, to the bit.
+
+    Only one of the two is used, so an output layer that was trained by itself would be lost. Nothing is read where
+    nothing is there twice; else both, one at a time.
+    """
+    for again, name in weights.repeated.items():
+        if again in reader.names() and checksum("", reader.get(again)) != checksum("", reader.get(name)):
+            raise UserError(
+                f"{source} has {again} with other numbers than {name}, and they would be lost, for its config.json "
+                "says that the two are one (tie_word_embeddings); correct that, or use weights and config of one model."
+            )
+
+
 def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write the file `path` with the tensors that `specs` announces, which `tensors` gives in that order.
 
-    Larger dtypes should come first, so that every tensor lies where its dtype can be read in place. Raises
-    ValueError if a tensor is not the one announced.
+    Larger dtypes should come first, so that every tensor lies where its dtype can be read in place. Raises ValueError
+    if a tensor is not the one announced.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -175,11 +189,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     end = 0
     for spec in specs:
         begin, end = end, end + spec.nbytes
-        entries[spec.name] = {
-            "dtype": _NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [begin, end],
-        }
+        entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -199,15 +209,15 @@ def _write_all(file: BinaryIO | Any, data: bytes | memoryview) -> None:
 def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
     """Each tensor by its name. Raises UserError if two have the same."""
     stored: dict[str, _Stored] = {}
-    for name, one in (named for item in found for named in _by_expert(*item)):
+    for name, tensor in (named for item in found for named in _by_expert(*item)):
         if name in stored:
             raise UserError(
-                f"{stored[name].file} and {one.file} both hold {name}, and nothing says which counts; move the one "
+                f"{stored[name].file} and {tensor.file} both hold {name}, and nothing says which counts; move the one "
                 "that does not belong to the model away."
             )
         if len(stored) == _MOST_TENSORS:
-            raise _broken(one.file, f"with it the model has more than {_MOST_TENSORS:,} tensors")
-        stored[name] = one
+            raise _broken(tensor.file, f"with it the model has more than {_MOST_TENSORS:,} tensors")
+        stored[name] = tensor
     return stored
 
 
@@ -219,11 +229,10 @@ def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
         yield name, stored
         return
     experts, rows, columns = spec.shape
-    parts = (f"{stack[1]}.{expert}.{matrix}.weight" for expert in range(experts) for matrix in matrices)
-    shape = (rows // len(matrices), columns)
-    for number, part in enumerate(parts):
-        one = TensorSpec(part, spec.dtype, shape)
-        yield part, replace(stored, spec=one, offset=stored.offset + number * one.nbytes)
+    for number, (expert, matrix) in enumerate(product(range(experts), matrices)):
+        part = f"{stack[1]}.{expert}.{matrix}.weight"
+        alone = TensorSpec(part, spec.dtype, (rows // len(matrices), columns))
+        yield part, replace(stored, spec=alone, offset=stored.offset + number * alone.nbytes)
 
 
 def _of_all(folder: Path) -> Iterator[tuple[str, _Stored]]:
@@ -282,7 +291,7 @@ def _read_header(path: Path) -> dict[str, _Stored]:
         raise _unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken(path, error) from None
-    end = max((one.offset + one.spec.nbytes for one in stored.values()), default=start)
+    end = max((tensor.offset + tensor.spec.nbytes for tensor in stored.values()), default=start)
     if end > size:
         raise _broken(path, f"it has {size} bytes of {end}")
     return stored

@@ -13,9 +13,9 @@ from rlsys.weights.families import Architecture
 def inverse_frequencies(architecture: Architecture) -> Tensor:
     """Radians that a position turns each pair of a head's numbers by, [head_dim / 2] float32 on the CPU.
 
-    Without scaling f_i = theta^(-2 i / head_dim) (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2). With
-    it, as in `apply_scaling` of Meta's Llama 3.1 (github.com/meta-llama/llama-models, models/llama3): with
-    n_i = original_max_positions f_i / (2 pi) turns within the original context,
+    Without scaling f_i = theta^(-2 i / head_dim) (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2). With it, as in
+    `apply_scaling` of Meta's Llama 3.1 (github.com/meta-llama/llama-models, models/llama3): with n_i =
+    original_max_positions f_i / (2 pi) turns within the original context,
 
         s_i = clamp((n_i - low) / (high - low), 0, 1),   f'_i = (1 - s_i) f_i / factor + s_i f_i
 

@@ -6,8 +6,7 @@ import socket
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """By which gloo and NCCL are told an interface; without it they may take one that leads nowhere."""
-_BACKLOG = 2048
-"""Connections that torch's store lets wait: all ranks come to it at once."""
+_BACKLOG = 2048  # Connections that torch's store lets wait: all ranks come to it at once.
 
 
 def listener(host: str, port: int) -> tuple[int, int]:

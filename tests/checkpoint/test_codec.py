@@ -28,7 +28,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
 from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, SchedulerState
 from rlsys.rollout.agent.tokens import PartialEpisode
-from rlsys.weights.checkpoint.codec import load_values, save_values
+from rlsys.weights.checkpoint.state_file import load_values, save_values
 from tests.pipeline.build import same
 
 

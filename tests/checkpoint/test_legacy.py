@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from rlsys.errors import UserError
 from rlsys.weights.bijection import WeightMap
-from rlsys.weights.checkpoint.formats import MegatronCheckpoint, open_checkpoint
+from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
@@ -317,8 +317,8 @@ def test_a_checkpoint_that_is_not_whole_is_one_sentence(
 OPEN_ALL = """
 import resource, sys
 from pathlib import Path
-from rlsys.weights.checkpoint.formats import open_checkpoint
 from rlsys.errors import UserError
+from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     try:

@@ -26,13 +26,10 @@ from rlsys.trainer import mesh
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
 from rlsys.weights.bijection import Entry, WeightMap
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.about import About
-from rlsys.weights.checkpoint.formats import MegatronCheckpoint, open_checkpoint
-from rlsys.weights.checkpoint.keys import name_of
-from rlsys.weights.checkpoint.on_disk import OnDisk
-from rlsys.weights.checkpoint.soundness import require_sound
+from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, OnDisk, name_of, open_checkpoint
+from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, require_sound
+from rlsys.weights.checkpoint.store import About
 from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
-from rlsys.weights.checkpoint.writing import CheckpointWriter, Content
 from rlsys.weights.families import Cut, read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
@@ -63,9 +60,9 @@ def write(
             return [torch.ones(1, 64, dtype=dtype) if "weight" in entry.name else torch.full((1,), 2, dtype=dtype)]
         return [reader.get(name).to(dtype) for name in entry.hf]
 
-    writer = TorchDistWriter(folder, weights, lambda _: dtype, parallel or ParallelConfig(), file_bytes)
-    receipts = [writer.write(job, parts_of) for job in order(writer.files)]
-    writer.finish(json.loads(json.dumps(receipts)), ABOUT)
+    writer = TorchDistWriter(weights, lambda _: dtype, parallel or ParallelConfig(), file_bytes)
+    receipts = [writer.write(folder, job, parts_of) for job in order(writer.files)]
+    writer.finish(folder, json.loads(json.dumps(receipts)), ABOUT)
     return writer
 
 
@@ -219,15 +216,10 @@ def test_files_are_the_same_in_any_order_and_hold_what_one_stage_has(hf: Path, t
         assert len(stages) <= 1
 
 
-def test_layers_must_have_one_dtype(hf: Path, tmp_path: Path) -> None:
+def test_layers_must_have_one_dtype(hf: Path) -> None:
     weights = WeightMap(read_architecture(hf))
     with pytest.raises(UserError, match=r"layers.1.*bfloat16 but .*layers.0.*float32"):
-        TorchDistWriter(
-            tmp_path,
-            weights,
-            lambda entry: torch.bfloat16 if entry.layer == 1 else torch.float32,
-            ParallelConfig(),
-        )
+        TorchDistWriter(weights, lambda entry: torch.bfloat16 if entry.layer == 1 else torch.float32, ParallelConfig())
 
 
 @pytest.mark.parametrize(
@@ -238,29 +230,29 @@ def test_layers_must_have_one_dtype(hf: Path, tmp_path: Path) -> None:
         (ParallelConfig(ep=2), "ep is 2, but the model has no experts"),
     ],
 )
-def test_a_cut_that_is_impossible_is_refused(hf: Path, tmp_path: Path, parallel: ParallelConfig, sentence: str) -> None:
+def test_a_cut_that_is_impossible_is_refused(hf: Path, parallel: ParallelConfig, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        TorchDistWriter(tmp_path, WeightMap(read_architecture(hf)), lambda _: torch.float32, parallel)
+        TorchDistWriter(WeightMap(read_architecture(hf)), lambda _: torch.float32, parallel)
 
 
 def test_a_disk_that_is_full_is_one_sentence(hf: Path, tmp_path: Path) -> None:
     reader, weights = HfReader(hf), WeightMap(read_architecture(hf))
-    writer = TorchDistWriter(tmp_path, weights, lambda _: torch.float32, ParallelConfig())
+    writer = TorchDistWriter(weights, lambda _: torch.float32, ParallelConfig())
     (job,) = writer.files
     (tmp_path / f".{job.name}.partial").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"__0_0.distcp could not be written: No space left"):
-        writer.write(job, lambda entry: [reader.get(name) for name in entry.hf])
+        writer.write(tmp_path, job, lambda entry: [reader.get(name) for name in entry.hf])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_source_that_cannot_be_read_is_not_said_to_be_unwritable(hf: Path, tmp_path: Path) -> None:
-    writer = TorchDistWriter(tmp_path, WeightMap(read_architecture(hf)), lambda _: torch.float32, ParallelConfig())
+    writer = TorchDistWriter(WeightMap(read_architecture(hf)), lambda _: torch.float32, ParallelConfig())
 
     def locked(_: object) -> list[Tensor]:
         raise PermissionError(13, "Permission denied", "/the/source")
 
     with pytest.raises(PermissionError, match="/the/source"):
-        writer.write(writer.files[0], locked)
+        writer.write(tmp_path, writer.files[0], locked)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rlsys.errors import Interrupted, RunError, UserError
-from rlsys.weights.convert.engine import Job, run
+from rlsys.weights.convert.conversion import Job, run
 
 COUNT = 6
 

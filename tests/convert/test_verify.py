@@ -15,10 +15,8 @@ from transformers import AutoModelForCausalLM
 from rlsys.apps.convert.verify import TensorDifference, logits_of, prompts, verify
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import UserError
-from rlsys.weights.convert.info import info
-from rlsys.weights.convert.sides import open_side
-from rlsys.weights.convert.to_hf import megatron_to_hf
-from rlsys.weights.convert.to_megatron import hf_to_megatron
+from rlsys.weights.convert.directions import hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.sides import info, open_side
 from tests.convert.models import configs, logits_by_transformers, make_model, tensors_of
 
 

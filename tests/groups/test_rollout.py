@@ -267,7 +267,7 @@ def test_an_engine_takes_groups_again_as_soon_as_it_has_switched() -> None:
         first = asyncio.ensure_future(ask(group, 1))  # on engine 0, until 10
         await asyncio.sleep(5)
         await group.begin_update(7)
-        await group.load_bucket("parcel")
+        await group.load_bucket("handle")
         switch = asyncio.ensure_future(group.finish_update(7, "digest"))
         later = asyncio.ensure_future(group.run_group(question(9), 9))
         await asyncio.gather(first, later)
@@ -279,7 +279,7 @@ def test_an_engine_takes_groups_again_as_soon_as_it_has_switched() -> None:
             sync = [call for call in worker.log if call[0] not in ("run_group", "metrics")]
             assert sync == [
                 ("begin_update", (7,)),
-                ("load_bucket", ("parcel",)),
+                ("load_bucket", ("handle",)),
                 ("finish_update", (7, "digest")),
             ]
         versions = {str(span.args["question"]): span.args.get("version") for span in tracer.drain()}

@@ -18,7 +18,7 @@ from rlsys.orchestrator.megatron_groups import InferenceGroup
 from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
 from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.weights.buckets import ChecksumError
-from rlsys.weights.transport import Parcel, TransportSpec
+from rlsys.weights.transport import BucketHandle, TransportSpec
 from tests.weights.ends import End, Group, ends, raw, some_tensors
 
 
@@ -66,13 +66,13 @@ async def test_a_damaged_tensor_ends_the_transfer(processes: tuple[End, list[End
     assert sync.reports == []
 
 
-def parcel(number: int, nbytes: int = 100) -> Parcel:
-    return Parcel(number, (), nbytes, None)
+def handle(number: int, nbytes: int = 100) -> BucketHandle:
+    return BucketHandle(number, (), nbytes, None)
 
 
 @dataclass
 class Actor:
-    """A worker group that hands out `buckets` parcels and writes down what happens."""
+    """A worker group that hands out `buckets` handles and writes down what happens."""
 
     events: list[str]
     buckets: int = 3
@@ -92,13 +92,13 @@ class Actor:
         if method == "end_export":
             self.events.append(f"end, {args[0]} taken")
             return ["digest", "of others"]
-        if method != "next_parcel":
+        if method != "next_handle":
             return [None, None]
         number = self.buckets - self.left + 1
         self.events.append(f"gather {number}, {args[0]} taken")
         await asyncio.sleep(0.01)
         self.left -= 1
-        return [parcel(number) if self.left >= 0 else None, None]
+        return [handle(number) if self.left >= 0 else None, None]
 
 
 @dataclass
@@ -124,9 +124,9 @@ class Receivers:
     async def begin_update(self, version: int) -> None:
         self.events.append(f"{self.name} begins {version}")
 
-    async def load_bucket(self, parcel: Parcel) -> None:
+    async def load_bucket(self, handle: BucketHandle) -> None:
         await asyncio.sleep(0.02)
-        self.events.append(f"{self.name} has {parcel.number}")
+        self.events.append(f"{self.name} has {handle.number}")
 
     async def finish_update(self, version: int, digest: str) -> None:
         await self.may_finish.wait()
@@ -269,7 +269,7 @@ async def test_nothing_is_computed_from_the_beginning_of_an_update_to_its_end(
 ) -> None:
     async def update() -> None:
         await inference.begin_update(1)
-        await inference.load_bucket(parcel(1))
+        await inference.load_bucket(handle(1))
         await asyncio.sleep(0.03)
         await inference.finish_update(1, "digest")
 

@@ -47,15 +47,15 @@ def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
     receiver = open_receiver(shared_memory(1, bucket_bytes))
     running = worker.export(bucket_bytes, sender)
     while True:
-        parcel = running.next()
+        handle = running.next()
         dist.barrier()
-        done = [parcel is None]
+        done = [handle is None]
         dist.broadcast_object_list(done, src=0)
         if done[0]:
             assert not first or running.digest == digest_of(buckets)
             return buckets
-        if parcel is not None and sender is not None:
-            bucket = receiver.receive(parcel)
+        if handle is not None and sender is not None:
+            bucket = receiver.receive(handle)
             buckets.append(Bucket(bucket.data.copy(), bucket.records))
             sender.release(len(buckets))
 

@@ -12,9 +12,8 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, Par
 from rlsys.errors import UserError
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.weights.checkpoint.about import About, is_complete, read_about
-from rlsys.weights.convert.to_hf import megatron_to_hf
-from rlsys.weights.convert.to_megatron import hf_to_megatron
+from rlsys.weights.checkpoint.store import About, is_complete, read_about
+from rlsys.weights.convert.directions import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of

@@ -81,15 +81,15 @@ def _every_stage_sends(rank: int, world_size: int, layout: Layout, models: list[
         pids = set()
         while True:
             # As a driver does it: the next is asked for before the last is read.
-            parcel = actor.next_parcel(taken)
-            done = [parcel is None]
+            handle = actor.next_handle(taken)
+            done = [handle is None]
             dist.broadcast_object_list(done, src=0)
             if done[0]:
                 break
-            if parcel is not None:
-                assert parcel.number == taken + 1
-                pids.add(parcel.where.pid)
-                for record, tensor in unpack(receiver.receive(parcel)):
+            if handle is not None:
+                assert handle.number == taken + 1
+                pids.add(handle.where.pid)
+                for record, tensor in unpack(receiver.receive(handle)):
                     found[record.name], checksums[record.name] = tensor.clone(), record.checksum
                 receiver.release()
             taken += 1

@@ -17,7 +17,7 @@ from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.model.layers import ExpertRouter
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.weights.convert.to_hf import megatron_to_hf
+from rlsys.weights.convert.directions import megatron_to_hf
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference

@@ -35,10 +35,10 @@ from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.messages import LogProbs, Offloaded
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.buckets import digest, pack, unpack
-from rlsys.weights.convert.to_hf import megatron_to_hf
+from rlsys.weights.convert.directions import megatron_to_hf
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
-from rlsys.weights.transport import Parcel, TransportSpec, open_receiver
+from rlsys.weights.transport import BucketHandle, TransportSpec, open_receiver
 from tests.megatron import reference
 from tests.megatron.harness import digest_of, rendezvous, weights_of
 from tests.megatron.hosts import HostedGroup, hosts
@@ -422,8 +422,8 @@ class Taker:
     async def begin_update(self, _: int) -> None:
         self.weights, self._checksums = {}, {}
 
-    async def load_bucket(self, parcel: Parcel) -> None:
-        for record, tensor in unpack(self._end.receive(parcel)):
+    async def load_bucket(self, handle: BucketHandle) -> None:
+        for record, tensor in unpack(self._end.receive(handle)):
             self.weights[record.name] = tensor.clone()
             self._checksums[record.name] = record.checksum
 

@@ -38,9 +38,8 @@ from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.messages import Offloaded
 from rlsys.trainer.model.logprobs import divergence_of
-from rlsys.weights.checkpoint.about import is_complete
-from rlsys.weights.checkpoint.staging import host_copies
-from rlsys.weights.checkpoint.writing import Written
+from rlsys.weights.checkpoint.sharded import Written, host_copies
+from rlsys.weights.checkpoint.store import is_complete
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, weights_of
 from tests.megatron.hosts import HostedGroup, hosts

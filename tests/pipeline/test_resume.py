@@ -19,7 +19,7 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState, RolloutP
 from rlsys.orchestrator.pipeline.routing import GroupLost, Loss
 from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, SchedulerState, StalenessScheduler
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from rlsys.weights.checkpoint.codec import load_values, save_values
+from rlsys.weights.checkpoint.state_file import load_values, save_values
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, rewarded, same, trajectory
 from tests.pipeline.planted import PLANTED_IN_RESUMING

@@ -94,9 +94,7 @@ def save_model(folder: Path, files: int = 2) -> None:
     """Weights of zeros for the config.json of `folder`, in so many files with an index, and a tokenizer."""
     weights = WeightMap(read_architecture(folder))
     shapes = {
-        name: shape
-        for entry in weights.entries()
-        for name, shape in zip(entry.hf, weights.hf_shapes(entry), strict=True)
+        name: shape for entry in weights.entries() for name, shape in zip(entry.hf, entry.rule.shapes, strict=True)
     }
     names = sorted(shapes)
     where = {name: f"model-{number % files + 1:05d}-of-{files:05d}.safetensors" for number, name in enumerate(names)}

@@ -14,7 +14,7 @@ from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import TurnSampling
 from rlsys.weights.buckets import Bucket, pack, pack_into
-from rlsys.weights.transport import Parcel, TransportSpec
+from rlsys.weights.transport import BucketHandle, TransportSpec
 from tests.rollout import tiny
 from tests.rollout.bench import (
     QUESTION,
@@ -245,7 +245,7 @@ async def test_weights_come_through_the_transport(
     if bench.worker._receiver is not None:
         await bench.worker._close_transport()
     with pytest.raises(RunError, match="call open_transport first"):
-        await bench.worker.load_bucket(Parcel(1, (), 0, None))
+        await bench.worker.load_bucket(BucketHandle(1, (), 0, None))
     await bench.worker.open_transport(replace(spec, rank=1))
     version = bench.new_version(bench.second)
     await bench.worker.begin_update(version)

@@ -1,6 +1,6 @@
 """Processes that hold the ends of a transport, and stand-ins for the actor and for a group that receives.
 
-What crosses the pipes to them is what Ray carries in a run: specs, parcels and digests.
+What crosses the pipes to them is what Ray carries in a run: specs, handles and digests.
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from torch import Tensor
 
 from rlsys.config.schema import Device, SyncMode
 from rlsys.weights.buckets import ChecksumError, digest, pack_into, unpack
-from rlsys.weights.transport import Parcel, Receiver, Sender, TransportSpec, open_receiver, open_sender
-from rlsys.weights.transport.ipc import IpcReceiver, IpcSender
+from rlsys.weights.transport import (
+    BucketHandle,
+    IpcReceiver,
+    IpcSender,
+    Receiver,
+    Sender,
+    TransportSpec,
+    open_receiver,
+    open_sender,
+)
 from tests.ports import free_port
 
 Named = list[tuple[str, Tensor]]
@@ -101,7 +109,7 @@ class Source:
     def begin_export(self) -> None:
         self._checksums = {}
 
-    def next_parcel(self, taken: int) -> Parcel | None:
+    def next_handle(self, taken: int) -> BucketHandle | None:
         assert self._sender is not None
         self._sender.release(taken)
         tensors = next(self._left, None)
@@ -150,9 +158,9 @@ class Sink:
     def begin_update(self, _version: int) -> None:
         self._held, self._checksums = {}, {}
 
-    def load_bucket(self, parcel: Parcel) -> None:
+    def load_bucket(self, handle: BucketHandle) -> None:
         assert self._receiver is not None
-        bucket = self._receiver.receive(parcel)
+        bucket = self._receiver.receive(handle)
         for record, _ in unpack(bucket):
             self._checksums[record.name] = record.checksum
         time.sleep(self.slowness_s)
@@ -277,8 +285,8 @@ class Group:
     async def begin_update(self, version: int) -> None:
         await self.call("begin_update", version)
 
-    async def load_bucket(self, parcel: Parcel) -> None:
-        await self.call("load_bucket", parcel)
+    async def load_bucket(self, handle: BucketHandle) -> None:
+        await self.call("load_bucket", handle)
 
     async def finish_update(self, version: int, expected: str) -> None:
         await self.call("finish_update", version, expected)

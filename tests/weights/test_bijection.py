@@ -17,7 +17,7 @@ from torch import Tensor
 from rlsys.errors import UserError
 from rlsys.weights.bijection import Entry, ShardLoader, WeightMap
 from rlsys.weights.families import Architecture, RopeScaling
-from rlsys.weights.stages import expert_block, stage_layers
+from rlsys.weights.sizes import expert_block, stage_layers
 
 LAYERS = 5
 LLAMA = Architecture(
@@ -299,8 +299,8 @@ def _divides(entry: Entry, arch: Architecture, tp: int) -> bool:
 def test_a_tensor_has_the_shape_it_says_or_is_refused(arch: Architecture, tp: int, values: bool) -> None:
     weights, shapes = WeightMap(arch, values), shapes_of(arch, values)
     for entry in weights.entries():
-        assert dict(zip(entry.hf, weights.hf_shapes(entry), strict=True)) == {n: shapes[n] for n in entry.hf}
-        parts = [torch.rand(shape) for shape in weights.hf_shapes(entry)]
+        assert dict(zip(entry.hf, entry.rule.shapes, strict=True)) == {n: shapes[n] for n in entry.hf}
+        parts = [torch.rand(shape) for shape in entry.rule.shapes]
         if not _divides(entry, arch, tp):
             with pytest.raises(UserError, match=f"tp is {tp}, which does not divide"):
                 weights.shard(entry, parts, 0, tp)

@@ -188,7 +188,7 @@ def written(folder: Path) -> dict[str, tuple[int, ...]]:
 def mapped(weights: WeightMap) -> dict[str, tuple[int, ...]]:
     """The same by the map."""
     entries = weights.entries()
-    return {hf: shape for entry in entries for hf, shape in zip(entry.hf, weights.hf_shapes(entry), strict=True)}
+    return {hf: shape for entry in entries for hf, shape in zip(entry.hf, entry.rule.shapes, strict=True)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -405,7 +405,7 @@ def test_a_family_says_only_what_differs(tmp_path: Path) -> None:
     assert names == WeightMap(llama).hf_names() - down - {"model.norm.weight"} | renamed
     weights = WeightMap(other, folder=tmp_path)
     entry = weights.entry("decoder.layers.7.mlp.linear_fc2.weight")
-    assert weights.hf_shapes(entry) == ((14336, 2),)
+    assert entry.rule.shapes == ((14336, 2),)
     assert torch.equal(weights.shard(entry, [torch.arange(8).view(4, 2)], 1, 2), torch.tensor([[4, 5], [6, 7]]))
 
 

@@ -16,11 +16,19 @@ from torch.multiprocessing import reductions
 
 from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import RunError
+from rlsys.weights import transport
 from rlsys.weights.buckets import Bucket, BucketFullError, ChecksumError, pack, pack_into, unpack
-from rlsys.weights.transport import Parcel, TransportSpec, open_receiver, open_sender
-from rlsys.weights.transport import ipc as transport
-from rlsys.weights.transport.ipc import EVENT_SYNC_REQUIRED, STORAGE_DEVICE, IpcReceiver, IpcSender
-from rlsys.weights.transport.parcel import DevicePlace
+from rlsys.weights.transport import (
+    EVENT_SYNC_REQUIRED,
+    STORAGE_DEVICE,
+    BucketHandle,
+    DevicePlace,
+    IpcReceiver,
+    IpcSender,
+    TransportSpec,
+    open_receiver,
+    open_sender,
+)
 from tests.weights.ends import connect, ends, raw, some_tensors, spec
 
 CPU = torch.device("cpu")
@@ -65,25 +73,25 @@ def test_a_receiver_reads_where_the_sender_wrote(tmp_path: Path) -> None:
     both = ipc(tmp_path)
     sender, receiver = IpcSender(both, CPU), IpcReceiver(replace(both, rank=1), CPU)
     room = sender.room()
-    parcel = sender.send(pack_into(room, some_tensors(1)[0]))
-    assert isinstance(parcel.where, DevicePlace)
-    assert (parcel.where.pid, len(parcel.where.handles)) == (os.getpid(), 1)
-    arrived = receiver.receive(parcel)
-    assert arrived.flat.numel() == parcel.nbytes < room.numel()
+    handle = sender.send(pack_into(room, some_tensors(1)[0]))
+    assert isinstance(handle.where, DevicePlace)
+    assert (handle.where.pid, len(handle.where.handles)) == (os.getpid(), 1)
+    arrived = receiver.receive(handle)
+    assert arrived.flat.numel() == handle.nbytes < room.numel()
     room[100] ^= 1
-    assert torch.equal(arrived.flat, room[: parcel.nbytes]), "the same memory, not a copy"
+    assert torch.equal(arrived.flat, room[: handle.nbytes]), "the same memory, not a copy"
 
 
 def test_devices_are_waited_for_before_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    handle = transport._handle
+    share = transport._shared_once
     monkeypatch.setattr(transport, "await_device", lambda device: events.append(f"wait {device}"))
-    monkeypatch.setattr(transport, "_handle", lambda tensor: events.append("share") or handle(tensor))
+    monkeypatch.setattr(transport, "_shared_once", lambda tensor: events.append("share") or share(tensor))
     both = ipc(tmp_path)
     sender, receiver = IpcSender(both, CPU), IpcReceiver(replace(both, rank=1), CPU)
-    parcel = sender.send(pack_into(sender.room(), some_tensors(1)[0]))
+    handle = sender.send(pack_into(sender.room(), some_tensors(1)[0]))
     assert events == ["wait cpu", "share"]
-    receiver.receive(parcel)
+    receiver.receive(handle)
     receiver.release()
     assert events == ["wait cpu", "share", "wait cpu"]
     assert receiver._memory is None, "torch frees the memory only when it is let go"
@@ -119,16 +127,16 @@ def test_a_sender_that_was_killed_is_named(tmp_path: Path) -> None:
         connect(ipc(tmp_path), source, sinks)
         source.call("choose", 1)
         source.call("begin_export")
-        parcel = source.call("next_parcel", 0)
+        handle = source.call("next_handle", 0)
         source.kill()
         with pytest.raises(RunError, match=r"rollout rank 0 cannot open the weights .* process \d+ .* is gone"):
-            sinks[0].call("load_bucket", parcel)
+            sinks[0].call("load_bucket", handle)
 
 
 def test_another_host_is_refused_with_the_way_out(tmp_path: Path) -> None:
     receiver = IpcReceiver(replace(ipc(tmp_path), rank=1), CPU)
     with pytest.raises(RunError) as refusal:
-        receiver.receive(Parcel(1, (), 10, DevicePlace("another kernel", 1, (b"",))))
+        receiver.receive(BucketHandle(1, (), 10, DevicePlace("another kernel", 1, (b"",))))
     assert str(refusal.value) == (
         "cluster.sync_mode=ipc needs the actor and rollout rank 0 on one host; use broadcast."
     )
@@ -159,6 +167,6 @@ def test_memory_of_a_gpu_appears_on_the_readers_own_and_no_event_is_opened(tmp_p
     sent = list(range(100, 100 + len(names)))
     receiver = IpcReceiver(replace(ipc(tmp_path), rank=1), torch.device("cuda", 3))
     place = DevicePlace(IpcSender(ipc(tmp_path), CPU)._host, 1, (pickle.dumps((rebuilt, sent)),))
-    found = receiver.receive(Parcel(1, (), 10, place)).flat.tolist()
+    found = receiver.receive(BucketHandle(1, (), 10, place)).flat.tolist()
     sent[STORAGE_DEVICE], sent[EVENT_SYNC_REQUIRED] = 3, 0
     assert found == sent

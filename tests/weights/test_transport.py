@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError
+from rlsys.weights import transport
 from rlsys.weights.buckets import ChecksumError, pack_into, unpack
-from rlsys.weights.transport import Parcel, TransportSpec, broadcast, open_receiver, open_sender
-from rlsys.weights.transport.parcel import SharedPlace
+from rlsys.weights.transport import BucketHandle, SharedPlace, TransportSpec, open_receiver, open_sender
 from tests.weights.ends import End, answers, connect, ends, raw, sender_of, some_tensors, spec
 
 Ends = tuple[End, list[End]]
@@ -36,12 +36,12 @@ def send_version(source: End, sinks: list[End], version: int, taken: int, damage
     source.call("begin_export")
     for sink in sinks:
         sink.call("begin_update", version)
-    parcel = source.call("next_parcel", taken)
-    while parcel is not None:
-        source.ask("next_parcel", taken)
+    handle = source.call("next_handle", taken)
+    while handle is not None:
+        source.ask("next_handle", taken)
         for sink in sinks:
-            sink.ask("load_bucket", parcel)
-        parcel, *_ = answers(source, *sinks)
+            sink.ask("load_bucket", handle)
+        handle, *_ = answers(source, *sinks)
         taken += 1
     expected = source.call("end_export", taken)
     for sink in sinks:
@@ -95,12 +95,12 @@ def test_a_sender_that_was_killed_leaves_no_shared_memory_and_readers_are_told(t
         connect(spec(SyncMode.tensor, 1, tmp_path), source, sinks)
         source.call("choose", 1)
         source.call("begin_export")
-        parcels = [source.call("next_parcel", 0) for _ in range(2)]
-        sinks[0].call("load_bucket", parcels[0])
+        handles = [source.call("next_handle", 0) for _ in range(2)]
+        sinks[0].call("load_bucket", handles[0])
         assert source.call("files_in_shared_memory") == [], "memory without a name ends with its users"
         source.kill()
         with pytest.raises(RunError, match=r"rollout rank 0 cannot open .* of actor rank 0, process \d+ .*gone"):
-            sinks[0].call("load_bucket", parcels[1])
+            sinks[0].call("load_bucket", handles[1])
 
 
 def test_receivers_of_a_broadcast_are_told_that_the_sender_was_killed(tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_receivers_of_a_broadcast_are_told_that_the_sender_was_killed(tmp_path: 
         connect(spec(SyncMode.broadcast, 2, tmp_path, timeout_s=50.0), source, sinks)
         source.call("choose", 1)
         source.call("begin_export")
-        parcel = source.call("next_parcel", 0)
+        handle = source.call("next_handle", 0)
         for sink in sinks:
-            sink.call("load_bucket", parcel)
+            sink.call("load_bucket", handle)
         for sink in sinks:
-            sink.ask("load_bucket", replace(parcel, number=2))
+            sink.ask("load_bucket", replace(handle, number=2))
         time.sleep(0.3)
         source.kill()
         started = time.monotonic()
@@ -148,18 +148,18 @@ class ConnectsAtFirst:
 def test_a_bucket_leaves_before_anybody_receives_it_where_members_connect_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_group = broadcast._open_group
+    open_group = transport._open_group
 
     def like_nccl(spec: TransportSpec, store: dist.Store) -> Any:
         return ConnectsAtFirst(open_group(spec, store), store, len(spec.members))
 
-    monkeypatch.setattr(broadcast, "_open_group", like_nccl)
+    monkeypatch.setattr(transport, "_open_group", like_nccl)
     both = spec(SyncMode.broadcast, 1, tmp_path)
     with ThreadPoolExecutor() as threads:
         opening = threads.submit(open_receiver, replace(both, rank=1))
         sender, receiver = open_sender(both), opening.result(timeout=20)
-    parcel = sender.send(pack_into(sender.room(), some_tensors(1)[0]))
-    found = {record.name: raw(tensor) for record, tensor in unpack(receiver.receive(parcel))}
+    handle = sender.send(pack_into(sender.room(), some_tensors(1)[0]))
+    found = {record.name: raw(tensor) for record, tensor in unpack(receiver.receive(handle))}
     assert found == {name: raw(tensor) for name, tensor in some_tensors(1)[0]}
     receiver.close()
     sender.close()
@@ -181,17 +181,17 @@ def test_a_receiver_that_hangs_is_named_by_the_sender(tmp_path: Path) -> None:
         connect(spec(SyncMode.broadcast, 2, tmp_path, timeout_s=2.0), source, sinks)
         source.call("choose", 1)
         source.call("begin_export")
-        parcel = source.call("next_parcel", 0)
-        sinks[0].ask("load_bucket", parcel)
+        handle = source.call("next_handle", 0)
+        sinks[0].ask("load_bucket", handle)
         with pytest.raises(
             RunError, match=r"bucket 1 .* was not taken by rollout rank 1: it is gone, or has hung for 2 s"
         ):
-            source.call("next_parcel", 0)
+            source.call("next_handle", 0)
 
 
 def test_a_file_that_does_not_come_is_waited_for_and_then_named(tmp_path: Path) -> None:
     receiver = open_receiver(replace(spec(SyncMode.disk, 1, tmp_path, timeout_s=0.2), rank=1))
-    missing = Parcel(1, (), 10, str(tmp_path / "bucket-000001"))
+    missing = BucketHandle(1, (), 10, str(tmp_path / "bucket-000001"))
     with pytest.raises(RunError, match=r"rollout rank 0 has waited 0\.2 s for .*bucket-000001: actor rank 0 is gone"):
         receiver.receive(missing)
     (tmp_path / "bucket-000001").write_bytes(b"1234567")
@@ -203,7 +203,7 @@ def test_shared_memory_of_another_host_is_refused_with_the_way_out(tmp_path: Pat
     receiver = open_receiver(replace(spec(SyncMode.tensor, 1, tmp_path), rank=1))
     elsewhere = SharedPlace("another kernel", 1, 1, 0)
     with pytest.raises(RunError) as refusal:
-        receiver.receive(Parcel(1, (), 10, elsewhere))
+        receiver.receive(BucketHandle(1, (), 10, elsewhere))
     assert str(refusal.value) == (
         "cluster.sync_mode=tensor needs the actor and rollout rank 0 on one host; use broadcast."
     )

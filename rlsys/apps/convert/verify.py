@@ -24,7 +24,7 @@ from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.weights.bijection import ShardLoader
 from rlsys.weights.buckets import checksum
-from rlsys.weights.convert.dtypes import name_of
+from rlsys.weights.convert.model_folder import name_of
 from rlsys.weights.convert.sides import HfSide, Side, open_side
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import TensorSpec

@@ -27,8 +27,7 @@ from rlsys.orchestrator.resume import CHECKPOINTS, RUN_CONFIG
 from rlsys.orchestrator.search_server import Serving, silent
 from rlsys.orchestrator.validate import Problem, find_problems
 from rlsys.weights.checkpoint.store import MANIFEST, check, step_of
-from rlsys.weights.convert.companions import CONFIG, read_config
-from rlsys.weights.convert.source import MODEL
+from rlsys.weights.convert.model_folder import CONFIG, MODEL, read_config
 
 T = TypeVar("T")
 
@@ -183,7 +182,7 @@ def as_hf(model: Model, work: Path) -> Iterator[Path]:
         yield model.folder
         return
     # Loads Megatron, which a Hugging Face folder does not need.
-    from rlsys.weights.convert.to_hf import megatron_to_hf
+    from rlsys.weights.convert.directions import megatron_to_hf
 
     with TemporaryDirectory(dir=work, prefix=".model-") as room:
         converted = Path(room) / "hf"

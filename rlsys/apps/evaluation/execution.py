@@ -186,7 +186,7 @@ def require_its_weights(folder: Path) -> None:
     """
     # Loads Megatron's formats, which plain transformers need not.
     from rlsys.weights.bijection import WeightMap
-    from rlsys.weights.convert.source import architecture_in, check_hf
+    from rlsys.weights.convert.model_folder import architecture_in, check_hf
     from rlsys.weights.hf_io import HfReader
 
     try:

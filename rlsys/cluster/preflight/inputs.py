@@ -84,7 +84,7 @@ def _weight_problems(folder: Path) -> Iterator[str]:
         yield str(problem)
         return
     for entry in weights.entries():
-        for name, shape in zip(entry.hf, weights.hf_shapes(entry), strict=True):
+        for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if (found := reader.spec(name).shape) != shape:
                 yield f"{name} has shape {list(found)}, and config.json says {list(shape)}: they are of two models"
                 return

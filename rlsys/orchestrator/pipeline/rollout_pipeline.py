@@ -39,7 +39,7 @@ from rlsys.orchestrator.pipeline.scheduler import (
 )
 from rlsys.orchestrator.pipeline.workers import Devices, GroupGenerator, Prompts, SampleScorer
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from rlsys.weights.checkpoint.codec import KEY
+from rlsys.weights.checkpoint.state_file import KEY
 
 MOST_LOSSES = 3
 """A question whose group was lost so often is not asked again before the next epoch, and then once: it may be

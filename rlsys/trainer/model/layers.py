@@ -46,7 +46,7 @@ from rlsys.errors import UserError
 from rlsys.observe.capabilities import Capabilities
 from rlsys.trainer.batches.micro_batch import columns_of
 from rlsys.weights.families import Architecture
-from rlsys.weights.stages import stage_layers
+from rlsys.weights.sizes import stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",

@@ -36,11 +36,9 @@ from rlsys.trainer.model.logprobs import VocabShard
 from rlsys.weights.bijection import Entry, ShardLoader, WeightMap
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.families import Architecture
-from rlsys.weights.hf_io import HfReader
-from rlsys.weights.repeated import check_repeated
+from rlsys.weights.hf_io import HfReader, check_repeated
 from rlsys.weights.rope import inverse_frequencies
-from rlsys.weights.sizes import aligned
-from rlsys.weights.stages import expert_block, stage_layers
+from rlsys.weights.sizes import aligned, expert_block, stage_layers
 
 CHECKPOINT_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -233,7 +231,7 @@ class PolicyModel(StageModel):
             # An expert is of the stage, whichever of its ranks holds it.
             if entry.name not in held and (entry.expert is None or entry.layer not in self.layers):
                 continue
-            nbytes = sum(aligned(prod(shape) * itemsize) for shape in self.weights.hf_shapes(entry))
+            nbytes = sum(aligned(prod(shape) * itemsize) for shape in entry.rule.shapes)
             if not runs or size + nbytes > bucket_bytes:
                 runs.append([])
                 size = 0

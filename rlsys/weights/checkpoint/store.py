@@ -1,9 +1,11 @@
-"""The checkpoints of a run: `checkpoints/global_step_N`, each whole or not there at all.
+"""The checkpoints of a run, `checkpoints/global_step_N`, each whole or not there at all; and what each says of itself.
 
-Contract: what is written goes to a hidden folder beside the others (`begin`) and gets its name by one rename
-(`publish`), when everything is on disk; so a kill at any moment leaves the checkpoints that were there. A published
-folder has a manifest of its files and their sizes, by which `check` finds what was lost or cut short later. Nothing
-that was not made here is ever deleted.
+Contract: what is written goes to a hidden folder beside the others (`begin`) and gets its name by one rename (`publish`), when
+everything is on disk; so a kill at any moment leaves the checkpoints that were there. A published folder has a manifest of its
+files and their sizes, by which `check` finds what was lost or cut short later. Nothing that was not made here is ever deleted.
+
+Within it, a worker group's folder with `complete.json` holds everything that the group saved: that file is written last, by
+rename.
 """
 
 from __future__ import annotations
@@ -12,16 +14,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
 
 MANIFEST = "manifest.json"
-_SMALL_BYTES = 1024 * 1024
-"""Files up to which the manifest has checksums of: what says what the others hold."""
+_SMALL_BYTES = 1024 * 1024  # Files up to which the manifest has checksums of: what says what the others hold.
 _NAME = re.compile(r"global_step_(\d+)")
 _HIDDEN = re.compile(r"\.(global_step_\d+)\.(partial|deleted|replaced)")
 
@@ -38,12 +39,9 @@ class Saved:
 class Keep:
     """Which checkpoints stay. The newest always does; a rule that is None keeps none, but all stay without `last`."""
 
-    last: int | None
-    """The newest so many."""
-    every: int | None
-    """Those of steps that this divides."""
-    best: bool
-    """The one with the best score."""
+    last: int | None  # The newest so many.
+    every: int | None  # Those of steps that this divides.
+    best: bool  # The one with the best score.
 
     def kept(self, steps: Sequence[int], score_of: Callable[[int], float | None]) -> set[int]:
         """Those of `steps` that stay; `score_of` a step is None where it was not evaluated. Of equals, the newest is best."""
@@ -70,7 +68,7 @@ class CheckpointStore:
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
-        return sorted((Saved(int(name[1]), path) for name, path in found if name), key=lambda one: one.step)
+        return sorted((Saved(int(name[1]), path) for name, path in found if name), key=lambda saved: saved.step)
 
     def begin(self, step: int) -> Path:
         """An empty hidden folder for the checkpoint of `step`; what an earlier try has left in it is gone."""
@@ -93,12 +91,11 @@ class CheckpointStore:
     def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
         """Delete what `keep` does not hold, but no step that is `spared`. What cannot be deleted stays hidden, for `recover` to try again."""
         saved = self.saved()
-        stay = keep.kept([one.step for one in saved], score_of) | {*spared}
-        for one in saved:
-            if one.step not in stay:
+        stay = keep.kept([checkpoint.step for checkpoint in saved], score_of) | {*spared}
+        for checkpoint in saved:
+            if checkpoint.step not in stay:
                 # Hidden first: a kill in the middle of deleting must not leave half a checkpoint under its name.
-                old = self._hidden(one.step, "deleted")
-                one.folder.rename(old)
+                checkpoint.folder.rename(old := self._hidden(checkpoint.step, "deleted"))
                 _remove(old)
 
     def path(self, step: int) -> Path:
@@ -178,3 +175,49 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+COMPLETE = "complete.json"  # Megatron's own checkpoints have none.
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Of one checkpoint."""
+
+    step: int  # Optimiser steps taken.
+    optimizer: bool = False  # Whether the optimiser's state is there, beside the weights.
+    version: int = 0  # Of the policy, when a reference last changed.
+    master: bool = False  # Whether the exact weights of a reference are there, of which its own are the rounding.
+    layout: Mapping[str, int] | None = None
+    """Of the processes that saved, whose random generators are there; None: nobody's are."""
+
+    def to_json(self) -> str:
+        """What `read_about` reads."""
+        return json.dumps(asdict(self))
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Whether `folder` holds a checkpoint that was written to the end."""
+    return (Path(folder) / COMPLETE).is_file()
+
+
+def read_about(folder: str | Path) -> About:
+    """What the checkpoint in `folder` says of itself; what another version says beyond that is left out.
+
+    Raises UserError if it is not complete, or does not tell its step.
+    """
+    if not is_complete(folder):
+        raise UserError(f"{folder} holds no complete checkpoint; give a folder with {COMPLETE} in it.")
+    file = Path(folder) / COMPLETE
+    try:
+        said = json.loads(file.read_text())
+        about = About(**{field.name: said[field.name] for field in fields(About) if field.name in said})
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _damaged(file, error) from error
+    if type(about.step) is not int:
+        raise _damaged(file, f"its step is {about.step}")
+    return about
+
+
+def _damaged(file: Path, reason: object) -> UserError:
+    return UserError(f"{file} is damaged: take an earlier checkpoint, or copy it again. ({reason})")

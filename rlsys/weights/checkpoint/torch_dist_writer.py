@@ -21,30 +21,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.utils.serialization import config
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.weights.bijection import Entry, WeightMap
-from rlsys.weights.checkpoint import keys
-from rlsys.weights.checkpoint.about import COMPLETE, About
-from rlsys.weights.checkpoint.torch_dist import BACKEND, COMMON, METADATA
+from rlsys.weights.checkpoint.megatron_reader import BACKEND, COMMON, LAYER_STATE, METADATA, key_of
+from rlsys.weights.checkpoint.store import COMPLETE, About
 from rlsys.weights.families import Cut, Rule
-from rlsys.weights.stages import expert_block, stage_layers
+from rlsys.weights.sizes import expert_block, packed, stage_layers
 
 _OPTIONS: Any = config
-FILE_BYTES = 1 << 30
-"""About how much a file holds; a larger tensor has one for itself."""
+FILE_BYTES = 1 << 30  # About how much a file holds; a larger tensor has one for itself.
 _ALIGNMENT = 64
 _STATE_FILE = "__state.distcp"
 _BACKEND: Mapping[str, object] = {
@@ -61,16 +51,14 @@ class FileJob:
 
     name: str
     entries: tuple[Entry, ...]
-    nbytes: int
-    """Of the tensors in it."""
+    nbytes: int  # Of the tensors in it.
 
 
 class TorchDistWriter:
-    """Writes the weights of one model to one folder."""
+    """Writes the weights of one model."""
 
     def __init__(
         self,
-        folder: str | Path,
         weights: WeightMap,
         dtype_of: Callable[[Entry], torch.dtype],
         parallel: ParallelConfig,
@@ -79,21 +67,21 @@ class TorchDistWriter:
         """Nothing is written yet. Raises UserError if the model cannot be cut as `parallel` says, or if a weight has
         not the same dtype in all layers.
         """
-        self._folder, self._weights, self._tp = Path(folder), weights, parallel.tp
+        self._weights, self._tp = weights, parallel.tp
         self._dtypes = _dtypes(weights, dtype_of)
         self._cuts = {entry.name: self._bounds(entry) for entry in weights.entries()}
         self.files: list[FileJob] = self._plan(parallel, file_bytes)
 
-    def write(self, job: FileJob, parts_of: Callable[[Entry], Sequence[Tensor]]) -> dict[str, Any]:
+    def write(self, folder: Path, job: FileJob, parts_of: Callable[[Entry], Sequence[Tensor]]) -> dict[str, Any]:
         """Write one file of tensors from their whole Hugging Face tensors; a receipt for `finish`, as plain JSON.
 
         At most one Megatron tensor is in memory at a time. Raises RunError if the file cannot be written.
         """
         chunks = []
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # Reading takes no notice of checksums, and making them takes longer than writing.
         with (
-            _appearing(self._folder / job.name) as file,
+            _appearing(folder / job.name) as file,
             file.open("wb") as stream,
             _OPTIONS.patch("save.compute_crc32", False),
         ):
@@ -107,45 +95,36 @@ class TorchDistWriter:
                     chunks.append([entry.name, at, list(chunk.shape), start, stream.tell() - start])
         return {"file": job.name, "chunks": chunks}
 
-    def finish(self, receipts: Sequence[Mapping[str, Any]], about: About) -> None:
+    def finish(self, folder: Path, receipts: Sequence[Mapping[str, Any]], about: About) -> None:
         """Complete the checkpoint, of which all files are written and which says `about` of itself.
 
         Raises ValueError if a receipt is missing, and RunError if a file cannot be written.
         """
         if {receipt["file"] for receipt in receipts} != {job.name for job in self.files}:
             raise ValueError("Not every file of the checkpoint has a receipt.")
-        state, common = io.BytesIO(), io.BytesIO()
         # Megatron's linear layers ask for a state of their own, which is None.
-        torch.save([None], state)
-        torch.save({}, common)
-        metadata = self._metadata(receipts, len(state.getvalue()))
-        for name, content in (
-            (_STATE_FILE, state.getvalue()),
-            (COMMON, common.getvalue()),
-            (METADATA, pickle.dumps(metadata)),
-            (BACKEND, json.dumps(_BACKEND).encode()),
-            (COMPLETE, about.to_json().encode()),
-        ):
-            with _appearing(self._folder / name) as file:
+        state = _saved([None])
+        contents = {
+            _STATE_FILE: state,
+            COMMON: _saved({}),
+            METADATA: pickle.dumps(self._metadata(receipts, len(state))),
+            BACKEND: json.dumps(_BACKEND).encode(),
+            COMPLETE: about.to_json().encode(),
+        }
+        for name, content in contents.items():
+            with _appearing(folder / name) as file:
                 file.write_bytes(content)
 
     def _plan(self, parallel: ParallelConfig, file_bytes: int) -> list[FileJob]:
         """The files of each pipeline stage and expert rank, which hold no others' tensors."""
         owner = _owners(self._weights, parallel)
-        held: dict[tuple[int, int], list[list[Entry]]] = {}
-        sizes: dict[tuple[int, int], int] = {}
+        held: dict[tuple[int, int], list[Entry]] = {}
         for entry in self._weights.entries():
-            place, nbytes = owner(entry), self._nbytes(entry)
-            files = held.setdefault(place, [])
-            if not files or sizes[place] + nbytes > file_bytes:
-                files.append([])
-                sizes[place] = 0
-            files[-1].append(entry)
-            sizes[place] += nbytes
+            held.setdefault(owner(entry), []).append(entry)
         return [
             FileJob(f"__{rank}_{number}.distcp", tuple(entries), sum(map(self._nbytes, entries)))
             for rank, place in enumerate(sorted(held))
-            for number, entries in enumerate(held[place])
+            for number, entries in enumerate(packed(held[place], self._nbytes, file_bytes))
         ]
 
     def _nbytes(self, entry: Entry) -> int:
@@ -182,7 +161,7 @@ class TorchDistWriter:
                 if before <= start < after:
                     at = [0] * len(shape)
                     at[dimension] = start
-                    yield at, _own(whole.narrow(dimension, start - before, end - start))
+                    yield at, _compact(whole.narrow(dimension, start - before, end - start))
             before = after
 
     def _wholes(self, entry: Entry, parts: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -195,30 +174,31 @@ class TorchDistWriter:
             return [matrix, matrix.new_zeros(padding, *matrix.shape[1:])]
         return [self._weights.shard(entry, parts, 0, 1)]
 
-    def _metadata(self, receipts: Sequence[Mapping[str, Any]], state_bytes: int) -> Metadata:
+    def _metadata(self, receipts: Sequence[Mapping[str, Any]], state_bytes: int) -> described.Metadata:
         entries = {entry.name: entry for entry in self._weights.entries()}
         tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
+        places: dict[described.MetadataIndex, _StorageInfo] = {}
         for receipt in receipts:
             for name, at, sizes, start, length in receipt["chunks"]:
                 key, lead = self._key(entries[name])
                 offsets = torch.Size([number for number, _ in lead] + at)
                 size = torch.Size([count for _, count in lead] + list(self._shape(entries[name])))
-                empty = TensorStorageMetadata(TensorProperties(self._dtypes[name]), size, [])
-                chunk = ChunkStorageMetadata(offsets, torch.Size([1] * len(lead) + sizes))
+                properties = described.TensorProperties(self._dtypes[name])
+                empty = described.TensorStorageMetadata(properties, size, [])
+                chunk = described.ChunkStorageMetadata(offsets, torch.Size([1] * len(lead) + sizes))
                 tensors.setdefault(key, empty).chunks.append(chunk)
-                places[MetadataIndex(key, offsets)] = _StorageInfo(receipt["file"], start, length)
+                places[described.MetadataIndex(key, offsets)] = _StorageInfo(receipt["file"], start, length)
         for state in filter(None, map(self._state, entries.values())):
-            tensors[state] = BytesStorageMetadata()
-            places[MetadataIndex(state)] = _StorageInfo(_STATE_FILE, 0, state_bytes)
-        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
+            tensors[state] = described.BytesStorageMetadata()
+            places[described.MetadataIndex(state)] = _StorageInfo(_STATE_FILE, 0, state_bytes)
+        return described.Metadata(tensors, storage_data=places, storage_meta=described.StorageMeta(), version="1.0.0")
 
     def _key(self, entry: Entry) -> tuple[str, list[tuple[int, int]]]:
         """The key that a weight lies under, with its number along each leading axis and the size of that."""
         architecture = self._weights.architecture
         numbers = ((entry.layer, architecture.layers), (entry.expert, architecture.experts))
         lead = [(number, count) for number, count in numbers if number is not None]
-        return keys.key_of(entry.name, mixture=architecture.experts > 0), lead
+        return key_of(entry.name, mixture=architecture.experts > 0), lead
 
     def _state(self, entry: Entry) -> str | None:
         """The name of the state that Megatron's layers ask for beside a weight."""
@@ -226,7 +206,7 @@ class TorchDistWriter:
         if not key.startswith("decoder.") or not key.endswith(".weight"):
             return None
         at, of = (".".join(map(str, axis)) for axis in zip(*(lead or [(0, 1)]), strict=True))
-        return f"{key.removesuffix('weight')}{keys.LAYER_STATE}/shard_{at}_{of}"
+        return f"{key.removesuffix('weight')}{LAYER_STATE}/shard_{at}_{of}"
 
 
 @contextmanager
@@ -248,7 +228,13 @@ def _appearing(file: Path) -> Iterator[Path]:
         raise RunError(f"{file} could not be written: {cause.strerror}.") from error
 
 
-def _own(piece: Tensor) -> Tensor:
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _compact(piece: Tensor) -> Tensor:
     """`torch.save` writes all memory that a tensor is a view of, so this one is a view of no more than it is."""
     piece = piece.contiguous()
     return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()

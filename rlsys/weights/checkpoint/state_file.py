@@ -1,8 +1,8 @@
 """Our frozen dataclasses in one file, without pickle: what is read can hold values, and nothing that runs.
 
 A tree of dataclasses, numpy arrays, enums, tuples, mappings, unions and scalars is written as its type hints say, and
-read by the same hints. The file is an `.npz` of few members: the tree as JSON, and for each dtype that occurs all arrays
-of it in a row.
+read by the same hints. The file is an `.npz` of few members: the tree as JSON, and for each dtype that occurs all
+arrays of it in a row.
 
 Invariants: what is loaded equals what was saved, to the bit and the dtype (NaN and infinities too), in the same order;
 every array that is loaded owns its memory, so that keeping one does not keep all; a file is there under its name only
@@ -12,7 +12,6 @@ when it is complete; one that is damaged, or of other types, raises UserError.
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.errors import RunError, UserError
+from rlsys.files import open_atomically
 
 _TREE = "tree"
 KEY = "saved as"
@@ -47,17 +47,11 @@ def save_values(path: Path, value: Any) -> None:
     arrays = _Arrays()
     tree = json.dumps(_encoded(value, type(value), arrays), separators=(",", ":"))
     members = {_TREE: np.frombuffer(tree.encode(), np.uint8), **arrays.joined()}
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with open_atomically(path) as file:
             np.savez(file, allow_pickle=False, **members)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
     except OSError as problem:
         raise RunError(f"{path} could not be written: {problem.strerror or problem}.") from problem
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_values(path: Path, kind: type[T]) -> T:
@@ -106,7 +100,9 @@ def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
     """`value`, which is a `hint`, as JSON."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
-        return _encoded_member(value, inner, arrays)
+        kind, tagged = _member(type(value), inner)
+        made = None if kind is NoneType else _encoded(value, kind, arrays)
+        return {kind.__name__: made} if tagged else made
     if origin is Any:
         return value
     if not isinstance(value, _SCALARS.get(origin, origin)):
@@ -124,7 +120,7 @@ def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
         key, item = inner
         return [[_encoded(k, key, arrays), _encoded(v, item, arrays)] for k, v in value.items()]
     if origin is tuple:
-        return [_encoded(one, of, arrays) for one, of in zip(value, _items(inner, len(value)), strict=True)]
+        return [_encoded(item, of, arrays) for item, of in zip(value, _items(inner, len(value)), strict=True)]
     raise TypeError(f"Values of type {hint} cannot be saved.")
 
 
@@ -132,7 +128,13 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
     """The `hint` that `tree` stands for."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
-        return _decoded_member(tree, inner, members)
+        named = {kind.__name__: kind for kind in inner}
+        if tree is None and NoneType in inner:
+            return None
+        if len(inner) - (NoneType in inner) > 1:
+            ((name, tree),) = tree.items()
+            return _decoded(tree, named[name], members)
+        return _decoded(tree, next(kind for kind in inner if kind is not NoneType), members)
     if origin is Any:
         return tree
     if origin in _SCALARS:
@@ -152,29 +154,17 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
     if issubclass(origin, Mapping):
         key, item = inner
         return {_decoded(k, key, members): _decoded(v, item, members) for k, v in tree}
-    return tuple(_decoded(one, of, members) for one, of in zip(tree, _items(inner, len(tree)), strict=True))
+    return tuple(_decoded(item, of, members) for item, of in zip(tree, _items(inner, len(tree)), strict=True))
 
 
-def _encoded_member(value: Any, kinds: tuple[Any, ...], arrays: _Arrays) -> Any:
-    """A value of a union: null is None, another is told by its class where several are possible."""
-    if value is None and NoneType in kinds:
-        return None
-    others = [kind for kind in kinds if kind is not NoneType]
-    if len(others) == 1:
-        return _encoded(value, others[0], arrays)
-    if type(value) not in others:
-        raise TypeError(f"A {type(value).__name__} stands where one of {others} should.")
-    return {type(value).__name__: _encoded(value, type(value), arrays)}
-
-
-def _decoded_member(tree: Any, kinds: tuple[Any, ...], members: Mapping[str, NDArray[Any]]) -> Any:
-    if tree is None and NoneType in kinds:
-        return None
-    others = [kind for kind in kinds if kind is not NoneType]
-    if len(others) == 1:
-        return _decoded(tree, others[0], members)
-    ((name, inner),) = tree.items()
-    return _decoded(inner, {kind.__name__: kind for kind in others}[name], members)
+def _member(kind: type, kinds: tuple[Any, ...]) -> tuple[Any, bool]:
+    """The kind that a value of a union is written as, and whether its class has to be told: where several are possible."""
+    others = [other for other in kinds if other is not NoneType]
+    if kind is NoneType and NoneType in kinds:
+        return NoneType, False
+    if len(others) > 1 and kind not in others:
+        raise TypeError(f"A {kind.__name__} stands where one of {others} should.")
+    return (kind, True) if len(others) > 1 else (others[0], False)
 
 
 def _items(inner: tuple[Any, ...], length: int) -> tuple[Any, ...]:
@@ -183,6 +173,7 @@ def _items(inner: tuple[Any, ...], length: int) -> tuple[Any, ...]:
 
 
 def _is_record(kind: Any) -> bool:
+    """As `is_dataclass`, which would narrow the type to one that cannot be called."""
     return is_dataclass(kind)
 
 

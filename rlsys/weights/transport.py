@@ -1,0 +1,655 @@
+"""Ways for weights to travel from the actor's first rank to every process that takes them.
+
+`open_sender` and `open_receiver` make the two ends from a spec. Buckets pass through host memory, where they are hashed, but
+for `ipc`: those are packed, hashed, checked and copied on GPUs.
+
+Contract, the same for every way of travelling:
+- A sender hands out buckets one by one, numbered from 1 over its whole life. Each is packed into memory that the sender lends
+  (`room`), sent, and described by a handle, which is small and goes by other means.
+- A receiver turns each handle, in order, into a bucket. Its bytes are valid until `release`, the next `receive` or `close`,
+  whichever comes first: whoever needs them for longer copies them. They are to be checked with `rlsys.weights.buckets.unpack`;
+  a transport does not look at them. A receiver releases what it has read before the sender hears of it.
+- Bytes are overwritten or removed only once every receiver has taken the bucket, of which the sender is told (`release`). Two
+  buckets may be under way, so that the next is packed while the last is read.
+- Every wait has a time-out and names who is missing (RunError).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from rlsys.config.schema import Device, SyncMode
+from rlsys.errors import RunError
+from rlsys.weights.buckets import Bucket, Memory, TensorRecord
+from rlsys.weights.sizes import aligned
+from rlsys.weights.sockets import listener
+
+SLOTS = 2  # Buckets under way at a time: one is read while the next is packed.
+STORAGE_DEVICE, EVENT_SYNC_REQUIRED = 6, 14  # Arguments of torch's `rebuild_cuda_tensor`.
+_FILE_S, _FILE_LOOK_S = 60.0, 0.05
+"""A file that is complete on one host is seen by the others within this, whatever their caches; between two looks for it."""
+_MEMBER_LOOK_S, _WORK_LOOK_S = 0.02, 0.0005
+"""Between two looks for a member of a broadcast that is not there yet, and whether a broadcast is complete."""
+_PATIENCE = 2.0  # The time-out of a broadcast's group is that many times the one that is waited for.
+Lent = TypeVar("Lent", NDArray[np.uint8], Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSpec:
+    """How one process takes part in a transport; all processes have the same, but for `rank`."""
+
+    mode: SyncMode
+    rank: int  # 0 sends, the others receive.
+    members: tuple[str, ...]  # What each rank is called in messages.
+    bucket_bytes: int  # Size of the largest bucket.
+    timeout_s: float  # Of every wait for another process.
+    device: Device  # Where broadcasts are exchanged, through gloo on a CPU, NCCL on a GPU; `ipc` is for GPUs alone.
+    address: tuple[str, int]  # Host and free port of the sender's machine, where the members of a broadcast meet.
+    folder: str  # For files; all members see it.
+
+    @property
+    def name(self) -> str:
+        """What this process is called."""
+        return self.members[self.rank]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlace:
+    """Where bytes lie in the memory of a process that shares them."""
+
+    host: str  # Identity of the kernel and the process namespace in which `pid` means something.
+    pid: int
+    descriptor: int  # Of the memory, in that process.
+    offset: int  # Of the bucket's first byte.
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlace:
+    """Where bytes lie in the memory of a GPU."""
+
+    host: str  # As of `SharedPlace`.
+    pid: int  # Of the process whose memory it is.
+    handles: tuple[bytes, ...]  # One for each receiver, in the order of their ranks: each may be used once.
+
+
+@dataclass(frozen=True, slots=True)
+class BucketHandle:
+    """A bucket without its bytes."""
+
+    number: int
+    records: tuple[TensorRecord, ...]
+    nbytes: int
+    where: SharedPlace | DevicePlace | str | None
+    """A place in shared memory or on a GPU, a file, or nowhere: then it is being broadcast."""
+
+
+class Sender(Protocol):
+    """The end that the weights come from."""
+
+    def room(self) -> Memory:
+        """Memory for the next bucket, [bucket_bytes]; what it holds is undefined.
+
+        Raises RuntimeError while a bucket that was not released lies there.
+        """
+
+    def send(self, bucket: Bucket) -> BucketHandle:
+        """Hand out a bucket that lies in the memory lent last. Raises RunError if the last one was not taken."""
+
+    def release(self, taken: int) -> None:
+        """Every receiver has taken the first `taken` buckets: what they lie in may be used again."""
+
+    def close(self) -> None:
+        """Free everything; may be called again."""
+
+
+class Receiver(Protocol):
+    """An end that the weights go to. May be used from any thread, by one at a time."""
+
+    def receive(self, handle: BucketHandle) -> Bucket:
+        """The bucket of a handle. Raises RunError if its bytes do not come, for the sender is gone."""
+
+    def release(self) -> None:
+        """The bytes of the last bucket are not needed any more."""
+
+    def close(self) -> None:
+        """Free everything; may be called again."""
+
+
+class Slots(Generic[Lent]):
+    """Pieces of memory that are lent in turn, one for each bucket under way."""
+
+    def __init__(self, pieces: Sequence[Lent]) -> None:
+        self.pieces: Sequence[Lent] = pieces
+        self.sent = 0  # Buckets so far.
+        self.taken = 0  # Of them, by every receiver.
+
+    def room(self) -> Lent:
+        if self.sent - self.taken >= len(self.pieces):
+            raise RuntimeError(
+                f"Bucket {self.sent + 1} has no room: {self.sent} were sent and {self.taken} have been taken."
+            )
+        return self.pieces[self.sent % len(self.pieces)]
+
+    def count(self) -> int:
+        """Number of the bucket that is sent now; the next room is for the one after it."""
+        self.sent += 1
+        return self.sent
+
+
+class _HostSender:
+    """Packs into host memory."""
+
+    def __init__(self, pieces: Sequence[NDArray[np.uint8]]) -> None:
+        self._slots = Slots(pieces)
+
+    def room(self) -> NDArray[np.uint8]:
+        return self._slots.room()
+
+    def release(self, taken: int) -> None:
+        self._slots.taken = taken
+
+
+class SharedSender(_HostSender):
+    """Packs into memory that processes of one host share: packed once, read where it lies.
+
+    The memory has no name (memfd_create): it belongs to whoever has it open or mapped, so the kernel frees it when the
+    last of them ends, however they end, and there is nothing in /dev/shm to clean up or to be limited by. Pages come
+    into being when they are first written, so buckets that are never filled cost no memory.
+    """
+
+    def __init__(self, spec: TransportSpec) -> None:
+        self._stride = aligned(spec.bucket_bytes)
+        self._descriptor = os.memfd_create("weights")
+        os.ftruncate(self._descriptor, SLOTS * self._stride)
+        memory = np.frombuffer(mmap.mmap(self._descriptor, SLOTS * self._stride), dtype=np.uint8)
+        super().__init__([memory[start : start + spec.bucket_bytes] for start in range(0, memory.nbytes, self._stride)])
+        self._host = host_identity()
+
+    def send(self, bucket: Bucket) -> BucketHandle:
+        number = self._slots.count()
+        place = SharedPlace(self._host, os.getpid(), self._descriptor, (number - 1) % SLOTS * self._stride)
+        return BucketHandle(number, bucket.records, bucket.in_host.nbytes, place)
+
+    def close(self) -> None:
+        """See `Sender`. The memory itself goes with the last bucket in it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._slots.pieces = -1, []
+
+
+class SharedReceiver:
+    """Maps the sender's memory through its /proc/<pid>/fd, read-only, and so learns each time whether the sender is alive."""
+
+    def __init__(self, spec: TransportSpec) -> None:
+        self._spec, self._host = spec, host_identity()
+        self.close()
+
+    def receive(self, handle: BucketHandle) -> Bucket:
+        place = handle.where
+        assert isinstance(place, SharedPlace)
+        if place.host != self._host:
+            raise RunError(
+                f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host; use broadcast."
+            )
+        self._map(place)
+        return Bucket(self._memory[place.offset : place.offset + handle.nbytes], handle.records)
+
+    def release(self) -> None:
+        """See `Receiver`. The memory stays mapped: it is the same again and again."""
+
+    def close(self) -> None:
+        self._inode, self._memory = -1, np.empty(0, dtype=np.uint8)
+
+    def _map(self, place: SharedPlace) -> None:
+        """Map the memory, unless it is the one that is mapped."""
+        try:
+            descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY)
+        except OSError as problem:
+            raise RunError(
+                f"{self._spec.name} cannot open the weights in the memory of {self._spec.members[0]}, process "
+                f"{place.pid} ({problem.strerror}): it is gone, or another user's; look at its log."
+            ) from problem
+        try:
+            inode = os.fstat(descriptor).st_ino
+            if inode != self._inode:
+                mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+                self._memory, self._inode = np.frombuffer(mapped, dtype=np.uint8), inode
+        finally:
+            os.close(descriptor)
+
+
+def host_identity() -> str:
+    """The running kernel and the namespace of its process numbers: equal where /proc shows the same processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+class DiskSender(_HostSender):
+    """Writes files, for hosts that share a folder but no memory, and for looking at what was sent.
+
+    A file has its name only when it is complete, and is removed once every receiver has taken it. What a sender that
+    was killed leaves behind is at most three files in one folder, which its owner removes.
+    """
+
+    def __init__(self, spec: TransportSpec) -> None:
+        self._folder = Path(spec.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Every bucket has left the memory when it is sent.
+        super().__init__([np.empty(spec.bucket_bytes, dtype=np.uint8)] * SLOTS)
+        self._files: dict[int, Path] = {}
+
+    def send(self, bucket: Bucket) -> BucketHandle:
+        number = self._slots.count()
+        file = self._folder / f"bucket-{number:06d}"
+        partial = file.with_name(f".{file.name}.partial")
+        with partial.open("wb", buffering=0) as out:
+            rest = bucket.in_host.data
+            while rest:
+                rest = rest[out.write(rest) :]
+        partial.rename(file)
+        self._files[number] = file
+        return BucketHandle(number, bucket.records, bucket.in_host.nbytes, str(file.resolve()))
+
+    def release(self, taken: int) -> None:
+        super().release(taken)
+        for number in [number for number in self._files if number <= taken]:
+            self._files.pop(number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.release(self._slots.sent)
+
+
+class DiskReceiver:
+    """Reads files into memory of its own."""
+
+    def __init__(self, spec: TransportSpec) -> None:
+        self._spec = spec
+        self._memory = np.empty(spec.bucket_bytes, dtype=np.uint8)
+
+    def receive(self, handle: BucketHandle) -> Bucket:
+        assert isinstance(handle.where, str)
+        file = Path(handle.where)
+        self._await(file)
+        bucket = Bucket(self._memory[: handle.nbytes], handle.records)
+        with file.open("rb", buffering=0) as source:
+            rest = bucket.in_host.data
+            while rest and (count := source.readinto(rest)):
+                rest = rest[count:]
+        if rest:
+            raise RunError(f"{self._spec.name} found {file} {len(rest)} bytes short; is the disk full?")
+        return bucket
+
+    def release(self) -> None:
+        """See `Receiver`. The memory is used again."""
+
+    def close(self) -> None:
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    def _await(self, file: Path) -> None:
+        limit = min(_FILE_S, self._spec.timeout_s)
+        until = time.monotonic() + limit
+        while not file.is_file():
+            if time.monotonic() > until:
+                raise RunError(
+                    f"{self._spec.name} has waited {limit:g} s for {file}: {self._spec.members[0]} is gone, or "
+                    "cluster.sync_mode=disk is used without an output_dir that all hosts share; use broadcast."
+                )
+            time.sleep(_FILE_LOOK_S)
+
+
+class BroadcastSender(_HostSender):
+    """Rank 0 of a process group of the actor's first rank and every receiver.
+
+    A bucket leaves while the sender gathers the next one; one broadcast is under way at a time.
+    """
+
+    def __init__(self, spec: TransportSpec) -> None:
+        """Blocks until every receiver has joined. Raises RunError naming those that have not."""
+        self._spec = spec
+        self._group = _Group(spec)
+        super().__init__([_host_memory(spec) for _ in range(SLOTS)])
+        self._under_way: dist.Work | None = None
+
+    def send(self, bucket: Bucket) -> BucketHandle:
+        """See `Sender`. Returns when the bucket before this one has left, and this one is on its way."""
+        self._finish()
+        number = self._slots.count()
+        self._under_way = self._group.broadcast(self._group.outgoing(bucket.in_host))
+        return BucketHandle(number, bucket.records, bucket.in_host.nbytes, None)
+
+    def close(self) -> None:
+        self._under_way = None
+        self._group.leave()
+
+    def _finish(self) -> None:
+        """Wait until the broadcast that is under way has left."""
+        work, self._under_way = self._under_way, None
+        if work is None:
+            return
+        try:
+            self._group.complete(work)
+        except (RuntimeError, TimeoutError) as problem:
+            number = self._slots.sent
+            missing = self._group.who_lacks(number)
+            raise RunError(
+                f"bucket {number} of the weights was not taken by {' and '.join(missing) or 'a receiver'}: it is "
+                f"gone, or has hung for {self._spec.timeout_s:g} s; look at its log."
+            ) from problem
+
+
+class BroadcastReceiver:
+    """Another rank of the group."""
+
+    def __init__(self, spec: TransportSpec) -> None:
+        """Blocks until every member has joined. Raises RunError naming those that have not."""
+        self._spec = spec
+        self._group = _Group(spec)
+        self._memory = _host_memory(spec)
+        self._received = 0
+
+    def receive(self, handle: BucketHandle) -> Bucket:
+        if handle.number != self._received + 1:
+            raise RuntimeError(f"Bucket {handle.number} cannot be received after bucket {self._received}.")
+        bucket = Bucket(self._memory[: handle.nbytes], handle.records)
+        incoming = self._group.incoming(bucket.in_host)
+        try:
+            self._group.complete(self._group.broadcast(incoming))
+            self._group.note_taken(handle.number)
+        except (RuntimeError, TimeoutError) as problem:
+            raise RunError(
+                f"bucket {handle.number} of the weights did not reach {self._spec.name}: {self._spec.members[0]} "
+                f"is gone, or has hung for {self._spec.timeout_s:g} s; look at its log."
+            ) from problem
+        if incoming.is_cuda:
+            torch.from_numpy(bucket.in_host).copy_(incoming)
+        self._received = handle.number
+        return bucket
+
+    def release(self) -> None:
+        """See `Receiver`. The memory is used again."""
+
+    def close(self) -> None:
+        self._group.leave()
+
+
+class _Group:
+    """A process group apart from torch's default one, with gloo on CPUs and NCCL on GPUs, and a store that the sender hosts.
+
+    The store tells who is there and who has taken how many buckets, so that a wait that fails names the missing.
+
+    On GPUs the bytes go through a device buffer at each end, for they are hashed in host memory, which is pinned. NCCL wants
+    every member on a device of its own, and differs from gloo in ways that shape this class:
+    - It connects its members at the first broadcast, which blocks until all of them begin it. The receivers of a bucket begin
+      only when they have its handle, after the sender has begun; so one byte is broadcast at the start.
+    - Its `wait` makes a stream wait, not the caller. And once a time-out of its own has passed, torch's watchdog ends the
+      whole process, before anybody could say who was missing. So completion is polled, with a time limit that is shorter than
+      the group's.
+    - A process's current device is a thread's own, and calls come from any thread. So the device is chosen once.
+    """
+
+    def __init__(self, spec: TransportSpec) -> None:
+        self._spec = spec
+        self._store = _join(spec)
+        self._group = _open_group(spec, dist.PrefixStore("group", self._store))
+        self._staging: Tensor | None = None
+        if spec.device is Device.gpu:
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._staging = torch.empty(spec.bucket_bytes, dtype=torch.uint8, device=device)
+        try:
+            self.complete(self.broadcast(self.incoming(np.zeros(1, dtype=np.uint8))))
+        except (RuntimeError, TimeoutError) as problem:
+            raise RunError(
+                f"{spec.name} met the others, but exchanges nothing with them ({problem}): one of "
+                f"{' and '.join(spec.members)} is gone, or has hung; look at their logs."
+            ) from problem
+
+    def outgoing(self, data: NDArray[np.uint8]) -> Tensor:
+        """What is sent for `data`."""
+        flat = torch.from_numpy(data)
+        return flat if self._staging is None else self._staging[: data.nbytes].copy_(flat)
+
+    def incoming(self, data: NDArray[np.uint8]) -> Tensor:
+        """What is received for `data`; on a GPU it has to be copied there."""
+        return torch.from_numpy(data) if self._staging is None else self._staging[: data.nbytes]
+
+    def broadcast(self, flat: Tensor) -> dist.Work:
+        """Begin to send or receive."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        work: dist.Work = self._group.broadcast([flat], options)
+        return work
+
+    def complete(self, work: dist.Work) -> None:
+        """Wait until `work` is done, on the device too. Raises RuntimeError if it fails, TimeoutError if it hangs."""
+        until = time.monotonic() + self._spec.timeout_s
+        while not work.is_completed():
+            if time.monotonic() > until:
+                raise TimeoutError(f"a broadcast has taken {self._spec.timeout_s:g} s")
+            time.sleep(_WORK_LOOK_S)
+        work.wait()
+
+    def note_taken(self, number: int) -> None:
+        """Let the others know how many buckets this member has."""
+        self._store.set(f"taken/{self._spec.rank}", str(number))
+
+    def who_lacks(self, number: int) -> list[str]:
+        """Names of the receivers that have not taken bucket `number`."""
+        keys = {name: f"taken/{rank}" for rank, name in enumerate(self._spec.members) if rank}
+        return [
+            name for name, key in keys.items() if not self._store.check([key]) or int(self._store.get(key)) < number
+        ]
+
+    def leave(self) -> None:
+        """End this member's part; the others' waits fail."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._staging = None
+
+
+def _join(spec: TransportSpec) -> dist.TCPStore:
+    """Meet all members at the sender's store."""
+    host, port = spec.address
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=spec.rank == 0,
+            timeout=timedelta(seconds=spec.timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener(host, port)[0] if spec.rank == 0 else None,
+        )
+        store.set(f"here/{spec.rank}", "1")
+        until = time.monotonic() + spec.timeout_s
+        while missing := [name for rank, name in enumerate(spec.members) if not store.check([f"here/{rank}"])]:
+            if time.monotonic() > until:
+                raise RunError(
+                    f"{' and '.join(missing)} did not come within {spec.timeout_s:g} s to exchange weights; look at its log."
+                )
+            time.sleep(_MEMBER_LOOK_S)
+    except (OSError, RuntimeError) as problem:
+        raise RunError(
+            f"{spec.name} did not meet {spec.members[0]} at {host}:{port} to exchange weights: one of them is gone, "
+            f"or has hung for {spec.timeout_s:g} s; look at its log. ({problem})"
+        ) from problem
+    return store
+
+
+def _open_group(spec: TransportSpec, store: dist.Store) -> Any:
+    limit = timedelta(seconds=_PATIENCE * spec.timeout_s)
+    if spec.device is Device.cpu:
+        return dist.ProcessGroupGloo(store, spec.rank, len(spec.members), limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, spec.rank, len(spec.members), options)
+
+
+def _host_memory(spec: TransportSpec) -> NDArray[np.uint8]:
+    """A bucket's; pinned where it is copied to a GPU or from one, which is several times as fast."""
+    if spec.device is Device.gpu:
+        memory: NDArray[np.uint8] = torch.empty(spec.bucket_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return memory
+    return np.empty(spec.bucket_bytes, dtype=np.uint8)
+
+
+class IpcSender:
+    """Packs and hashes on its own device and hands out the memory itself (CUDA IPC): the bytes never leave the GPUs.
+
+    It waits until a bucket is written, and sends a handle to each receiver: what torch itself makes of a tensor for another
+    process, good for one use. A receiver maps the memory, checks it, copies what it needs from device to device, waits for that
+    and lets go.
+
+    - The two slots are made when an export begins and freed when all it sent is taken: between exports they take no memory.
+    - With a pipeline, the first rank of every stage has such an end and sends its own buckets, since rank 0 could get them only
+      by a copy; `skip` keeps all of their counts the same.
+    - torch frees memory that it lent only when each handle was used, so a receiver that died with two buckets under way leaves
+      those two taken until the sender ends.
+    - Both ends may see other GPUs, and number them otherwise: memory appears on the receiver's own device, wherever it lies.
+      GPUs that cannot read each other's memory are refused when the first bucket comes.
+
+    Memory on a CPU that torch shares stands for a device's in tests; `open_sender` and `open_receiver` never choose it.
+    """
+
+    def __init__(self, spec: TransportSpec, device: torch.device) -> None:
+        """`device` is where buckets lie."""
+        self._spec, self.device, self._host = spec, device, host_identity()
+        self._slots: Slots[Tensor] = Slots([])
+
+    def room(self) -> Tensor:
+        if not self._slots.pieces:
+            size = self._spec.bucket_bytes
+            self._slots.pieces = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        return self._slots.room()
+
+    def send(self, bucket: Bucket) -> BucketHandle:
+        """See `Sender`. Waits until the device has written the bucket."""
+        await_device(self.device)
+        try:
+            handles = tuple(_shared_once(bucket.flat) for _ in self._spec.members[1:])
+        except RuntimeError as problem:
+            raise RunError(
+                f"{self._spec.name} cannot share the memory of its GPU ({problem}); unset PYTORCH_CUDA_ALLOC_CONF, or use "
+                "cluster.sync_mode=tensor."
+            ) from problem
+        place = DevicePlace(self._host, os.getpid(), handles)
+        return BucketHandle(self._slots.count(), bucket.records, bucket.flat.nbytes, place)
+
+    def skip(self) -> None:
+        """Count a bucket that the first rank of another stage sends."""
+        self._slots.count()
+
+    def release(self, taken: int) -> None:
+        """See `Sender`. The memory is freed when nothing is under way."""
+        self._slots.taken = taken
+        if taken == self._slots.sent:
+            self._slots.pieces = []
+
+    def close(self) -> None:
+        self._slots = Slots([])
+
+
+class IpcReceiver:
+    """Reads on a device of its own."""
+
+    def __init__(self, spec: TransportSpec, device: torch.device) -> None:
+        """`device` reads what comes, and is the one that it appears on."""
+        self._spec, self._device, self._host = spec, device, host_identity()
+        self._memory: Tensor | None = None
+
+    def receive(self, handle: BucketHandle) -> Bucket:
+        place = handle.where
+        assert isinstance(place, DevicePlace)
+        self.release()
+        if place.host != self._host:
+            raise RunError(f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host; use broadcast.")
+        try:
+            self._memory = _opened(place.handles[self._spec.rank - 1], self._device)
+        except (RuntimeError, OSError, EOFError) as problem:
+            raise RunError(
+                f"{self._spec.name} cannot open the weights that lie on the GPU of process {place.pid} of the actor's group "
+                f"({problem}): the process is gone (look at its log), or the two GPUs cannot read each other's memory "
+                "(nvidia-smi topo -p2p r), or the containers do not share /dev/shm and process numbers. For the latter "
+                "two use cluster.sync_mode=tensor."
+            ) from problem
+        return Bucket(self._memory, handle.records)
+
+    def release(self) -> None:
+        """See `Receiver`. Waits until the device has read what it was told to read."""
+        if self._memory is not None:
+            await_device(self._device)
+        self._memory = None
+
+    def close(self) -> None:
+        self.release()
+
+
+def await_device(device: torch.device) -> None:
+    """Wait for all that this process has asked of `device`, on whatever stream."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _shared_once(tensor: Tensor) -> bytes:
+    """What another process rebuilds the tensor from, once: a function of torch's and its arguments."""
+    return bytes(ForkingPickler.dumps(reductions.reduce_tensor(tensor)))
+
+
+def _opened(handle: bytes, device: torch.device) -> Tensor:
+    rebuild, arguments = pickle.loads(handle)
+    if device.type == "cuda":
+        changed: list[Any] = list(arguments)
+        changed[STORAGE_DEVICE] = device.index
+        # The sender has waited. An event of a GPU that is not seen here need not open, and torch never closes one.
+        changed[EVENT_SYNC_REQUIRED] = False
+        arguments = tuple(changed)
+    tensor: Tensor = rebuild(*arguments)
+    return tensor
+
+
+def _device_of(spec: TransportSpec) -> torch.device:
+    """The GPU that this process takes part with. Raises RunError where there is none."""
+    if spec.device is not Device.gpu or not torch.cuda.is_available():
+        raise RunError(
+            f"cluster.sync_mode=ipc hands weights on in the memory of GPUs, and {spec.name} sees none; use "
+            "cluster.sync_mode=tensor."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+_SENDERS: dict[SyncMode, Callable[[TransportSpec], Sender]] = {
+    SyncMode.tensor: SharedSender,
+    SyncMode.broadcast: BroadcastSender,
+    SyncMode.disk: DiskSender,
+    SyncMode.ipc: lambda spec: IpcSender(spec, _device_of(spec)),
+}
+_RECEIVERS: dict[SyncMode, Callable[[TransportSpec], Receiver]] = {
+    SyncMode.tensor: SharedReceiver,
+    SyncMode.broadcast: BroadcastReceiver,
+    SyncMode.disk: DiskReceiver,
+    SyncMode.ipc: lambda spec: IpcReceiver(spec, _device_of(spec)),
+}
+
+
+def open_sender(spec: TransportSpec) -> Sender:
+    """The sending end. A broadcast blocks until all receivers are there. Raises RunError where it cannot be had."""
+    return _SENDERS[spec.mode](spec)
+
+
+def open_receiver(spec: TransportSpec) -> Receiver:
+    """A receiving end. A broadcast blocks until all members are there. Raises RunError where it cannot be had."""
+    return _RECEIVERS[spec.mode](spec)
