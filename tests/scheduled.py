@@ -141,19 +141,19 @@ class Playback:
         """Nothing that is played back searches."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        """See `weight_sync.Receiver`."""
+        """See `weight_sync.WeightReceiver`."""
         self._end: Receiver = open_receiver(specs[0])
 
     async def begin_update(self, _: int) -> None:
-        """See `weight_sync.Receiver`."""
+        """See `weight_sync.WeightReceiver`."""
         self.weights = {}
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        """See `weight_sync.Receiver`."""
+        """See `weight_sync.WeightReceiver`."""
         self.weights |= {record.name: one.clone() for record, one in unpack(self._end.receive(handle))}
 
     async def finish_update(self, version: int, _: str) -> None:
-        """See `weight_sync.Receiver`."""
+        """See `weight_sync.WeightReceiver`."""
         self._version = version
 
     async def metrics(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ from rlsys.observe.spans import Tracer
 from rlsys.weights.transport import BucketHandle, TransportSpec
 
 
-class Receiver(Protocol):
+class WeightReceiver(Protocol):
     """A group whose processes hold a copy of the weights."""
 
     workers: WorkerGroup
@@ -87,11 +87,11 @@ class WeightSync:
     def __init__(
         self,
         sender: WorkerGroup,
-        receivers: Sequence[Receiver],
+        receivers: Sequence[WeightReceiver],
         cluster: ClusterConfig,
         run_dir: Path,
         tracer: Tracer,
-        immediate: Sequence[Receiver] = (),
+        immediate: Sequence[WeightReceiver] = (),
     ) -> None:
         """`receivers` begin to use a version when told to `activate`, those `immediate` with the end of its transfer.
 
@@ -197,7 +197,7 @@ class WeightSync:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
-    def _all(self) -> tuple[Receiver, ...]:
+    def _all(self) -> tuple[WeightReceiver, ...]:
         return self._immediate + self._deferred
 
     def _living_members(self) -> tuple[str, ...]:
