@@ -38,7 +38,7 @@ from rlsys.rollout.agent.tokens import EpisodeProgress
 
 RESULT = Path("outputs/bench/scheduler.json")
 IN_FLIGHT, GROUP_SIZES = (1_000, 10_000, 100_000), (8, 1)
-STEPS, REPEATS, BITE = 4, 2, 64
+STEPS, REPEATS, SCORE_BATCH = 4, 2, 64
 AIM_MS = 0.2
 """Of processor time for a trajectory."""
 TOKENS = 8
@@ -160,14 +160,14 @@ async def _train(per_step: int, group_size: int) -> Instant:
         workers,
         workers,
         Handlers(_reward, lambda group: group),
-        ScoreBatchSize(1, BITE),
+        ScoreBatchSize(1, SCORE_BATCH),
         workers,
     )
     cut = MiniBatches([per_step])
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pipeline.run())
         for step in range(1, STEPS + 1):
-            await learn(pipeline, {"actor": workers}, workers, cut("actor"))
+            await learn(pipeline, {"actor": workers}, workers, cut)
             workers.version = step
             pipeline.publish(step)
             pipeline.scheduler.ended()
