@@ -28,7 +28,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlsys.observe.status import WAIT_PREFIX, State, Status, StatusFile, ending, reported_to
+from rlsys.observe.status import WAIT_PREFIX, StageState, Status, StatusFile, ending, reported_to
 
 PLAIN_INTERVAL_S = 10.0
 """Between plain lines of one step; a new step always gets a line."""
@@ -71,7 +71,7 @@ class Progress:
         self._epoch = time.time() - self._start
         """The clock's zero, in seconds since the epoch."""
         self._figures = _Figures()
-        self._voices: dict[str, dict[str, State]] = {}
+        self._voices: dict[str, dict[str, StageState]] = {}
         """Group -> who speaks for it -> its state, `since` by the clock."""
         self._file = status
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class Progress:
                 if not text:
                     said.pop(voice, None)
                 elif voice not in said or said[voice].text != text:
-                    said[voice] = State(text, now)
+                    said[voice] = StageState(text, now)
         if self._live is None and not self.console.is_terminal:
             self._print_plain(now)
 
@@ -146,7 +146,7 @@ class Progress:
             begun, now = self._epoch + self._start, self._epoch + self._clock()
             return Status(begun=begun, at=now, states=states, **asdict(self._figures))
 
-    def _shown(self) -> list[tuple[str, State]]:
+    def _shown(self) -> list[tuple[str, StageState]]:
         """Of each group, in the order in which they were first heard of."""
         return [(group, _loudest(said.values())) for group, said in self._voices.items() if said]
 
@@ -179,14 +179,14 @@ class Progress:
         return area
 
 
-def _loudest(states: Iterable[State]) -> State:
+def _loudest(states: Iterable[StageState]) -> StageState:
     """What a group does, if anybody says that it does something; else the wait that began last, when all else was done."""
     said = list(states)
     working = [state for state in said if not state.text.startswith(WAIT_PREFIX)]
     return max(working or said, key=lambda state: state.since)
 
 
-def _with_wait(state: State, now: float) -> str:
+def _with_wait(state: StageState, now: float) -> str:
     waited = now - state.since
     if not state.text.startswith(WAIT_PREFIX) or waited < SHOWN_WAIT_S:
         return state.text

@@ -24,7 +24,7 @@ WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ShownSample:
     """One episode with what it answered and what it earned."""
 
     question: Question
@@ -40,7 +40,7 @@ def visible(text: str) -> str:
     )
 
 
-def render_sample(sample: Sample) -> str:
+def render_sample(sample: ShownSample) -> str:
     """The episode as text: a header with figures, the prompt, then what was generated and what came back."""
     question, trajectory = sample.question, sample.trajectory
     trained = int(trajectory.loss_mask.sum())
@@ -62,7 +62,7 @@ def render_sample(sample: Sample) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_samples(samples: Iterable[Sample], directory: Path) -> list[Path]:
+def write_samples(samples: Iterable[ShownSample], directory: Path) -> list[Path]:
     """Write each sample to `directory/NN.txt`, counted from 00; returns the paths."""
     paths = []
     for number, sample in enumerate(samples):

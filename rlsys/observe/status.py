@@ -80,7 +80,7 @@ def count(number: int, noun: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StageState:
     """What a group of workers does or waits for."""
 
     text: str
@@ -97,7 +97,7 @@ class Status:
     """Of this life of the run: a resumed run begins again."""
     at: float
     """When this was written."""
-    states: Mapping[str, State]
+    states: Mapping[str, StageState]
     """By group."""
     em: float | None = None
     """Exact match of the last evaluation."""

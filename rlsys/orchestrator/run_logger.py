@@ -36,8 +36,7 @@ from rlsys.observe.plots import draw_curves
 from rlsys.observe.processor import tree_cpu_seconds
 from rlsys.observe.progress import Progress
 from rlsys.observe.run_folder import SUMMARY
-from rlsys.observe.samples import Sample as ShownSample
-from rlsys.observe.samples import write_samples
+from rlsys.observe.samples import ShownSample, write_samples
 from rlsys.observe.spans import (
     Interval,
     Span,
