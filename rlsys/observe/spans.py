@@ -1,4 +1,4 @@
-"""Spans: who worked on what, and when. The one record from which every time of a run is taken.
+"""Spans: who worked on what, and when; the one record from which every time of a run, and its use of devices, is taken.
 
 Contract: a span covers work, never waiting, so what no span covers is idle time. Its stage is its name
 up to the first dot ("train.accumulate" belongs to "train"); its `args` hold `step` where there is one.
@@ -11,6 +11,7 @@ machines' clocks do. Everything below `Tracer` is a pure function of spans.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import defaultdict
@@ -35,6 +36,34 @@ HIDDEN_SPANS = {
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
 QUESTIONS = "questions"
 """Name of the arg that holds the uids of the questions whose samples a call worked on."""
+
+
+PEAK_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("B100", 1750.0),
+    ("GH200", 989.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("H100 NVL", 835.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H800 PCIe", 756.0),
+    ("H800", 989.0),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("RTX A6000", 154.8),
+    ("L40S", 362.05),
+    ("L40", 181.05),
+    ("L20", 119.5),
+    ("L4", 121.0),
+)
+"""Words of a device's name -> its peak at dense bfloat16 matrices, in 10^12 operations a second. From the vendors' data
+sheets, whose figures with sparsity are halved. The first whose words are all in the name counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +171,9 @@ def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:
     A second in which several groups or ranks do so counts once.
     """
     found = list(spans)
-    hidden = [span for span in found if span.name in HIDDEN_SPANS.get(span.group, ())]
-    rolled = [span for span in found if (span.group, span.name) == (ROLLOUT_GROUP, ROLLOUT_SPAN)]
-    both = [*_clipped(hidden, window), *_clipped(rolled, window)]
-    return (_covered(_clipped(hidden, window)) + _covered(_clipped(rolled, window)) - _covered(both)) / 1e9
+    hidden = _clipped((span for span in found if span.name in HIDDEN_SPANS.get(span.group, ())), window)
+    rolled = _clipped((span for span in found if (span.group, span.name) == (ROLLOUT_GROUP, ROLLOUT_SPAN)), window)
+    return _covered(common_intervals(merge_intervals(hidden), merge_intervals(rolled)))
 
 
 def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict[str, float]:
@@ -153,10 +181,9 @@ def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict
 
     Stages overlap: the sum may exceed the wall time.
     """
-    by_stage = _by(spans, lambda span: span.stage)
     return {
-        stage: _covered_seconds(_clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found])
-        for stage, found in by_stage
+        stage: _covered(_clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found])
+        for stage, found in _by(spans, lambda span: span.stage)
     }
 
 
@@ -167,9 +194,45 @@ def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
         raise ValueError(f"The window {window} is empty: its end must come after its start.")
     length = (end - start) / 1e9
     return {
-        group: 1.0 - _covered_seconds(_clipped(found, window)) / length
-        for group, found in _by(spans, lambda span: span.group)
+        group: 1.0 - _covered(_clipped(found, window)) / length for group, found in _by(spans, lambda span: span.group)
     }
+
+
+def peak_flops(device_names: Iterable[str]) -> float | None:
+    """Dense bfloat16 operations a second of these devices together, by the names that their drivers give.
+
+    None if one of them is not in the table, as a CPU is not, or if there are none.
+    """
+    peaks = [_peak_tflops(name) for name in device_names]
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) * 1e12 if known and len(known) == len(peaks) else None
+
+
+def utilisation_figures(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
+    """Rate of the actor, and its share of `peak`, over the `seconds` in which it trained; nothing if it did not.
+
+    `flops` are the operations that the model needs, `peak` what all devices of the actor could do in a second; where
+    that is not known the share is left out.
+    """
+    if seconds <= 0:
+        return {}
+    rate = flops / seconds
+    return {"perf/actor_tflops": rate / 1e12, **({"mfu/actor": rate / peak} if peak else {})}
+
+
+def batch_figures(spans: Iterable[Span], window: Interval) -> dict[str, float]:
+    """How full the micro-batches were of the calls that ended in `window`, by group, as shares of 1.
+
+    `batch/fill` is tokens of samples to what the token budget allows, which a single sample may exceed; a micro-batch
+    without a sample, which keeps a rank in step with the others, is an empty one. `batch/padding` is padding to all that
+    was computed. Groups without such a call are absent.
+    """
+    calls = [span for span in spans if "budget" in span.args and window[0] < span.end_ns <= window[1]]
+    figures: dict[str, float] = {}
+    for group, found in _by(calls, lambda span: span.group):
+        tokens, room, budget = (_total(found, name) for name in ("tokens", "room", "budget"))
+        figures |= {f"batch/fill/{group}": tokens / budget, f"batch/padding/{group}": 1.0 - tokens / room}
+    return figures
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
@@ -202,13 +265,9 @@ def _clipped(spans: Iterable[Span], window: Interval) -> list[Interval]:
     return [(max(span.start_ns, window[0]), min(span.end_ns, window[1])) for span in spans]
 
 
-def _covered(intervals: Iterable[Interval]) -> int:
-    """Nanoseconds in the union of `intervals`."""
-    return sum(end - start for start, end in merge_intervals(intervals))
-
-
-def _covered_seconds(intervals: Iterable[Interval]) -> float:
-    return _covered(intervals) / 1e9
+def _covered(intervals: Iterable[Interval]) -> float:
+    """Seconds in the union of `intervals`."""
+    return sum(end - start for start, end in merge_intervals(intervals)) / 1e9
 
 
 def _by(spans: Iterable[Span], key: Callable[[Span], str]) -> list[tuple[str, list[Span]]]:
@@ -251,3 +310,12 @@ def _event(span: Span, process: int, thread: int, origin: int) -> dict[str, Any]
         "dur": (span.end_ns - span.start_ns) / 1e3,
         "args": dict(span.args),
     }
+
+
+def _total(spans: Iterable[Span], name: str) -> float:
+    return sum(float(value) for span in spans if isinstance(value := span.args[name], int))
+
+
+def _peak_tflops(device_name: str) -> float | None:
+    words = set(re.findall(r"\w+", device_name.upper()))
+    return next((peak for name, peak in PEAK_TFLOPS if words.issuperset(name.upper().split())), None)
