@@ -44,14 +44,9 @@ TRAJECTORIES = "trajectories"
 _FILE = re.compile(r"step_(\d+)\.jsonl\.gz")
 _LEVEL = 2
 """Of gzip: log-probs hardly shrink, and level 6 takes three times as long for a file that is 7 % smaller."""
-_KINDS = {
-    "bool": bool,
-    "int": int,
-    "float": int | float | None,  # NaN is null.
-    "str": str,
-    "str | None": str | None,
-    "Mapping[str, Any]": dict,
-    "Mapping[str, float]": dict,
+_KINDS: dict[str, Any] = {
+    **{"bool": bool, "int": int, "float": int | float | None, "str": str, "str | None": str | None},  # NaN is null.
+    **{"Mapping[str, Any]": dict, "Mapping[str, float]": dict},
 }
 """A field's type -> what a row has for it; not of arrays, which are made of whatever is there."""
 _FIELDS_TOLD = 3
@@ -93,7 +88,7 @@ class KeptTurn:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One trajectory as it was trained on. Arrays are aligned with `token_ids`, of which each speaks as a target."""
+    """One trajectory as it was trained on. Arrays are aligned with `token_ids`, each of which is a target."""
 
     step: int
     question_uid: str
@@ -137,18 +132,6 @@ class Kept:
     turns: tuple[KeptTurn, ...]
 
 
-_OF_TRAJECTORY = (
-    *("question_uid", "sample", "answer", "prompt_length", "loss_mask", "turn_of_token", "versions"),
-    "rollout_logprobs",
-)
-_OF_SAMPLE = ("reward", "parts", "old_logprobs", "ref_logprobs", "advantages", "weights")
-_OF_TURN = (
-    *("text", "content", "observation", "search_error", "tool", "generate_s", "search_s", "began_ns"),
-    *("cached_tokens", "prompt_tokens"),
-)
-"""Fields that are kept under the name that they have."""
-
-
 class OtherVersion(ValueError):
     """A row that another version of rlsys has written, with other fields."""
 
@@ -188,11 +171,8 @@ class Keeper:
             write_kept(self._run_dir, step, keep(groups, step, most, self._decode))
         except OSError as problem:
             self._refused = True
-            _log.warning(
-                "%s could not be written (%s): the run goes on and keeps no more trajectories.",
-                problem.filename,
-                problem.strerror,
-            )
+            told = "%s could not be written (%s): the run goes on and keeps no more trajectories."
+            _log.warning(told, problem.filename, problem.strerror)
 
 
 def keep(groups: Sequence[Group], step: int, most: int | None, decode: Decode) -> Iterator[Kept]:
@@ -209,12 +189,9 @@ def keep(groups: Sequence[Group], step: int, most: int | None, decode: Decode) -
 
 def write_kept(run_dir: Path, step: int, kept: Iterable[Kept]) -> None:
     """Write the trajectories of `step`, replacing what there is of it. Raises OSError, with its name, if that fails."""
-    with (
-        open_atomically(kept_file(run_dir, step)) as file,
-        gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as rows,
-    ):
-        for one in kept:
-            rows.write(write_row(one))
+    with open_atomically(kept_file(run_dir, step)) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as rows:
+        for trajectory in kept:
+            rows.write(write_row(trajectory))
 
 
 def kept_file(run_dir: Path, step: int) -> Path:
@@ -245,7 +222,7 @@ def copy_kept(run_dir: Path, other: Path, step: int) -> None:
 
 
 def read_kept(run_dir: Path, problem: Callable[[str], None]) -> Iterator[Kept]:
-    """All kept trajectories by step, in the order in which they were kept.
+    """Read all kept trajectories by step, in the order in which they were kept.
 
     `problem` is told of every file or row that is damaged and of every file with rows of another version, left out.
     """
@@ -254,7 +231,7 @@ def read_kept(run_dir: Path, problem: Callable[[str], None]) -> Iterator[Kept]:
 
 
 def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> Iterator[Kept]:
-    """Those of one step; as `read_kept`."""
+    """Read those of one step; as `read_kept`."""
     path = kept_file(run_dir, step)
     name, other_told = f"{TRAJECTORIES}/{path.name}", False
     try:
@@ -279,9 +256,9 @@ def kept_lines(file: Path) -> Iterator[bytes]:
         yield from limited_lines(lines)
 
 
-def write_row(one: Kept) -> bytes:
-    """A trajectory as one line of JSON."""
-    row = _plain(one)
+def write_row(kept: Kept) -> bytes:
+    """Write a trajectory as one line of JSON."""
+    row = _plain(kept)
     try:
         return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
     except orjson.JSONEncodeError:  # Half a pair of surrogates, which files of questions may have.
@@ -321,21 +298,26 @@ def _kept(group: Group, sample: Sample, step: int, pieces: Pieces) -> Kept:
     if sample.old_logprobs is None:
         raise ValueError(f"Sample {path.sample} of {question.uid} was trained on without log-probs.")
     return Kept(
-        step=step,
-        data_source=question.data_source,
-        extra=question.extra,
-        question=question.text,
-        prompt=question.prompt,
-        golden_answers=question.answers,
-        exact=path.answer is not None and exact_match(path.answer, question.answers),
-        finish=path.finish.value,
-        policy_version=step - 1 if sample.scored_version is None else sample.scored_version,
-        token_ids=path.tokens,
-        pieces=pieces(path.tokens[path.prompt_length :].tolist()),
-        turns=_turns(path),
-        **{name: getattr(path, name) for name in _OF_TRAJECTORY},
-        **{name: getattr(sample, name) for name in _OF_SAMPLE},
+        **{
+            **_same(Kept, question),
+            **_same(Kept, path),
+            **_same(Kept, sample),
+            "step": step,
+            "question": question.text,
+            "golden_answers": question.answers,
+            "exact": path.answer is not None and exact_match(path.answer, question.answers),
+            "finish": path.finish.value,
+            "policy_version": step - 1 if sample.scored_version is None else sample.scored_version,
+            "token_ids": path.tokens,
+            "pieces": pieces(path.tokens[path.prompt_length :].tolist()),
+            "turns": _turns(path),
+        }
     )
+
+
+def _same(kind: type[Kept | KeptTurn], source: object) -> dict[str, Any]:
+    """Fields of `kind` that `source` has under the same name."""
+    return {field.name: getattr(source, field.name) for field in fields(kind) if hasattr(source, field.name)}
 
 
 def _turns(path: Trajectory) -> tuple[KeptTurn, ...]:
@@ -345,10 +327,9 @@ def _turns(path: Trajectory) -> tuple[KeptTurn, ...]:
     stops = ends if known else starts
     return tuple(
         KeptTurn(
-            action=turn.action.value,
-            sampled_ids=path.sampled_ids[start:stop],
-            sampled_logprobs=path.sampled_logprobs[start:stop],
-            **{name: getattr(turn, name) for name in _OF_TURN},
+            **_same(KeptTurn, turn)
+            | {"action": turn.action.value}
+            | {"sampled_ids": path.sampled_ids[start:stop], "sampled_logprobs": path.sampled_logprobs[start:stop]}
         )
         for turn, start, stop in zip(path.turns, starts, stops, strict=True)
     )
@@ -417,9 +398,9 @@ class Pieces:
         return self._alone[token]
 
 
-def _plain(one: Kept | KeptTurn) -> dict[str, Any]:
+def _plain(kept: Kept | KeptTurn) -> dict[str, Any]:
     """JSON types, and arrays."""
-    return {field.name: _plain_value(getattr(one, field.name)) for field in fields(one)}
+    return {field.name: _plain_value(getattr(kept, field.name)) for field in fields(kept)}
 
 
 def _plain_value(value: Any) -> Any:

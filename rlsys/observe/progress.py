@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
@@ -74,9 +73,7 @@ class Progress:
             self._file.begin(self.status)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._reporting.__exit__(None, None, None)
         if self._live is not None:
             self._live.stop()
@@ -175,12 +172,9 @@ def _shown_of(states: Collection[StageState]) -> StageState:
 
 def _with_wait(state: StageState, now: float) -> str:
     waited = now - state.since
-    if not state.text.startswith(WAIT_PREFIX) or waited < SHOWN_WAIT_S:
-        return state.text
-    return f"{state.text} ({waited:.0f} s)"
+    long = state.text.startswith(WAIT_PREFIX) and waited >= SHOWN_WAIT_S
+    return f"{state.text} ({waited:.0f} s)" if long else state.text
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"

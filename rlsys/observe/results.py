@@ -6,9 +6,8 @@ Drawn with matplotlib's object interface, so no global figure state and no displ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -40,18 +39,12 @@ LABEL_GAP = 0.075
 """Least distance between two labels, in exact match."""
 MANY_STEPS = 60
 """From here on bars touch and points have no markers: there is no room for them."""
-
-
 DASH = "-"
 NAME_WIDTH = 44
 """Of the first column, so that the three tables line up; all fit into 80 columns."""
 STAGE_NAMES = {
-    "step": "steps, wall time",
-    "reward": "rewards",
-    "logprob": "log-probs",
-    "train": "training",
-    "sync": "weight sync",
-    "eval": "evaluation",
+    **{"step": "steps, wall time", "reward": "rewards", "logprob": "log-probs"},
+    **{"train": "training", "sync": "weight sync", "eval": "evaluation"},
 }
 HOP_NAMES = {1: "one hop", 2: "two hops"}
 CHECKS = (
@@ -69,8 +62,7 @@ CHECKS = (
 """Name, key of the summary, and form of each check."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(NamedTuple):
     name: str
     points: list[tuple[int, float]]
     colour: str
@@ -208,11 +200,19 @@ def render_summary(summary: Mapping[str, Any], console: Console) -> None:
     logprob_max_diff, first_ratio_max_dev, tokens_differing_share, cached_prompt_share, steps, seed,
     seconds (stage -> seconds).
     """
-    console.print(Group(_learned(summary), Text(), _times(summary), Text(), _checks(summary)))
+    seconds, steps = dict(summary.get("seconds") or {}), summary.get("steps") or 0
+    times = _table("Time by stage", "total", "a step")
+    for stage, total in seconds.items():
+        times.add_row(STAGE_NAMES.get(stage, stage), *_time(total, steps))
+    times.add_row("hidden behind rollout", *_time(summary.get("overlap_s"), steps), style="green")
+    checks = _table("Checks", "value")
+    for name, key, form in CHECKS:
+        checks.add_row(name, _text(_number(summary.get(key)), form))
+    console.print(Group(_learned(summary), Text(), times, Text(), checks))
 
 
 def _learned(summary: Mapping[str, Any]) -> Table:
-    table = _table("Held-out questions", "", "before", "after", "change")
+    table = _table("Held-out questions", "before", "after", "change")
     _add_change(table, "exact match", summary.get("em_before"), summary.get("em_after"), "bold")
     before, after = summary.get("em_before_by_hop") or {}, summary.get("em_after_by_hop") or {}
     for hop in sorted({*before, *after}, key=int):
@@ -222,30 +222,15 @@ def _learned(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _times(summary: Mapping[str, Any]) -> Table:
-    seconds = dict(summary.get("seconds") or {})
-    steps = summary.get("steps") or 0
-    table = _table("Time by stage", "", "total", "a step")
-    for stage, total in seconds.items():
-        known = _number(total)
-        each = None if known is None or not steps else known / steps
-        table.add_row(STAGE_NAMES.get(stage, stage), _text(known, "{:.1f} s"), _text(each, "{:.2f} s"))
-    overlap = _number(summary.get("overlap_s"))
-    each = None if overlap is None or not steps else overlap / steps
-    table.add_row("hidden behind rollout", _text(overlap, "{:.1f} s"), _text(each, "{:.2f} s"), style="green")
-    return table
+def _time(seconds: Any, steps: int) -> tuple[str, str]:
+    """In all, and for each of the steps."""
+    total = _number(seconds)
+    return _text(total, "{:.1f} s"), _text(None if total is None or not steps else total / steps, "{:.2f} s")
 
 
-def _checks(summary: Mapping[str, Any]) -> Table:
-    table = _table("Checks", "", "value")
-    for name, key, form in CHECKS:
-        table.add_row(name, _text(_number(summary.get(key)), form))
-    return table
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
+def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column(first, min_width=NAME_WIDTH, overflow="fold")
+    table.add_column("", min_width=NAME_WIDTH, overflow="fold")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True, min_width=8)
     return table

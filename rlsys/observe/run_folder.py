@@ -107,8 +107,8 @@ def open_run(path: Path) -> RunFolder:
     reference = _evaluations(path, "reference_", report)
     return RunFolder(
         path=path,
-        config=_config(path, report),
-        lives=_lives(path, report),
+        config=_read(CONFIG, lambda: _config(path), report) or {},
+        lives=tuple(_read(RUN, lambda: read_lives(path), report) or ()),
         rows=tuple(by_step[step] for step in sorted(by_step)),
         evaluations=_evaluations(path, "", report),
         reference=reference[-1] if reference else None,
@@ -158,29 +158,24 @@ def _parsed(path: Path, name: str, parse: Callable[[bytes], T | None], report: R
         report(_unreadable(name, problem))
 
 
-def _config(path: Path, report: Report) -> dict[str, Any]:
-    found: Any = None
+def _read(name: str, read: Callable[[], T | None], report: Report, optional: bool = False) -> T | None:
+    """What `read` finds in a file; None where it cannot, or finds nothing. No word of an optional file that is missing."""
     try:
-        found = read_yaml(path / CONFIG)
+        found = read()
     except OSError as problem:
-        report(_unreadable(CONFIG, problem))
-        return {}
+        if not (optional and isinstance(problem, FileNotFoundError)):
+            report(_unreadable(name, problem))
+        return None
     except ValueError:
-        pass
-    if isinstance(found, dict):
-        return found
-    report(f"{CONFIG} is empty or damaged: left out.")
-    return {}
+        found = None
+    if found is None:
+        report(f"{name} is empty or damaged: left out.")
+    return found
 
 
-def _lives(path: Path, report: Report) -> tuple[Life, ...]:
-    try:
-        return tuple(read_lives(path))
-    except OSError as problem:
-        report(_unreadable(RUN, problem))
-    except ValueError:
-        report(f"{RUN} is empty or damaged: left out.")
-    return ()
+def _config(path: Path) -> dict[str, Any] | None:
+    found = read_yaml(path / CONFIG)
+    return found if isinstance(found, dict) else None
 
 
 def _evaluations(path: Path, whose: str, report: Report) -> tuple[dict[str, Any], ...]:
@@ -197,16 +192,7 @@ def _evaluations(path: Path, whose: str, report: Report) -> tuple[dict[str, Any]
 
 def _whole(path: Path, name: str, report: Report) -> dict[str, Any] | None:
     """A file of one object; None, without a word, where there is none: it comes later, or never."""
-    try:
-        found = read_object(read_regular(path / name))
-    except FileNotFoundError:
-        return None
-    except OSError as problem:
-        report(_unreadable(name, problem))
-        return None
-    if found is None:
-        report(f"{name} is empty or damaged: left out.")
-    return found
+    return _read(name, lambda: read_object(read_regular(path / name)), report, optional=True)
 
 
 def _unreadable(name: str, problem: OSError) -> str:

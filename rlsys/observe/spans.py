@@ -36,32 +36,13 @@ HIDDEN_SPANS = {
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
 QUESTIONS = "questions"
 """Name of the arg that holds the uids of the questions whose samples a call worked on."""
-
-
-PEAK_TFLOPS = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("B100", 1750.0),
-    ("GH200", 989.0),
-    ("H200 NVL", 835.0),
-    ("H200", 989.0),
-    ("H100 NVL", 835.0),
-    ("H100 PCIe", 756.0),
-    ("H100", 989.0),
-    ("H800 PCIe", 756.0),
-    ("H800", 989.0),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A40", 149.7),
-    ("A30", 165.0),
-    ("A10", 125.0),
-    ("RTX A6000", 154.8),
-    ("L40S", 362.05),
-    ("L40", 181.05),
-    ("L20", 119.5),
-    ("L4", 121.0),
-)
+PEAK_TFLOPS = {
+    **{"GB200": 2500.0, "B200": 2250.0, "B100": 1750.0, "GH200": 989.0},
+    **{"H200 NVL": 835.0, "H200": 989.0, "H100 NVL": 835.0, "H100 PCIe": 756.0, "H100": 989.0},
+    **{"H800 PCIe": 756.0, "H800": 989.0, "H20": 148.0},
+    **{"A100": 312.0, "A800": 312.0, "A40": 149.7, "A30": 165.0, "A10": 125.0, "RTX A6000": 154.8},
+    **{"L40S": 362.05, "L40": 181.05, "L20": 119.5, "L4": 121.0},
+}
 """Words of a device's name -> its peak at dense bfloat16 matrices, in 10^12 operations a second. From the vendors' data
 sheets, whose figures with sparsity are halved. The first whose words are all in the name counts."""
 
@@ -244,13 +225,11 @@ def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
     origin = min((span.start_ns for span in spans), default=0)
     events: list[dict[str, Any]] = []
     for process, (group, of_group) in enumerate(_by(spans, lambda span: span.group), start=1):
-        events.append(_name_event("process_name", process, 0, group))
-        thread = 0
-        for lane, of_lane in _by(of_group, lambda span: span.lane):
-            for row in _rows(of_lane):
-                thread += 1
-                events.append(_name_event("thread_name", process, thread, lane))
-                events.extend(_event(span, process, thread, origin) for span in row)
+        events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": group}})
+        rows = [(lane, row) for lane, of_lane in _by(of_group, lambda span: span.lane) for row in _rows(of_lane)]
+        for thread, (lane, row) in enumerate(rows, start=1):
+            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": lane}})
+            events.extend(_event(span, process, thread, origin) for span in row)
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_ns": str(origin)}}
     write_atomically(path, json.dumps(trace, separators=(",", ":")))
 
@@ -295,21 +274,10 @@ def _rows(spans: Iterable[Span]) -> list[list[Span]]:
     return rows
 
 
-def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
-
-
 def _event(span: Span, process: int, thread: int, origin: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.stage,
-        "pid": process,
-        "tid": thread,
-        "ts": (span.start_ns - origin) / 1e3,
-        "dur": (span.end_ns - span.start_ns) / 1e3,
-        "args": dict(span.args),
-    }
+    times = {"ts": (span.start_ns - origin) / 1e3, "dur": (span.end_ns - span.start_ns) / 1e3}
+    place = {"ph": "X", "name": span.name, "cat": span.stage, "pid": process, "tid": thread}
+    return {**place, **times, "args": dict(span.args)}
 
 
 def _total(spans: Iterable[Span], name: str) -> float:
@@ -318,4 +286,4 @@ def _total(spans: Iterable[Span], name: str) -> float:
 
 def _peak_tflops(device_name: str) -> float | None:
     words = set(re.findall(r"\w+", device_name.upper()))
-    return next((peak for name, peak in PEAK_TFLOPS if words.issuperset(name.upper().split())), None)
+    return next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.upper().split())), None)
