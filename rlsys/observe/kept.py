@@ -195,7 +195,7 @@ def write_kept(run_dir: Path, step: int, kept: Iterable[Kept]) -> None:
 
 
 def kept_file(run_dir: Path, step: int) -> Path:
-    """Where the trajectories of `step` are."""
+    """The file with the trajectories of `step`."""
     return run_dir / TRAJECTORIES / f"step_{step:06d}.jsonl.gz"
 
 

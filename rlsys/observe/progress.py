@@ -106,7 +106,7 @@ class Progress:
             self._print_plain(now)
 
     def line(self) -> str:
-        """Everything in one line of plain text."""
+        """The step, the figures and the groups in one line of plain text."""
         with self._lock:
             now = self._clock()
             parts = [self._step(), *self._measured(), _duration(now - self._start)]
@@ -165,7 +165,7 @@ class Progress:
 
 
 def _shown_of(states: Collection[StageState]) -> StageState:
-    """What a group does, if a part of it does something; else the wait that began last, when all else was done."""
+    """Choose what a group does, if a part of it does something; else the wait that began last, when all else was done."""
     working = [state for state in states if not state.text.startswith(WAIT_PREFIX)]
     return max(working or states, key=lambda state: state.since)
 

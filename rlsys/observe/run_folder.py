@@ -40,7 +40,7 @@ MEASURED = "eval*/results.json"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """What a run has written down."""
+    """Contents of the folder of a run."""
 
     path: Path
     config: dict[str, Any]
@@ -65,22 +65,22 @@ class RunFolder:
         return self.path.resolve().name
 
     def timeline(self) -> tuple[StepTimeline, ...]:
-        """What the groups did in each step."""
+        """Read the work of the groups in each step."""
         return steps_of(_parsed(self.path / TIMELINE, TIMELINE, read_timeline_row, self._report))
 
     def trajectories(self) -> Iterator[Kept]:
-        """Those that were kept, by step."""
+        """Read the trajectories that were kept, by step."""
         if not kept_steps(self.path):
             self._report(f"{TRAJECTORIES} is missing: no trajectory was kept, or the run is of an older rlsys.")
         yield from read_kept(self.path, self._report)
 
     def answers(self, step: int) -> list[dict[str, Any]]:
-        """Every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.answers` writes it."""
+        """Read every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.answers` writes it."""
         name = f"{EVALUATIONS}/step_{step:06d}.jsonl"
         return list(_parsed(self.path / name, name, read_object, self._report))
 
     def measured(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The name of each folder that `rlsys eval` has written into this one, and its results.json; by name."""
+        """Read the name of each folder that `rlsys eval` has written into this one, and its results.json; by name."""
         for file in sorted(self.path.glob(MEASURED)):
             folder = file.parent.name
             results = _whole(self.path, f"{folder}/{file.name}", self._report)
@@ -94,7 +94,7 @@ class RunFolder:
 
 
 def open_run(path: Path) -> RunFolder:
-    """The run at `path`. Raises UserError if it is none."""
+    """Read the run at `path`. Raises UserError if it is none."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder: give the folder of a run, such as {_like(path.parent)}.")
     if not any((path / name).is_file() for name in (CONFIG, METRICS)):
@@ -159,7 +159,7 @@ def _parsed(path: Path, name: str, parse: Callable[[bytes], T | None], report: R
 
 
 def _read(name: str, read: Callable[[], T | None], report: Report, optional: bool = False) -> T | None:
-    """What `read` finds in a file; None where it cannot, or finds nothing. No word of an optional file that is missing."""
+    """Call `read` for a file; None where it cannot, or finds nothing. No word of an optional file that is missing."""
     try:
         found = read()
     except OSError as problem:

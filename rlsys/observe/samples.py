@@ -84,7 +84,7 @@ def _turn_lines(number: int, turn: Turn) -> list[str]:
 
 
 def _trained_runs(trajectory: Trajectory) -> str:
-    """Where the loss mask is set, as token ranges with the policy versions that sampled them."""
+    """List the token ranges where the loss mask is set, with the policy versions that sampled them."""
     padded = np.concatenate([[False], trajectory.loss_mask, [False]])
     edges: NDArray[np.int64] = np.flatnonzero(padded[1:] != padded[:-1])
     runs = []

@@ -95,7 +95,7 @@ class Tracer:
                 self._spans.append(replace(begun, end_ns=self._clock()))
 
     def running(self) -> list[Span]:
-        """What is going on, as spans that end now; they come again, at their end, with `drain`."""
+        """The work that is going on, as spans that end now; they come again, at their end, with `drain`."""
         now = self._clock()
         with self._lock:
             return [replace(span, end_ns=now) for span in self._running.values()]
@@ -123,7 +123,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """What is in both; of each, intervals are disjoint and in order, as `merge_intervals` gives them."""
+    """Intersect two unions; of each, intervals are disjoint and in order, as `merge_intervals` gives them."""
     common: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -138,7 +138,7 @@ def common_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> l
 
 
 def without_intervals(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """What of `intervals` is in none of `taken`; both are as `merge_intervals` gives them, and so is the result."""
+    """Take `taken` out of `intervals`; both are as `merge_intervals` gives them, and so is the result."""
     if not intervals:
         return []
     edges = [intervals[0][0], *(edge for interval in taken for edge in interval), intervals[-1][1]]
@@ -202,7 +202,7 @@ def utilisation_figures(flops: float, seconds: float, peak: float | None) -> dic
 
 
 def batch_figures(spans: Iterable[Span], window: Interval) -> dict[str, float]:
-    """How full the micro-batches were of the calls that ended in `window`, by group, as shares of 1.
+    """Measure how full the micro-batches were of the calls that ended in `window`, by group, as shares of 1.
 
     `batch/fill` is tokens of samples to what the token budget allows, which a single sample may exceed; a micro-batch
     without a sample, which keeps a rank in step with the others, is an empty one. `batch/padding` is padding to all that

@@ -81,7 +81,7 @@ def count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What a group of workers does or waits for."""
+    """The work or the wait of a group of workers."""
 
     text: str
     since: float
@@ -164,7 +164,7 @@ class StatusFile:
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """What is in the file of the run in `run_dir`; None without one, or with one that is damaged."""
+    """Read the file of the run in `run_dir`; None without one, or with one that is damaged."""
     try:
         found = parse_json(read_regular(run_dir / STATUS))
     except (OSError, ValueError):
@@ -173,7 +173,7 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def ending(error: BaseException | None) -> str:
-    """How a run ended that left with `error`, as `Status.ended` says it."""
+    """Describe how a run ended that left with `error`, for `Status.ended`."""
     if error is None:
         return FINISHED
     cause = root_cause(error)

@@ -43,7 +43,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where curves go on."""
+    """The point from which curves go on."""
 
     step: int
     """The last that was shown and counts."""
@@ -160,7 +160,7 @@ class WandbTracker:
 
 
 class Trackers:
-    """All that a run's figures go to."""
+    """Gives a run's figures to metrics.jsonl and to each tracker."""
 
     def __init__(
         self, metrics: LineLog, others: Mapping[str, Callable[[], Tracker]], clock: Callable[[], float] = time.time

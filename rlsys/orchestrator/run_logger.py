@@ -29,9 +29,9 @@ from rlsys.files import forget_parts, json_safe, write_atomically
 from rlsys.observe.environment import begin_life, tree_cpu_seconds
 from rlsys.observe.guards import Alarm, Guards, GuardsState
 from rlsys.observe.kept import Keeper, forget_kept
+from rlsys.observe.outcome import draw_curves
 from rlsys.observe.progress import Progress
 from rlsys.observe.records import METRICS, SUMMARY, TIMELINE, LineLog, read_metrics, timeline_row
-from rlsys.observe.results import draw_curves
 from rlsys.observe.samples import ShownSample, write_samples
 from rlsys.observe.spans import (
     Interval,

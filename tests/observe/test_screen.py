@@ -8,8 +8,8 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
+from rlsys.observe.outcome import draw_curves, render_summary
 from rlsys.observe.progress import PLAIN_INTERVAL_S, Progress
-from rlsys.observe.results import draw_curves, render_summary
 
 
 class Clock:

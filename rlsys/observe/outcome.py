@@ -1,4 +1,4 @@
-"""What a run came to, for people: curves as PNG of what it learned and where its time went, and the table at its end.
+"""The outcome of a run, for people: curves as PNG of what it learned and where its time went, and the table at its end.
 
 Drawn with matplotlib's object interface, so no global figure state and no display are needed.
 """
