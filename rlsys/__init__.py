@@ -5,10 +5,14 @@ From Python: `from rlsys import SearchR1Trainer, DenseRetriever` (see `rlsys.app
 Packages that users name have moved; `rlsys.tools`, `rlsys.api`, `rlsys.cli` and what is in them are still found, as the very
 same modules (`rlsys.tools.interface.ToolError is rlsys.rollout.tools.interface.ToolError`), in a config's `task.tools`, an
 import and `python -m`. The first import of each is a DeprecationWarning.
+
+With the environment variable `RLSYS_LOG` (debug, info, warning) set, the log of every process of rlsys goes to stderr.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import warnings
 from importlib import import_module
@@ -16,7 +20,7 @@ from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rlsys.apps.api import (
@@ -79,6 +83,27 @@ class _OldNames(MetaPathFinder, Loader):
         return spec.loader.get_code(spec.name)
 
 
+class _ErrorStream(logging.StreamHandler[TextIO]):
+    """Writes to the sys.stderr of the moment, which a live area on the terminal replaces for a while."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _log_from(level: str) -> None:
+    """Send messages of rlsys of `level` and above to stderr."""
+    if level.lower() not in ("debug", "info", "warning"):
+        print(f"RLSYS_LOG={level} is no level, and is ignored: give debug, info or warning.", file=sys.stderr)
+        return
+    handler = _ErrorStream()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("rlsys").addHandler(handler)
+    logging.getLogger("rlsys").setLevel(level.upper())
+
+
+if _level := os.environ.get("RLSYS_LOG"):
+    _log_from(_level)
 sys.meta_path.insert(0, _OldNames())  # Before the finder of files, which would load them a second time.
 
 

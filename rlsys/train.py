@@ -31,7 +31,7 @@ from rlsys.config.schema import GuardAction, RunConfig
 from rlsys.errors import RunError
 from rlsys.observe import status
 from rlsys.observe.guards import Alarm
-from rlsys.observe.summary import write_summary
+from rlsys.observe.records import write_summary
 from rlsys.orchestrator.resume import Origin
 from rlsys.orchestrator.run import Run, open_run
 

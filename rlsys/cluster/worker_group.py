@@ -274,7 +274,8 @@ def _environment(threads: int | None, device_ids: Sequence[str] | None) -> dict[
     if device_ids is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(device_ids)
         environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-    return environment | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    log = {name: value for name, value in os.environ.items() if name == "RLSYS_LOG"}
+    return environment | log | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 def _may_be_bereaved(problem: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""What a run ran on: machine, Python, the versions of what decides its figures, the project's commit; and a run's lives.
+"""The environment of a run: machine, Python, the versions of what decides its figures, the project's commit; and a run's lives.
 
 The machine is the driver's: the one of the process that was started to train. Other machines of the run are not told.
 
@@ -9,6 +9,7 @@ the project is no checkout of git, or git is not there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -31,15 +32,8 @@ from rlsys.files import parse_json, read_regular, write_atomically
 
 RUN = "run.json"
 PACKAGES = (
-    "rlsys",
-    "torch",
-    "megatron-core",
-    "transformer-engine",
-    "sglang",
-    "ray",
-    "transformers",
-    "faiss-cpu",
-    "faiss-gpu-cu12",
+    *("rlsys", "torch", "megatron-core", "transformer-engine", "sglang", "ray", "transformers"),
+    *("faiss-cpu", "faiss-gpu-cu12"),
 )
 _log = logging.getLogger(__name__)
 _PROJECT = Path(__file__).resolve().parents[2]
@@ -66,7 +60,7 @@ class Life:
 
 
 def environment() -> dict[str, str]:
-    """Of the machine that this process is on, by name; what is not there, and packages not installed, are left out.
+    """Describe the machine that this process is on, by name; what is not there, and packages not installed, are left out.
 
     All GPUs of the machine are told, whichever of them a run takes.
     """
@@ -87,6 +81,17 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
 
 
+def tree_cpu_seconds() -> float:
+    """Seconds of processor time that this process and its living descendants have used so far."""
+    root = psutil.Process()
+    total = 0.0
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
 def begin_life(run_dir: Path, after_step: int) -> None:
     """Add the life that begins now, in this process, to the folder of a run."""
     lives: list[Life] = []
@@ -103,25 +108,21 @@ def begin_life(run_dir: Path, after_step: int) -> None:
 
 def commit_of(folder: Path) -> tuple[str | None, bool | None]:
     """The commit that the checkout at `folder` is at, and whether its files differ; None for what is not known."""
-    commit = _git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else None
+    git = ["git", "-C", str(folder), "--no-optional-locks"]  # No locks: somebody may be at work in the checkout.
+    commit = _output([*git, "rev-parse", "HEAD"]) if (folder / ".git").exists() else None
     if commit is None:
         return None, None
-    status = _git(folder, "status", "--porcelain")
+    status = _output([*git, "status", "--porcelain"])
     return commit.strip(), None if status is None else bool(status)
 
 
 def read_lives(run_dir: Path) -> list[Life]:
-    """Those of a run, in order. Raises OSError without a file, ValueError for one that is damaged."""
+    """Read the lives of a run, in order. Raises OSError without a file, ValueError for one that is damaged."""
     try:
         found: list[dict[str, Any]] = parse_json(read_regular(run_dir / RUN))["lives"]
         return [Life(**life) for life in found]
     except (TypeError, LookupError) as damage:
         raise ValueError(f"{RUN} does not hold the lives of a run.") from damage
-
-
-def _git(folder: Path, *words: str) -> str | None:
-    """What git says; None if it cannot. It takes no locks: somebody may be at work in the checkout."""
-    return _said(["git", "-C", str(folder), "--no-optional-locks", *words])
 
 
 @cache
@@ -131,8 +132,8 @@ def _gpus(nvidia_smi: str | None) -> dict[str, str]:
     Asked in another process, once: CUDA in this one would take memory of the cards, and a driver may take seconds.
     """
     query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
-    said = _said([nvidia_smi, *query]) if nvidia_smi else None
-    rows = [line.rpartition(", ") for line in (said or "").splitlines() if ", " in line]
+    output = _output([nvidia_smi, *query]) if nvidia_smi else None
+    rows = [line.rpartition(", ") for line in (output or "").splitlines() if ", " in line]
     if not rows:
         return {}
     # Takes a second, which a machine without GPUs need not wait for.
@@ -146,13 +147,12 @@ def _gpus(nvidia_smi: str | None) -> dict[str, str]:
     }
 
 
-def _said(command: list[str]) -> str | None:
-    """What a program prints; None if it cannot be asked, fails, or takes too long."""
+def _output(command: list[str]) -> str | None:
+    """The output of a program; None if it cannot be asked, fails, or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
 
 
 def _version(name: str) -> str | None:

@@ -15,13 +15,9 @@ from rlsys.config.algorithm import KlEstimator
 from rlsys.config.schema import GuardsConfig
 
 _SAMPLED_KL = {
-    KlEstimator["k1"]: "kl/k1",
-    KlEstimator["k2"]: "kl/k2",
-    KlEstimator["k3"]: "kl/k3",
+    **{KlEstimator[name]: f"kl/{name}" for name in ("k1", "k2", "k3", "k5", "abs")},
     KlEstimator["k3++"]: "kl/k3",
     KlEstimator["k4"]: "kl/k1",
-    KlEstimator["k5"]: "kl/k5",
-    KlEstimator["abs"]: "kl/abs",
     KlEstimator["full_reverse"]: "kl/k3",
     KlEstimator["full_forward"]: "kl/k5",
 }
@@ -29,11 +25,21 @@ _SAMPLED_KL = {
 
 
 @dataclass(frozen=True, slots=True)
+class _Watch:
+    guard: str
+    """Name of the guard; `guard/<name>` in the row."""
+    figures: Sequence[str]
+    """The first that a row has is watched."""
+    bound: float | None
+    remedy: str
+    is_floor: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Alarm:
     """A bound that a run has passed for too long."""
 
     guard: str
-    """Name of the guard; `guard/<name>` in the row."""
     step: int
     figure: str
     value: float
@@ -62,31 +68,8 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Watch:
-    guard: str
-    figures: Sequence[str]
-    """The first that a row has is watched."""
-    bound: float | None
-    remedy: str
-    is_floor: bool = False
-
-    def value(self, row: Mapping[str, float | None]) -> float | None:
-        """The figure in `row`, where null is what a file makes of NaN; None if the row does not have it."""
-        for figure in self.figures:
-            if figure in row:
-                value = row[figure]
-                return float("nan") if value is None else value
-        return None
-
-    def passed(self, value: float) -> bool:
-        """Whether `value` lies on the wrong side of the bound."""
-        assert self.bound is not None
-        return value < self.bound if self.is_floor else value > self.bound
-
-
-@dataclass(frozen=True, slots=True)
 class GuardsState:
-    """What guards know of the steps so far."""
+    """Counts of guards after the steps so far, for a resumed run."""
 
     steps: Mapping[str, int]
     """Guard -> steps in a row that have passed its bound."""
@@ -105,7 +88,7 @@ class Guards:
         self._alarmed: set[str] = set()
 
     def state(self) -> GuardsState:
-        """What a resumed run has to know."""
+        """Counts that a resumed run goes on with."""
         return GuardsState(dict(self._steps), tuple(sorted(self._alarmed)))
 
     def restore(self, state: GuardsState) -> None:
@@ -115,36 +98,26 @@ class Guards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the guards that watch."""
+        """The names of the guards that watch."""
         return tuple(self._steps)
 
     def check(self, step: int, row: Mapping[str, float | None]) -> list[Alarm]:
         """The alarms of `step`, whose metrics are `row`. Steps come in order, each once."""
-        found = [(watch, self._alarm(watch, step, row)) for watch in self._watches]
-        self._alarmed = {watch.guard for watch, alarm in found if alarm is not None}
-        return [alarm for _, alarm in found if alarm is not None]
+        alarms = [alarm for watch in self._watches if (alarm := self._alarm(watch, step, row)) is not None]
+        self._alarmed = {alarm.guard for alarm in alarms}
+        return alarms
 
     def _alarm(self, watch: _Watch, step: int, row: Mapping[str, float | None]) -> Alarm | None:
-        value = watch.value(row)
-        if value is None or not (isnan(value) or watch.passed(value)):
-            self._steps[watch.guard] = 0
+        guard, bound, is_floor = watch.guard, watch.bound, watch.is_floor
+        figure = next((figure for figure in watch.figures if figure in row), None)
+        found = None if figure is None else row[figure]
+        value = float("nan") if found is None else found  # A file has null for NaN.
+        assert bound is not None
+        passed = isnan(value) or (value < bound if is_floor else value > bound)
+        self._steps[guard] = steps = self._steps[guard] + 1 if figure is not None and passed else 0
+        if figure is None or not steps or (steps < self._patience and not isnan(value)):
             return None
-        self._steps[watch.guard] += 1
-        steps = self._steps[watch.guard]
-        if steps < self._patience and not isnan(value):
-            return None
-        assert watch.bound is not None
-        return Alarm(
-            guard=watch.guard,
-            step=step,
-            figure=next(figure for figure in watch.figures if figure in row),
-            value=value,
-            bound=watch.bound,
-            is_floor=watch.is_floor,
-            steps=steps,
-            first=watch.guard not in self._alarmed,
-            remedy=watch.remedy,
-        )
+        return Alarm(guard, step, figure, value, bound, is_floor, steps, guard not in self._alarmed, watch.remedy)
 
 
 def _watches(config: GuardsConfig, estimator: KlEstimator) -> list[_Watch]:

@@ -2,19 +2,22 @@
 
 Contract: `keep` takes whole groups, so that advantages can be understood, and spreads them evenly over the step, so that
 quick groups, which come first, are not preferred. `write_kept` puts a step into one file, which is there under its name
-only when it is complete; `read_kept` gives back what was kept, to the bit, step after step, and says by sentence what it
-could not read. A row is JSON: text as text, figures as lists, NaN as null; float32 in as few digits as tell it apart.
-A field that comes new gets a default, which it has in rows that are older.
+only when it is complete; `read_kept` gives back what was kept, to the bit, step after step, and reports by sentence what it
+could not read; `Keeper` writes beside the training. A row is JSON: text as text, figures as lists, NaN as null; float32 in
+as few digits as tell it apart. A field that comes new gets a default, which it has in rows that are older.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import logging
 import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -35,25 +38,27 @@ from rlsys.files import (
     open_regular,
     require_shallow,
 )
-from rlsys.observe.pieces import Pieces
 
 TRAJECTORIES = "trajectories"
 """Folder of a run."""
 _FILE = re.compile(r"step_(\d+)\.jsonl\.gz")
 _LEVEL = 2
 """Of gzip: log-probs hardly shrink, and level 6 takes three times as long for a file that is 7 % smaller."""
-_KINDS = {
-    "bool": bool,
-    "int": int,
-    "float": int | float | None,  # NaN is null.
-    "str": str,
-    "str | None": str | None,
-    "Mapping[str, Any]": dict,
-    "Mapping[str, float]": dict,
+_KINDS: dict[str, Any] = {
+    **{"bool": bool, "int": int, "float": int | float | None, "str": str, "str | None": str | None},  # NaN is null.
+    **{"Mapping[str, Any]": dict, "Mapping[str, float]": dict},
 }
 """A field's type -> what a row has for it; not of arrays, which are made of whatever is there."""
 _FIELDS_TOLD = 3
 """In a sentence about a file of another version."""
+_BROKEN = "\ufffd"
+"""What a tokenizer shows for bytes that are no character, or not yet."""
+_MOST_PENDING = 16
+"""Tokens that are looked at as one character. UTF-8 has four bytes at most: what is longer is none."""
+_log = logging.getLogger(__name__)
+
+Decode = Callable[[Sequence[int]], str]
+"""Gives the text of tokens, special ones too."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -83,7 +88,7 @@ class KeptTurn:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One trajectory as it was trained on. Arrays are aligned with `token_ids`, of which each speaks as a target."""
+    """One trajectory as it was trained on. Arrays are aligned with `token_ids`, each of which is a target."""
 
     step: int
     question_uid: str
@@ -131,29 +136,66 @@ class OtherVersion(ValueError):
     """A row that another version of rlsys has written, with other fields."""
 
 
-def keep(
-    groups: Sequence[Group], step: int, most: int | None, decode: Callable[[Sequence[int]], str]
-) -> Iterator[Kept]:
-    """What is kept of the trained `groups` of `step`: at most `most` trajectories, None for all.
+class Keeper:
+    """Writes `trajectories/` of a run, one step at a time, in a thread of its own beside the training.
 
-    Only whole groups are kept, but one at least unless `most` is 0. `decode` gives the text of tokens, special ones too.
+    `begin` returns once the step before is on disk, `finish` once all are: so a checkpoint that is begun after it has those
+    of all its steps. A disk that refuses them costs one warning; no more of them are kept, and the run goes on.
+    """
+
+    def __init__(self, run_dir: Path, decode: Decode) -> None:
+        """`decode` is called from another thread."""
+        self._run_dir, self._decode = run_dir, decode
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
+        self._writing: Future[None] | None = None
+        self._refused = False
+
+    async def begin(self, step: int, groups: Sequence[Group], most: int | None) -> None:
+        """Begin to keep at most `most` of the trained `groups` of `step`, None for all; see `keep`."""
+        await self.finish()
+        if most != 0 and not self._refused:
+            self._writing = self._thread.submit(self._write, step, groups, most)
+
+    async def finish(self) -> None:
+        """Wait until what was begun is on disk. Raises ValueError for a sample without log-probs."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await asyncio.wrap_future(writing)
+
+    def close(self) -> None:
+        """Wait for what is being written; nothing may be begun afterwards. Idempotent."""
+        self._thread.shutdown()
+
+    def _write(self, step: int, groups: Sequence[Group], most: int | None) -> None:
+        try:
+            write_kept(self._run_dir, step, keep(groups, step, most, self._decode))
+        except OSError as problem:
+            self._refused = True
+            told = "%s could not be written (%s): the run goes on and keeps no more trajectories."
+            _log.warning(told, problem.filename, problem.strerror)
+
+
+def keep(groups: Sequence[Group], step: int, most: int | None, decode: Decode) -> Iterator[Kept]:
+    """Choose what is kept of the trained `groups` of `step`: at most `most` trajectories, None for all.
+
+    Only whole groups are kept, evenly over all, but one at least unless `most` is 0.
     """
     pieces = Pieces(decode)
-    return (_kept(group, one, step, pieces) for group in _chosen(groups, most) for one in group.samples)
+    if most is not None and groups:
+        count = min(len(groups), max(most // max(len(group.samples) for group in groups), min(most, 1)))
+        groups = [groups[place * len(groups) // count] for place in range(count)]
+    return (_kept(group, sample, step, pieces) for group in groups for sample in group.samples)
 
 
 def write_kept(run_dir: Path, step: int, kept: Iterable[Kept]) -> None:
     """Write the trajectories of `step`, replacing what there is of it. Raises OSError, with its name, if that fails."""
-    with (
-        open_atomically(kept_file(run_dir, step)) as file,
-        gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as rows,
-    ):
-        for one in kept:
-            rows.write(write_row(one))
+    with open_atomically(kept_file(run_dir, step)) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as rows:
+        for trajectory in kept:
+            rows.write(write_row(trajectory))
 
 
 def kept_file(run_dir: Path, step: int) -> Path:
-    """Where the trajectories of `step` are."""
+    """The file with the trajectories of `step`."""
     return run_dir / TRAJECTORIES / f"step_{step:06d}.jsonl.gz"
 
 
@@ -180,7 +222,7 @@ def copy_kept(run_dir: Path, other: Path, step: int) -> None:
 
 
 def read_kept(run_dir: Path, problem: Callable[[str], None]) -> Iterator[Kept]:
-    """All kept trajectories by step, in the order in which they were kept.
+    """Read all kept trajectories by step, in the order in which they were kept.
 
     `problem` is told of every file or row that is damaged and of every file with rows of another version, left out.
     """
@@ -189,7 +231,7 @@ def read_kept(run_dir: Path, problem: Callable[[str], None]) -> Iterator[Kept]:
 
 
 def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> Iterator[Kept]:
-    """Those of one step; as `read_kept`."""
+    """Read those of one step; as `read_kept`."""
     path = kept_file(run_dir, step)
     name, other_told = f"{TRAJECTORIES}/{path.name}", False
     try:
@@ -214,20 +256,17 @@ def kept_lines(file: Path) -> Iterator[bytes]:
         yield from limited_lines(lines)
 
 
-def write_row(one: Kept) -> bytes:
-    """A trajectory as one line of JSON."""
-    row = _plain(one)
+def write_row(kept: Kept) -> bytes:
+    """Write a trajectory as one line of JSON."""
+    row = _plain(kept)
     try:
         return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
     except orjson.JSONEncodeError:  # Half a pair of surrogates, which files of questions may have.
-        return json.dumps(row, default=_listed).encode() + b"\n"
+        return json.dumps(row, default=lambda array: json_safe(array.tolist())).encode() + b"\n"
 
 
 def read_row(line: bytes | str) -> Kept:
-    """What `write_row` made a line of.
-
-    Raises OtherVersion for a row with other fields, ValueError for anything else.
-    """
+    """Read a line of `write_row`. Raises OtherVersion for a row with other fields, ValueError for anything else."""
     try:
         kept = _read_kept(line)
         _require_aligned(kept)
@@ -254,46 +293,31 @@ def _read_kept(line: bytes | str) -> Kept:
     return Kept(**row | {"loss_mask": np.array(row["loss_mask"], np.bool_)})
 
 
-def _chosen(groups: Sequence[Group], most: int | None) -> Sequence[Group]:
-    """As many groups as have `most` samples together, evenly over all; one of them at least."""
-    if most is None or not groups:
-        return groups
-    count = min(len(groups), max(most // max(len(group.samples) for group in groups), min(most, 1)))
-    return [groups[place * len(groups) // count] for place in range(count)]
-
-
-def _kept(group: Group, one: Sample, step: int, pieces: Pieces) -> Kept:
-    question, path = group.question, one.trajectory
-    if one.old_logprobs is None:
+def _kept(group: Group, sample: Sample, step: int, pieces: Pieces) -> Kept:
+    question, path = group.question, sample.trajectory
+    if sample.old_logprobs is None:
         raise ValueError(f"Sample {path.sample} of {question.uid} was trained on without log-probs.")
     return Kept(
-        step=step,
-        question_uid=question.uid,
-        sample=path.sample,
-        data_source=question.data_source,
-        extra=question.extra,
-        question=question.text,
-        prompt=question.prompt,
-        golden_answers=question.answers,
-        answer=path.answer,
-        exact=path.answer is not None and exact_match(path.answer, question.answers),
-        reward=one.reward,
-        parts=one.parts,
-        finish=path.finish.value,
-        policy_version=step - 1 if one.scored_version is None else one.scored_version,
-        token_ids=path.tokens,
-        prompt_length=path.prompt_length,
-        pieces=pieces(path.tokens[path.prompt_length :].tolist()),
-        loss_mask=path.loss_mask,
-        turn_of_token=path.turn_of_token,
-        versions=path.versions,
-        rollout_logprobs=path.rollout_logprobs,
-        old_logprobs=one.old_logprobs,
-        ref_logprobs=one.ref_logprobs,
-        advantages=one.advantages,
-        weights=one.weights,
-        turns=_turns(path),
+        **{
+            **_same(Kept, question),
+            **_same(Kept, path),
+            **_same(Kept, sample),
+            "step": step,
+            "question": question.text,
+            "golden_answers": question.answers,
+            "exact": path.answer is not None and exact_match(path.answer, question.answers),
+            "finish": path.finish.value,
+            "policy_version": step - 1 if sample.scored_version is None else sample.scored_version,
+            "token_ids": path.tokens,
+            "pieces": pieces(path.tokens[path.prompt_length :].tolist()),
+            "turns": _turns(path),
+        }
     )
+
+
+def _same(kind: type[Kept | KeptTurn], source: object) -> dict[str, Any]:
+    """Fields of `kind` that `source` has under the same name."""
+    return {field.name: getattr(source, field.name) for field in fields(kind) if hasattr(source, field.name)}
 
 
 def _turns(path: Trajectory) -> tuple[KeptTurn, ...]:
@@ -303,27 +327,80 @@ def _turns(path: Trajectory) -> tuple[KeptTurn, ...]:
     stops = ends if known else starts
     return tuple(
         KeptTurn(
-            text=turn.text,
-            action=turn.action.value,
-            content=turn.content,
-            observation=turn.observation,
-            search_error=turn.search_error,
-            tool=turn.tool,
-            generate_s=turn.generate_s,
-            search_s=turn.search_s,
-            began_ns=turn.began_ns,
-            cached_tokens=turn.cached_tokens,
-            prompt_tokens=turn.prompt_tokens,
-            sampled_ids=path.sampled_ids[start:stop],
-            sampled_logprobs=path.sampled_logprobs[start:stop],
+            **_same(KeptTurn, turn)
+            | {"action": turn.action.value}
+            | {"sampled_ids": path.sampled_ids[start:stop], "sampled_logprobs": path.sampled_logprobs[start:stop]}
         )
         for turn, start, stop in zip(path.turns, starts, stops, strict=True)
     )
 
 
-def _plain(one: Kept | KeptTurn) -> dict[str, Any]:
+class Pieces:
+    """Cuts texts of one tokenizer into the pieces of their tokens, whatever the tokenizer does.
+
+    `len(pieces) == len(ids)` and `"".join(pieces) == decode(ids)`. A character of several tokens is in the last of them.
+    Tokens of a tokenizer whose text depends on what stands before (SentencePiece leaves out the first space) are decoded
+    after those; where even this does not add up, all of the text is the first token's.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._alone: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """[len(ids)] pieces."""
+        if not ids:
+            return ()
+        whole = self._decode(ids)
+        for cut in (self._each_alone, self._each_after_another):
+            pieces = tuple(cut(ids))
+            if "".join(pieces) == whole:
+                return pieces
+        return (whole, *("" for _ in ids[1:]))
+
+    def _each_alone(self, ids: Sequence[int]) -> Iterator[str]:
+        """Each token by itself, but runs of such as are parts of characters together."""
+        run: list[int] = []
+        for token in ids:
+            if _BROKEN in (text := self._text(token)):
+                run.append(token)
+                continue
+            yield from self._characters(run)
+            run = []
+            yield text
+        yield from self._characters(run)
+
+    def _characters(self, run: Sequence[int]) -> Iterator[str]:
+        """Cut where no character is split, a long run of what is none too."""
+        start = 0
+        for end in range(1, len(run) + 1):
+            text = self._decode(run[start:end])
+            waits = text.endswith(_BROKEN) and end < len(run)
+            if waits and (end - start < _MOST_PENDING or not self._decode(run[start : end + 1]).startswith(text)):
+                yield ""
+            else:
+                yield text
+                start = end
+
+    def _each_after_another(self, ids: Sequence[int]) -> Iterator[str]:
+        before, start = 0, 0
+        for end in range(1, len(ids) + 1):
+            text = self._decode(ids[before:end])
+            if end < len(ids) and text.endswith(_BROKEN) and end - start < _MOST_PENDING:
+                yield ""
+                continue
+            yield text[len(self._decode(ids[before:start])) :]
+            before, start = start, end
+
+    def _text(self, token: int) -> str:
+        if token not in self._alone:
+            self._alone[token] = self._decode([token])
+        return self._alone[token]
+
+
+def _plain(kept: Kept | KeptTurn) -> dict[str, Any]:
     """JSON types, and arrays."""
-    return {field.name: _plain_value(getattr(one, field.name)) for field in fields(one)}
+    return {field.name: _plain_value(getattr(kept, field.name)) for field in fields(kept)}
 
 
 def _plain_value(value: Any) -> Any:
@@ -332,10 +409,6 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], KeptTurn):
         return [_plain(turn) for turn in value]
     return json_safe(value)
-
-
-def _listed(array: NDArray[Any]) -> Any:
-    return json_safe(array.tolist())
 
 
 def _read_turn(row: dict[str, Any]) -> KeptTurn:

@@ -24,7 +24,7 @@ WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ShownSample:
     """One episode with what it answered and what it earned."""
 
     question: Question
@@ -40,17 +40,18 @@ def visible(text: str) -> str:
     )
 
 
-def render_sample(sample: Sample) -> str:
+def render_sample(sample: ShownSample) -> str:
     """The episode as text: a header with figures, the prompt, then what was generated and what came back."""
     question, trajectory = sample.question, sample.trajectory
     trained = int(trajectory.loss_mask.sum())
     response = len(trajectory.tokens) - trajectory.prompt_length
+    calls = f" and {trajectory.tool_calls} calls of tools" if trajectory.tool_calls else ""
     header = {
         "question": f"{question.uid} (sample {trajectory.sample})",
         "gold answers": " | ".join(question.answers),
         "answer": "none" if trajectory.answer is None else trajectory.answer.strip(),
         "reward": f"{sample.reward:g}",
-        "finish": f"{trajectory.finish.value} after {_acts(trajectory)}",
+        "finish": f"{trajectory.finish.value} after {trajectory.searches} searches{calls}",
         "tokens": f"{trajectory.prompt_length} prompt, {trained} trained, {response - trained} masked",
         "trained at": _trained_runs(trajectory),
         "re-tokenised": f"{trajectory.tokens_differing} trained tokens differ from what was sampled",
@@ -62,14 +63,12 @@ def render_sample(sample: Sample) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_samples(samples: Iterable[Sample], directory: Path) -> list[Path]:
+def write_samples(samples: Iterable[ShownSample], directory: Path) -> list[Path]:
     """Write each sample to `directory/NN.txt`, counted from 00; returns the paths."""
-    paths = []
-    for number, sample in enumerate(samples):
-        path = directory / f"{number:02d}.txt"
+    files = {directory / f"{number:02d}.txt": sample for number, sample in enumerate(samples)}
+    for path, sample in files.items():
         write_atomically(path, render_sample(sample))
-        paths.append(path)
-    return paths
+    return list(files)
 
 
 def _turn_lines(number: int, turn: Turn) -> list[str]:
@@ -77,30 +76,21 @@ def _turn_lines(number: int, turn: Turn) -> list[str]:
     title = f"turn {number}: generated, {turn.generated_tokens} tokens, {turn.generate_s:.2f} s, {cached}"
     lines = ["", _rule(title), *_quoted(turn.text)]
     if turn.search_error:
-        failed = turn.tool or "search"
-        lines += ["", _rule(f"turn {number}: {failed} failed: {_one_line(turn.search_error)}")]
+        lines += ["", _rule(f"turn {number}: {turn.tool or 'search'} failed: {_one_line(turn.search_error)}")]
     if turn.observation:
-        after = turn.tool or turn.action.value
-        title = f"turn {number}: observation after {after} (masked), {turn.search_s:.2f} s"
+        title = f"turn {number}: observation after {turn.tool or turn.action.value} (masked), {turn.search_s:.2f} s"
         lines += ["", _rule(title), *_quoted(turn.observation, mark="| ")]
     return lines
 
 
-def _acts(trajectory: Trajectory) -> str:
-    calls = f" and {trajectory.tool_calls} calls of tools" if trajectory.tool_calls else ""
-    return f"{trajectory.searches} searches{calls}"
-
-
 def _trained_runs(trajectory: Trajectory) -> str:
-    """Where the loss mask is set, as token ranges with the policy versions that sampled them."""
+    """List the token ranges where the loss mask is set, with the policy versions that sampled them."""
     padded = np.concatenate([[False], trajectory.loss_mask, [False]])
     edges: NDArray[np.int64] = np.flatnonzero(padded[1:] != padded[:-1])
     runs = []
     for start, stop in edges.reshape(-1, 2).tolist():
-        versions = trajectory.versions[start:stop]
-        sampled = sorted({int(version) for version in versions if version >= 0})
-        label = "not sampled" if not sampled else "version " + ", ".join(map(str, sampled))
-        runs.append(f"[{start}, {stop}) {label}")
+        sampled = sorted({int(version) for version in trajectory.versions[start:stop] if version >= 0})
+        runs.append(f"[{start}, {stop}) " + ("version " + ", ".join(map(str, sampled)) if sampled else "not sampled"))
     return "; ".join(runs) or "nothing"
 
 

@@ -1,4 +1,4 @@
-"""Spans: who worked on what, and when. The one record from which every time of a run is taken.
+"""Spans: who worked on what, and when; the one record from which every time of a run, and its use of devices, is taken.
 
 Contract: a span covers work, never waiting, so what no span covers is idle time. Its stage is its name
 up to the first dot ("train.accumulate" belongs to "train"); its `args` hold `step` where there is one.
@@ -11,6 +11,7 @@ machines' clocks do. Everything below `Tracer` is a pure function of spans.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import defaultdict
@@ -35,6 +36,15 @@ HIDDEN_SPANS = {
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
 QUESTIONS = "questions"
 """Name of the arg that holds the uids of the questions whose samples a call worked on."""
+PEAK_TFLOPS = {
+    **{"GB200": 2500.0, "B200": 2250.0, "B100": 1750.0, "GH200": 989.0},
+    **{"H200 NVL": 835.0, "H200": 989.0, "H100 NVL": 835.0, "H100 PCIe": 756.0, "H100": 989.0},
+    **{"H800 PCIe": 756.0, "H800": 989.0, "H20": 148.0},
+    **{"A100": 312.0, "A800": 312.0, "A40": 149.7, "A30": 165.0, "A10": 125.0, "RTX A6000": 154.8},
+    **{"L40S": 362.05, "L40": 181.05, "L20": 119.5, "L4": 121.0},
+}
+"""Words of a device's name -> its peak at dense bfloat16 matrices, in 10^12 operations a second. From the vendors' data
+sheets, whose figures with sparsity are halved. The first whose words are all in the name counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,7 @@ class Tracer:
                 self._spans.append(replace(begun, end_ns=self._clock()))
 
     def running(self) -> list[Span]:
-        """What is going on, as spans that end now; they come again, at their end, with `drain`."""
+        """The work that is going on, as spans that end now; they come again, at their end, with `drain`."""
         now = self._clock()
         with self._lock:
             return [replace(span, end_ns=now) for span in self._running.values()]
@@ -113,7 +123,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """What is in both; of each, intervals are disjoint and in order, as `merge_intervals` gives them."""
+    """Intersect two unions; of each, intervals are disjoint and in order, as `merge_intervals` gives them."""
     common: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -128,7 +138,7 @@ def common_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> l
 
 
 def without_intervals(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """What of `intervals` is in none of `taken`; both are as `merge_intervals` gives them, and so is the result."""
+    """Take `taken` out of `intervals`; both are as `merge_intervals` gives them, and so is the result."""
     if not intervals:
         return []
     edges = [intervals[0][0], *(edge for interval in taken for edge in interval), intervals[-1][1]]
@@ -142,10 +152,9 @@ def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:
     A second in which several groups or ranks do so counts once.
     """
     found = list(spans)
-    hidden = [span for span in found if span.name in HIDDEN_SPANS.get(span.group, ())]
-    rolled = [span for span in found if (span.group, span.name) == (ROLLOUT_GROUP, ROLLOUT_SPAN)]
-    both = [*_clipped(hidden, window), *_clipped(rolled, window)]
-    return (_covered(_clipped(hidden, window)) + _covered(_clipped(rolled, window)) - _covered(both)) / 1e9
+    hidden = _clipped((span for span in found if span.name in HIDDEN_SPANS.get(span.group, ())), window)
+    rolled = _clipped((span for span in found if (span.group, span.name) == (ROLLOUT_GROUP, ROLLOUT_SPAN)), window)
+    return _covered(common_intervals(merge_intervals(hidden), merge_intervals(rolled)))
 
 
 def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict[str, float]:
@@ -153,10 +162,9 @@ def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict
 
     Stages overlap: the sum may exceed the wall time.
     """
-    by_stage = _by(spans, lambda span: span.stage)
     return {
-        stage: _covered_seconds(_clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found])
-        for stage, found in by_stage
+        stage: _covered(_clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found])
+        for stage, found in _by(spans, lambda span: span.stage)
     }
 
 
@@ -167,9 +175,45 @@ def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
         raise ValueError(f"The window {window} is empty: its end must come after its start.")
     length = (end - start) / 1e9
     return {
-        group: 1.0 - _covered_seconds(_clipped(found, window)) / length
-        for group, found in _by(spans, lambda span: span.group)
+        group: 1.0 - _covered(_clipped(found, window)) / length for group, found in _by(spans, lambda span: span.group)
     }
+
+
+def peak_flops(device_names: Iterable[str]) -> float | None:
+    """Dense bfloat16 operations a second of these devices together, by the names that their drivers give.
+
+    None if one of them is not in the table, as a CPU is not, or if there are none.
+    """
+    peaks = [_peak_tflops(name) for name in device_names]
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) * 1e12 if known and len(known) == len(peaks) else None
+
+
+def utilisation_figures(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
+    """Rate of the actor, and its share of `peak`, over the `seconds` in which it trained; nothing if it did not.
+
+    `flops` are the operations that the model needs, `peak` what all devices of the actor could do in a second; where
+    that is not known the share is left out.
+    """
+    if seconds <= 0:
+        return {}
+    rate = flops / seconds
+    return {"perf/actor_tflops": rate / 1e12, **({"mfu/actor": rate / peak} if peak else {})}
+
+
+def batch_figures(spans: Iterable[Span], window: Interval) -> dict[str, float]:
+    """Measure how full the micro-batches were of the calls that ended in `window`, by group, as shares of 1.
+
+    `batch/fill` is tokens of samples to what the token budget allows, which a single sample may exceed; a micro-batch
+    without a sample, which keeps a rank in step with the others, is an empty one. `batch/padding` is padding to all that
+    was computed. Groups without such a call are absent.
+    """
+    calls = [span for span in spans if "budget" in span.args and window[0] < span.end_ns <= window[1]]
+    figures: dict[str, float] = {}
+    for group, found in _by(calls, lambda span: span.group):
+        tokens, room, budget = (_total(found, name) for name in ("tokens", "room", "budget"))
+        figures |= {f"batch/fill/{group}": tokens / budget, f"batch/padding/{group}": 1.0 - tokens / room}
+    return figures
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
@@ -181,13 +225,11 @@ def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
     origin = min((span.start_ns for span in spans), default=0)
     events: list[dict[str, Any]] = []
     for process, (group, of_group) in enumerate(_by(spans, lambda span: span.group), start=1):
-        events.append(_name_event("process_name", process, 0, group))
-        thread = 0
-        for lane, of_lane in _by(of_group, lambda span: span.lane):
-            for row in _rows(of_lane):
-                thread += 1
-                events.append(_name_event("thread_name", process, thread, lane))
-                events.extend(_event(span, process, thread, origin) for span in row)
+        events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": group}})
+        rows = [(lane, row) for lane, of_lane in _by(of_group, lambda span: span.lane) for row in _rows(of_lane)]
+        for thread, (lane, row) in enumerate(rows, start=1):
+            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": lane}})
+            events.extend(_event(span, process, thread, origin) for span in row)
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_ns": str(origin)}}
     write_atomically(path, json.dumps(trace, separators=(",", ":")))
 
@@ -202,13 +244,9 @@ def _clipped(spans: Iterable[Span], window: Interval) -> list[Interval]:
     return [(max(span.start_ns, window[0]), min(span.end_ns, window[1])) for span in spans]
 
 
-def _covered(intervals: Iterable[Interval]) -> int:
-    """Nanoseconds in the union of `intervals`."""
-    return sum(end - start for start, end in merge_intervals(intervals))
-
-
-def _covered_seconds(intervals: Iterable[Interval]) -> float:
-    return _covered(intervals) / 1e9
+def _covered(intervals: Iterable[Interval]) -> float:
+    """Seconds in the union of `intervals`."""
+    return sum(end - start for start, end in merge_intervals(intervals)) / 1e9
 
 
 def _by(spans: Iterable[Span], key: Callable[[Span], str]) -> list[tuple[str, list[Span]]]:
@@ -236,18 +274,16 @@ def _rows(spans: Iterable[Span]) -> list[list[Span]]:
     return rows
 
 
-def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
-
-
 def _event(span: Span, process: int, thread: int, origin: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.stage,
-        "pid": process,
-        "tid": thread,
-        "ts": (span.start_ns - origin) / 1e3,
-        "dur": (span.end_ns - span.start_ns) / 1e3,
-        "args": dict(span.args),
-    }
+    times = {"ts": (span.start_ns - origin) / 1e3, "dur": (span.end_ns - span.start_ns) / 1e3}
+    place = {"ph": "X", "name": span.name, "cat": span.stage, "pid": process, "tid": thread}
+    return {**place, **times, "args": dict(span.args)}
+
+
+def _total(spans: Iterable[Span], name: str) -> float:
+    return sum(float(value) for span in spans if isinstance(value := span.args[name], int))
+
+
+def _peak_tflops(device_name: str) -> float | None:
+    words = set(re.findall(r"\w+", device_name.upper()))
+    return next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.upper().split())), None)

@@ -80,8 +80,8 @@ def count(number: int, noun: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What a group of workers does or waits for."""
+class StageState:
+    """The work or the wait of a group of workers."""
 
     text: str
     since: float
@@ -97,7 +97,7 @@ class Status:
     """Of this life of the run: a resumed run begins again."""
     at: float
     """When this was written."""
-    states: Mapping[str, State]
+    states: Mapping[str, StageState]
     """By group."""
     em: float | None = None
     """Exact match of the last evaluation."""
@@ -164,7 +164,7 @@ class StatusFile:
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """What is in the file of the run in `run_dir`; None without one, or with one that is damaged."""
+    """Read the file of the run in `run_dir`; None without one, or with one that is damaged."""
     try:
         found = parse_json(read_regular(run_dir / STATUS))
     except (OSError, ValueError):
@@ -173,7 +173,7 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def ending(error: BaseException | None) -> str:
-    """How a run ended that left with `error`, as `Status.ended` says it."""
+    """Describe how a run ended that left with `error`, for `Status.ended`."""
     if error is None:
         return FINISHED
     cause = root_cause(error)

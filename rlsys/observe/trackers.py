@@ -1,4 +1,4 @@
-"""Where a run's figures go: its metrics.jsonl, TensorBoard and Weights & Biases, behind one protocol.
+"""The trackers of a run's figures: its metrics.jsonl, TensorBoard and Weights & Biases.
 
 Contract: a tracker of others never ends a run; one that fails is left out from there on, with one warning. metrics.jsonl
 is always there, for a resumed run relies on it. Curves of a resumed run go on where they were, and show each step once, but
@@ -21,8 +21,7 @@ from typing import Any, Protocol
 
 from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.errors import RunError
-from rlsys.observe.lines import LineLog
-from rlsys.observe.metrics import METRICS
+from rlsys.observe.records import METRICS, LineLog
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +34,16 @@ WANDB_FINISH_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Figures that trackers were given before."""
+    """Figures that trackers were given before, at `time` in seconds since the epoch."""
 
     step: int
     metrics: Mapping[str, Any]
     time: float
-    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where curves go on."""
+    """The point from which curves go on."""
 
     step: int
     """The last that was shown and counts."""
@@ -58,55 +56,20 @@ class Resumed:
 
 
 class Tracker(Protocol):
-    """Takes the figures of steps and of evaluations."""
+    """Takes the figures of steps and of evaluations, which may come after those of later steps."""
 
-    @property
-    def id(self) -> str:
-        """What the run is known as there, by which a resumed run goes on; empty where nothing is needed."""
+    id: str
+    """What the run is known as there, by which a resumed run goes on; empty where nothing is needed."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record flat `metrics` of `step`; values that are not numbers are left out."""
-
-    def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """The same of an evaluation after `step`, which may come after later steps."""
 
     def close(self) -> None:
         """Write what is pending. Nothing may be logged afterwards."""
 
 
-class JsonlTracker:
-    """metrics.jsonl: a row a step, on disk as soon as it is known.
-
-    A row is {"step", "time", flat keys}, "time" in seconds since the epoch. docs/metrics.md lists the keys with their
-    units. A figure that is NaN or infinite is written as null. Raises RunError where a row cannot be written.
-    """
-
-    id = ""
-
-    def __init__(self, path: Path, position: int | None = None, clock: Callable[[], float] = time.time) -> None:
-        """`position`: bytes of the file that count; None counts all."""
-        self._clock = clock
-        self._lines = LineLog(path, position)
-
-    @property
-    def position(self) -> int:
-        """Bytes written so far."""
-        return self._lines.position
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See `Tracker.log`; what is no number stays too."""
-        self._lines.append({"step": step, "time": self._clock(), **metrics})
-
-    def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Nothing: the run's `evaluations` have the figures beside every answer."""
-
-    def close(self) -> None:
-        """See `Tracker.close`; idempotent."""
-        self._lines.close()
-
-
 class TensorBoardTracker:
-    """Scalars as TensorBoard event files under `<run_dir>/tensorboard`."""
+    """Writes scalars as TensorBoard event files under `<run_dir>/tensorboard`."""
 
     id = ""
 
@@ -115,20 +78,13 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=None if after is None else after + 1)
+        self.close = self._writer.close
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See `Tracker.log`."""
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """See `Tracker.log_evaluation`."""
-        self.log(step, figures)
-
-    def close(self) -> None:
-        """See `Tracker.close`."""
-        self._writer.close()
 
 
 class WandbTracker:
@@ -149,13 +105,15 @@ class WandbTracker:
         resumed: Resumed | None = None,
     ) -> None:
         """Raises RunError if W&B is to be online and has no key."""
-        offline = _is_offline(config.wandb_mode)
+        online = config.wandb_mode is WandbMode.online
+        no_account = not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
+        offline = no_account if config.wandb_mode is WandbMode.auto else config.wandb_mode is WandbMode.offline
         if offline:
             # Even an offline run would otherwise call home when it ends. Read by wandb at import.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        if config.wandb_mode is WandbMode.online and not wandb.login(prompt=False):  # Else it would ask, and wait.
+        if online and not wandb.login(prompt=False):  # Else it would ask, and wait.
             raise RunError("tracking.wandb_mode=online needs WANDB_API_KEY, or `wandb login`")
         run_dir.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary folder without it
         known_as = resumed.ids.get("wandb") if resumed else None
@@ -165,76 +123,76 @@ class WandbTracker:
             project=config.project,
             name=run_name,
             dir=str(run_dir),
-            mode="offline" if offline else "online" if config.wandb_mode is WandbMode.online else None,
+            mode="offline" if offline else "online" if online else None,
             config=dict(resolved_config),
             id=known_as or None,
             resume="allow" if known_as and not anew else None,
-            settings=_settings(wandb),
+            settings=wandb.Settings(
+                **{
+                    "silent": True,
+                    "console": "off",
+                    "disable_git": True,
+                    "disable_code": True,
+                    "x_disable_stats": True,
+                },
+                init_timeout=WANDB_START_TIMEOUT_S,
+                finish_timeout=WANDB_FINISH_TIMEOUT_S,
+            ),
         )
+        self.id = str(self._run.id)
+        self.close = self._run.finish
         # W&B's own count of rows never goes back, and would leave out an evaluation that ends after a later step.
         self._run.define_metric("*", step_metric=_STEP)
         if resumed and anew:
-            self._tell_again(resumed.told, parts)
-
-    @property
-    def id(self) -> str:
-        """See `Tracker.id`."""
-        return str(self._run.id)
+            self._replace(parts, resumed.told)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See `Tracker.log`."""
         self._run.log({**_numbers(metrics), _STEP: step})
 
-    def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """See `Tracker.log_evaluation`."""
-        self.log(step, figures)
-
-    def close(self) -> None:
-        """See `Tracker.close`."""
-        self._run.finish()
-
-    def _tell_again(self, told: Sequence[Told], parts: Sequence[Path]) -> None:
+    def _replace(self, parts: Sequence[Path], told: Sequence[Told]) -> None:
         """Log what counts, in place of the `parts` that had it."""
-        for one in told:
-            self._run.log({**_numbers(one.metrics), _STEP: one.step, "_timestamp": one.time})
+        for row in told:
+            self._run.log({**_numbers(row.metrics), _STEP: row.step, "_timestamp": row.time})
         for part in parts:
             if part != Path(self._run.settings.sync_dir):  # It may be of the same second.
                 shutil.rmtree(part)
 
 
 class Trackers:
-    """All that a run's figures go to, as one tracker."""
+    """Gives a run's figures to metrics.jsonl and to each tracker."""
 
-    def __init__(self, metrics: JsonlTracker, others: Mapping[str, Callable[[], Tracker]]) -> None:
-        """`others`: by name, what starts each."""
-        self.metrics = metrics
+    def __init__(
+        self, metrics: LineLog, others: Mapping[str, Callable[[], Tracker]], clock: Callable[[], float] = time.time
+    ) -> None:
+        """`metrics` is metrics.jsonl; `others`: by name, what starts each."""
+        self.metrics, self._clock = metrics, clock
         self.others: dict[str, Tracker] = {}
         """Those that work, by name."""
         for name, start in others.items():
             with self._or_without(name, "did not start"):
                 self.others[name] = start()
-        self.ids = {name: one.id for name, one in self.others.items() if one.id}
+        self.ids = {name: tracker.id for name, tracker in self.others.items() if tracker.id}
         """Tracker -> what the run is known as there, where it is needed to go on; also of one that has failed since."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See `Tracker.log`."""
-        self.metrics.log(step, metrics)
-        self._tell(lambda one: one.log(step, metrics))
+        """Record flat `metrics` of `step`. Raises RunError where metrics.jsonl, which keeps texts too, cannot be written."""
+        self.metrics.append({"step": step, "time": self._clock(), **metrics})
+        self._call(lambda tracker: tracker.log(step, metrics))
 
     def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """See `Tracker.log_evaluation`."""
-        self.metrics.log_evaluation(step, figures)
-        self._tell(lambda one: one.log_evaluation(step, figures))
+        """Show the figures of an evaluation after `step`; the run's `evaluations` have them beside every answer."""
+        self._call(lambda tracker: tracker.log(step, figures))
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Close all of them. Idempotent."""
         self.metrics.close()
-        self._tell(lambda one: one.close())
+        self._call(lambda tracker: tracker.close())
 
-    def _tell(self, tell: Callable[[Tracker], None]) -> None:
-        for name, one in list(self.others.items()):
+    def _call(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.others.items()):
             with self._or_without(name, "failed"):
-                tell(one)
+                call(tracker)
 
     @contextmanager
     def _or_without(self, name: str, what: str) -> Iterator[None]:
@@ -250,36 +208,18 @@ class Trackers:
 def open_trackers(
     config: TrackingConfig, run_dir: Path, resolved_config: Mapping[str, Any], resumed: Resumed | None = None
 ) -> Trackers:
-    """metrics.jsonl, and the trackers that `config` asks for. `resolved_config` is shown beside the run in W&B."""
+    """Open metrics.jsonl, and the trackers that `config` asks for; W&B shows `resolved_config` beside the run."""
     others: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
         others["tensorboard"] = lambda: TensorBoardTracker(run_dir, resumed.step if resumed else None)
     if config.wandb:
         others["wandb"] = lambda: WandbTracker(run_dir, run_dir.name, config, resolved_config, resumed)
-    return Trackers(JsonlTracker(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
-
-
-def _is_offline(mode: WandbMode) -> bool:
-    if mode is WandbMode.auto:
-        return not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
-    return mode is WandbMode.offline
+    return Trackers(LineLog(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
 
 
 def _is_local(part: Path) -> bool:
     """Whether nothing of a part of a W&B run was uploaded."""
     return part.name.startswith("offline-") and not any(part.glob("*.synced"))
-
-
-def _settings(wandb: Any) -> Any:
-    return wandb.Settings(
-        silent=True,
-        console="off",
-        disable_git=True,
-        disable_code=True,
-        x_disable_stats=True,
-        init_timeout=WANDB_START_TIMEOUT_S,
-        finish_timeout=WANDB_FINISH_TIMEOUT_S,
-    )
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

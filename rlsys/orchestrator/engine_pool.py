@@ -35,8 +35,8 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
-from rlsys.observe.spans import Arg, Tracer
-from rlsys.observe.timeline import EpisodeSpans
+from rlsys.observe.records import episode_spans
+from rlsys.observe.spans import Arg, Span, Tracer
 from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside, Router
 from rlsys.rollout.agent.episode import Activity, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
@@ -104,8 +104,8 @@ class Reserved:
 class EnginePool:
     """All engines of a run. Belongs to the event loop in which it is made."""
 
-    def __init__(self, workers: WorkerGroup, config: RunConfig, tracer: Tracer, episodes: EpisodeSpans) -> None:
-        """`episodes` is told when the episodes of groups generated and searched."""
+    def __init__(self, workers: WorkerGroup, config: RunConfig, tracer: Tracer, episodes: list[Span]) -> None:
+        """`episodes` takes the spans in which the episodes of groups generated and searched."""
         self.workers = workers
         self.step = 0
         self.waits_for = ""
@@ -271,7 +271,7 @@ class EnginePool:
                             raise
                     if request.prompt_group is not None:
                         whole = (began_ns, self._tracer.now())
-                        self._episodes.add(whole, _lane(engine), {"question": request.uid}, answer)
+                        self._episodes += episode_spans(whole, _lane(engine), {"question": request.uid}, answer)
                 except (RankDied, EngineDied) as death:
                     self._engines.mark_dead(engine, death)
                 except asyncio.CancelledError:

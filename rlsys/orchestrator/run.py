@@ -31,8 +31,8 @@ from rlsys.observe import status
 from rlsys.observe.capabilities import detect, lacking
 from rlsys.observe.guards import Alarm
 from rlsys.observe.progress import Progress
+from rlsys.observe.spans import peak_flops
 from rlsys.observe.status import STATUS, StatusFile
-from rlsys.observe.utilisation import peak_flops
 from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.evaluation.heldout import heldout_questions
 from rlsys.orchestrator.evaluator import Evaluator

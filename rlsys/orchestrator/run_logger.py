@@ -26,30 +26,25 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.group import Group
 from rlsys.errors import RunError, UserError
 from rlsys.files import forget_parts, json_safe, write_atomically
-from rlsys.observe.environment import begin_life
+from rlsys.observe.environment import begin_life, tree_cpu_seconds
 from rlsys.observe.guards import Alarm, Guards, GuardsState
-from rlsys.observe.keeper import Keeper
-from rlsys.observe.kept import forget_kept
-from rlsys.observe.lines import LineLog
-from rlsys.observe.metrics import METRICS, read_metrics
-from rlsys.observe.plots import draw_curves
-from rlsys.observe.processor import tree_cpu_seconds
+from rlsys.observe.kept import Keeper, forget_kept
+from rlsys.observe.outcome import draw_curves
 from rlsys.observe.progress import Progress
-from rlsys.observe.run_folder import SUMMARY
-from rlsys.observe.samples import Sample as ShownSample
-from rlsys.observe.samples import write_samples
+from rlsys.observe.records import METRICS, SUMMARY, TIMELINE, LineLog, read_metrics, timeline_row
+from rlsys.observe.samples import ShownSample, write_samples
 from rlsys.observe.spans import (
     Interval,
     Span,
     Tracer,
+    batch_figures,
     idle_share,
     overlap_seconds,
     stage_seconds,
+    utilisation_figures,
     write_chrome_trace,
 )
-from rlsys.observe.timeline import TIMELINE, EpisodeSpans, TimelineLog
 from rlsys.observe.trackers import Resumed, Told, open_trackers
-from rlsys.observe.utilisation import batch_figures, utilisation_figures
 from rlsys.orchestrator.evaluation.answers import answer_line
 from rlsys.orchestrator.evaluation.evaluate import Evaluation
 from rlsys.orchestrator.pipeline.figures import step_figures, training_flops
@@ -128,7 +123,7 @@ class RunLogger:
         self._cost = cost
         self._guards = Guards(config.guards, config.algorithm.kl_estimator)
         self._keeper = Keeper(run_dir, decode) if decode is not None else None
-        self.episodes = EpisodeSpans()
+        self.episodes: list[Span] = []
         """When episodes generated and searched; beside the traced spans, for no figure of a row counts them."""
         self._spans: list[Span] = []
         self._untold: list[Span] = []
@@ -137,7 +132,7 @@ class RunLogger:
         self._begun_ns, self._begun_cpu_s = 0, 0.0
         known = history.logs if history else {}
         self._prompts = LineLog(run_dir / PROMPTS, known.get(PROMPTS))
-        self._timeline = TimelineLog(run_dir, known.get(TIMELINE))
+        self._timeline = LineLog(run_dir / TIMELINE, known.get(TIMELINE))
         self._trace = "trace.json"
         if history is not None:
             self._guards.restore(history.guards)
@@ -308,12 +303,13 @@ class RunLogger:
     def _drain(self) -> None:
         drained = [span for tracer in self.tracers.values() for span in tracer.drain()]
         self._spans += drained
-        self._untold += drained + self.episodes.drain()
+        self._untold += drained + self.episodes
+        self.episodes.clear()
 
     def _tell_timeline(self, step: int | None, window: Interval | None) -> None:
         """Write what ended since the last time."""
         if window is not None or self._untold:
-            self._timeline.append(step, window, self._untold)
+            self._timeline.append(timeline_row(step, window, self._untold))
         self._untold = []
 
     def _spans_of(self, window: Interval) -> list[Span]:

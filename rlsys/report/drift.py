@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from rlsys.files import json_safe
 from rlsys.observe.kept import Kept, KeptTurn
-from rlsys.observe.settings import number
+from rlsys.observe.run_folder import number
 from rlsys.report.spread import QUANTILES, Spread, Tally, joined, tally
 
 Floats = NDArray[np.float64]

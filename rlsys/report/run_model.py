@@ -24,9 +24,8 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.files import json_safe
 from rlsys.observe.kept import Kept, kept_file, kept_lines, kept_steps, read_kept_step, read_row
-from rlsys.observe.run_folder import RunFolder
-from rlsys.observe.settings import section
-from rlsys.observe.timeline import TIMELINE
+from rlsys.observe.records import TIMELINE
+from rlsys.observe.run_folder import RunFolder, section
 from rlsys.report import drift, time_use
 from rlsys.report.audit import token_audit
 from rlsys.report.life import life_here

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from rlsys.observe.records import GENERATE_SPAN, SEARCH_SPAN, StepTimeline
 from rlsys.observe.spans import (
     QUESTIONS,
     ROLLOUT_SPAN,
@@ -34,7 +35,6 @@ from rlsys.observe.spans import (
     merge_intervals,
     without_intervals,
 )
-from rlsys.observe.timeline import GENERATE_SPAN, SEARCH_SPAN, StepTimeline
 
 
 class Activity(StrEnum):

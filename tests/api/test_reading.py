@@ -14,7 +14,7 @@ import pytest
 from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult
 from rlsys.apps.api.arguments import RunSettings
 from rlsys.errors import UserError
-from rlsys.observe.metrics import read_metrics
+from rlsys.observe.records import read_metrics
 from tests.damage import DAMAGES, OBJECTS
 from tests.report.made import made_run
 

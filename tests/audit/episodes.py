@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlsys.config.schema import TokenMode
-from rlsys.observe.kept import Kept, KeptTurn
-from rlsys.observe.pieces import Pieces
+from rlsys.observe.kept import Kept, KeptTurn, Pieces
 from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.tokens import Sample, open_context
 from tests.agent.bpe import build_tokenizer

@@ -14,8 +14,7 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RolloutConfig, RunConfig
 from rlsys.data.trajectory import Action, Turn
 from rlsys.errors import RunError
-from rlsys.observe.spans import Tracer
-from rlsys.observe.timeline import EpisodeSpans
+from rlsys.observe.spans import Span, Tracer
 from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, EnginePool
 from rlsys.orchestrator.pipeline.routing import GroupLost, NoEngineLeft
 from rlsys.rollout.agent.episode import Activity
@@ -36,7 +35,7 @@ def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
         algorithm=AlgorithmConfig(n_samples=SAMPLES),
     )
     tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
-    return EnginePool(engines, config, tracer, EpisodeSpans()), tracer  # type: ignore[arg-type]
+    return EnginePool(engines, config, tracer, []), tracer  # type: ignore[arg-type]
 
 
 def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
@@ -352,19 +351,18 @@ def test_when_episodes_generated_and_searched_is_told_of_groups_alone() -> None:
             Engines._later(worker, call, seconds, answer)
 
     async def story() -> None:
-        engines, episodes = Searching(2, taking(run_group=10, answer=10)), EpisodeSpans()
+        engines, episodes = Searching(2, taking(run_group=10, answer=10)), list[Span]()
         config = RunConfig(algorithm=AlgorithmConfig(n_samples=SAMPLES))
         tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
         group = EnginePool(engines, config, tracer, episodes)  # type: ignore[arg-type]
         asked = asyncio.gather(ask(group, 1), group.answer(question(7)))
         await at(4, engines.die, 1)
         await asked
-        found = [(span.name, span.lane, span.start_ns / 1e9, span.end_ns / 1e9) for span in episodes.drain()]
+        found = [(span.name, span.lane, span.start_ns / 1e9, span.end_ns / 1e9) for span in episodes]
         assert [(name, lane, round(start, 3), round(end, 3)) for name, lane, start, end in found] == [
             ("generate.turns", "engine 0", 4, 6),
             ("search.queries", "engine 0", 6, 9),
         ]
-        assert episodes.drain() == []
 
     run_virtually(story())
 

@@ -15,7 +15,6 @@ from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, Device, RolloutConfig, RunConfig
 from rlsys.observe.spans import Tracer
-from rlsys.observe.timeline import EpisodeSpans
 from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.pipeline.routing import NoEngineLeft
 from tests.groups.toy_engine import ToyEngine
@@ -44,7 +43,7 @@ async def until_it_fails(group: EnginePool) -> None:
 
 
 async def scenario(workers: WorkerGroup) -> None:
-    group = EnginePool(workers, CONFIG, Tracer("rollout"), EpisodeSpans())  # type: ignore[arg-type]
+    group = EnginePool(workers, CONFIG, Tracer("rollout"), [])  # type: ignore[arg-type]
     begun = [(trajectory(uid=f"q:{number}", sample=1),) for number in range(4)]
     cancelled, *asked = [
         asyncio.ensure_future(group.run_group(question(number), number, begun[number])) for number in range(4)

@@ -20,9 +20,8 @@ from rlsys.files import (
     read_yaml,
     write_atomically,
 )
-from rlsys.observe.metrics import read_metrics
-from rlsys.observe.summary import write_summary
-from rlsys.observe.trackers import JsonlTracker
+from rlsys.observe.records import LineLog, read_metrics, write_summary
+from rlsys.observe.trackers import Trackers
 from tests.damage import ALIASES, DEEP, LEVELS
 
 
@@ -92,7 +91,7 @@ def test_summary_is_strict_json_with_stable_order(tmp_path: Path) -> None:
 
 def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    log = JsonlTracker(path, clock=lambda: 12.5)
+    log = Trackers(LineLog(path), {}, clock=lambda: 12.5)
     log.log(1, {"critic/score/mean": np.float32(0.25), "time/step": float("nan")})
     row = {"step": 1, "time": 12.5, "critic/score/mean": 0.25, "time/step": None}
     assert json.loads(path.read_text()) == row
@@ -102,13 +101,13 @@ def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_a_resumed_run_appends_and_its_rows_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = JsonlTracker(path)
+    first = Trackers(LineLog(path), {})
     for step in (1, 2, 3):
         first.log(step, {"critic/score/mean": 0.1 * step})
     first.close()
     with path.open("a") as file:
         file.write('{"step": 4, "rew')  # the crash
-    resumed = JsonlTracker(path)
+    resumed = Trackers(LineLog(path), {})
     resumed.log(3, {"critic/score/mean": 0.9})
     resumed.close()
     assert [(row["step"], row["critic/score/mean"]) for row in read_metrics(path)] == [

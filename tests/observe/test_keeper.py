@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.observe import keeper as module
-from rlsys.observe.keeper import Keeper
-from rlsys.observe.kept import Kept, kept_steps, write_kept
+from rlsys.observe import kept as module
+from rlsys.observe.kept import Keeper, Kept, kept_steps, write_kept
 from tests.observe.test_kept import group
 
 

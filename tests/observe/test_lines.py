@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.errors import RunError
-from rlsys.observe.lines import LineLog
+from rlsys.observe.records import LineLog
 
 
 def rows(path: Path) -> list[dict[str, object]]:

@@ -22,8 +22,8 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RunConfig, TrackingConfig
 from rlsys.data.group import Group
 from rlsys.data.trajectory import Action, Turn
-from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
+from rlsys.observe.records import read_metrics
 from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.megatron_groups import ActorGroup, CriticGroup

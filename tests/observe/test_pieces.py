@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.observe.pieces import Pieces
+from rlsys.observe.kept import Pieces
 
 Decode = Callable[[Sequence[int]], str]
 

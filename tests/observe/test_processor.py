@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from rlsys.observe.processor import tree_cpu_seconds
+from rlsys.observe.environment import tree_cpu_seconds
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
 

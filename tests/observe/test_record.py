@@ -24,8 +24,8 @@ from rlsys.data.group import Group
 from rlsys.observe.environment import read_lives
 from rlsys.observe.guards import Alarm
 from rlsys.observe.kept import kept_steps, write_row
-from rlsys.observe.metrics import read_metrics
 from rlsys.observe.progress import Progress
+from rlsys.observe.records import read_metrics
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
@@ -246,7 +246,6 @@ def test_what_was_done_later_is_gone_at_once(tmp_path: Path) -> None:
 def test_the_timeline_has_every_span_once(tmp_path: Path) -> None:
     """Those of a step, of the time between steps, of one that lasts longer than its step, and of the end."""
     run = Run(tmp_path)
-    run.record.episodes.add((0, S), "engine 0", {"question": "q"}, ())
     with run.working("rollout", "rollout.group", 1):
         run.step(1)
     with run.working("driver", "eval.ask", 5):

@@ -8,9 +8,8 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
-from rlsys.observe.plots import draw_curves
+from rlsys.observe.outcome import draw_curves, render_summary
 from rlsys.observe.progress import PLAIN_INTERVAL_S, Progress
-from rlsys.observe.table import render_summary
 
 
 class Clock:

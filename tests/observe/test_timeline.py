@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.data.trajectory import Action, Trajectory, Turn
+from rlsys.observe.records import (
+    TIMELINE,
+    LineLog,
+    TimelineRow,
+    episode_spans,
+    read_timeline_row,
+    steps_of,
+    timeline_row,
+)
 from rlsys.observe.spans import Span
-from rlsys.observe.timeline import TIMELINE, Row, TimelineLog, episode_spans, read_row, steps_of
 from tests.pipeline.build import trajectory
 
 S = 1_000_000_000
@@ -74,7 +82,7 @@ def test_a_step_has_the_spans_that_touch_it(spans: list[tuple[int, int]], steps:
     rows, at = [], 0
     for number, (pause, length) in enumerate(steps, 1):
         window = (at + pause, at + pause + length)
-        rows.append(Row(number, window, tuple(found[number - 1 :: len(steps)])))
+        rows.append(TimelineRow(number, window, tuple(found[number - 1 :: len(steps)])))
         at = window[1]
     all_told = [span for row in rows for span in row.spans]
     assert [(step.step, {span.name for span in step.spans}) for step in steps_of(rows)] == [
@@ -89,14 +97,14 @@ def test_a_step_has_the_spans_that_touch_it(spans: list[tuple[int, int]], steps:
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
 def test_a_line_cut_short_is_left_out(tmp_path: Path, cut: int) -> None:
-    log = TimelineLog(tmp_path)
+    log = LineLog(tmp_path / TIMELINE)
     span = Span("train.apply", 1, 5, "actor", "rank 0", {"step": 1})
-    log.append(1, (0, 10), [span])
-    log.append(2, (10, 20), [replace(span, start_ns=11, end_ns=12)])
+    log.append(timeline_row(1, (0, 10), [span]))
+    log.append(timeline_row(2, (10, 20), [replace(span, start_ns=11, end_ns=12)]))
     log.close()
     content = (tmp_path / TIMELINE).read_bytes()
     (tmp_path / TIMELINE).write_bytes(content[:-cut] if cut > 1 else content)
     lines = (tmp_path / TIMELINE).read_bytes().splitlines()
-    steps = steps_of(row for line in lines if (row := read_row(line)))
+    steps = steps_of(row for line in lines if (row := read_timeline_row(line)))
     assert [one.step for one in steps] == ([1, 2] if cut == 1 else [1])
     assert steps[0].spans == (span,)

@@ -17,8 +17,8 @@ from wandb.proto import wandb_internal_pb2
 
 from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.errors import RunError
-from rlsys.observe.metrics import read_metrics
-from rlsys.observe.trackers import JsonlTracker, Resumed, Trackers, WandbTracker, open_trackers
+from rlsys.observe.records import LineLog, read_metrics
+from rlsys.observe.trackers import Resumed, Trackers, WandbTracker, open_trackers
 
 METRICS = {"critic/score/mean": 0.25, "time/step": float("nan"), "note": "text"}
 
@@ -232,19 +232,16 @@ class Failing:
     def log(self, *_: object) -> None:
         self._do("log")
 
-    def log_evaluation(self, *_: object) -> None:
-        self._do("log_evaluation")
-
     def close(self) -> None:
         self._do("close")
 
 
-@pytest.mark.parametrize("fails_at", ["log", "log_evaluation", "close"])
+@pytest.mark.parametrize("fails_at", ["log", "close"])
 def test_a_tracker_that_fails_is_left_out_from_there_on(
     fails_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing, fine = Failing(fails_at), Failing("never")
-    metrics = JsonlTracker(tmp_path / "metrics.jsonl")
+    metrics = LineLog(tmp_path / "metrics.jsonl")
     trackers = Trackers(metrics, {"wandb": lambda: failing, "tensorboard": lambda: fine})
     for step in (1, 2):
         trackers.log(step, METRICS)
@@ -253,13 +250,13 @@ def test_a_tracker_that_fails_is_left_out_from_there_on(
     assert told(caplog) == ["Weights & Biases failed ([Errno 28] No space left on device); the run goes on without it."]
     assert failing.told.count(fails_at) == 1
     assert failing.told[-1] == fails_at, "nothing is told to it afterwards"
-    assert fine.told == ["", *["log", "log_evaluation"] * 2, "close"]
+    assert fine.told == ["", *["log"] * 4, "close"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert trackers.ids["wandb"] == "known there", "a resumed run goes on with its curves"
 
 
 def test_a_run_whose_own_file_fails_ends(tmp_path: Path) -> None:
-    metrics = JsonlTracker(tmp_path / "metrics.jsonl")
+    metrics = LineLog(tmp_path / "metrics.jsonl")
     trackers = Trackers(metrics, {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))

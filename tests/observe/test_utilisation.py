@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.observe.spans import Span
-from rlsys.observe.utilisation import batch_figures, peak_flops, utilisation_figures
+from rlsys.observe.spans import Span, batch_figures, peak_flops, utilisation_figures
 
 
 @pytest.mark.parametrize(

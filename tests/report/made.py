@@ -14,8 +14,8 @@ import yaml
 from rlsys.apps.evaluation.result_files import RESULTS, write_results
 from rlsys.observe.environment import Life
 from rlsys.observe.kept import Kept, KeptTurn, write_kept
+from rlsys.observe.records import TIMELINE, LineLog, timeline_row
 from rlsys.observe.spans import Span
-from rlsys.observe.timeline import TimelineLog
 from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
 
 WORDS = (
@@ -251,7 +251,7 @@ def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> P
 
 def _write_timeline(folder: Path, steps: int) -> None:
     """Each step: 4 s of rollouts, of which 3 s are generation and 1 s is search, 2 s of log-probs, 3 s of training."""
-    log = TimelineLog(folder)
+    log = LineLog(folder / TIMELINE)
     parts = (
         ("rollout.group", 0, 4, "rollout", "engine 0"),
         ("generate.turns", 0, 3, "rollout", "engine 0"),
@@ -266,5 +266,5 @@ def _write_timeline(folder: Path, steps: int) -> None:
             Span(name, begun + start * 10**9, begun + end * 10**9, group, lane, {"step": step})
             for name, start, end, group, lane in parts
         ]
-        log.append(step, (begun, begun + 9 * 10**9), spans)
+        log.append(timeline_row(step, (begun, begun + 9 * 10**9), spans))
     log.close()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.observe.records import StepTimeline
 from rlsys.observe.spans import Arg, Span
-from rlsys.observe.timeline import StepTimeline
 from rlsys.report.time_use import GROUPS, Activity, as_json, critical_path, leads_to, time_report
 
 S = 1_000_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rlsys.observe.progress import WAIT_PREFIX
 from rlsys.observe.run_folder import open_run
+from rlsys.observe.status import WAIT_PREFIX
 from rlsys.report.life import Phase, RunLife
 from rlsys.report.watch.exposition import exposition
 from tests.watch.folder import add_evaluation, add_step, write_run, write_status

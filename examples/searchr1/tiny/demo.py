@@ -30,8 +30,8 @@ from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import read_questions
 from rlsys.errors import RunError
-from rlsys.observe.summary import write_summary
-from rlsys.observe.table import render_summary
+from rlsys.observe.outcome import render_summary
+from rlsys.observe.records import write_summary
 from rlsys.orchestrator.resume import CHECKPOINTS
 from rlsys.orchestrator.run_logger import new_run_dir
 from rlsys.orchestrator.search_server import serving

@@ -25,7 +25,7 @@ from rlsys.apps.api.retrievers import SearchBackend
 from rlsys.apps.evaluation.result_files import ANSWERS, RESULTS
 from rlsys.errors import RunError, UserError
 from rlsys.files import limited_lines, open_regular, parse_json, read_regular
-from rlsys.observe.metrics import METRICS
+from rlsys.observe.records import METRICS
 from rlsys.observe.run_folder import open_run
 from rlsys.search.server_process import child_environment
 

@@ -29,7 +29,7 @@ from rlsys.data.template import Template, as_asked, own_template, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import read_yaml
 from rlsys.observe.environment import RUN
-from rlsys.observe.metrics import METRICS
+from rlsys.observe.records import METRICS
 from rlsys.orchestrator.resume import RUN_CONFIG
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.tools.load import described

@@ -60,7 +60,7 @@ def _train(config: RunConfig, folder_to: Path | None) -> None:
     from rich.console import Console
 
     from rlsys.files import claim, write_atomically
-    from rlsys.observe.table import render_summary
+    from rlsys.observe.outcome import render_summary
     from rlsys.orchestrator.run import ready_to_start
     from rlsys.train import train as train_policy
 

@@ -27,10 +27,8 @@ from numpy.typing import NDArray
 from rlsys.config.schema import TokenMode
 from rlsys.errors import UserError
 from rlsys.files import json_safe
-from rlsys.observe.kept import Kept
-from rlsys.observe.pieces import Pieces
-from rlsys.observe.run_folder import RunFolder
-from rlsys.observe.settings import section
+from rlsys.observe.kept import Kept, Pieces
+from rlsys.observe.run_folder import RunFolder, section
 from rlsys.report.audit.retokenising import (
     CutPlace,
     Drawn,

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
-from rlsys.observe.progress import WAIT_PREFIX
 from rlsys.observe.run_folder import RunFolder
+from rlsys.observe.status import WAIT_PREFIX
 from rlsys.report.life import Phase, RunLife
 
 _ENGINE = re.compile(r"engine/([^/]+)/(.+)")

@@ -1,4 +1,4 @@
-"""Curves of a run as PNG: what it learned, and where its time went.
+"""The outcome of a run, for people: curves as PNG of what it learned and where its time went, and the table at its end.
 
 Drawn with matplotlib's object interface, so no global figure state and no display are needed.
 """
@@ -6,15 +6,18 @@ Drawn with matplotlib's object interface, so no global figure state and no displ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -36,10 +39,30 @@ LABEL_GAP = 0.075
 """Least distance between two labels, in exact match."""
 MANY_STEPS = 60
 """From here on bars touch and points have no markers: there is no room for them."""
+DASH = "-"
+NAME_WIDTH = 44
+"""Of the first column, so that the three tables line up; all fit into 80 columns."""
+STAGE_NAMES = {
+    **{"step": "steps, wall time", "reward": "rewards", "logprob": "log-probs"},
+    **{"train": "training", "sync": "weight sync", "eval": "evaluation"},
+}
+HOP_NAMES = {1: "one hop", 2: "two hops"}
+CHECKS = (
+    ("oracle EM (ceiling)", "oracle_em", "{:.3f}"),
+    ("search recall@3", "recall_at_3", "{:.3f}"),
+    ("HF and engine answer alike", "hf_engine_agreement", "{:.1%}"),
+    ("log-prob, engine vs. trainer, max difference", "logprob_max_diff", "{:.2e}"),
+    ("first update, max |ratio - 1|", "first_ratio_max_dev", "{:.2e}"),
+    ("trained tokens that re-tokenising changed", "tokens_differing_share", "{:.2%}"),
+    ("prompt tokens found in the prefix cache", "cached_prompt_share", "{:.1%}"),
+    ("weight syncs", "weight_syncs", "{:.0f}"),
+    ("steps", "steps", "{:.0f}"),
+    ("seed", "seed", "{:.0f}"),
+)
+"""Name, key of the summary, and form of each check."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(NamedTuple):
     name: str
     points: list[tuple[int, float]]
     colour: str
@@ -53,7 +76,7 @@ def draw_curves(history: Rows, evaluations: Rows, out_dir: Path) -> list[Path]:
     "searches", "questions"}. A panel without any data is left out.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    panels: list[tuple[str, Callable[[Axes], None]]] = []
+    panels: list[tuple[str, Callable[[Axes], str]]] = []
     if evaluations:
         panels.append(("em", lambda axes: _draw_em(axes, evaluations)))
     if _points(history, REWARD_KEY)[0]:
@@ -66,18 +89,18 @@ def draw_curves(history: Rows, evaluations: Rows, out_dir: Path) -> list[Path]:
     return paths
 
 
-def _save(path: Path, drawings: Sequence[Callable[[Axes], None]]) -> Path:
+def _save(path: Path, drawings: Sequence[Callable[[Axes], str]]) -> Path:
     figure = Figure(figsize=(4.6 * len(drawings), 3.2), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
     FigureCanvasAgg(figure)
     for column, draw in enumerate(drawings, start=1):
         axes = figure.add_subplot(1, len(drawings), column)
-        draw(axes)
-        _dress(axes)
+        _dress(axes, draw(axes))
     figure.savefig(path, dpi=DPI, facecolor="white")
     return path
 
 
-def _draw_em(axes: Axes, evaluations: Rows) -> None:
+def _draw_em(axes: Axes, evaluations: Rows) -> str:
+    """Draw exact match; returns the title, as do the other drawings."""
     rows = sorted(evaluations, key=lambda row: row["step"])
     hops = sorted({hop for row in rows for hop in row.get("em_by_hop") or {}}, key=int)
     lines = []
@@ -94,18 +117,18 @@ def _draw_em(axes: Axes, evaluations: Rows) -> None:
     _label_points(axes, lines, last=True)
     if last > first:
         _label_points(axes, lines, last=False)
-    _title(axes, "Exact match, held-out questions", "step")
+    return "Exact match, held-out questions"
 
 
-def _draw_reward(axes: Axes, history: Rows) -> None:
+def _draw_reward(axes: Axes, history: Rows) -> str:
     steps, rewards = _points(history, REWARD_KEY)
     axes.plot(steps, rewards, color=REWARD_COLOUR, linewidth=1.0, alpha=0.35)
     marker = "o" if len(steps) < MANY_STEPS else None
     axes.plot(steps, _smoothed(rewards), color=REWARD_COLOUR, linewidth=2.2, marker=marker, markersize=3)
-    _title(axes, "Mean reward of sampled episodes", "step")
+    return "Mean reward of sampled episodes"
 
 
-def _draw_stages(axes: Axes, history: Rows) -> None:
+def _draw_stages(axes: Axes, history: Rows) -> str:
     rows = sorted((row for row in history if row.get("step") is not None), key=lambda row: row["step"])
     steps = [row["step"] for row in rows]
     base = [0.0] * len(rows)
@@ -113,10 +136,8 @@ def _draw_stages(axes: Axes, history: Rows) -> None:
     for name, key, colour in STAGES:
         heights = [row.get(key) or 0.0 for row in rows]
         if any(heights):
-            width = 1.0 if crowded else 0.82
-            bars = axes.bar(steps, heights, width, base, color=colour, label=name, linewidth=0)
-            for bar in bars:
-                bar.set_antialiased(not crowded)
+            width, smooth = (1.0, False) if crowded else (0.82, True)
+            axes.bar(steps, heights, width, base, color=colour, label=name, linewidth=0, antialiased=smooth)
             base = [low + height for low, height in zip(base, heights, strict=True)]
     wall_steps, walls = _points(history, WALL_KEY)
     if walls:
@@ -124,7 +145,7 @@ def _draw_stages(axes: Axes, history: Rows) -> None:
         axes.plot(edges, [wall for wall in walls for _ in range(2)], color=INK, linewidth=1.4, label="wall time")
     axes.set_ylim(0.0, 1.3 * max(*base, *walls, 1e-9))
     axes.legend(loc="upper right", ncols=3, fontsize=7.5, frameon=False, handlelength=1.0, columnspacing=1.0)
-    _title(axes, "Seconds a step: stages stacked, wall time as a line", "step")
+    return "Seconds a step: stages stacked, wall time as a line"
 
 
 def _points(rows: Rows, key: str) -> tuple[list[int], list[float]]:
@@ -160,15 +181,72 @@ def _label_points(axes: Axes, lines: Sequence[_Line], last: bool) -> None:
         )
 
 
-def _title(axes: Axes, title: str, below: str) -> None:
+def _dress(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=9.5, color=INK)
-    axes.set_xlabel(below, fontsize=8.5, color=FAINT)
-
-
-def _dress(axes: Axes) -> None:
+    axes.set_xlabel("step", fontsize=8.5, color=FAINT)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=FAINT, labelsize=8, labelcolor=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
     axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def render_summary(summary: Mapping[str, Any], console: Console) -> None:
+    """Print `summary` to `console`. A figure that is absent, null or NaN shows as a dash.
+
+    Keys: em_before, em_after, em_before_by_hop, em_after_by_hop (hop -> EM), searches_before,
+    searches_after, oracle_em, recall_at_3, weight_syncs, overlap_s, hf_engine_agreement,
+    logprob_max_diff, first_ratio_max_dev, tokens_differing_share, cached_prompt_share, steps, seed,
+    seconds (stage -> seconds).
+    """
+    seconds, steps = dict(summary.get("seconds") or {}), summary.get("steps") or 0
+    times = _table("Time by stage", "total", "a step")
+    for stage, total in seconds.items():
+        times.add_row(STAGE_NAMES.get(stage, stage), *_time(total, steps))
+    times.add_row("hidden behind rollout", *_time(summary.get("overlap_s"), steps), style="green")
+    checks = _table("Checks", "value")
+    for name, key, form in CHECKS:
+        checks.add_row(name, _text(_number(summary.get(key)), form))
+    console.print(Group(_learned(summary), Text(), times, Text(), checks))
+
+
+def _learned(summary: Mapping[str, Any]) -> Table:
+    table = _table("Held-out questions", "before", "after", "change")
+    _add_change(table, "exact match", summary.get("em_before"), summary.get("em_after"), "bold")
+    before, after = summary.get("em_before_by_hop") or {}, summary.get("em_after_by_hop") or {}
+    for hop in sorted({*before, *after}, key=int):
+        name = HOP_NAMES.get(int(hop), f"{hop} hops")
+        _add_change(table, f"  {name}", before.get(hop), after.get(hop))
+    _add_change(table, "searches a question", summary.get("searches_before"), summary.get("searches_after"))
+    return table
+
+
+def _time(seconds: Any, steps: int) -> tuple[str, str]:
+    """In all, and for each of the steps."""
+    total = _number(seconds)
+    return _text(total, "{:.1f} s"), _text(None if total is None or not steps else total / steps, "{:.2f} s")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("", min_width=NAME_WIDTH, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True, min_width=8)
+    return table
+
+
+def _add_change(table: Table, name: str, before: Any, after: Any, style: str = "") -> None:
+    old, new = _number(before), _number(after)
+    change = None if old is None or new is None else new - old
+    table.add_row(name, _text(old, "{:.3f}"), _text(new, "{:.3f}"), _text(change, "{:+.3f}"), style=style)
+
+
+def _number(value: Any) -> float | None:
+    if value is None or value != value:  # NaN is the one value that differs from itself
+        return None
+    return float(value)
+
+
+def _text(value: float | None, form: str) -> str:
+    return DASH if value is None else form.format(value)

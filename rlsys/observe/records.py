@@ -1,0 +1,196 @@
+"""Files that a run appends to and closes with: rows of JSON, metrics.jsonl, timeline.jsonl, summary.json.
+
+A row of metrics.jsonl is {"step", "time" in seconds since the epoch, flat keys}; docs/metrics.md lists the keys.
+
+A row of timeline.jsonl is {"step", "window", "spans"}: the step's start and end in ns since the epoch, and the spans that
+ended since the row before, each as [name, start_ns, end_ns, group, lane, args]. The last row of a run has no step: it has
+what ended after the last one. Beside the traced spans there are two kinds that are derived from episodes, in the lane of
+their group of rollouts: "generate.turns", when an engine generated for one of them, and "search.queries", when none did and
+one of them searched. Rewards and what else waits are neither.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsys.data.trajectory import Trajectory
+from rlsys.errors import RunError
+from rlsys.files import json_safe, limited_lines, open_regular, parse_json, write_atomically
+from rlsys.observe.spans import ROLLOUT_GROUP, Arg, Interval, Span, merge_intervals, without_intervals
+
+METRICS, TIMELINE, SUMMARY = "metrics.jsonl", "timeline.jsonl", "summary.json"
+"""Files of a run."""
+GENERATE_SPAN, SEARCH_SPAN = "generate.turns", "search.queries"
+
+
+class LineLog:
+    """Appends rows to a file of JSON objects, one a line, on disk as soon as each is known.
+
+    A resumed run goes on at the `position` it had when it was saved: what came after is of steps that are done again. A
+    line that a crash has cut short is ended, so that the next one is whole; one that a full disk has cut short is taken
+    back. All is ASCII, so that no cut breaks a character.
+    """
+
+    def __init__(self, path: Path, position: int | None = None) -> None:
+        """`position`: bytes of the file that count; None counts all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = path.open("a+b", buffering=0)
+        self._end = self._file.tell()
+        if position is not None and position < self._end:
+            self._file.truncate(position)
+            self._end = position
+        if self._end > 0 and os.pread(self._file.fileno(), 1, self._end - 1) != b"\n":
+            self._write(b"\n")
+
+    @property
+    def position(self) -> int:
+        """Bytes written so far. They are on the disk by then: a machine that goes down does not take them along."""
+        os.fsync(self._file.fileno())
+        return self._end
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; a figure that is NaN or infinite is written as null. Raises RunError if it cannot be."""
+        self._write(json.dumps(json_safe(dict(row)), allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        begun = self._end
+        try:
+            while line:
+                written = self._file.write(line)
+                self._end, line = self._end + written, line[written:]
+        except OSError as problem:
+            with suppress(OSError):
+                self._file.truncate(begun)
+                self._end = begun
+            raise RunError(f"{self._path} could not be written: {problem.strerror}.") from problem
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a metrics file by step, for the run that writes it and goes on with it. Raises OSError.
+
+    A line that is no row of a step, such as one cut short by a crash, is left out without a word; `run_folder.open_run`
+    says what it leaves out. Where a resumed run has repeated a step, its later row counts.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    with open_regular(path) as file:
+        for line in limited_lines(file):
+            if (row := read_step_row(line)) is not None:
+                rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_object(line: bytes) -> dict[str, Any] | None:
+    """Read a JSON object; None for anything else."""
+    try:
+        found = parse_json(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_step_row(line: bytes) -> dict[str, Any] | None:
+    """Read an object that names its step; None for anything else."""
+    row = read_object(line)
+    return row if row is not None and type(row.get("step")) is int else None
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary` atomically, keys sorted at every level so that two runs can be compared by diff; NaN as null."""
+    text = json.dumps(json_safe(summary), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    write_atomically(path, text + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """One step: its window, and the spans that touch it, by start, not cut to it; some work for other steps."""
+
+    step: int
+    window: Interval
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRow:
+    """A row as it is read; the one at the end of a run has neither step nor window."""
+
+    step: int | None
+    window: Interval | None
+    spans: tuple[Span, ...]
+
+
+def timeline_row(step: int | None, window: Interval | None, spans: Iterable[Span]) -> dict[str, Any]:
+    """A row of the timeline for a `LineLog`: the spans that ended since the last row; `window` is that of `step`."""
+    listed = [[span.name, span.start_ns, span.end_ns, span.group, span.lane, span.args] for span in spans]
+    return {"step": step, "window": window, "spans": listed}
+
+
+def read_timeline_row(line: bytes) -> TimelineRow | None:
+    """Read a row; None for one that is damaged."""
+    try:
+        row: dict[str, Any] = parse_json(line)
+        step, window = row["step"], row["window"] and (row["window"][0], row["window"][1])
+        spans = tuple(Span(*fields) for fields in row["spans"])
+    except (ValueError, TypeError, LookupError):
+        return None
+    whole = all(isinstance(figure, int) for figure in (*(window or ()), 0 if step is None else step))
+    return TimelineRow(step, window, spans) if whole and all(map(_is_span, spans)) else None
+
+
+def _is_span(span: Span) -> bool:
+    texts = isinstance(span.name, str) and isinstance(span.group, str) and isinstance(span.lane, str)
+    return texts and isinstance(span.start_ns, int) and isinstance(span.end_ns, int) and isinstance(span.args, dict)
+
+
+def steps_of(rows: Iterable[TimelineRow]) -> tuple[StepTimeline, ...]:
+    """Arrange the rows of a timeline, which come in order, by step."""
+    listed = list(rows)
+    waiting = sorted((span for row in listed for span in row.spans), key=lambda span: -span.start_ns)
+    steps: list[StepTimeline] = []
+    touching: list[Span] = []
+    for row in listed:
+        if row.step is None or row.window is None:
+            continue
+        start, end = row.window
+        while waiting and waiting[-1].start_ns < end:
+            touching.append(waiting.pop())
+        touching = [span for span in touching if span.end_ns > start]
+        steps.append(StepTimeline(row.step, row.window, tuple(touching)))
+    return tuple(steps)
+
+
+def episode_spans(
+    whole: Interval, lane: str, args: Mapping[str, Arg], trajectories: Sequence[Trajectory]
+) -> list[Span]:
+    """Derive when somebody of a group generated, and when nobody did and somebody searched, within `whole`.
+
+    Turns whose begin is not known, or that were taken before (a resumed run goes on with them), are in none.
+    """
+    generated: list[Interval] = []
+    searched: list[Interval] = []
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns if turn.began_ns):
+        middle = turn.began_ns + round(turn.generate_s * 1e9)
+        generated.append((turn.began_ns, middle))
+        searched.append((middle, middle + round(turn.search_s * 1e9)))
+    generating, searching = (
+        merge_intervals((max(start, whole[0]), min(end, whole[1])) for start, end in intervals)
+        for intervals in (generated, searched)
+    )
+    return [
+        Span(name, start, end, ROLLOUT_GROUP, lane, args)
+        for name, intervals in (
+            (GENERATE_SPAN, generating),
+            (SEARCH_SPAN, without_intervals(searching, generating)),
+        )
+        for start, end in intervals
+    ]
