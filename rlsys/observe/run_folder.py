@@ -63,7 +63,7 @@ class RunFolder:
         yield from read_kept(self.path, self._say)
 
     def answers(self, step: int) -> list[dict[str, Any]]:
-        """Every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.answers` writes it."""
+        """Every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.heldout` writes it."""
         name = f"{EVALUATIONS}/step_{step:06d}.jsonl"
         return list(_parsed(self.path / name, name, _object, self._say))
 
