@@ -31,9 +31,9 @@ from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
-from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from rlsys.rollout.agent.tokens import EpisodeProgress
 
 RESULT = Path("outputs/bench/scheduler.json")

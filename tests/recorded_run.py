@@ -55,7 +55,7 @@ from rlsys.orchestrator.megatron_groups import Checkpoints, InferenceGroup, Trai
 from rlsys.orchestrator.offloading import OffloadManager
 from rlsys.orchestrator.pipeline.grouping import finish, reward_group
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
-from rlsys.orchestrator.pipeline.schedule import make_scheduler, score_batch_size
+from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, find_origin, folder_of
 from rlsys.orchestrator.rewards.reward import Rewards
 from rlsys.orchestrator.run import Groups, Run

@@ -32,8 +32,8 @@ from rlsys.orchestrator.megatron_groups import ActorGroup, InferenceGroup, launc
 from rlsys.orchestrator.offloading import OffloadManager
 from rlsys.orchestrator.pipeline.grouping import finish, reward_group
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
-from rlsys.orchestrator.pipeline.schedule import make_scheduler, score_batch_size
 from rlsys.orchestrator.pipeline.scheduler import Ended
+from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
 from rlsys.orchestrator.rewards.reward import Rewards
 from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.weight_sync import WeightSync

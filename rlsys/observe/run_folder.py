@@ -75,7 +75,7 @@ class RunFolder:
         yield from read_kept(self.path, self._report)
 
     def answers(self, step: int) -> list[dict[str, Any]]:
-        """Read every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.answers` writes it."""
+        """Read every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.heldout` writes it."""
         name = f"{EVALUATIONS}/step_{step:06d}.jsonl"
         return list(_parsed(self.path / name, name, read_object, self._report))
 

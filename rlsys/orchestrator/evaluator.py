@@ -11,8 +11,7 @@ from rlsys.data.question import Question
 from rlsys.errors import root_cause
 from rlsys.observe import status
 from rlsys.orchestrator.engine_pool import EnginePool
-from rlsys.orchestrator.evaluation.evaluate import Ask, Evaluation, evaluate
-from rlsys.orchestrator.evaluation.heldout import heldout_score
+from rlsys.orchestrator.evaluation.heldout import Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.pipeline.routing import NoneSetAside
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.search_server import Serving

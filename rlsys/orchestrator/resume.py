@@ -1,9 +1,9 @@
-"""What a checkpoint says of the run itself, and where a run goes on from.
+"""Writes the driver's part of a checkpoint, and finds the checkpoint that a run goes on from.
 
 A checkpoint's `data` folder has the state of the pipeline and of all that the driver keeps (`state.npz`), the config and
 the environment that it was saved under. Nothing of it is unpickled.
 
-Contract of `find_origin`: it returns a checkpoint that is whole and fits the config, or raises UserError; damage is
+`find_origin` returns a checkpoint that is whole and fits the config, or raises UserError; damage is
 passed over only with `checkpoint.fall_back`. A run that goes on from its newest checkpoint does so in its own folder;
 from an earlier one it branches: it gets a folder of its own, with what was recorded up to there.
 """
@@ -29,8 +29,9 @@ from rlsys.errors import RunError, UserError
 from rlsys.files import Claimed, claim, read_yaml, sha256_of, write_atomically
 from rlsys.observe.environment import RUN, changes, environment
 from rlsys.observe.kept import copy_kept
+from rlsys.observe.run_folder import EVALUATIONS
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
-from rlsys.orchestrator.run_logger import EVALUATIONS, LOGS, History, new_run_dir
+from rlsys.orchestrator.run_logger import EVALUATED, LOGS, History, new_run_dir
 from rlsys.weights.checkpoint.state_file import load_values, save_values
 from rlsys.weights.checkpoint.store import MANIFEST, CheckpointStore, Saved, check, step_of
 
@@ -41,31 +42,28 @@ RUN_CONFIG = Path(_DATA) / "config.yaml"
 _QUESTIONS = "task.train_path"
 _STARTED = r"\d{8}-\d{6}(-\d+)?"
 """How the name of a run's folder ends, after the run's name."""
-_EVALUATED = re.compile(r"step_(\d+)\.jsonl?$")
-"""How a file of an evaluation is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All that the driver knows between two steps."""
+    """All that the driver knows between two steps, of which `step` were done."""
 
     step: int
-    """Steps done."""
     pipeline: PipelineState
     prompts: SourceState
     kl: Mapping[str, float]
     history: History
     questions_sha256: str
-    """Of the file that the questions are from."""
+    """SHA-256 of the file that the questions are from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a resumed run goes on from."""
+    """The checkpoint that a resumed run goes on from."""
 
     checkpoint: Saved
     run_dir: Path
-    """Of the run that saved it."""
+    """Folder of the run that saved it."""
     newest: bool
     """Whether that run has saved nothing later."""
     state: RunState
@@ -75,8 +73,7 @@ class Origin:
     @property
     def history(self) -> History:
         """What was recorded before; a branch is another run to whoever tracks it."""
-        known = self.state.history
-        return known if self.newest else replace(known, trackers={})
+        return self.state.history if self.newest else replace(self.state.history, trackers={})
 
 
 def write_state(checkpoint: Path, state: RunState, config: RunConfig) -> None:
@@ -134,7 +131,10 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
     if config.resume == "none":
         return None
     if config.resume == "auto":
-        newest = [saved[-1] for run in _runs(config) if (saved := CheckpointStore(run / CHECKPOINTS).saved())]
+        stem = Path(config.output_dir) / config.name
+        name = re.compile(f"{re.escape(stem.name)}-{_STARTED}")
+        runs = [path for path in stem.parent.glob("*") if name.fullmatch(path.name)]
+        newest = [saved[-1] for run in runs if (saved := CheckpointStore(run / CHECKPOINTS).saved())]
         if not newest:
             return None
         run_dir = max(newest, key=_published_ns).folder.parent.parent
@@ -145,8 +145,8 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
         step = step_of(path)
         run_dir = path if step is None else path.parent.parent
         saved = _recovered(run_dir) if config.resume else []  # Not the working directory, which "" would be.
-        if saved and (step is None or path in (one.folder for one in saved)):
-            return run_dir, saved[-1].step, [one for one in saved[::-1] if step is None or one.step <= step]
+        if saved and (step is None or path in (known.folder for known in saved)):
+            return run_dir, saved[-1].step, [known for known in saved[::-1] if step is None or known.step <= step]
     raise UserError(
         f"resume={config.resume} has no checkpoint: give the folder of a run or one of its "
         f"{CHECKPOINTS}/global_step_N, auto for the newest run of this name, or none."
@@ -157,13 +157,6 @@ def _published_ns(saved: Saved) -> int:
     """When a checkpoint was published. Its folder's own time changes with whatever is put there later."""
     manifest = saved.folder / MANIFEST
     return manifest.stat().st_mtime_ns if manifest.is_file() else 0
-
-
-def _runs(config: RunConfig) -> list[Path]:
-    """Folders of runs of the config's name."""
-    stem = Path(config.output_dir) / config.name
-    name = re.compile(f"{re.escape(stem.name)}-{_STARTED}")
-    return [path for path in stem.parent.glob("*") if name.fullmatch(path.name)]
 
 
 def _recovered(run_dir: Path) -> list[Saved]:
@@ -187,8 +180,7 @@ def _origin(config: RunConfig, run_dir: Path, saved: Saved, newest: bool) -> Ori
         raise _Damaged(f"{saved.folder} cannot be read ({problem}): take an earlier checkpoint.") from problem
     if state.step != saved.step:
         raise _Damaged(f"{saved.folder} is of step {state.step}: give it its name back, or take another one.")
-    _refuse_differences(config, before, saved.folder)
-    _refuse_other_questions(config, state.questions_sha256, saved.folder)
+    _refuse_differences(config, before, state.questions_sha256, saved.folder)
     if config.trainer.steps < state.step:
         raise UserError(
             f"trainer.steps={config.trainer.steps} lies before {saved.folder}: raise it, or resume from an earlier one."
@@ -197,37 +189,29 @@ def _origin(config: RunConfig, run_dir: Path, saved: Saved, newest: bool) -> Ori
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    """What the YAML or JSON file holds, which is YAML too."""
-    try:
-        found = read_yaml(file)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(f"{file} is damaged: take an earlier checkpoint.")
-    return found
+    """The mapping in a file of YAML, or of JSON, which is YAML too."""
+    with suppress(ValueError):
+        if isinstance(found := read_yaml(file), dict):
+            return found
+    raise UserError(f"{file} is damaged: take an earlier checkpoint.")
 
 
-def _refuse_differences(config: RunConfig, before: Mapping[str, Any], folder: Path) -> None:
-    allowed = {*config.checkpoint.may_differ}
-    found = [one for one in differences(before, config) if one.key not in allowed]
+def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_sha256: str, folder: Path) -> None:
+    """Raise UserError where the config, or the training file, is another than when `folder` was saved."""
+    allowed = config.checkpoint.may_differ
+    found = [change for change in differences(before, config) if change.key not in allowed]
     if found:
-        listed = "\n".join(f"  {one.key} was {one.before}, and is {one.now}" for one in found)
-        keys = ",".join(one.key for one in found)
+        listed = "\n".join(f"  {change.key} was {change.before}, and is {change.now}" for change in found)
+        keys = ",".join(change.key for change in found)
         raise UserError(
             f"{folder} was saved by a run that learns otherwise:\n{listed}\n"
             f"Take these changes back, or allow them with 'checkpoint.may_differ=[{keys}]'."
         )
-
-
-def _refuse_other_questions(config: RunConfig, before: str, folder: Path) -> None:
     path = config.task.train_path
-    if _QUESTIONS in config.checkpoint.may_differ:
-        return
-    now = sha256_of(path)
-    if now != before:
+    if _QUESTIONS not in allowed and (now := sha256_of(path)) != questions_sha256:
         raise UserError(
-            f"{_QUESTIONS}={path} is another file than when {folder} was saved (its SHA-256 was {before[:12]}, and is "
-            f"{now[:12]}): bring that one back, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'."
+            f"{_QUESTIONS}={path} is another file than when {folder} was saved (its SHA-256 was {questions_sha256[:12]}, "
+            f"and is {now[:12]}): bring that one back, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'."
         )
 
 
@@ -254,7 +238,7 @@ def _copy_history(origin: Origin, run_dir: Path) -> None:
                 (run_dir / name).write_bytes(old.read(known.logs.get(name, 0)))
     (run_dir / EVALUATIONS).mkdir()
     for file in (origin.run_dir / EVALUATIONS).glob("*"):
-        found = _EVALUATED.search(file.name)
+        found = EVALUATED.fullmatch(file.name)
         if found and int(found[1]) <= known.step:
             shutil.copyfile(file, run_dir / EVALUATIONS / file.name)
     copy_kept(origin.run_dir, run_dir, known.step)

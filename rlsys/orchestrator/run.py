@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from rlsys.algorithms.kl import KlController, kl_control
 from rlsys.cluster.planning.placement import launch_problems
 from rlsys.cluster.worker_group import WorkerGroup
-from rlsys.config.derived import moves_reference
+from rlsys.config.derived import max_staleness, moves_reference
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Mode, Packing, RunConfig
 from rlsys.data.group import Group
@@ -46,16 +46,15 @@ from rlsys.orchestrator.megatron_groups import (
 )
 from rlsys.orchestrator.offloading import OffloadManager
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, reward_group
-from rlsys.orchestrator.pipeline.learn import learn
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
-from rlsys.orchestrator.pipeline.schedule import (
-    is_on_policy,
+from rlsys.orchestrator.pipeline.scheduler import Reason
+from rlsys.orchestrator.pipeline.training_step import (
+    learn,
     learning,
     make_scheduler,
     mini_batches,
     score_batch_size,
 )
-from rlsys.orchestrator.pipeline.scheduler import Reason
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
 from rlsys.orchestrator.rewards.reward import Rewards
 from rlsys.orchestrator.run_logger import History, RunLogger
@@ -117,7 +116,7 @@ class Run:
     @property
     def on_policy(self) -> bool:
         """Whether every token is sampled by the very policy that is trained on it."""
-        return is_on_policy(self.config)
+        return max_staleness(self.config) == 0
 
     @property
     def colocated(self) -> bool:
@@ -248,7 +247,7 @@ class Run:
         return {
             **await self.groups.engines.metrics(),
             **self.weights.figures(),
-            **self.rewards.figures(),
+            **self.rewards.metrics(),
             "pipeline/outstanding": scheduler.outstanding_count,
             "pipeline/version_lag": scheduler.version - scheduler.published,
             **{f"pipeline/dropped_{reason}": scheduler.dropped[reason] for reason in Reason},

@@ -1,6 +1,6 @@
 """The folder of a run and everything written to it.
 
-Contract: what is known is on disk at once (a row a step); `close` writes the trace and the curves also
+What is known is on disk at once (a row a step); `close` writes the trace and the curves also
 when the run failed; work that goes on over several steps counts to each with its part. A resumed run goes on where its
 checkpoint was saved: rows of later steps, which are done again, are gone. Nothing here knows Ray, Megatron or SGLang.
 """
@@ -32,6 +32,7 @@ from rlsys.observe.kept import Keeper, forget_kept
 from rlsys.observe.outcome import draw_curves
 from rlsys.observe.progress import Progress
 from rlsys.observe.records import METRICS, SUMMARY, TIMELINE, LineLog, read_metrics, timeline_row
+from rlsys.observe.run_folder import EVALUATIONS
 from rlsys.observe.samples import ShownSample, write_samples
 from rlsys.observe.spans import (
     Interval,
@@ -45,24 +46,22 @@ from rlsys.observe.spans import (
     write_chrome_trace,
 )
 from rlsys.observe.trackers import Resumed, Told, open_trackers
-from rlsys.orchestrator.evaluation.answers import answer_line
-from rlsys.orchestrator.evaluation.evaluate import Evaluation
-from rlsys.orchestrator.pipeline.figures import step_figures, training_flops
+from rlsys.orchestrator.evaluation.heldout import Evaluation, answer_line
 from rlsys.orchestrator.pipeline.scheduler import Ended
+from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
 from rlsys.trainer.batches.sharding import Flops
 
 _log = logging.getLogger(__name__)
 
-STAGE_KEYS = {"logprob": "inference", "train": "training", "sync": "sync_weights"}
+_STAGE_KEYS = {"logprob": "inference", "train": "training", "sync": "sync_weights"}
 """Stage of spans -> its name under `time/`, where that is another one."""
-RATIO_KEY, FIRST_RATIO_KEY = "actor/ratio_dev_max", "actor/first_ratio_dev_max"
-EVERY_STEP = ("rollout", "reward", "logprob", "train", "sync")
+_RATIO, _FIRST_RATIO = "actor/ratio_dev_max", "actor/first_ratio_dev_max"
+_EVERY_STEP = ("rollout", "reward", "logprob", "train", "sync")
 """Stages whose seconds are in every row, 0 where nothing was done."""
 
-
-PROMPTS, EVALUATIONS = "prompts.jsonl", "evaluations"
-_EVALUATED = re.compile(r"(?:reference_)?step_(\d+)\.jsonl?")
-"""Files of an evaluation."""
+PROMPTS = "prompts.jsonl"
+EVALUATED = re.compile(r"(?:reference_)?step_(\d+)\.jsonl?")
+"""Names of the files of an evaluation."""
 LOGS = (METRICS, PROMPTS, TIMELINE)
 """Files of rows, which a resumed run appends to."""
 
@@ -99,7 +98,7 @@ def new_run_dir(config: RunConfig) -> Path:
 
 
 class RunLogger:
-    """Collects the figures, spans and samples of one run."""
+    """Collects the metrics, spans and samples of one run."""
 
     def __init__(
         self,
@@ -110,11 +109,10 @@ class RunLogger:
         history: History | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """`cost` is the model's; without it there is no figure of the actor's rate. `history` is the resumed run's;
+        """`cost` is the model's; without it the actor's rate is no metric. `history` is the resumed run's;
         `decode` gives the text of tokens, special ones too; without it no trajectories are kept."""
         self.config = config
-        self.run_dir = run_dir
-        self.progress = progress
+        self.run_dir, self.progress = run_dir, progress
         self._evaluations = {row["step"]: row for row in history.evaluations} if history else {}
         self._reference: Evaluation | None = None
         self.tracers = {name: Tracer(name) for name in ("driver", "rollout", "inference", "actor", "critic")}
@@ -124,7 +122,7 @@ class RunLogger:
         self._guards = Guards(config.guards, config.algorithm.kl_estimator)
         self._keeper = Keeper(run_dir, decode) if decode is not None else None
         self.episodes: list[Span] = []
-        """When episodes generated and searched; beside the traced spans, for no figure of a row counts them."""
+        """When episodes generated and searched; beside the traced spans, for no metric of a row counts them."""
         self._spans: list[Span] = []
         self._untold: list[Span] = []
         """Of them and of `episodes`, those that the timeline does not have yet."""
@@ -163,38 +161,33 @@ class RunLogger:
         return self._evaluations[step]["em"] if step in self._evaluations else None
 
     def prompts(self, step: int, ended: Iterable[Ended]) -> None:
-        """Note what has become of prompts by the end of `step`."""
-        for one in ended:
-            self._prompts.append({"step": step, "ticket": one.number, "uid": one.uid, "end": str(one.end)})
+        """Record what has become of prompts by the end of `step`."""
+        for group in ended:
+            self._prompts.append({"step": step, "ticket": group.number, "uid": group.uid, "end": str(group.end)})
 
     def begin_step(self) -> None:
         """From here on, time counts to the next step; what lies between steps counts to none."""
         self._begun_ns, self._begun_cpu_s = self.tracers["driver"].now(), tree_cpu_seconds()
 
     def step(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        updates: Sequence[Mapping[str, float]],
-        more: Mapping[str, float],
+        self, step: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]], more: Mapping[str, float]
     ) -> list[Alarm]:
-        """Log one step: figures of its groups and updates (means, extremes kept), its times, and `more`.
+        """Log one step: metrics of its groups and updates (means, extremes kept), its times, and `more`.
 
         Returns the guards' alarms, each of which was shown when it began.
         """
         window = (self._begun_ns, self.tracers["driver"].now())
-        algorithm, tag = self.config.algorithm, self.config.task.tags.answer
-        figures = step_figures(groups, step - 1, algorithm.correction.level, tag)
+        trained = step_metrics(groups, step - 1, self.config.algorithm.correction.level, self.config.task.tags.answer)
         row = {
-            **figures,
+            **trained,
             **more,
-            **update_figures(updates),
-            **self._time_figures(groups, window),
-            "rollout/tokens_per_s": figures["rollout/generated_tokens"] * 1e9 / (window[1] - window[0]),
+            **update_metrics(updates),
+            **self._time_metrics(groups, window),
+            "rollout/tokens_per_s": trained["rollout/generated_tokens"] * 1e9 / (window[1] - window[0]),
         }
         alarms = self._guards.check(step, row)
-        row |= {f"guard/{name}": 0.0 for name in self._guards.names}
-        row |= {f"guard/{alarm.guard}": 1.0 for alarm in alarms}
+        ringing = {alarm.guard for alarm in alarms}
+        row |= {f"guard/{name}": float(name in ringing) for name in self._guards.names}
         self._trackers.log(step, row)
         self._tell_timeline(step, window)
         for alarm in alarms:
@@ -214,7 +207,7 @@ class RunLogger:
             await self._keeper.finish()
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Keep an evaluation of the policy: every answer in a file of its own, the figures with the trackers."""
+        """Keep an evaluation of the policy: every answer in a file of its own, the metrics with the trackers."""
         self._evaluations[evaluation.step] = json_safe(evaluation.row())
         self.progress.update(em=evaluation.em)
         self._keep(evaluation, "", "eval")
@@ -225,13 +218,13 @@ class RunLogger:
         self._keep(evaluation, "reference ", "reference")
 
     def _keep(self, evaluation: Evaluation, whose: str, prefix: str) -> None:
-        figures = {f"{prefix}/{name}": value for name, value in evaluation.figures().items()}
+        metrics = {f"{prefix}/{name}": value for name, value in evaluation.metrics().items()}
         folder = self.run_dir / EVALUATIONS
         folder.mkdir(exist_ok=True)
         stem = f"{whose.replace(' ', '_')}step_{evaluation.step:06d}"
         write_atomically(folder / f"{stem}.jsonl", "".join(map(answer_line, evaluation.answered)))
         write_atomically(folder / f"{stem}.json", json.dumps(json_safe(evaluation.row()), indent=2) + "\n")
-        self._trackers.log_evaluation(evaluation.step, figures)
+        self._trackers.log_evaluation(evaluation.step, metrics)
         by_hop = "".join(f", {hop}-hop {em:.3f}" for hop, em in evaluation.em_by_hop.items())
         self.progress.console.print(
             f"step {evaluation.step}: {whose}held-out EM {evaluation.em:.3f}{by_hop}, "
@@ -240,23 +233,20 @@ class RunLogger:
 
     def samples(self, groups: Sequence[Group]) -> None:
         """Write trajectories of the last step as readable text."""
-        most = self.config.tracking.sample_trajectories
-        pairs = [
-            (group.question, sample)
-            for sample_row in zip(*(g.samples for g in groups), strict=False)
-            for group, sample in zip(groups, sample_row, strict=True)
+        shown = [
+            ShownSample(group.question, sample.trajectory, sample.reward)
+            for samples in zip(*(group.samples for group in groups), strict=False)
+            for group, sample in zip(groups, samples, strict=True)
         ]
-        write_samples(
-            [ShownSample(question, one.trajectory, one.reward) for question, one in pairs[:most]],
-            self.run_dir / "samples",
-        )
+        write_samples(shown[: self.config.tracking.sample_trajectories], self.run_dir / "samples")
 
     def summary(self, weight_syncs: int) -> dict[str, Any]:
-        """What the run came to; the parts of `summary.json` that training knows."""
+        """The parts of `summary.json` that training knows."""
         rows = read_metrics(self.run_dir / METRICS)
         evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
         first, last = evaluations[0], evaluations[-1]
         recomputed = self.config.algorithm.recompute_logprobs
+        ratios = [row[_FIRST_RATIO] for row in rows if row.get(_FIRST_RATIO) is not None]
         return {
             "em_before": first["em"],
             "em_after": last["em"],
@@ -269,9 +259,7 @@ class RunLogger:
             "weight_syncs": weight_syncs,
             "overlap_s": sum(row["time/overlap"] for row in rows),
             "logprob_max_diff": max(row["logprob/max_diff"] for row in rows) if recomputed else None,
-            "first_ratio_max_dev": max(
-                (row[FIRST_RATIO_KEY] for row in rows if row.get(FIRST_RATIO_KEY) is not None), default=None
-            ),
+            "first_ratio_max_dev": max(ratios, default=None),
             "tokens_differing_share": sum(row["tokens/differing"] for row in rows)
             / sum(row["state_tokens/total"] for row in rows),
             "cached_prompt_share": fmean(row["rollout/cached_prompt_share"] for row in rows),
@@ -320,16 +308,16 @@ class RunLogger:
         running = [span for tracer in self.tracers.values() for span in tracer.running()]
         return self._recent + running
 
-    def _time_figures(self, groups: Sequence[Group], window: Interval) -> dict[str, float]:
-        """Where the seconds of `window` went, and what the actor did in its own."""
+    def _time_metrics(self, groups: Sequence[Group], window: Interval) -> dict[str, float]:
+        """Seconds of `window` by stage, and what the actor did in its own."""
         spans = self._spans_of(window)
         worked = {stage: spent for stage, spent in stage_seconds(spans, window).items() if spent}
-        seconds = {**dict.fromkeys(EVERY_STEP, 0.0), **worked}
+        seconds = {**dict.fromkeys(_EVERY_STEP, 0.0), **worked}
         training = stage_seconds((span for span in spans if span.group == "actor"), window).get("train", 0.0)
         flops = 0.0 if self._cost is None else training_flops(groups, self._cost)
         return {
             "time/step": (window[1] - window[0]) / 1e9,
-            **{f"time/{STAGE_KEYS.get(stage, stage)}": spent for stage, spent in seconds.items()},
+            **{f"time/{_STAGE_KEYS.get(stage, stage)}": spent for stage, spent in seconds.items()},
             "time/overlap": overlap_seconds(spans, window),
             "time/cpu": tree_cpu_seconds() - self._begun_cpu_s,
             **{f"idle/{group}": share for group, share in idle_share(spans, window).items()},
@@ -338,22 +326,18 @@ class RunLogger:
         }
 
 
-def update_figures(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The optimiser steps of a step as one: means, but maxima and minima of those; NaN in one is NaN in all.
 
-    A learner that did not learn in this step (the actor, while the critic warms up) has no figures.
+    A learner that did not learn in this step (the actor, while the critic warms up) has no metrics.
     """
-    first = updates[0].get(RATIO_KEY) if updates else None
-    names = dict.fromkeys(name for update in updates for name in update)
-    return {
-        **{name: _join(name, [update[name] for update in updates if name in update]) for name in names},
-        **({FIRST_RATIO_KEY: first} if first is not None else {}),
-    }
-
-
-def _join(name: str, values: Sequence[float]) -> float:
-    join = np.max if name.endswith(MAX_SUFFIX) else np.min if name.endswith(MIN_SUFFIX) else np.mean
-    return float(join(values))
+    joined = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        join = np.max if name.endswith(MAX_SUFFIX) else np.min if name.endswith(MIN_SUFFIX) else np.mean
+        joined[name] = float(join([update[name] for update in updates if name in update]))
+    if updates and (first := updates[0].get(_RATIO)) is not None:
+        joined[_FIRST_RATIO] = first
+    return joined
 
 
 def _resumed(run_dir: Path, history: History) -> Resumed:
@@ -361,19 +345,14 @@ def _resumed(run_dir: Path, history: History) -> Resumed:
     file = run_dir / METRICS
     rows = [row for row in (read_metrics(file) if file.is_file() else []) if row["step"] <= history.step]
     times = {row["step"]: row["time"] for row in rows}
+    begun = min(times.values(), default=time.time())
     told = [
         Told(row["step"], {key: row[key] for key in row if key not in ("step", "time")}, row["time"]) for row in rows
     ]
-    begun = min(times.values(), default=time.time())
-    told += [
-        Told(
-            row["step"],
-            {f"eval/{name}": value for name, value in row["figures"].items()},
-            times.get(row["step"], begun),
-        )
-        for row in history.evaluations
-    ]
-    told.sort(key=lambda one: one.step)
+    for row in history.evaluations:
+        metrics = {f"eval/{name}": value for name, value in row["figures"].items()}
+        told.append(Told(row["step"], metrics, times.get(row["step"], begun)))
+    told.sort(key=lambda entry: entry.step)
     return Resumed(history.step, history.trackers, history.logs.get(METRICS, 0), told)
 
 
@@ -381,6 +360,6 @@ def _forget_evaluations(run_dir: Path, step: int) -> None:
     """Delete the files of evaluations after `step`, which are of steps that are done again, and half-written ones."""
     forget_parts(run_dir / EVALUATIONS)
     for path in (run_dir / EVALUATIONS).glob("*"):
-        found = _EVALUATED.fullmatch(path.name)
+        found = EVALUATED.fullmatch(path.name)
         if found and int(found[1]) > step:
             path.unlink()

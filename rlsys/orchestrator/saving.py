@@ -1,6 +1,6 @@
-"""A run's checkpoints on their way to disk, one at a time, while training goes on.
+"""Writes a run's checkpoints, one at a time, while training goes on.
 
-Contract: `begin` returns as soon as every group has a copy of what it saves; the checkpoint is published, and older
+`begin` returns as soon as every group has a copy of what it saves; the checkpoint is published, and older
 ones are pruned, once everything of it is written: by `settle`, which waits for that beside the training, or by
 `finish`. A write that fails raises RunError, once; that checkpoint is never published, what was written of it is deleted
 once nobody writes to it any more, and those before it stay.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ class _Pending:
     """A checkpoint that is being written."""
 
     step: int
-    parts: Mapping[str, Saves]
+    parts: Sequence[Saves]
 
 
 class Saver:
@@ -77,14 +77,14 @@ class Saver:
         `write_data` writes the driver's own part; `parts` are by the name of their folder, each with its group's.
         """
         await self.finish()
-        begun: dict[str, Saves] = {}
+        begun: list[Saves] = []
         try:
             with _one_sentence(self._store.path(step)):
                 folder = await asyncio.to_thread(self._store.begin, step)
                 await asyncio.to_thread(write_data, folder)
             for name, (group, part) in parts.items():
                 await self._need(group)
-                begun[name] = part
+                begun.append(part)
                 await part.begin_save(folder / name)
         except (RunError, UserError):
             await self._give_up(begun)
@@ -97,7 +97,7 @@ class Saver:
         """Publish what is being written now as soon as it is, without keeping the groups from their work."""
         mine = self._pending
         while mine and self._pending is mine:
-            if not any([await part.saving() for part in mine.parts.values()]):
+            if not any([await part.saving() for part in mine.parts]):
                 await self._finish(mine)
                 return
             await asyncio.sleep(LOOK_S)
@@ -111,7 +111,7 @@ class Saver:
             if pending is None or self._pending is not pending:
                 return
             try:
-                for part in pending.parts.values():
+                for part in pending.parts:
                     await part.finish_save()
                 with _one_sentence(self._store.path(pending.step)):
                     self.newest = await asyncio.to_thread(self._store.publish, pending.step)
@@ -126,9 +126,9 @@ class Saver:
             except OSError as problem:
                 logger.warning("Older checkpoints could not be deleted (%s); they stay.", problem)
 
-    async def _give_up(self, parts: Mapping[str, Saves]) -> None:
+    async def _give_up(self, parts: Sequence[Saves]) -> None:
         """Delete what was written of a checkpoint that failed, so that a full disk has room again."""
-        for part in parts.values():
+        for part in parts:
             # It may still be writing there. What it complains of now is not the first thing that went wrong.
             with suppress(RunError, UserError):
                 await part.finish_save()

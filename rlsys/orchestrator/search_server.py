@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import SearchConfig
@@ -19,6 +16,7 @@ from rlsys.rollout.search_tool import open_client
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.retrieval import Failure
 from rlsys.search.server_process import SearchServer
+from rlsys.search.web.loop import LoopThread
 
 _RETRIES_AT_START = 1
 """Few: a run that has begun loses its work with the server, one that has not can be started again."""
@@ -28,17 +26,23 @@ class Serving:
     """Where searches go. `search` is the config with the server's address in it."""
 
     def __init__(self, search: SearchConfig, server: SearchServer | None) -> None:
-        self._own = server
+        """`server` is one that was started for the run."""
+        self._server = server
         self.search = search
         if server is not None:
             # A server takes its token from the environment that it shares with this process, if there is one.
             token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
             self.search = replace(search, url=server.url, token_env=token_env)
 
+    @property
+    def started(self) -> bool:
+        """Whether the server was started here, and so may not answer yet."""
+        return self._server is not None
+
     def wait_healthy(self) -> None:
         """Wait until a server that was started here answers. Raises RunError if it does not in time."""
-        if self._own is not None:
-            self._own.wait_healthy(self.search.start_timeout_s)
+        if self._server is not None:
+            self._server.wait_healthy(self.search.start_timeout_s)
 
     async def require(self, setting: str = "search.url") -> None:
         """Raise RunError with what to do unless a server answers a query, where one is needed, UserError if two differ.
@@ -61,19 +65,14 @@ class Serving:
 
     def _remedy(self, failure: Failure | None, setting: str) -> str:
         """What to do about a server that fails so."""
-        if self._own is not None:
-            return f"its log {self._own.log} may say why"
+        if self._server is not None:
+            return f"its log {self._server.log} may say why"
         if failure is Failure.unavailable:
             return f"start it with `rlsys search serve`, or name another with {setting}"
         if failure is Failure.denied:
             variable = self.search.token_env or TOKEN_VARIABLE
             return f"export the server's token as {variable}, and give search.token_env that name"
         return f"name another with {setting}"
-
-    @property
-    def started(self) -> bool:
-        """Whether the server was started here, and so may not answer yet."""
-        return self._own is not None
 
 
 @contextmanager
@@ -98,18 +97,11 @@ def require_named(search: SearchConfig) -> None:
     if search.url is None:
         return
     serving = Serving(replace(search, retries=min(search.retries, _RETRIES_AT_START)), None)
-    answered: Future[None] = Future()
-
-    def ask() -> None:
-        try:
-            asyncio.run(serving.require())
-        except Exception as problem:  # noqa: BLE001 (is raised where it is waited for)
-            answered.set_exception(problem)
-        else:
-            answered.set_result(None)
-
-    Thread(target=ask, daemon=True).start()
-    answered.result()
+    loop = LoopThread("search-check")
+    try:
+        loop.run(serving.require())
+    finally:
+        loop.abandon()
 
 
 @contextmanager

@@ -204,9 +204,8 @@ def _optimizers(config: RunConfig) -> Iterator[Problem]:
 def _paths(config: RunConfig) -> Iterator[Problem]:
     for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
         if not Path(path).is_file():
-            yield Problem(
-                key,
-                f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file.",
+            yield Problem.of(
+                f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file."
             )
     cassette = config.search.cassette
     if cassette.path is None:
@@ -265,7 +264,7 @@ def _search(config: RunConfig) -> Iterator[Problem]:
         )
     for key, url in (("search.url", search.url), *(("search.replicas", url) for url in search.replicas)):
         if url is not None and not is_url(url):
-            yield Problem(key, f"{key}={url} is not an address: write it like http://127.0.0.1:8000.")
+            yield Problem.of(f"{key}={url} is not an address: write it like http://127.0.0.1:8000.")
     twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
     if twice:
         yield Problem.of(
@@ -320,7 +319,6 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
 
 
 def _placement(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
-    shared = overlaps(ranks)
     if config.cluster.mode is Mode.collocated:
         if len({frozenset(held) for held in ranks.values()}) > 1:
             listed = ", ".join(f'{group}="{place}"' for group, place in config.cluster.placement.items())
@@ -330,7 +328,7 @@ def _placement(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
             )
         return
     places = {"critic": config.cluster.placement["actor"], **config.cluster.placement}
-    for a, b, both in shared:
+    for a, b, both in overlaps(ranks):
         yield Problem.of(
             f'cluster.placement.{a}="{places[a]}" and cluster.placement.{b}='
             f'"{places[b]}" share rank {both[0]}: give each group ranks of its own, or set '

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Turn
-from rlsys.orchestrator.evaluation.evaluate import Answered, plain_score
+from rlsys.orchestrator.evaluation.heldout import Answered, plain_score
 from tests.pipeline.build import trajectory
 
 

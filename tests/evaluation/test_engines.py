@@ -47,7 +47,7 @@ async def test_both_engines_answer_alike(config: RunConfig) -> None:
     assert [one.trajectory.response for one in sglang.answered] == [
         one.trajectory.response for one in transformers.answered
     ]
-    assert sglang.figures() == transformers.figures()
+    assert sglang.metrics() == transformers.metrics()
     assert all(one.trajectory.turns for one in sglang.answered)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
-from rlsys.orchestrator.evaluation.evaluate import Answered, evaluate
+from rlsys.orchestrator.evaluation.heldout import Answered, evaluate
 from tests.evaluation.answers import SEARCH, turn
 from tests.pipeline.build import trajectory
 
@@ -98,6 +98,6 @@ async def test_every_question_is_asked_as_often_as_wanted_and_every_answer_noted
 async def test_each_of_several_data_sources_has_its_figure() -> None:
     questions = [replace(one, data_source=name) for one, name in zip(QUESTIONS, "bbaa", strict=True)]
     evaluation = await evaluate(questions, ask, concurrency=4)
-    figures = evaluation.figures()
+    figures = evaluation.metrics()
     assert {key: figures[key] for key in figures if "/" in key} == {"em/b": 1.0, "em/a": 0.0}
     assert list(evaluation.by_source) == ["b", "a"]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rlsys.orchestrator.evaluation.intervals import bootstrap, estimate, mean_of, pass_at, wilson
+from rlsys.orchestrator.evaluation.scores import bootstrap, estimate, mean_of, pass_at, wilson
 
 
 @pytest.mark.parametrize(("right", "asked"), [(0, 1), (1, 1), (0, 20), (3, 20), (20, 20), (57, 125), (1611, 3610)])

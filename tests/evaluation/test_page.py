@@ -9,7 +9,7 @@ from rlsys.apps.evaluation.result_files import POLICY, render_page
 from rlsys.apps.evaluation.set_figures import summarise
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action
-from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
+from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from tests.evaluation.answers import answered, asked, turn
 
 EVIL = [

@@ -15,8 +15,8 @@ from rlsys.apps.evaluation.result_files import ANSWERS, PAGE, PARTIAL, RESULTS, 
 from rlsys.apps.evaluation.set_figures import render_table, summarise
 from rlsys.config.schema import EvalConfig, RunConfig, TaskConfig
 from rlsys.data.trajectory import Action
-from rlsys.orchestrator.evaluation.evaluate import Evaluation
-from rlsys.orchestrator.evaluation.intervals import wilson
+from rlsys.orchestrator.evaluation.heldout import Evaluation
+from rlsys.orchestrator.evaluation.scores import wilson
 from tests.evaluation.answers import SEARCH, answered, asked, turn
 
 EVALUATION = Evaluation(

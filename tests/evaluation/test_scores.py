@@ -1,4 +1,4 @@
-"""Scores worked out by hand, and against a slow reference that shares no code with them."""
+"""AnswerScores worked out by hand, and against a slow reference that shares no code with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.orchestrator.evaluation.scores import Scores, scores_of
+from rlsys.orchestrator.evaluation.scores import AnswerScores, scores_of
 
 
 def words_of(text: str) -> list[str]:
@@ -18,7 +18,7 @@ def words_of(text: str) -> list[str]:
     return re.sub(r"\b(?:a|an|the)\b", " ", kept).split()
 
 
-def slow(answer: str, accepted: list[str]) -> Scores:
+def slow(answer: str, accepted: list[str]) -> AnswerScores:
     """Words are struck off one by one; precision and recall are computed as such."""
     said, em, best, inside = words_of(answer), 0.0, 0.0, 0.0
     for gold in map(words_of, accepted):
@@ -37,7 +37,7 @@ def slow(answer: str, accepted: list[str]) -> Scores:
         if shared:
             precision, recall = shared / len(said), shared / len(gold)
             best = max(best, 2 * precision * recall / (precision + recall))
-    return Scores(em, best, inside)
+    return AnswerScores(em, best, inside)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_by_hand(answer: str, accepted: list[str], em: float, f1: float, sub_em:
 
 
 def test_no_answer_has_nothing() -> None:
-    assert scores_of(None, ["", "the"]) == Scores(0.0, 0.0, 0.0)
+    assert scores_of(None, ["", "the"]) == AnswerScores(0.0, 0.0, 0.0)
 
 
 TEXT = st.lists(st.sampled_from(["the", "The", "nile", "Nile!", "blue", "yes", "no", "A", ",", "in", "n"]), max_size=5)
@@ -81,4 +81,4 @@ def test_scores_are_shares_and_a_match_has_all(answer: str, accepted: list[str])
     got = scores_of(answer, accepted)
     assert all(0 <= value <= 1 for value in (got.em, got.f1, got.sub_em))
     if got.em:
-        assert got == Scores(1.0, 1.0, 1.0)
+        assert got == AnswerScores(1.0, 1.0, 1.0)

@@ -6,8 +6,8 @@ import pytest
 
 from rlsys.apps.evaluation.set_figures import average, summarise, tries
 from rlsys.data.trajectory import Action
-from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
-from rlsys.orchestrator.evaluation.intervals import bootstrap, wilson
+from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
+from rlsys.orchestrator.evaluation.scores import bootstrap, wilson
 from tests.evaluation.answers import SEARCH, answered, asked, turn
 
 

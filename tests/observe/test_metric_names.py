@@ -24,7 +24,7 @@ from rlsys.data.group import Group
 from rlsys.data.trajectory import Action, Turn
 from rlsys.observe.progress import Progress
 from rlsys.observe.records import read_metrics
-from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
+from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.megatron_groups import ActorGroup, CriticGroup
 from rlsys.orchestrator.run_logger import RunLogger

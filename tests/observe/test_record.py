@@ -28,10 +28,10 @@ from rlsys.observe.progress import Progress
 from rlsys.observe.records import read_metrics
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
+from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, Stage
-from rlsys.orchestrator.run_logger import History, RunLogger, update_figures
+from rlsys.orchestrator.run_logger import History, RunLogger, update_metrics
 from rlsys.trainer.batches.sharding import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 
@@ -103,7 +103,7 @@ def test_updates_become_one_by_mean_maximum_and_minimum() -> None:
         {"actor/ratio": 1.0, "actor/ratio_max": 2.0, "actor/ratio_min": 0.5, "actor/ratio_dev_max": 0.1},
         {"actor/ratio": 2.0, "actor/ratio_max": 1.5, "actor/ratio_min": 0.25, "actor/ratio_dev_max": 0.3},
     ]
-    assert update_figures(updates) == {
+    assert update_metrics(updates) == {
         "actor/ratio": 1.5,
         "actor/ratio_max": 2.0,
         "actor/ratio_min": 0.25,
@@ -115,11 +115,11 @@ def test_updates_become_one_by_mean_maximum_and_minimum() -> None:
 @pytest.mark.parametrize("name", ["actor/ratio", "actor/ratio_max", "actor/ratio_min"])
 @pytest.mark.parametrize("values", [(NAN, 1.0), (1.0, NAN)])
 def test_what_is_not_a_number_stays_so(name: str, values: tuple[float, float]) -> None:
-    assert math.isnan(update_figures([{name: value} for value in values])[name])
+    assert math.isnan(update_metrics([{name: value} for value in values])[name])
 
 
 def test_a_critic_that_warms_up_learns_alone() -> None:
-    assert update_figures([{"critic/lr": 1.0}, {"critic/lr": 3.0}]) == {"critic/lr": 2.0}
+    assert update_metrics([{"critic/lr": 1.0}, {"critic/lr": 3.0}]) == {"critic/lr": 2.0}
 
 
 def test_times_of_a_step_by_hand(tmp_path: Path) -> None:

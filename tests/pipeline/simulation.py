@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from rlsys.data.prompt_source import PromptSource, SourceState
 from rlsys.errors import root_cause
 from rlsys.observe import status
-from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
 from rlsys.orchestrator.pipeline.rollout_pipeline import (
     MOST_LOSSES,
     Handlers,
@@ -26,6 +25,7 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import (
     ScoreBatchSize,
 )
 from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, StalenessScheduler
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from tests.pipeline.build import question
 from tests.pipeline.script import Ending, Script
 from tests.pipeline.scripted import Devices, Engines, Handling, Learner, Scorer, SharedDevices

@@ -30,7 +30,7 @@ from rlsys.data.group import Group, Sample, Scores, TopkLogprobs
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory, response_tokens, trained_tokens, value_mask
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, reward_group, turns_of
-from rlsys.orchestrator.rewards.scored import Scored
+from rlsys.orchestrator.rewards.terms import Scored
 from tests.pipeline.build import question, rewarded, trajectory
 from tests.pipeline.virtual_time import now, run_virtually
 

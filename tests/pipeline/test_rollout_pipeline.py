@@ -17,9 +17,9 @@ from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import root_cause
-from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
 from rlsys.orchestrator.pipeline.routing import NoEngineLeft
 from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from tests.pipeline.bare import Bare
 from tests.pipeline.planted import PLANTED, PLANTED_IN_RESUMING
 from tests.pipeline.script import Ending, Script

@@ -16,7 +16,7 @@ from rlsys.config.schema import CompatConfig, CriticConfig, RunConfig, TrainerCo
 from rlsys.data.group import Group, Scores
 from rlsys.data.trajectory import value_mask
 from rlsys.orchestrator.pipeline.grouping import finish
-from rlsys.orchestrator.pipeline.schedule import learning, mini_batches, score_batch_size
+from rlsys.orchestrator.pipeline.training_step import learning, mini_batches, score_batch_size
 from tests.pipeline.build import question, rewarded, trajectory
 
 

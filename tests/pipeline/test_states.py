@@ -10,9 +10,9 @@ from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.observe import status
-from rlsys.orchestrator.pipeline.learn import MiniBatches, learn
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.bare import Bare
 from tests.pipeline.build import question, trajectory

@@ -16,7 +16,7 @@ from rlsys.observe.environment import Life
 from rlsys.observe.kept import Kept, KeptTurn, write_kept
 from rlsys.observe.records import TIMELINE, LineLog, timeline_row
 from rlsys.observe.spans import Span
-from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
+from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 
 WORDS = (
     *(

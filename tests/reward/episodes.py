@@ -10,7 +10,7 @@ import numpy as np
 from rlsys.config.schema import CompatConfig, RewardConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory, Turn
-from rlsys.orchestrator.rewards.reading import Reader, Reading
+from rlsys.orchestrator.rewards.terms import Reader, Reading
 from rlsys.rollout.agent.protocol import End, Say, State
 from rlsys.rollout.agent.protocol import Protocol as Rules
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from rlsys.errors import RunError, UserError
-from rlsys.orchestrator.rewards.endpoint import ChatEndpoint
+from rlsys.orchestrator.rewards.judge import ChatEndpoint
 from tests.hostile import answer_of_child, hostile_server
 from tests.pipeline.virtual_time import now, run_virtually
 from tests.reward.chat import Chat, completion, settings, status
@@ -18,7 +18,7 @@ from tests.reward.chat import Chat, completion, settings, status
 ASKS = """
 import sys
 from rlsys.config.schema import JudgeConfig
-from rlsys.orchestrator.rewards.endpoint import ChatEndpoint
+from rlsys.orchestrator.rewards.judge import ChatEndpoint
 
 async def main():
     seen, before = {}, peak_mib()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig
 from rlsys.errors import RunError
-from rlsys.orchestrator.rewards.judge import Judge
-from rlsys.orchestrator.rewards.prompt import fill, verdict_of
+from rlsys.orchestrator.rewards.judge import Judge, fill, verdict_of
 from rlsys.orchestrator.rewards.reward import Rewards
 from tests.pipeline.virtual_time import run_virtually
 from tests.reward.chat import Chat, completion, settings, status
@@ -80,7 +79,7 @@ def grades(
             return await asyncio.gather(*(judge.grade(question("Bamako"), answer) for answer in answers))
         finally:
             if figures is not None:
-                figures.update(judge.figures())
+                figures.update(judge.metrics())
             await judge.close()
 
     return run_virtually(work())
@@ -131,7 +130,7 @@ def test_figures_are_of_the_time_since_the_last() -> None:
     async def work() -> tuple[dict[str, float], dict[str, float]]:
         judge = Judge(settings(), Chat().transport)
         await judge.grade(question("Bamako"), "Bko")
-        return judge.figures(), judge.figures()
+        return judge.metrics(), judge.metrics()
 
     first, second = run_virtually(work())
     assert (first["judge/asked"], second["judge/asked"]) == (1, 0)
@@ -189,7 +188,7 @@ def test_as_a_term_beside_others() -> None:
         ]
         try:
             scored = [await rewards.score(question("Bamako"), episode(*one)) for one in said]
-            assert rewards.figures()["judge/asked"] == 1
+            assert rewards.metrics()["judge/asked"] == 1
             return [one.turn_rewards for one in scored]
         finally:
             await rewards.close()

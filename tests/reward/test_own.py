@@ -12,8 +12,8 @@ import pytest
 
 from rlsys.config.schema import CompatConfig, RewardConfig, TaskConfig
 from rlsys.errors import RunError, UserError
-from rlsys.orchestrator.rewards.own import Calls, OwnTerm, load
-from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.rewards.check import load_term
+from rlsys.orchestrator.rewards.reward import Calls, OwnTerm, Rewards
 from tests.reward.episodes import episode, read, think
 
 HERE = "tests.reward.own_terms"
@@ -98,7 +98,7 @@ async def test_a_bad_value_is_one_sentence(name: str, said: str, calls: Calls) -
 )
 def test_a_function_that_cannot_be_had_is_one_sentence(name: str, said: str) -> None:
     with pytest.raises(UserError, match=r"^reward\.terms\.") as error:
-        load(name)
+        load_term(name)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -127,14 +127,14 @@ def test_a_module_that_fails_says_what_it_said(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "broken_terms.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
-        load("broken_terms.brevity")
+        load_term("broken_terms.brevity")
     assert "broken_terms" not in sys.modules
 
 
 def test_a_function_that_never_returns_does_not_keep_the_process() -> None:
     program = """
 import asyncio, threading
-from rlsys.orchestrator.rewards.own import in_daemon_thread
+from rlsys.orchestrator.rewards.reward import in_daemon_thread
 
 async def main():
     try:

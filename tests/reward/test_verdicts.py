@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.errors import RunError, UserError
-from rlsys.orchestrator.rewards.verdicts import Verdicts, key_of
+from rlsys.orchestrator.rewards.judge import Verdicts, key_of
 
 EACH = 300
 
@@ -86,7 +86,7 @@ def test_a_full_disk_is_one_sentence(written: int | OSError, tmp_path: Path, mon
         return written
 
     verdicts = Verdicts(str(tmp_path / "verdicts.jsonl"))
-    monkeypatch.setattr("rlsys.orchestrator.rewards.verdicts.os.write", write)
+    monkeypatch.setattr("rlsys.orchestrator.rewards.judge.os.write", write)
     with pytest.raises(RunError, match="cannot be written"):
         verdicts.put("a", True)
     verdicts.close()

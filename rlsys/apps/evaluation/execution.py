@@ -32,8 +32,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import UserError
-from rlsys.orchestrator.evaluation.evaluate import Answered, Ask, Evaluation, evaluate
-from rlsys.orchestrator.evaluation.heldout import heldout_score
+from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.search_server import serving
 from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, run_episode

@@ -29,9 +29,8 @@ from rlsys.config.compose import as_dict
 from rlsys.files import json_safe, sha256_of, write_atomically
 from rlsys.observe.environment import environment
 from rlsys.observe.samples import visible
-from rlsys.orchestrator.evaluation.answers import answer_line
-from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
-from rlsys.orchestrator.evaluation.intervals import LEVEL
+from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation, answer_line
+from rlsys.orchestrator.evaluation.scores import LEVEL
 
 RESULTS, ANSWERS, PAGE = "results.json", "answers.jsonl", "samples.html"
 PARTIAL = "answers.partial.jsonl"

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from rlsys.apps.evaluation.evaluation_inputs import title_of
 from rlsys.observe.samples import visible
-from rlsys.orchestrator.evaluation.evaluate import Answered, Evaluation
-from rlsys.orchestrator.evaluation.intervals import Estimate, estimate, mean_of, pass_at
+from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
+from rlsys.orchestrator.evaluation.scores import Estimate, estimate, mean_of, pass_at
 
 UNNAMED = "questions"  # Of questions that do not say what set they are of
 NOTE = "in percent, with 95 % intervals; the average weighs every set alike"

@@ -1,4 +1,4 @@
-"""What is worked out for a group between the stages: its rewards; advantages, and weights of late tokens.
+"""Works out what a group needs between the stages: its rewards; advantages, and weights of late tokens.
 
 `reward_group` needs the episodes alone, `finish` also their scores, `over_mini_batch` the other groups of the
 mini-batch. Only `reward_group` takes time; the others are pure.
@@ -10,28 +10,41 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlsys.algorithms.advantages import RewardedEpisode, Units, batch_advantages, group_estimates
+from rlsys.algorithms.advantages import RewardedEpisode, batch_advantages, group_estimates
 from rlsys.algorithms.corrections import correct
 from rlsys.algorithms.kl import estimate
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
-from rlsys.data.group import Floats, Group, Sample
+from rlsys.data.group import Group, Sample
 from rlsys.data.question import Question
 from rlsys.data.trajectory import MaskOf, Trajectory, trained_tokens
-from rlsys.orchestrator.pipeline.workers import RewardScorer
-from rlsys.orchestrator.rewards.scored import Scored
+from rlsys.orchestrator.rewards.terms import Scored
+
+T = TypeVar("T")
+
+
+class RewardScorer(Protocol):
+    """What episodes are worth."""
+
+    async def score(self, question: Question, trajectory: Trajectory) -> Scored:
+        """The reward of one episode, and what it is made of. May ask others, and take its time."""
 
 
 async def reward_group(question: Question, trajectories: Sequence[Trajectory], rewards: RewardScorer) -> Group:
     """Reward every episode of `question`, all at once. The first failure, or cancellation, ends the others."""
     async with asyncio.TaskGroup() as tasks:
         scores = [tasks.create_task(rewards.score(question, one)) for one in trajectories]
-    return Group(question, tuple(map(_rewarded, trajectories, (score.result() for score in scores))))
+    samples = []
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        scored, advantages = score.result(), np.zeros(len(trajectory.tokens), dtype=np.float32)
+        samples.append(Sample(trajectory, scored.reward, scored.turn_rewards, scored.parts, advantages))
+    return Group(question, tuple(samples))
 
 
 def finish(group: Group, config: AlgorithmConfig, kl_coef: float, mask_of: MaskOf = trained_tokens) -> Group:
@@ -44,26 +57,30 @@ def finish(group: Group, config: AlgorithmConfig, kl_coef: float, mask_of: MaskO
     in_reward = config.kl_in is KlPlace.reward and config.kl_coef > 0
     kls = [_kl(sample, config.kl_estimator) if in_reward else None for sample in group.samples]
     episodes = [
-        _episode(sample, None if kl is None else kl_coef * kl, mask_of)
+        RewardedEpisode(
+            turn_rewards=sample.turn_rewards,
+            turn_of_token=turns_of(sample.trajectory, mask_of),
+            penalties=None if kl is None else kl_coef * kl,
+            values=sample.values,
+        )
         for sample, kl in zip(group.samples, kls, strict=True)
     ]
-    found = group_estimates(episodes, config)
     goes_on = needs_whole_mini_batch(config)
     samples = [
         replace(
-            _with_advantages(sample, one.advantages),
-            returns=None if one.returns is None else one.returns.astype(np.float32),
-            units=one.units if goes_on else None,
+            _with_advantages(sample, found.advantages),
+            returns=None if found.returns is None else found.returns.astype(np.float32),
+            units=found.units if goes_on else None,
             kl_sum=None if kl is None else float(kl.sum()),
             kl_coef=kl_coef if in_reward else 0.0,
             weights=correct(
-                _old_logprobs(sample),
+                _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first"),
                 sample.trajectory.rollout_logprobs,
                 sample.trajectory.loss_mask,
                 config.correction,
             )[0],
         )
-        for sample, one, kl in zip(group.samples, found, kls, strict=True)
+        for sample, found, kl in zip(group.samples, group_estimates(episodes, config), kls, strict=True)
     ]
     return replace(group, samples=tuple(samples))
 
@@ -73,7 +90,8 @@ def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig) -> list[Gr
 
     Raises ValueError for a group that was not finished, or not with a config that needs this.
     """
-    units = [[_units(sample) for sample in group.samples] for group in groups]
+    lacking = "nothing that its group has settled: finish that first"
+    units = [[_known(sample, sample.units, lacking) for sample in group.samples] for group in groups]
     return [
         replace(group, samples=tuple(map(_with_advantages, group.samples, found)))
         for group, found in zip(groups, batch_advantages(units, config), strict=True)
@@ -103,46 +121,24 @@ def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
     return np.where(mask_of(trajectory), before, np.int32(-1)).astype(np.int32)
 
 
-def _rewarded(trajectory: Trajectory, scored: Scored) -> Sample:
-    advantages = np.zeros(len(trajectory.tokens), dtype=np.float32)
-    return Sample(trajectory, scored.reward, scored.turn_rewards, scored.parts, advantages)
-
-
-def _episode(sample: Sample, penalties: NDArray[np.float64] | None, mask_of: MaskOf) -> RewardedEpisode:
-    return RewardedEpisode(
-        turn_rewards=sample.turn_rewards,
-        turn_of_token=turns_of(sample.trajectory, mask_of),
-        penalties=penalties,
-        values=sample.values,
-    )
-
-
 def _with_advantages(sample: Sample, advantages: NDArray[np.float64]) -> Sample:
     return replace(sample, advantages=advantages.astype(np.float32))
 
 
 def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
     """[seq] KL to the reference policy of trained tokens, 0 elsewhere."""
-    policy, reference, mask = _old_logprobs(sample), sample.ref_logprobs, sample.trajectory.loss_mask
-    if reference is None:
-        raise ValueError(f"{_name(sample)} has no log-probs of the reference policy to take a KL off its reward.")
+    policy = _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first")
+    lacking = "no log-probs of the reference policy to take a KL off its reward"
+    reference, mask = _known(sample, sample.ref_logprobs, lacking), sample.trajectory.loss_mask
     kl = np.zeros(len(mask))
-    trained = [torch.from_numpy(one[mask].astype(np.float64)) for one in (policy, reference)]
+    trained = [torch.from_numpy(logprobs[mask].astype(np.float64)) for logprobs in (policy, reference)]
     kl[mask] = estimate(estimator, *trained).numpy()
     return kl
 
 
-def _old_logprobs(sample: Sample) -> Floats:
-    if sample.old_logprobs is None:
-        raise ValueError(f"{_name(sample)} has no log-probs of the policy: score it first.")
-    return sample.old_logprobs
-
-
-def _units(sample: Sample) -> Units:
-    if sample.units is None:
-        raise ValueError(f"{_name(sample)} has nothing that its group has settled: finish that first.")
-    return sample.units
-
-
-def _name(sample: Sample) -> str:
-    return f"Sample {sample.trajectory.sample} of {sample.trajectory.question_uid}"
+def _known(sample: Sample, value: T | None, lacking: str) -> T:
+    """`value`, which is None where an earlier stage is missing; raises ValueError that names the sample then."""
+    if value is None:
+        trajectory = sample.trajectory
+        raise ValueError(f"Sample {trajectory.sample} of {trajectory.question_uid} has {lacking}.")
+    return value

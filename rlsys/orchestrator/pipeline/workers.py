@@ -9,7 +9,6 @@ from rlsys.data.group import Sample, Scores
 from rlsys.data.prompt_source import SourceState
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.rewards.scored import Scored
 from rlsys.rollout.agent.tokens import EpisodeProgress
 
 
@@ -36,13 +35,6 @@ class GroupGenerator(Protocol):
         """By prompt group: what is begun of each group that is being generated, for a later `run_group` to go on from."""
 
 
-class RewardScorer(Protocol):
-    """What episodes are worth."""
-
-    async def score(self, question: Question, trajectory: Trajectory) -> Scored:
-        """The reward of one episode, and what it is made of. May ask others, and take its time."""
-
-
 class SampleScorer(Protocol):
     """The inference group, and the critic where there is one."""
 
@@ -52,19 +44,6 @@ class SampleScorer(Protocol):
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Log-probs and values in the order of `samples`."""
-
-
-class LearnerGroup(Protocol):
-    """The actor, or the critic."""
-
-    def enough(self, samples: Sequence[Sample]) -> bool:
-        """Whether `samples` are worth a call: they keep every rank and pipeline stage busy."""
-
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """Add the gradient of `samples`; with the `last` of an optimiser step, `apply` comes next."""
-
-    async def apply(self) -> Mapping[str, float]:
-        """Take one optimiser step; the statistics of what was accumulated for it."""
 
 
 class Prompts(Protocol):

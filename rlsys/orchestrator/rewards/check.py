@@ -1,4 +1,4 @@
-"""Whether the settings of the reward can be used, before anything starts: a sentence for each problem.
+"""Checks the settings of the reward before anything starts: a sentence for each problem.
 
 Cheap and without effects, but that the modules of the user's own terms are imported.
 """
@@ -6,16 +6,17 @@ Cheap and without effects, but that the modules of the user's own terms are impo
 from __future__ import annotations
 
 import difflib
+import importlib
+import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlsys.config.schema import JudgeConfig, RewardConfig, TaskConfig
 from rlsys.errors import UserError
-from rlsys.orchestrator.rewards.own import load
-from rlsys.orchestrator.rewards.prompt import PLACEHOLDERS
-from rlsys.orchestrator.rewards.terms import ALIASES, JUDGE, PENALTIES, pure_terms
+from rlsys.orchestrator.rewards.terms import ALIASES, JUDGE, PENALTIES, PLACEHOLDERS, pure_terms
 from rlsys.search.address import is_url
 
 
@@ -42,26 +43,50 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[str]:
     known = (*pure_terms(config, task), JUDGE)
     for name in weights:
         if "." in name:
-            yield from _own(name)
+            try:
+                load_term(name)
+            except UserError as problem:
+                yield str(problem)
         elif name not in known:
-            yield _unknown(name, known)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = (
+                f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}, and package.module.function."
+            )
+            yield f"reward.terms.{name} is not a term: {hint}"
     if JUDGE in weights:
         yield from _judge(config.judge)
     if "overlong" in weights:
         yield from _overlong(config, task)
 
 
-def _own(name: str) -> Iterator[str]:
+def load_term(name: str) -> Callable[..., Any]:
+    """The user's function called `name`. Imports its module; raises UserError with one sentence."""
+    module_name, _, attribute = name.rpartition(".")
+    key = f"reward.terms.{name}"
     try:
-        load(name)
-    except UserError as problem:
-        yield str(problem)
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"{key}: {module_name} cannot be imported ({one_line(error)}): mend it, or put the folder that holds it "
+            "into PYTHONPATH."
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UserError(f"{key}: {module_name} has no function {attribute}: define it, or mend the name.")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise UserError(
+            f"{key} does not take two arguments ({error}): define it as {attribute}(question, trajectory)."
+        ) from error
+    except ValueError:
+        pass  # A function written in C shows no signature.
+    return function
 
 
-def _unknown(name: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}, and package.module.function."
-    return f"reward.terms.{name} is not a term: {hint}"
+def one_line(error: Exception) -> str:
+    """An error on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
 
 
 def _judge(judge: JudgeConfig) -> Iterator[str]:

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.config.algorithm import CorrectionLevel
 from rlsys.data.group import Group, Sample
-from rlsys.orchestrator.pipeline.learning_figures import (
-    advantage_figures,
-    critic_figures,
-    divergence_figures,
-    learning_figures,
-    reward_figures,
+from rlsys.orchestrator.pipeline.step_metrics import (
+    advantage_metrics,
+    critic_metrics,
+    divergence_metrics,
+    reward_metrics,
+    step_metrics,
 )
 from tests.pipeline.build import question, rewarded, trajectory
 
@@ -50,15 +51,15 @@ def test_divergences_are_means_over_trained_tokens_alone() -> None:
         sample([False, True], old_logprobs=[0.0, -3.0]),
     ]
     expected = {f"kl/{name}": np.mean([of(w) for w in ratios]) for name, of in DIVERGENCES.items()}
-    assert divergence_figures(samples) == pytest.approx(expected, rel=1e-6)
-    assert divergence_figures(samples[2:]) == {}, "no reference, no divergence"
+    assert divergence_metrics(samples) == pytest.approx(expected, rel=1e-6)
+    assert divergence_metrics(samples[2:]) == {}, "no reference, no divergence"
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 0), st.floats(-1e3, 0)), min_size=1, max_size=8))
 def test_divergences_of_any_log_probs_are_numbers(pairs: list[tuple[float, float]]) -> None:
     old, reference = [0.0, *(pair[0] for pair in pairs)], [0.0, *(pair[1] for pair in pairs)]
     one = sample([False] + [True] * len(pairs), old_logprobs=old, ref_logprobs=reference)
-    figures = divergence_figures([one])
+    figures = divergence_metrics([one])
     assert all(math.isfinite(value) for value in figures.values())
     assert figures["kl/k3"] >= 0
     assert figures["kl/abs"] >= abs(figures["kl/k1"]) - 1e-9
@@ -69,7 +70,7 @@ def test_advantages_of_tokens_that_are_not_trained_count_for_nothing() -> None:
         sample([False, True, True], advantages=[50, 1, 0]),
         sample([False, False, True], advantages=[9, 9, -3]),
     ]
-    figures = advantage_figures(samples)
+    figures = advantage_metrics(samples)
     mean = (1 + 0 - 3) / 3
     assert figures == {
         "critic/advantages/mean": pytest.approx(mean),
@@ -78,7 +79,7 @@ def test_advantages_of_tokens_that_are_not_trained_count_for_nothing() -> None:
         "critic/advantages/std": pytest.approx(math.sqrt(((1 - mean) ** 2 + mean**2 + (3 + mean) ** 2) / 3)),
         "critic/advantages/zero_share": pytest.approx(1 / 3),
     }
-    assert advantage_figures([sample([False, False])]) == {}
+    assert advantage_metrics([sample([False, False])]) == {}
 
 
 def critic(values: Sequence[float], returns: Sequence[float]) -> list[Sample]:
@@ -97,7 +98,7 @@ def critic(values: Sequence[float], returns: Sequence[float]) -> list[Sample]:
     ],
 )
 def test_explained_variance_by_hand(values: Sequence[float], returns: Sequence[float], explained: float) -> None:
-    figures = critic_figures(critic(values, returns))
+    figures = critic_metrics(critic(values, returns))
     assert figures["critic/vf_explained_var"] == pytest.approx(explained)
     assert (figures["critic/values/max"], figures["critic/values/min"]) == (max(values), min(values))
     assert figures["critic/values/mean"] == pytest.approx(np.mean(values))
@@ -106,17 +107,17 @@ def test_explained_variance_by_hand(values: Sequence[float], returns: Sequence[f
 
 
 def test_returns_that_do_not_vary_leave_nothing_to_explain() -> None:
-    assert math.isnan(critic_figures(critic([1, 2], [3, 3]))["critic/vf_explained_var"])
+    assert math.isnan(critic_metrics(critic([1, 2], [3, 3]))["critic/vf_explained_var"])
 
 
 def test_without_a_critic_there_are_no_values() -> None:
-    assert critic_figures([sample([False, True], returns=[0, 1])]) == {}
+    assert critic_metrics([sample([False, True], returns=[0, 1])]) == {}
 
 
 def test_a_kl_in_the_reward_shows_beside_the_score() -> None:
     first, second = (rewarded(trajectory(range(5), [False, *mask]), 1.0) for mask in ([1, 1, 0, 0], [1, 1, 1, 1]))
     group = Group(question(1), (replace(first, kl_sum=3.0, kl_coef=0.1), replace(second, kl_sum=-2.0, kl_coef=0.2)))
-    figures = reward_figures([group])
+    figures = reward_metrics([group])
     assert figures["critic/score/mean"] == 1.0
     assert figures["critic/rewards/min"] == pytest.approx(1 - 0.1 * 3)
     assert figures["critic/rewards/max"] == pytest.approx(1 + 0.2 * 2)
@@ -126,6 +127,7 @@ def test_a_kl_in_the_reward_shows_beside_the_score() -> None:
 
 
 def test_a_run_without_reference_and_critic_has_none_of_their_figures() -> None:
-    figures = learning_figures([Group(question(1), (sample([False, True]),))])
+    figures = step_metrics([Group(question(1), (sample([False, True]),))], 0, CorrectionLevel.token, "answer")
     areas = {key.rsplit("/", 1)[0] for key in figures}
-    assert areas == {"critic/score", "critic/advantages", "reward"}
+    assert areas >= {"critic/score", "critic/advantages", "reward"}
+    assert not areas & {"critic", "critic/rewards", "critic/returns", "critic/values", "kl", "correction"}

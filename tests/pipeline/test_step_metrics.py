@@ -13,12 +13,12 @@ import pytest
 from rlsys.config.algorithm import CorrectionLevel
 from rlsys.data.group import Group, Sample
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
-from rlsys.orchestrator.pipeline.figures import (
-    answer_figures,
-    correction_figures,
-    group_figures,
-    staleness_figures,
-    step_figures,
+from rlsys.orchestrator.pipeline.step_metrics import (
+    answer_metrics,
+    correction_metrics,
+    group_metrics,
+    staleness_metrics,
+    step_metrics,
     training_flops,
 )
 from rlsys.trainer.batches.sharding import Flops
@@ -58,7 +58,7 @@ def figures_of(
     groups: Sequence[Group], version: int = 0, level: CorrectionLevel = CorrectionLevel.token
 ) -> dict[str, float]:
     """Those of a step without a KL in the reward."""
-    return step_figures(groups, version, level, answer_tag="answer")
+    return step_metrics(groups, version, level, answer_tag="answer")
 
 
 def test_every_figure_by_hand() -> None:
@@ -143,8 +143,8 @@ def answered(*answers: str | None, number: int = 1) -> Group:
 def test_answers_are_told_apart_as_exact_match_does() -> None:
     groups = [answered("Yes", "yes.", "no", None), answered(None, None), answered("a", "b", number=3)]
     # 2 of the 3 given, none given, and "a" is an article: two answers again.
-    assert group_figures(groups)["group/distinct_answers"] == pytest.approx((2 / 3 + 2 / 2) / 2)
-    assert "group/distinct_answers" not in group_figures([answered(None, None)])
+    assert group_metrics(groups)["group/distinct_answers"] == pytest.approx((2 / 3 + 2 / 2) / 2)
+    assert "group/distinct_answers" not in group_metrics([answered(None, None)])
 
 
 def test_responses_are_told_apart_by_their_tokens() -> None:
@@ -152,15 +152,15 @@ def test_responses_are_told_apart_by_their_tokens() -> None:
     other = trajectory([9, 2, 3])
     assert other.prompt_length == 1, "prompts are no part of it"
     group = Group(question(1), tuple(sample(one, 0.0) for one in (same, same, other, trajectory([1, 2]))))
-    assert group_figures([group])["group/distinct_responses"] == 2 / 4
+    assert group_metrics([group])["group/distinct_responses"] == 2 / 4
 
 
 def test_the_most_frequent_answer_counts_over_different_questions() -> None:
     alike = [answered("Paris", "paris", "Paris!", "Rome"), answered("Rome", None, None, None, number=2)]
-    assert answer_figures(alike, "answer")["answers/same_share"] == 2 / 8, "Paris is of one question alone"
+    assert answer_metrics(alike, "answer")["answers/same_share"] == 2 / 8, "Paris is of one question alone"
     spread = [answered("Paris", "x", number=1), answered("the Paris", "y", number=2)]
-    assert answer_figures(spread, "answer")["answers/same_share"] == 2 / 4
-    assert answer_figures([answered(None, None)], "answer")["answers/same_share"] == 0.0
+    assert answer_metrics(spread, "answer")["answers/same_share"] == 2 / 4
+    assert answer_metrics([answered(None, None)], "answer")["answers/same_share"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_many_answers_are_many_tags_that_the_policy_wrote(texts: Sequence[str], 
     page = "<information><answer>x</answer><answer>y</answer></information>"
     turns = [replace(SEARCH, text=text, observation=page) for text in texts]
     groups = [Group(question(1), (sample(trajectory(turns=turns), 0.0),))]
-    assert answer_figures(groups, "answer")["answers/many_share"] == float(many)
-    assert answer_figures(groups, "reply")["answers/many_share"] == float("<reply>" in "".join(texts))
+    assert answer_metrics(groups, "answer")["answers/many_share"] == float(many)
+    assert answer_metrics(groups, "reply")["answers/many_share"] == float("<reply>" in "".join(texts))
 
 
 def test_training_costs_three_forward_passes() -> None:
@@ -203,7 +203,7 @@ def test_the_age_of_every_trained_token_by_hand() -> None:
         # A version on a token that is not trained counts for nothing.
         Group(question(2), (with_versions([-1, 2, 7, 4], [False, False, True, True]),)),
     ]
-    assert staleness_figures(groups, version=7) == {
+    assert staleness_metrics(groups, version=7) == {
         "staleness/lag_0": 2 / 5,
         "staleness/lag_1": 0,
         "staleness/lag_2": 2 / 5,
@@ -215,7 +215,7 @@ def test_the_age_of_every_trained_token_by_hand() -> None:
 
 
 def test_tokens_without_any_version_have_no_age() -> None:
-    assert staleness_figures([Group(question(1), (with_versions([-1, -1]),))], version=3) == {
+    assert staleness_metrics([Group(question(1), (with_versions([-1, -1]),))], version=3) == {
         "staleness/lag_0": 0,
         "staleness/max": 0,
         "staleness/mean": 0,
@@ -225,7 +225,7 @@ def test_tokens_without_any_version_have_no_age() -> None:
 
 def test_a_token_cannot_come_from_the_future() -> None:
     with pytest.raises(ValueError, match="version 4 cannot be trained on by version 3"):
-        staleness_figures([Group(question(1), (with_versions([-1, 4]),))], version=3)
+        staleness_metrics([Group(question(1), (with_versions([-1, 4]),))], version=3)
 
 
 def test_log_probs_are_compared_where_one_policy_gave_both() -> None:
@@ -253,7 +253,7 @@ def test_what_token_weights_did_by_hand() -> None:
             (weighed([0.9, 0.1, 0.5], [0.1, 0.4, np.nan], [1, 0.25, 1]), weighed([0.9], [0.1], None)),
         ),
     ]
-    assert correction_figures(groups, CorrectionLevel.token) == pytest.approx(
+    assert correction_metrics(groups, CorrectionLevel.token) == pytest.approx(
         {
             "correction/ess": 3.75**2 / (3 * (2.25 + 4 + 0.0625)),
             "correction/clipped_share": 1 / 3,
@@ -270,23 +270,23 @@ def test_what_token_weights_did_by_hand() -> None:
 def test_sequence_weights_are_compared_with_the_sequences_ratio() -> None:
     # Ratios 1.5 and 3: 4.5 together, cut to 2.
     groups = [Group(question(1), (weighed([0.9, 0.6, 0.6], [0.1, 0.4, 0.2], [1, 2, 2]),))]
-    figures = correction_figures(groups, CorrectionLevel.sequence)
+    figures = correction_metrics(groups, CorrectionLevel.sequence)
     assert figures["correction/clipped_share"] == 1
     assert figures["correction/ess"] == 1
     assert figures["correction/cut_mass"] == pytest.approx(5 / 9, rel=1e-6)
 
 
 def test_without_weights_there_are_no_correction_figures() -> None:
-    assert correction_figures(GROUPS, CorrectionLevel.token) == {}
+    assert correction_metrics(GROUPS, CorrectionLevel.token) == {}
 
 
 def test_a_step_has_the_figures_that_it_is_asked_for() -> None:
     groups = [Group(question(1), (weighed([0.9, 0.6], [0.1, 0.4], [1, 1.5]),))]
     figures = figures_of(groups, version=2, level=CorrectionLevel.sequence)
-    staleness = staleness_figures(groups, 2)
+    staleness = staleness_metrics(groups, 2)
     assert figures.items() >= staleness.items()
     assert staleness["staleness/lag_2"] == 1
-    assert figures.items() >= correction_figures(groups, CorrectionLevel.sequence).items()
+    assert figures.items() >= correction_metrics(groups, CorrectionLevel.sequence).items()
     assert all(isinstance(value, int | float) for value in figures.values()), "trackers leave others out"
 
 

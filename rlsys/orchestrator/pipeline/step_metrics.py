@@ -1,0 +1,305 @@
+"""The metrics of a step, from the groups that were trained. Pure.
+
+docs/metrics.md says what each means and what other systems call it; a test keeps the two together. A metric of something
+that a run does not have (values without a critic, a divergence without a reference) is left out. Names are those of
+Search-R1 and veRL where they have one, so `critic/score`, `critic/rewards` and `critic/advantages` are there without a
+critic too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from rlsys.algorithms.corrections import CorrectionStats, measure
+from rlsys.algorithms.kl import DISTINCT, estimate
+from rlsys.algorithms.losses import explained_variance
+from rlsys.config.algorithm import CorrectionLevel
+from rlsys.data.answers import normalize, score
+from rlsys.data.group import Group, Sample
+from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.orchestrator.pipeline.grouping import mean_kl
+from rlsys.orchestrator.rewards.terms import count_answer_tags
+from rlsys.trainer.batches.sharding import Flops
+
+_TRAINING_PASSES = 3
+"""A forward pass, and a backward pass of twice its operations."""
+
+
+def step_metrics(groups: Sequence[Group], version: int, level: CorrectionLevel, answer_tag: str) -> dict[str, float]:
+    """All metrics of the groups of a step, as flat keys.
+
+    `version` is the policy that was trained, `level` that of the off-policy weights where there are any. There is at
+    least one group, and no group is empty.
+    """
+    samples = _samples(groups)
+    trajectories = [sample.trajectory for sample in samples]
+    return {
+        **reward_metrics(groups),
+        **advantage_metrics(samples),
+        **critic_metrics(samples),
+        **divergence_metrics(samples),
+        **group_metrics(groups),
+        **answer_metrics(groups, answer_tag),
+        **_episode_metrics(trajectories),
+        **_tool_metrics(trajectories),
+        **_token_metrics(trajectories),
+        "logprob/max_diff": max((_logprob_difference(sample, version) for sample in samples), default=0.0),
+        **staleness_metrics(groups, version),
+        **correction_metrics(groups, level),
+    }
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards of episodes, their parts term by term, and exact match of the same episodes whatever the reward is.
+
+    Where a KL term is taken off the rewards, `critic/kl` is that KL in nats a token, episodes weighing alike,
+    `critic/kl_coef` its weight, and `critic/rewards` is what it leaves of an episode's reward.
+    """
+    samples = _samples(groups)
+    terms = sorted({term for sample in samples for term in sample.parts})
+    lowered = [sample for sample in samples if sample.kl_sum is not None]
+    left = [sample.reward - sample.kl_coef * (sample.kl_sum or 0.0) for sample in lowered]
+    kl = mean_kl(groups)
+    return {
+        **_extremes("critic/score", [sample.reward for sample in samples]),
+        **_extremes("critic/rewards", left),
+        **({} if kl is None else {"critic/kl": kl, "critic/kl_coef": fmean(sample.kl_coef for sample in lowered)}),
+        "reward/exact_match": fmean(
+            score(sample.trajectory, group.question) for group in groups for sample in group.samples
+        ),
+        **{
+            f"reward/term/{term}": fmean(sample.parts[term] for sample in samples if term in sample.parts)
+            for term in terms
+        },
+    }
+
+
+def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Advantages over all trained tokens; `zero_share` of them teach nothing. Nothing without a trained token."""
+    (advantages,) = _trained(samples, "advantages")
+    if not advantages.size:
+        return {}
+    return {
+        **_extremes("critic/advantages", advantages),
+        "critic/advantages/std": float(advantages.std()),
+        "critic/advantages/zero_share": float((advantages == 0).mean()),
+    }
+
+
+def critic_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns and values over all trained tokens, and how much of the returns the values explain.
+
+    The values are those before the step's updates. Nothing without a critic.
+    """
+    values, returns = _trained(samples, "values", "returns")
+    if not values.size:
+        return {}
+    return {
+        **_extremes("critic/returns", returns),
+        **_extremes("critic/values", values),
+        "critic/vf_explained_var": explained_variance(values, returns),
+    }
+
+
+def divergence_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """KL(policy || reference), for k5 KL(reference || policy), in nats a trained token, by each estimator.
+
+    The policy is the one that the updates set out from, whose log-probs are `old_logprobs`. By those estimators alone
+    that differ in value: there k4 is k1, and k3++ is k3. Nothing without a reference.
+    """
+    old, reference = map(torch.from_numpy, _trained(samples, "old_logprobs", "ref_logprobs"))
+    return {f"kl/{name}": float(estimate(name, old, reference).mean()) for name in DISTINCT} if len(old) else {}
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How much the episodes of a question differ: means over groups of shares of 1.
+
+    Answers are compared as exact match does, over the episodes that gave one; a group without any says nothing.
+    """
+    answered = [answers for group in groups if (answers := _answers(group))]
+    responses = [
+        [one.tokens[one.prompt_length :].tobytes() for one in (sample.trajectory for sample in group.samples)]
+        for group in groups
+    ]
+    return {
+        "group/without_spread": fmean(not group.has_spread for group in groups),
+        "group/distinct_responses": fmean(len(set(found)) / len(found) for found in responses),
+        **({"group/distinct_answers": fmean(len(set(found)) / len(found) for found in answered)} if answered else {}),
+    }
+
+
+def answer_metrics(groups: Sequence[Group], tag: str) -> dict[str, float]:
+    """Signs that answers are written for the reward, not for the question, as shares of all episodes.
+
+    More than one answer is more than one opening or closing `tag`. The most frequent answer counts if at least two
+    questions got it, for the episodes of one question may well agree.
+    """
+    given: Counter[str] = Counter()
+    questions: Counter[str] = Counter()
+    for answers in map(_answers, groups):
+        given.update(answers)
+        questions.update(set(answers))
+    same = max((count for answer, count in given.items() if questions[answer] > 1), default=0)
+    samples = _samples(groups)
+    return {
+        "answers/many_share": fmean(count_answer_tags(sample.trajectory.turns, tag) > 1 for sample in samples),
+        "answers/same_share": same / len(samples),
+    }
+
+
+def _episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What the policy did: actions, searches, ends."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    searches = [turn for turn in turns if turn.action is Action.SEARCH]
+    valid = [sum(turn.action is not Action.INVALID for turn in one.turns) for one in trajectories]
+    acted = [(count, len(one.turns)) for count, one in zip(valid, trajectories, strict=True) if one.turns]
+    return {
+        **_extremes("env/number_of_actions", [len(one.turns) for one in trajectories]),
+        "env/number_of_valid_action": fmean(valid),
+        "env/ratio_of_valid_action": fmean([count / actions for count, actions in acted] or [0.0]),
+        "env/number_of_valid_search": fmean(one.searches for one in trajectories),
+        "env/finish_ratio": fmean(one.finish is Finish.ANSWER for one in trajectories),
+        "rollout/episodes": len(trajectories),
+        "rollout/aborted": sum(one.finish is Finish.ABORTED for one in trajectories),
+        "rollout/search_errors": sum(bool(turn.search_error) for turn in searches),
+        "rollout/search_s_mean": fmean([turn.search_s for turn in searches] or [0.0]),
+        "rollout/generated_tokens": sum(turn.generated_tokens for turn in turns),
+        "rollout/cached_prompt_share": sum(turn.cached_tokens for turn in turns)
+        / max(1, sum(turn.prompt_tokens for turn in turns)),
+    }
+
+
+def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How often each tool that the policy called was called, how many calls failed, and how long they took."""
+    called: dict[str, list[Turn]] = defaultdict(list)
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
+        if turn.action is Action.TOOL and turn.observation:
+            called[turn.tool].append(turn)
+    metrics: dict[str, float] = {}
+    for tool, calls in called.items():
+        metrics |= {
+            f"tool/{tool}/calls": len(calls) / len(trajectories),
+            f"tool/{tool}/errors": sum(bool(turn.search_error) for turn in calls),
+            f"tool/{tool}/s_mean": fmean(turn.search_s for turn in calls),
+        }
+    return metrics
+
+
+def _token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Lengths, what of them is trained, and what is not as it was sampled."""
+    prompts = [one.prompt_length for one in trajectories]
+    responses = [len(one.tokens) - one.prompt_length for one in trajectories]
+    trained = sum(int(one.loss_mask.sum()) for one in trajectories)
+    differing = sum(one.tokens_differing for one in trajectories)
+    return {
+        **_extremes("prompt_length", prompts),
+        **_extremes("response_length", responses),
+        "response_length/clip_ratio": fmean(one.finish is Finish.TOKEN_LIMIT for one in trajectories),
+        "state_tokens/total": trained,
+        "state_tokens/coverage": trained / max(1, sum(responses)),
+        "state_tokens/coverage_with_prompt": trained / max(1, sum(prompts) + sum(responses)),
+        "tokens/differing": differing,
+        "tokens/differing_share": differing / max(1, trained),
+    }
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many versions lie between the policy that sampled a trained token and `version`, the trained one.
+
+    `lag_k` is the share of tokens that are k versions old, for each k up to the oldest. Trained tokens that
+    nothing sampled have no version; they are counted and enter nothing else. Raises ValueError if a token
+    comes from a version after `version`.
+    """
+    trajectories = [sample.trajectory for sample in _samples(groups)]
+    versions = np.concatenate([one.versions[one.loss_mask] for one in trajectories])
+    sampled = versions[versions >= 0]
+    newest = int(sampled.max(initial=0))
+    if newest > version:
+        raise ValueError(f"A token of version {newest} cannot be trained on by version {version}: it is later.")
+    counts = np.bincount(version - sampled, minlength=1)
+    tokens = max(1, len(sampled))
+    return {
+        **{f"staleness/lag_{lag}": int(count) / tokens for lag, count in enumerate(counts)},
+        "staleness/max": len(counts) - 1,
+        "staleness/mean": int(counts @ np.arange(len(counts))) / tokens,
+        "staleness/unversioned_tokens": len(versions) - len(sampled),
+    }
+
+
+def correction_metrics(groups: Sequence[Group], level: CorrectionLevel) -> dict[str, float]:
+    """What the off-policy weights, taken at `level`, did to the step's tokens; nothing if there are none.
+
+    Every metric is over all trained tokens of all samples with weights; `CorrectionStats` defines each.
+    """
+    stats = [
+        measure(old, sample.trajectory.rollout_logprobs, sample.trajectory.loss_mask, weights, level)
+        for sample in _samples(groups)
+        if (weights := sample.weights) is not None and (old := sample.old_logprobs) is not None
+    ]
+    if not stats:
+        return {}
+    total = sum(stats, start=CorrectionStats())
+    return {
+        "correction/ess": total.effective_share,
+        "correction/clipped_share": total.cut_share,
+        "correction/cut_mass": total.cut_mass,
+        "correction/uncorrected_share": total.unknown_share,
+        "correction/abs_log_ratio": total.abs_log_ratio,
+        "correction/kl_k1": total.k1,
+        "correction/kl_k3": total.k3,
+    }
+
+
+def training_flops(groups: Sequence[Group], cost: Flops) -> float:
+    """Floating-point operations that the model needs to train once on `groups`; none for anything done twice."""
+    trajectories = [sample.trajectory for sample in _samples(groups)]
+    return _TRAINING_PASSES * sum(cost.of(len(one.tokens), int(one.loss_mask.sum())) for one in trajectories)
+
+
+def _samples(groups: Sequence[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def _answers(group: Group) -> list[str]:
+    """The normalised answers of the episodes that gave one."""
+    return [normalize(answer) for sample in group.samples if (answer := sample.trajectory.answer) is not None]
+
+
+def _extremes(name: str, values: ArrayLike) -> dict[str, float]:
+    """`name`/mean, /max and /min of `values`; nothing of none."""
+    found = np.asarray(values, dtype=np.float64)
+    if not found.size:
+        return {}
+    return {f"{name}/mean": float(found.mean()), f"{name}/max": float(found.max()), f"{name}/min": float(found.min())}
+
+
+def _trained(samples: Sequence[Sample], *names: str) -> list[NDArray[np.float64]]:
+    """[trained tokens] of each array called so, in float64, over all samples that have all of them."""
+    arrays: list[list[NDArray[np.float32]]] = [[np.empty(0, np.float32)] for _ in names]
+    for sample in samples:
+        found = [getattr(sample, name) for name in names]
+        if all(array is not None for array in found):
+            for known, array in zip(arrays, found, strict=True):
+                known.append(array[sample.trajectory.loss_mask])
+    return [np.concatenate(known).astype(np.float64) for known in arrays]
+
+
+def _logprob_difference(sample: Sample, version: int) -> float:
+    """The largest difference of recomputed and sampled log-probs of the same tokens and the same policy.
+
+    A token that `version` sampled was recomputed by it as well; an older one may not have been.
+    """
+    trajectory = sample.trajectory
+    if trajectory.tokens_differing or sample.old_logprobs is None:
+        return 0.0
+    sampled = np.isfinite(trajectory.rollout_logprobs) & (trajectory.versions == version)
+    comparable = trajectory.loss_mask & sampled
+    if not comparable.any():
+        return 0.0
+    return float(np.abs(sample.old_logprobs - trajectory.rollout_logprobs)[comparable].max())
