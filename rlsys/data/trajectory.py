@@ -37,7 +37,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation and what the environment said to it."""
+    """One generation and the environment's answer to it. "saved as" is `rlsys.weights.checkpoint.codec.KEY`."""
 
     text: str
     action: Action
@@ -51,9 +51,9 @@ class Turn:
     cached_tokens: int
     """How many of them the engine found in its prefix cache."""
     generate_s: float
-    search_s: float
+    tool_s: float = field(metadata={"saved as": "search_s"})
     """Time that the search, or the call of the tool, took."""
-    search_error: str = ""
+    tool_error: str = field(default="", metadata={"saved as": "search_error"})
     """Why it failed; empty where it worked."""
     began_ns: int = 0
     """When the engine was asked, in ns since the epoch by the clock of its machine; 0 where it is not known. The search

@@ -92,7 +92,7 @@ def episode_spans(
     for turn in (turn for one in trajectories for turn in one.turns if turn.began_ns):
         middle = turn.began_ns + round(turn.generate_s * 1e9)
         generated.append(_within((turn.began_ns, middle), whole))
-        searched.append(_within((middle, middle + round(turn.search_s * 1e9)), whole))
+        searched.append(_within((middle, middle + round(turn.tool_s * 1e9)), whole))
     generating = merge_intervals(generated)
     searching = without_intervals(merge_intervals(searched), generating)
     return [

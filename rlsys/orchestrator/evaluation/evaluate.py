@@ -46,7 +46,7 @@ class Answered:
     @property
     def search_errors(self) -> int:
         """Searches that failed."""
-        return sum(bool(turn.search_error) for turn in self.trajectory.turns)
+        return sum(bool(turn.tool_error) for turn in self.trajectory.turns)
 
 
 @dataclass(frozen=True, slots=True)

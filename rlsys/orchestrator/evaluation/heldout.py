@@ -10,7 +10,7 @@ from rlsys.data.trajectory import Trajectory
 from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.scores import Scores, scores_of
 from rlsys.orchestrator.rewards.reading import Reader
-from rlsys.rollout.tools.load import tool_tags
+from rlsys.rollout.tools.interface import tool_tags
 
 
 def heldout_score(config: RunConfig) -> Callable[[Trajectory, Question], Scores]:

@@ -99,7 +99,7 @@ class Reader:
             (
                 number
                 for number, turn in enumerate(turns)
-                if searched(turn) and not turn.search_error and contains(self._retrieved(turn), answers)
+                if searched(turn) and not turn.tool_error and contains(self._retrieved(turn), answers)
             ),
             None,
         )

@@ -23,7 +23,7 @@ from rlsys.orchestrator.rewards.own import Calls, OwnTerm
 from rlsys.orchestrator.rewards.reading import Reader, Reading
 from rlsys.orchestrator.rewards.scored import Scored
 from rlsys.orchestrator.rewards.terms import JUDGE, PureTerm, pure_terms
-from rlsys.rollout.tools.load import tool_tags
+from rlsys.rollout.tools.interface import tool_tags
 
 Term = Callable[[Reading], Awaitable[Sequence[float]]]
 """[slots] values, unweighted."""
