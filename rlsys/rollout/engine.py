@@ -36,7 +36,7 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError, UserError
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.agent.episode import Activity, EpisodeGroup, EpisodeTools, Generation, TurnSampling
+from rlsys.rollout.agent.episode import EngineActivity, EpisodeGroup, EpisodeTools, Generation, TurnSampling
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
 from rlsys.rollout.liveness import EngineDied, Liveness
 from rlsys.rollout.requests import Heard, as_generation, followed, in_training, of_answers, sampling_params
@@ -611,9 +611,9 @@ class RolloutWorker:
         """Those groups of `keys` that run here, with their episodes that have ended or have a whole turn."""
         return {running.key: running.group.progress() for running in self._in_flight if running.key in keys}
 
-    def activity(self) -> Activity:
+    def activity(self) -> EngineActivity:
         """The engine's state, and what episodes wait for, at this moment."""
-        return Activity(self.engine.busy, dict(+self._tools.awaited))
+        return EngineActivity(self.engine.busy, dict(+self._tools.awaited))
 
     async def open_transport(self, spec: TransportSpec) -> None:
         """Meet the sender of the weights, in place of an earlier one. Raises RunError if it does not come."""

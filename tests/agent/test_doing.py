@@ -10,7 +10,7 @@ import pytest
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
-from rlsys.rollout.agent.episode import Activity, EpisodeTools, Generation, TurnSampling, common_wait, run_episode
+from rlsys.rollout.agent.episode import EngineActivity, EpisodeTools, Generation, TurnSampling, common_wait, run_episode
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.retrieval import SearchResult
 from tests.agent.bpe import build_tokenizer
@@ -24,16 +24,16 @@ SAID = ["<search>who</search>", "<calculator> 6 * 7 </calculator>", "<answer> 42
     ("found", "cause"),
     [
         ([], ""),
-        ([Activity(False, {})], ""),
-        ([Activity(False, {"search": 2})], "search"),
-        ([Activity(False, {"search": 0})], ""),
-        ([Activity(False, {"search": 2}), Activity(False, {})], "search"),
-        ([Activity(False, {"search": 2}), Activity(True, {})], ""),
-        ([Activity(True, {"search": 2})], ""),
-        ([Activity(False, {"search": 2}), Activity(False, {"clock": 1, "search": 1})], "clock and search"),
+        ([EngineActivity(False, {})], ""),
+        ([EngineActivity(False, {"search": 2})], "search"),
+        ([EngineActivity(False, {"search": 0})], ""),
+        ([EngineActivity(False, {"search": 2}), EngineActivity(False, {})], "search"),
+        ([EngineActivity(False, {"search": 2}), EngineActivity(True, {})], ""),
+        ([EngineActivity(True, {"search": 2})], ""),
+        ([EngineActivity(False, {"search": 2}), EngineActivity(False, {"clock": 1, "search": 1})], "clock and search"),
     ],
 )
-def test_all_wait_where_none_generates(found: list[Activity], cause: str) -> None:
+def test_all_wait_where_none_generates(found: list[EngineActivity], cause: str) -> None:
     assert common_wait(found) == cause
 
 

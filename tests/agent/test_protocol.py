@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import TagsConfig, TaskConfig
 from rlsys.data.trajectory import Action, Finish
-from rlsys.rollout.agent.protocol import TurnRules
+from rlsys.rollout.agent.episode import TurnRules
 
 TASK = TaskConfig(train_path="", eval_path="", max_turns=2)
 RULES = TurnRules(TASK)

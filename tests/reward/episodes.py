@@ -11,7 +11,7 @@ from rlsys.config.schema import CompatConfig, RewardConfig, TagsConfig, TaskConf
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.orchestrator.rewards.reading import Reader, Reading
-from rlsys.rollout.agent.protocol import TurnRules
+from rlsys.rollout.agent.episode import TurnRules
 
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
 

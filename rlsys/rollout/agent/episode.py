@@ -13,9 +13,9 @@ out as of its last whole turn and go on later, elsewhere: see `PartialEpisode`.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from time import perf_counter, time_ns
@@ -29,7 +29,6 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.errors import UserError
 from rlsys.rollout.agent.observation import Observer, render_call, render_search
-from rlsys.rollout.agent.protocol import Parsed, TurnRules
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode, SampledTurn, open_context
 from rlsys.rollout.tools.interface import Tool, ToolError, open_tools
 from rlsys.search.retrieval import SearchResult
@@ -86,6 +85,70 @@ class SearchTool(Protocol):
         """Hits for one query. Failures are returned, not raised."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A turn as the protocol reads it."""
+
+    text: str
+    """The rest of the turn after the cut."""
+    action: Action
+    content: str
+    """The query, the text for a tool or the answer, stripped; empty for an invalid turn."""
+    tool: str = ""
+    """The tool's name, of `Action.TOOL` alone."""
+
+
+class TurnRules:
+    """Reads the text of a turn by the Search-R1 protocol, and says whether the episode ends with it. Stateless.
+
+    A turn is cut after its first closing tag of the search or of a tool, else after its first closing answer tag.
+    Its action is the first complete element of the search, a tool or the answer in what is left. An answer ends the
+    episode, a search or a call asks for an observation, anything else is answered with the task's invalid message.
+    After `max_turns` turns there is one last generation, in which only an answer counts. A query, or a text for a
+    tool, of white space alone is invalid.
+
+    Invariants: `step` never raises on any text; at most `max_turns + 1` steps until one ends the episode.
+    """
+
+    def __init__(self, task: TaskConfig, tools: Mapping[str, str] = {}, *, searches: bool = True) -> None:
+        """`tools` are their names by tag; without `searches` the tag of the search means nothing."""
+        tags = task.tags
+        self._acts = {**({tags.search: ""} if searches else {}), **tools}
+        """Tag -> name of the tool, empty for the search."""
+        self._element = re.compile(rf"<({'|'.join(map(re.escape, (*self._acts, tags.answer)))})>(.*?)</\1>", re.DOTALL)
+        self._answer_tag = tags.answer
+        self._max_turns = task.max_turns
+
+    def cut(self, text: str) -> str:
+        """`text` up to and including the tag that ends the turn; all of it without one."""
+        for tags in (self._acts, (self._answer_tag,)):
+            cuts = [text.partition(f"</{tag}>")[:2] for tag in tags]
+            if ended := [head + closer for head, closer in cuts if closer]:
+                return min(ended, key=len)
+        return text
+
+    def parse(self, text: str) -> Parsed:
+        """Cut a turn and read its action."""
+        kept = self.cut(text)
+        element = self._element.search(kept)
+        if element is None:
+            return Parsed(kept, Action.INVALID, "")
+        tag, content = element.group(1), element.group(2).strip()
+        if tag == self._answer_tag:
+            return Parsed(kept, Action.ANSWER, content)
+        if not content:
+            return Parsed(kept, Action.INVALID, "")
+        tool = self._acts[tag]
+        return Parsed(kept, Action.TOOL if tool else Action.SEARCH, content, tool)
+
+    def step(self, turns: int, text: str) -> tuple[Parsed, Finish | None]:
+        """Read the generated `text` of a turn after `turns` others, and say how it ends the episode, if it does."""
+        turn = self.parse(text)
+        if turn.action is Action.ANSWER:
+            return turn, Finish.ANSWER
+        return turn, Finish.TURN_LIMIT if turns >= self._max_turns else None
+
+
 class EpisodeTools:
     """Engine, search, tools and rules that all episodes of one engine share.
 
@@ -119,15 +182,6 @@ class EpisodeTools:
                 f"task.max_observation_tokens={task.max_observation_tokens} is below the "
                 f"{self.observer.wrapper_tokens} tokens of the tags alone; raise it."
             )
-
-    @contextmanager
-    def awaiting(self, name: str) -> Iterator[None]:
-        """Count one episode more as waiting for `name` during the body."""
-        self.awaited[name] += 1
-        try:
-            yield
-        finally:
-            self.awaited[name] -= 1
 
     def stopping(self, sampling: TurnSampling) -> TurnSampling:
         """`sampling` that ends a generation at the closing tag of every tool as well."""
@@ -291,9 +345,12 @@ class Episode:
             limit = min(task.max_observation_tokens, room)
             if limit < tools.observer.wrapper_tokens:
                 return False
-            started = perf_counter()
-            with tools.awaiting(turn.tool or SEARCH):
+            started, awaited = perf_counter(), turn.tool or SEARCH
+            tools.awaited[awaited] += 1
+            try:
                 body, error = await self._call(turn)
+            finally:
+                tools.awaited[awaited] -= 1
             seconds = perf_counter() - started
             observation = tools.observer.observe(body, limit)
         self._context.add_observation(observation)
@@ -383,7 +440,7 @@ class EpisodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
+class EngineActivity:
     """A moment of one engine's episodes."""
 
     busy: bool
@@ -392,7 +449,7 @@ class Activity:
     """A tool outside the engine, or the search -> episodes that wait for it."""
 
 
-def common_wait(activities: Sequence[Activity]) -> str:
+def common_wait(activities: Sequence[EngineActivity]) -> str:
     """Names of all that episodes wait for; empty where an engine is busy, or nothing is awaited."""
     if any(activity.busy for activity in activities):
         return ""
