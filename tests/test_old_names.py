@@ -43,7 +43,7 @@ def test_the_order_of_imports_is_all_one(first: str) -> None:
 @pytest.mark.filterwarnings("ignore:rlsys.tools is now")
 def test_a_config_may_name_a_tool_by_its_old_path() -> None:
     from rlsys.rollout.tools.calculator import Calculator
-    from rlsys.rollout.tools.load import find_tool
+    from rlsys.rollout.tools.interface import find_tool
 
     assert find_tool("rlsys.tools.calculator.Calculator") is Calculator
 

@@ -37,7 +37,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation and what the environment said to it."""
+    """One generation and the environment's answer to it. "saved as" is `rlsys.weights.checkpoint.state_file.KEY`."""
 
     text: str
     action: Action
@@ -51,15 +51,25 @@ class Turn:
     cached_tokens: int
     """How many of them the engine found in its prefix cache."""
     generate_s: float
-    search_s: float
+    tool_s: float = field(metadata={"saved as": "search_s"})
     """Time that the search, or the call of the tool, took."""
-    search_error: str = ""
+    tool_error: str = field(default="", metadata={"saved as": "search_error"})
     """Why it failed; empty where it worked."""
     began_ns: int = 0
     """When the engine was asked, in ns since the epoch by the clock of its machine; 0 where it is not known. The search
     began `generate_s` later."""
     tool: str = ""
     """The name of the tool that was called, of `Action.TOOL` alone."""
+
+    @property
+    def search_s(self) -> float:
+        """Former name of `tool_s`, for reward functions that were written for it."""
+        return self.tool_s
+
+    @property
+    def search_error(self) -> str:
+        """Former name of `tool_error`."""
+        return self.tool_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,7 @@ def _turns(path: Trajectory) -> tuple[KeptTurn, ...]:
     return tuple(
         KeptTurn(
             **_same(KeptTurn, turn)
-            | {"action": turn.action.value}
+            | {"action": turn.action.value, "search_s": turn.tool_s, "search_error": turn.tool_error}
             | {"sampled_ids": path.sampled_ids[start:stop], "sampled_logprobs": path.sampled_logprobs[start:stop]}
         )
         for turn, start, stop in zip(path.turns, starts, stops, strict=True)

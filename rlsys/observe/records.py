@@ -181,7 +181,7 @@ def episode_spans(
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns if turn.began_ns):
         middle = turn.began_ns + round(turn.generate_s * 1e9)
         generated.append((turn.began_ns, middle))
-        searched.append((middle, middle + round(turn.search_s * 1e9)))
+        searched.append((middle, middle + round(turn.tool_s * 1e9)))
     generating, searching = (
         merge_intervals((max(start, whole[0]), min(end, whole[1])) for start, end in intervals)
         for intervals in (generated, searched)

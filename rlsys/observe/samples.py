@@ -75,10 +75,10 @@ def _turn_lines(number: int, turn: Turn) -> list[str]:
     cached = f"{turn.cached_tokens}/{turn.prompt_tokens} prompt tokens cached"
     title = f"turn {number}: generated, {turn.generated_tokens} tokens, {turn.generate_s:.2f} s, {cached}"
     lines = ["", _rule(title), *_quoted(turn.text)]
-    if turn.search_error:
-        lines += ["", _rule(f"turn {number}: {turn.tool or 'search'} failed: {_one_line(turn.search_error)}")]
+    if turn.tool_error:
+        lines += ["", _rule(f"turn {number}: {turn.tool or 'search'} failed: {_one_line(turn.tool_error)}")]
     if turn.observation:
-        title = f"turn {number}: observation after {turn.tool or turn.action.value} (masked), {turn.search_s:.2f} s"
+        title = f"turn {number}: observation after {turn.tool or turn.action.value} (masked), {turn.tool_s:.2f} s"
         lines += ["", _rule(title), *_quoted(turn.observation, mark="| ")]
     return lines
 

@@ -38,7 +38,7 @@ from rlsys.errors import RunError
 from rlsys.observe.records import episode_spans
 from rlsys.observe.spans import Arg, Span, Tracer
 from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside, Router
-from rlsys.rollout.agent.episode import Activity, common_wait
+from rlsys.rollout.agent.episode import EngineActivity, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.rollout.liveness import EngineDied
 
@@ -314,10 +314,12 @@ class EnginePool:
             return {}
         return progress
 
-    async def _activity_of(self, engine: int) -> Activity | None:
+    async def _activity_of(self, engine: int) -> EngineActivity | None:
         """The activity of `engine`; None if it does not answer, for whatever reason: that shows where it is needed."""
         try:
-            activity: Activity = await self._engines.call(engine, "activity", timeout_s=ACTIVITY_TIMEOUT_S, ping=False)
+            activity: EngineActivity = await self._engines.call(
+                engine, "activity", timeout_s=ACTIVITY_TIMEOUT_S, ping=False
+            )
         except RunError:
             return None
         return activity

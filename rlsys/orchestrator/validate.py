@@ -44,7 +44,7 @@ from rlsys.config.schema import (
 )
 from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.check import check_terms
-from rlsys.rollout.tools.load import check_tools
+from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
 from rlsys.weights.families import read_architecture
 from rlsys.weights.sizes import largest_tensor_bytes

@@ -29,16 +29,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from rlsys.config.schema import Device, EngineConfig, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError, UserError
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.episode import Activity, EpisodeGroup, EpisodeTools, Generation, TurnSampling
-from rlsys.rollout.agent.tokens import EpisodeProgress
+from rlsys.rollout.agent.episode import EngineActivity, EpisodeGroup, EpisodeTools, Generation, TurnSampling
+from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
 from rlsys.rollout.liveness import EngineDied, Liveness
 from rlsys.rollout.requests import Heard, as_generation, followed, in_training, of_answers, sampling_params
 from rlsys.rollout.search_tool import open_tool, search_metrics
@@ -85,6 +84,8 @@ class Engine:
     ) -> None:
         """`memory_saver` lets `sleep` give the device's memory back; there is none to give on a CPU."""
         self._model_path = model_path
+        self._name = f"The engine on {model_path}"
+        self._asleep_reason = f"{self._name} is asleep; wake it first."
         self._config = config
         self._device = device
         self._seed = seed
@@ -93,7 +94,14 @@ class Engine:
         self._hasher: Hasher = sha256_prefix
         self._eos_id: int = AutoTokenizer.from_pretrained(model_path).eos_token_id
         model = AutoConfig.from_pretrained(model_path)
-        self._layout = _layout(model, config, device)
+        self._layout = Layout(
+            tp=config.tp,
+            kv_heads=model.num_key_value_heads,
+            tied=model.tie_word_embeddings,
+            dtype=getattr(torch, config.dtype.value),
+            experts=getattr(model, "num_experts", 0),
+            width_padding=CPU_WIDTH_PADDING if device is Device.cpu else 1,
+        )
         self._context_tokens: int = min(
             model.max_position_embeddings, config.kv_cache_tokens or model.max_position_embeddings
         )
@@ -134,15 +142,14 @@ class Engine:
                 _kill_children_except(before)
                 await asyncio.wait({starting}, timeout=0.2)
             raise RunError(
-                f"The engine on {self._model_path} was not ready after "
-                f"rollout.engine.start_timeout_s={self._config.start_timeout_s:g} s."
+                f"{self._name} was not ready after rollout.engine.start_timeout_s={self._config.start_timeout_s:g} s."
             )
         try:
             self._process = starting.result()
         except Exception as error:
-            raise RunError(f"The engine on {self._model_path} did not start: {error}") from error
+            raise RunError(f"{self._name} did not start: {error}") from error
         children = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
-        self._liveness = Liveness(f"The engine on {self._model_path}", children)
+        self._liveness = Liveness(self._name, children)
         await self._process.freeze_gc()
 
     async def generate(
@@ -157,12 +164,14 @@ class Engine:
             await self._open.wait()
         if self._asleep or self._refusal:
             raise RunError(self._asleep_reason if self._asleep else self._refusal)
-        own, params = f"{rid}~{next(self._rids)}", sampling_params(sampling, self._eos_id)
+        unique, params = f"{rid}~{next(self._rids)}", sampling_params(sampling, self._eos_id)
         call = self._sglang.engine.async_generate(
-            input_ids=input_ids, sampling_params=params, return_logprob=True, rid=own, stream=heard is not None
+            input_ids=input_ids, sampling_params=params, return_logprob=True, rid=unique, stream=heard is not None
         )
         request = asyncio.create_task(followed(call, heard) if heard else call)
-        self._enter(request)
+        if not self._requests:
+            self._busy_since = perf_counter()
+        self._requests.add(request)
         try:
             await self._running.first_of(request)
             generation = as_generation(self._outcome(request))
@@ -171,8 +180,15 @@ class Engine:
             raise
         finally:
             request.cancel()
-            self._leave(request)
-        return self._count(generation, len(input_ids))
+            self._requests.remove(request)
+            if not self._requests:
+                self.counts.busy_s += perf_counter() - self._busy_since
+        self.counts.requests += 1
+        self.counts.aborted += generation.finish == "abort"
+        self.counts.prompt_tokens += len(input_ids)
+        self.counts.cached_tokens += generation.cached_tokens
+        self.counts.generated_tokens += len(generation.token_ids)
+        return generation
 
     def abort(self, rid: str) -> None:
         """End the requests that were made as `rid`; they return what they have, `finish` "abort"."""
@@ -246,7 +262,7 @@ class Engine:
                 return
             if self._requests or not self._open.is_set():
                 raise RunError(
-                    f"The engine on {self._model_path} was sent to sleep while {self.running} requests ran or "
+                    f"{self._name} was sent to sleep while {self.running} requests ran or "
                     "its weights were switched; let that end first."
                 )
             self._asleep = True  # Before the first await, so that no request slips in.
@@ -257,7 +273,7 @@ class Engine:
             success, message = await self._answer(self._sglang.sleep(FLUSH_TIMEOUT_S))
             if not success:
                 self._asleep = False
-                raise RunError(f"The engine on {self._model_path} could not sleep: {message}.")
+                raise RunError(f"{self._name} could not sleep: {message}.")
 
     async def wake(self) -> None:
         """Take memory again and hold the same weights as before. A second call does nothing."""
@@ -268,7 +284,7 @@ class Engine:
 
     async def stop(self) -> None:
         """End SGLang's processes and wait until they are gone. May be called again, or without a start."""
-        self._refusal = f"The engine on {self._model_path} is not running."
+        self._refusal = f"{self._name} is not running."
         if self._liveness is not None:
             self._liveness.stop()
         process, self._process = self._process, None
@@ -286,23 +302,19 @@ class Engine:
         return bool(self._requests) or not self._open.is_set()
 
     @property
-    def _asleep_reason(self) -> str:
-        return f"The engine on {self._model_path} is asleep; wake it first."
-
-    @property
     def _sglang(self) -> SglangProcess:
         if self._process is None:
-            raise RunError(f"The engine on {self._model_path} is not running.")
+            raise RunError(f"{self._name} is not running.")
         return self._process
 
     @property
     def _running(self) -> Liveness:
         if self._liveness is None:
-            raise RunError(f"The engine on {self._model_path} is not running.")
+            raise RunError(f"{self._name} is not running.")
         return self._liveness
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """What SGLang answers to `call`. Raises RunError once one of its processes is gone."""
+        """Await SGLang's answer to `call`. Raises RunError once one of its processes is gone."""
         return await self._running.guard(call)
 
     def _launch(self) -> SglangProcess:
@@ -340,13 +352,10 @@ class Engine:
             backend = "torch_native" if backend == "auto" else backend
         else:
             if self._layout.experts:
-                # Blackwell would get kernels that permute the experts' weights, which `HeldWeights` does not predict.
+                # Blackwell would get kernels that permute the experts' weights, which `StagedVersion` does not predict.
                 arguments["moe_runner_backend"] = "triton"
             if not config.cuda_graphs:
-                arguments |= {
-                    "cuda_graph_backend_decode": "disabled",
-                    "cuda_graph_backend_prefill": "disabled",
-                }
+                arguments |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
         if backend != "auto":
             arguments["attention_backend"] = backend
         return arguments
@@ -382,14 +391,12 @@ class Engine:
             self._require(await self._answer(self._sglang.begin_update()))
             self._session_open = True
         for bucket in update.hand_out():
-            answer = await self._answer(self._sglang.load_bucket(bucket, update.version, self._config.tp))
-            self._require(answer)
+            self._require(await self._answer(self._sglang.load_bucket(bucket, update.version, self._config.tp)))
         self._require(await self._answer(self._sglang.end_update()))
         self._session_open = False
         answer, reported = await self._answer(self._sglang.checksums())
         self._require(answer)
-        wrong = update.mismatches(reported)
-        if wrong:
+        if wrong := update.mismatches(reported):
             self._refuse(
                 f"{len(wrong)} of its tensors are not what was sent, first {wrong[0]}; "
                 f"version {update.version} is not used"
@@ -424,33 +431,15 @@ class Engine:
     def _reject(self, reason: str) -> None:
         """Forget the update and end what is under way; what comes later ends with the reason too."""
         self._update = None
-        self._refusal = f"The engine on {self._model_path} refused a weight update: {reason.rstrip('.')}."
+        self._refusal = f"{self._name} refused a weight update: {reason.rstrip('.')}."
         for request in self._requests:
             request.cancel()
 
     def _outcome(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-        """What an ended request brought. Raises RunError for one that `_reject` has ended."""
+        """The answer to an ended request. Raises RunError for one that `_reject` has ended."""
         if request.cancelled():
             raise RunError(self._refusal)
         return request.result()
-
-    def _enter(self, request: asyncio.Task[Any]) -> None:
-        if not self._requests:
-            self._busy_since = perf_counter()
-        self._requests.add(request)
-
-    def _leave(self, request: asyncio.Task[Any]) -> None:
-        self._requests.remove(request)
-        if not self._requests:
-            self.counts.busy_s += perf_counter() - self._busy_since
-
-    def _count(self, generation: Generation, prompt_tokens: int) -> Generation:
-        self.counts.requests += 1
-        self.counts.aborted += generation.finish == "abort"
-        self.counts.prompt_tokens += prompt_tokens
-        self.counts.cached_tokens += generation.cached_tokens
-        self.counts.generated_tokens += len(generation.token_ids)
-        return generation
 
 
 def _give_back() -> None:
@@ -458,17 +447,6 @@ def _give_back() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
-
-
-def _layout(model: PretrainedConfig, config: EngineConfig, device: Device) -> Layout:
-    return Layout(
-        tp=config.tp,
-        kv_heads=model.num_key_value_heads,
-        tied=model.tie_word_embeddings,
-        dtype=getattr(torch, config.dtype.value),
-        experts=getattr(model, "num_experts", 0),
-        width_padding=CPU_WIDTH_PADDING if device is Device.cpu else 1,
-    )
 
 
 def _kill_children_except(before: set[int]) -> None:
@@ -485,20 +463,18 @@ class DrainLock:
     """
 
     def __init__(self) -> None:
-        self._open = asyncio.Event()
+        self._gate = asyncio.Lock()
+        """Held while it is closed, and for the moment in which a call enters."""
         self._empty = asyncio.Event()
-        self._open.set()
         self._empty.set()
-        self._closing = asyncio.Lock()
         self._inside = 0
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
         """Enter, once the gate is open, and leave at the end."""
-        while not self._open.is_set():  # It may close between the event and this task's turn.
-            await self._open.wait()
-        self._inside += 1
-        self._empty.clear()
+        async with self._gate:
+            self._inside += 1
+            self._empty.clear()
         try:
             yield
         finally:
@@ -509,13 +485,9 @@ class DrainLock:
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
         """Let nobody in and wait until nobody is inside; one caller after the other."""
-        async with self._closing:
-            self._open.clear()
-            try:
-                await self._empty.wait()
-                yield
-            finally:
-                self._open.set()
+        async with self._gate:
+            await self._empty.wait()
+            yield
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -578,10 +550,8 @@ class RolloutWorker:
         self._episodes = 0
         self._aborted = 0
         self._drain_s = 0.0
-
-    async def start(self) -> None:
-        """Start the engine. Raises RunError if it does not come up in time."""
-        await self.engine.start()
+        self.start, self.begin_update = self.engine.start, self.engine.begin_update
+        self.sleep, self.wake = self.engine.sleep, self.engine.wake
 
     async def run_group(
         self,
@@ -638,21 +608,17 @@ class RolloutWorker:
                 running.until_aborted.reschedule(asyncio.get_running_loop().time())
 
     def in_flight(self, keys: Sequence[str]) -> dict[str, tuple[EpisodeProgress, ...]]:
-        """Of those groups of `keys` that run here: the episodes that have ended or have a whole turn."""
-        return {running.key: running.group.begun() for running in self._in_flight if running.key in keys}
+        """Those groups of `keys` that run here, with their episodes that have ended or have a whole turn."""
+        return {running.key: running.group.progress() for running in self._in_flight if running.key in keys}
 
-    def activity(self) -> Activity:
-        """What all episodes here are at, at this moment."""
-        return Activity(self.engine.busy, dict(+self._tools.awaited))
+    def activity(self) -> EngineActivity:
+        """The engine's state, and what episodes wait for, at this moment."""
+        return EngineActivity(self.engine.busy, dict(+self._tools.awaited))
 
     async def open_transport(self, spec: TransportSpec) -> None:
         """Meet the sender of the weights, in place of an earlier one. Raises RunError if it does not come."""
         await self._close_transport()
         self._receiver = await asyncio.to_thread(open_receiver, spec)
-
-    async def begin_update(self, version: int) -> None:
-        """See `Engine.begin_update`."""
-        await self.engine.begin_update(version)
 
     async def load_bucket(self, parcel: BucketHandle) -> None:
         """Take a bucket from the transport; see `Engine.load_bucket`."""
@@ -676,14 +642,6 @@ class RolloutWorker:
         async with self._draining.closed():
             self._drain_s += perf_counter() - started
             await self.engine.finish_update(version, digest)
-
-    async def sleep(self) -> None:
-        """See `Engine.sleep`."""
-        await self.engine.sleep()
-
-    async def wake(self) -> None:
-        """See `Engine.wake`."""
-        await self.engine.wake()
 
     def metrics(self) -> dict[str, float]:
         """Sums since the start, and ratios of them. Seconds end in `_s`, shares are of 1.

@@ -1,4 +1,4 @@
-"""What is asked of an engine for one turn, and what comes back. Pure: SGLang's side of it is plain values."""
+"""Requests to an engine for one turn, and its answers. Pure: SGLang's side of it is plain values."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Streaming(Protocol):
 
 
 def in_training(rollouts: SamplingConfig) -> TurnSampling:
-    """Of the turns of rollouts."""
+    """The sampling of turns of rollouts."""
     return TurnSampling(rollouts.temperature, rollouts.top_p, rollouts.top_k, tuple(rollouts.stop))
 
 
 def of_answers(rollouts: SamplingConfig, temperature: float, *, as_rollouts: bool) -> TurnSampling:
-    """Of the turns of an evaluation: at `temperature`, 0 is greedy, from the whole vocabulary.
+    """The sampling of turns of an evaluation: at `temperature`, 0 is greedy, from the whole vocabulary.
 
     `as_rollouts`, which is `compat.sampled_validation`, draws them as in training, whatever temperature is asked for.
     """
@@ -73,26 +73,18 @@ async def followed(call: Awaitable[AsyncIterable[dict[str, Any]]], heard: Heard)
 
 
 def as_generation(output: dict[str, Any]) -> Generation:
-    """A whole answer. Raises RunError where SGLang does not say which version sampled each token."""
-    meta = output["meta_info"]
-    logprobs = meta["output_token_logprobs"]
+    """Read a whole answer. Raises RunError where SGLang does not say which version sampled each token."""
+    meta, sampled = output["meta_info"], token_ids(output)
+    # A version that is guessed would hide a stale token, so the spans [start, end) must cover all.
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(sampled)}]
+    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    if len(versions) != len(sampled):
+        raise RunError(f"SGLang names versions for {len(versions)} of the {len(sampled)} tokens of {meta['id']}.")
     return Generation(
-        token_ids=token_ids(output),
-        logprobs=[logprob for logprob, _, _ in logprobs],
+        token_ids=sampled,
+        logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
         finish=meta["finish_reason"]["type"],
         # SGLang leaves it out for a request that was aborted while it waited.
         cached_tokens=meta.get("cached_tokens", 0),
-        versions=_versions(meta, len(logprobs)),
+        versions=versions,
     )
-
-
-def _versions(meta: dict[str, Any], tokens: int) -> list[int]:
-    """The version of each output token, from the spans [start, end) that SGLang reports.
-
-    Raises RunError if they do not cover the tokens: a version that is guessed would hide a stale token.
-    """
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
-    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    if len(versions) != tokens:
-        raise RunError(f"SGLang names versions for {len(versions)} of the {tokens} tokens of {meta['id']}.")
-    return versions

@@ -28,45 +28,11 @@ def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
 
 
 def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:
-    """What the client did, or what a cassette was good for, since the start."""
-    if isinstance(tool, SearchClient):
-        return _client_metrics(tool)
+    """Counts of the client, or of the cassette before it, since the start."""
+    if isinstance(tool, CassetteTool):
+        kept = tool.counts
+        return {"search_hits": kept.hits, "search_misses": kept.misses, "search_recorded": kept.recorded}
     counts = tool.counts
-    return {
-        "search_hits": counts.hits,
-        "search_misses": counts.misses,
-        "search_recorded": counts.recorded,
-    }
-
-
-def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
-    """A client of the servers that the config names. Raises UserError where it names none."""
-    if search.url is None:
-        raise UserError("search.url is null, so a rollout worker has no server; start one and name it.")
-    return SearchClient(
-        [search.url, *search.replicas],
-        topk=topk,
-        timeout_s=search.timeout_s,
-        retries=search.retries,
-        max_concurrent=search.max_concurrent,
-        hedge_after_s=search.hedge_after_s,
-        token=_token(search),
-    )
-
-
-def _token(search: SearchConfig) -> str | None:
-    if search.token_env is None:
-        return None
-    token = os.environ.get(search.token_env)
-    if not token:
-        raise UserError(
-            f"search.token_env={search.token_env} is not set on {socket.gethostname()}: export the servers' token there."
-        )
-    return token
-
-
-def _client_metrics(client: SearchClient) -> dict[str, float]:
-    counts = client.counts
     return {
         "search_requests": counts.requests,
         "search_retries": counts.retries,
@@ -75,3 +41,23 @@ def _client_metrics(client: SearchClient) -> dict[str, float]:
         "search_hedges_won": counts.hedges_won,
         **{f"search_failed_{kind.value}": number for kind, number in counts.failures.items()},
     }
+
+
+def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
+    """A client of the servers that the config names. Raises UserError where it names none."""
+    if search.url is None:
+        raise UserError("search.url is null, so a rollout worker has no server; start one and name it.")
+    token = None if search.token_env is None else os.environ.get(search.token_env)
+    if search.token_env is not None and not token:
+        raise UserError(
+            f"search.token_env={search.token_env} is not set on {socket.gethostname()}: export the servers' token there."
+        )
+    return SearchClient(
+        [search.url, *search.replicas],
+        topk=topk,
+        timeout_s=search.timeout_s,
+        retries=search.retries,
+        max_concurrent=search.max_concurrent,
+        hedge_after_s=search.hedge_after_s,
+        token=token,
+    )

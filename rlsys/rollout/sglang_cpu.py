@@ -47,7 +47,7 @@ def scheduler_entry(*args: object, **kwargs: object) -> None:
     """SGLang's scheduler process on a CPU."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    torch.cuda.synchronize = _nothing_to_wait_for
+    torch.cuda.synchronize = lambda device=None: None  # noqa: ARG005
     run_scheduler_process(*args, **kwargs)
 
 
@@ -67,7 +67,3 @@ def _look_again_for_torchvision() -> None:
             f"This transformers keeps what it found missing in another way ({error}); "
             "install the version that requirements/ pins."
         ) from error
-
-
-def _nothing_to_wait_for(device: object = None) -> None:
-    """Stands for `torch.cuda.synchronize` where there is no CUDA."""

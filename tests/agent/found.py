@@ -1,21 +1,10 @@
-"""What a search returns, as far as an episode looks at it."""
+"""Results of searches, made of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from rlsys.search.retrieval import Passage, SearchResult
 
 
-@dataclass(frozen=True)
-class Hit:
-    """A passage."""
-
-    contents: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """Passages, or an error."""
-
-    passages: Sequence[Hit] = ()
-    error: str = ""
+def result_of(*contents: str, error: str = "") -> SearchResult:
+    """Passages of these `contents`, or an error."""
+    return SearchResult(tuple(Passage("", text, 0.0) for text in contents), error)

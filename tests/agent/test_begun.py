@@ -17,11 +17,11 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import RunError
-from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import Episode, EpisodeGroup, EpisodeTools, Generation, TurnSampling, run_episode
-from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
+from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode
+from rlsys.search.retrieval import SearchResult
 from tests.agent.bpe import build_tokenizer
-from tests.agent.found import Hit, Result
+from tests.agent.found import result_of
 
 CODECS = [Codec(build_tokenizer(words=words)) for words in (True, False)]
 QUESTION = Question(uid="q", prompt="Who? 東京\n", answers=("a",))
@@ -38,7 +38,7 @@ class World:
 
     codec: Codec
     ids: list[list[int]]
-    found: Result = field(default_factory=lambda: Result([Hit("T\nParis 🚀")]))
+    found: SearchResult = field(default_factory=lambda: result_of("T\nParis 🚀"))
     halt: tuple[int, str] = (-1, "")
     calls: list[tuple[str, tuple[int, ...], int]] = field(default_factory=list)
     halted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,9 +54,9 @@ class World:
         versions = [turn + place // 3 for place in range(len(kept))]
         return Generation(kept, logprobs, finish, len(input_ids) // 2, versions)
 
-    async def search(self, query: str) -> Result:
+    async def search(self, query: str) -> SearchResult:
         await self._pass(int(self.calls[-1][0].rpartition(".")[2]), "find")
-        return Result([Hit(f"{query}\n{hit.contents}") for hit in self.found.passages], self.found.error)
+        return result_of(*(f"{query}\n{hit.contents}" for hit in self.found.passages), error=self.found.error)
 
     async def _pass(self, turn: int, what: str) -> None:
         if (turn, what) == self.halt:
@@ -77,7 +77,7 @@ def same(one: EpisodeProgress, other: EpisodeProgress) -> bool:
         left, right = getattr(one, name), getattr(other, name)
         if name == "turns":
             left, right = (
-                [replace(turn, generate_s=0.0, search_s=0.0, began_ns=0) for turn in turns] for turns in (left, right)
+                [replace(turn, generate_s=0.0, tool_s=0.0, began_ns=0) for turn in turns] for turns in (left, right)
             )
         if isinstance(left, np.ndarray):
             if left.dtype != right.dtype or left.tobytes() != right.tobytes():
@@ -100,7 +100,7 @@ async def interrupted(world: World, tools: EpisodeTools, begun: PartialEpisode |
     return episode
 
 
-async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: Result) -> None:
+async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: SearchResult) -> None:
     """Interrupt one episode at every turn, before and during its search, and another at all of them."""
     through = World(codec, ids, found)
     expected = await run_episode(QUESTION, 3, EpisodeTools(through, through, codec, config), DRAWN)
@@ -110,8 +110,8 @@ async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: R
         for what in ("say", "find") if searches else ("say",):
             world = World(codec, ids, found, (turn, what))
             tools = EpisodeTools(world, world, codec, config)
-            taken = (await interrupted(world, tools, taken)).begun()
-            once = (await interrupted(world, tools, None)).begun()
+            taken = (await interrupted(world, tools, taken)).progress()
+            once = (await interrupted(world, tools, None)).progress()
             assert world.halted.is_set()
             assert (taken is None) == (once is None) == (turn == 0)
             if once is None or taken is None:
@@ -120,7 +120,7 @@ async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: R
             assert len(once.turns) == turn, "what was cut off is not kept"
             rest = World(codec, ids, found)
             again = Episode(QUESTION, 3, EpisodeTools(rest, rest, codec, config), DRAWN, _moved(once))
-            begun = again.begun()
+            begun = again.progress()
             assert begun is not None
             assert same(begun, once), "putting back changes nothing"
             # The world says what the calls are given, so this is what the rest of the episode was given.
@@ -140,7 +140,7 @@ def test_searches_a_telling_off_and_an_answer(codec: Codec, mode: TokenMode) -> 
     texts = ["<search> who </search>", "hm", "<search>é</search>", "<answer> me </answer>"]
     ids = [codec.encode(text) for text in texts]
     config = task(token_mode=mode)
-    asyncio.run(prove(codec, ids, config, Result([Hit("Paris 🚀")])))
+    asyncio.run(prove(codec, ids, config, result_of("Paris 🚀")))
     world = World(codec, ids)
     trajectory = asyncio.run(run_episode(QUESTION, 3, EpisodeTools(world, world, codec, config), DRAWN))
     assert [turn.action for turn in trajectory.turns] == [
@@ -160,7 +160,11 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
         min_size=4,
         max_size=4,
     ),
-    st.builds(Result, st.lists(TEXTS.map(Hit), max_size=2), st.sampled_from(["", "", "timeout"])),
+    st.builds(
+        lambda texts, error: result_of(*texts, error=error),
+        st.lists(TEXTS, max_size=2),
+        st.sampled_from(["", "", "timeout"]),
+    ),
     st.sampled_from(TokenMode),
     st.integers(30, 400),
     st.booleans(),
@@ -168,7 +172,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 def test_any_episode_goes_on_as_if_it_had_not_been_interrupted(
     codec: Codec,
     said: list[tuple[str, list[int], str]],
-    found: Result,
+    found: SearchResult,
     mode: TokenMode,
     total: int,
     eos: bool,
@@ -182,7 +186,7 @@ def test_an_episode_goes_on_only_as_itself() -> None:
     codec = CODECS[0]
     world = World(codec, [codec.encode("hm")] * 2, halt=(1, "say"))
     tools = EpisodeTools(world, world, codec, task())
-    begun = asyncio.run(interrupted(world, tools, None)).begun()
+    begun = asyncio.run(interrupted(world, tools, None)).progress()
     assert begun is not None
     for question, sample in ((QUESTION, 2), (replace(QUESTION, uid="r"), 3)):
         with pytest.raises(ValueError, match="cannot go on from sample 3 of question q"):
@@ -213,10 +217,10 @@ ANSWERS = [CODECS[0].encode(text) for text in ("<search>b</search>", "<answer>c<
 async def test_a_group_goes_on_from_what_has_ended_and_what_has_begun() -> None:
     slots = asyncio.Semaphore(3)
     first = group(Uneven(CODECS[0], [[], []]))
-    assert first.begun() == ()
+    assert first.progress() == ()
     playing = asyncio.ensure_future(first.play(slots, timeout_s=60))
     await asyncio.sleep(0.05)
-    begun = first.begun()
+    begun = first.progress()
     assert [(type(one), one.sample) for one in begun] == [(Trajectory, 0), (PartialEpisode, 1)]
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -227,14 +231,14 @@ async def test_a_group_goes_on_from_what_has_ended_and_what_has_begun() -> None:
 
     world = World(CODECS[0], ANSWERS)
     second = group(world, begun=tuple(reversed(begun)))
-    assert [one.sample for one in second.begun()] == [0, 1], "before it is played"
+    assert [one.sample for one in second.progress()] == [0, 1], "before it is played"
     await second.play(asyncio.Semaphore(3), timeout_s=60)
     found = second.trajectories()
     assert found[0] is begun[0]
     assert [one.sample for one in found] == [0, 1, 2, 3]
     assert {one.finish for one in found} == {Finish.ANSWER}
     assert [rid for rid, *_ in sorted(world.calls)] == ["q#1.1", "q#2.0", "q#2.1", "q#3.0", "q#3.1"]
-    assert [id(one) for one in second.begun()] == [id(one) for one in found], "all have ended"
+    assert [id(one) for one in second.progress()] == [id(one) for one in found], "all have ended"
 
 
 async def test_a_group_out_of_time_keeps_what_it_was_given() -> None:
@@ -243,7 +247,7 @@ async def test_a_group_out_of_time_keeps_what_it_was_given() -> None:
     await first.play(asyncio.Semaphore(1), timeout_s=0.05)
     (aborted,) = first.trajectories()
     assert (aborted.sample, aborted.finish, len(aborted.turns)) == (5, Finish.ABORTED, 1)
-    assert first.begun() == (aborted,), "it has ended, though not by itself"
+    assert first.progress() == (aborted,), "it has ended, though not by itself"
 
 
 async def test_an_error_in_one_episode_ends_its_siblings() -> None:

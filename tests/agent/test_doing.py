@@ -10,10 +10,11 @@ import pytest
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
-from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.episode import Activity, EpisodeTools, Generation, TurnSampling, common_wait, run_episode
+from rlsys.rollout.agent.episode import EngineActivity, EpisodeTools, Generation, TurnSampling, common_wait, run_episode
+from rlsys.rollout.agent.tokens import Codec
+from rlsys.search.retrieval import SearchResult
 from tests.agent.bpe import build_tokenizer
-from tests.agent.found import Hit, Result
+from tests.agent.found import result_of
 
 CODEC = Codec(build_tokenizer(words=True))
 SAID = ["<search>who</search>", "<calculator> 6 * 7 </calculator>", "<answer> 42 </answer>"]
@@ -23,16 +24,16 @@ SAID = ["<search>who</search>", "<calculator> 6 * 7 </calculator>", "<answer> 42
     ("found", "cause"),
     [
         ([], ""),
-        ([Activity(False, {})], ""),
-        ([Activity(False, {"search": 2})], "search"),
-        ([Activity(False, {"search": 0})], ""),
-        ([Activity(False, {"search": 2}), Activity(False, {})], "search"),
-        ([Activity(False, {"search": 2}), Activity(True, {})], ""),
-        ([Activity(True, {"search": 2})], ""),
-        ([Activity(False, {"search": 2}), Activity(False, {"clock": 1, "search": 1})], "clock and search"),
+        ([EngineActivity(False, {})], ""),
+        ([EngineActivity(False, {"search": 2})], "search"),
+        ([EngineActivity(False, {"search": 0})], ""),
+        ([EngineActivity(False, {"search": 2}), EngineActivity(False, {})], "search"),
+        ([EngineActivity(False, {"search": 2}), EngineActivity(True, {})], ""),
+        ([EngineActivity(True, {"search": 2})], ""),
+        ([EngineActivity(False, {"search": 2}), EngineActivity(False, {"clock": 1, "search": 1})], "clock and search"),
     ],
 )
-def test_all_wait_where_none_generates(found: list[Activity], cause: str) -> None:
+def test_all_wait_where_none_generates(found: list[EngineActivity], cause: str) -> None:
     assert common_wait(found) == cause
 
 
@@ -53,11 +54,11 @@ class Looking:
         ids = CODEC.encode(SAID[int(rid.rpartition(".")[2])])
         return Generation(ids, [-0.5] * len(ids), "stop", 0, [0] * len(ids))
 
-    async def search(self, query: str) -> Result:
+    async def search(self, query: str) -> SearchResult:
         self.look()
         if self.hangs:
             await asyncio.Event().wait()
-        return Result([Hit(query)])
+        return result_of(query)
 
 
 def run(looking: Looking, timeout_s: float | None) -> Finish:
@@ -67,7 +68,7 @@ def run(looking: Looking, timeout_s: float | None) -> Finish:
 
 def test_an_episode_counts_for_as_long_as_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     looking = Looking()
-    calculator = looking.tools.own["calculator"]
+    calculator = looking.tools.custom["calculator"]
     call = calculator.call
 
     async def seen(text: str) -> str:

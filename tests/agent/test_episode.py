@@ -14,10 +14,11 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import UserError
-from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode, within
+from rlsys.rollout.agent.tokens import Codec
+from rlsys.search.retrieval import SearchResult
 from tests.agent.bpe import build_tokenizer
-from tests.agent.found import Hit, Result
+from tests.agent.found import result_of
 
 CODEC = Codec(build_tokenizer(words=True))
 QUESTION = Question(uid="q", prompt="Who? 東京\n", answers=("a",))
@@ -29,7 +30,7 @@ class Script:
     """Says one text a turn, cut to the tokens allowed; finds one passage for every query."""
 
     texts: list[str]
-    result: Result = field(default_factory=lambda: Result([Hit("T\nParis 🚀")]))
+    result: SearchResult = field(default_factory=lambda: result_of("T\nParis 🚀"))
     delay_s: float = 0.0
     inputs: list[list[int]] = field(default_factory=list)
     queries: list[str] = field(default_factory=list)
@@ -48,7 +49,7 @@ class Script:
         assert rid.startswith("q#3.")
         return Generation(kept, [-0.5] * len(kept), finish, cached_tokens=len(input_ids) // 2, versions=[4] * len(kept))
 
-    async def search(self, query: str) -> Result:
+    async def search(self, query: str) -> SearchResult:
         self.queries.append(query)
         return self.result
 
@@ -95,10 +96,10 @@ def test_the_last_generation_may_not_search() -> None:
 
 
 def test_a_failed_search_is_an_observation() -> None:
-    script = Script(["<search>a</search>", "<answer>b</answer>"], Result(error="timeout"))
+    script = Script(["<search>a</search>", "<answer>b</answer>"], result_of(error="timeout"))
     trajectory = run(script, task())
     assert trajectory.turns[0].observation == "\n\n<information>Search failed: timeout</information>\n\n"
-    assert trajectory.turns[0].search_error == "timeout"
+    assert trajectory.turns[0].tool_error == "timeout"
     assert trajectory.finish is Finish.ANSWER
 
 
@@ -193,7 +194,7 @@ def test_no_script_breaks_a_limit_or_an_array(
         train_eos=eos,
         max_turn_tokens=9,
     )
-    script = Script(texts, Result([Hit(passage)] * 3))
+    script = Script(texts, result_of(*[passage] * 3))
     trajectory = run(script, config)
     length = len(trajectory.tokens)
     assert length <= total

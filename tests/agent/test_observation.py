@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from rlsys.config.schema import TagsConfig
-from rlsys.rollout.agent.codec import Codec, Encoded
-from rlsys.rollout.agent.observation import Observer
+from rlsys.rollout.agent.observation import Observer, render_search
+from rlsys.rollout.agent.tokens import Codec, Encoded
 from tests.agent.bpe import build_tokenizer
 
 CODEC = Codec(build_tokenizer())
@@ -89,17 +89,17 @@ def in_full(codec: Codec, body: str, limit: int) -> str:
 def test_passages_read_as_in_search_r1() -> None:
     passages = ['"Paris"\nIs a city.\nIn France.', "Lyon"]
     expected = f'{OPEN}Doc 1(Title: "Paris") Is a city.\nIn France.\nDoc 2(Title: Lyon){CLOSE}'
-    assert OBSERVER.observe(passages, "", 500) == expected
+    assert OBSERVER.observe(render_search(passages, ""), 500) == expected
 
 
 def test_a_failed_or_empty_search_is_told() -> None:
-    assert OBSERVER.observe([], "timeout", 500) == f"{OPEN}Search failed: timeout{CLOSE}"
-    assert OBSERVER.observe([], "", 500) == f"{OPEN}No results found.{CLOSE}"
+    assert OBSERVER.observe(render_search([], "timeout"), 500) == f"{OPEN}Search failed: timeout{CLOSE}"
+    assert OBSERVER.observe(render_search([], ""), 500) == f"{OPEN}No results found.{CLOSE}"
 
 
 @given(st.lists(UNTRUSTED, max_size=3), UNTRUSTED)
 def test_no_text_from_outside_is_a_tag_or_a_special_token(passages: list[str], error: str) -> None:
-    observation = OBSERVER.observe(passages, error, 500)
+    observation = OBSERVER.observe(render_search(passages, error), 500)
     inside = observation.removeprefix(OPEN).removesuffix(CLOSE)
     assert not re.search(r"<\s*/?\s*(search|answer|information)\s*>", inside, re.IGNORECASE)
     assert not CODEC.special_ids.intersection(CODEC.encode(observation))
@@ -108,22 +108,22 @@ def test_no_text_from_outside_is_a_tag_or_a_special_token(passages: list[str], e
 @settings(max_examples=200)
 @given(st.lists(UNTRUSTED, max_size=3), st.integers(OBSERVER.wrapper_tokens, 60))
 def test_a_cut_observation_keeps_its_tags_and_its_limit(passages: list[str], limit: int) -> None:
-    observation = OBSERVER.observe(passages, "", limit)
+    observation = OBSERVER.observe(render_search(passages, ""), limit)
     assert observation.startswith(OPEN)
     assert observation.endswith(CLOSE)
     assert len(CODEC.encode(observation)) <= limit
-    whole = OBSERVER.observe(passages, "", 10_000)
+    whole = OBSERVER.observe(render_search(passages, ""), 10_000)
     assert whole.removesuffix(CLOSE).startswith(observation.removesuffix(CLOSE))
 
 
 def test_a_cut_wastes_little() -> None:
-    observation = OBSERVER.observe(["title\n" + "Paris is the capital. " * 80], "", 100)
+    observation = OBSERVER.observe(render_search(["title\n" + "Paris is the capital. " * 80], ""), 100)
     assert 95 <= len(CODEC.encode(observation)) <= 100
 
 
 def test_a_limit_below_the_tags_is_an_error() -> None:
     with pytest.raises(ValueError, match="tokens"):
-        OBSERVER.observe(["x"], "", OBSERVER.wrapper_tokens - 1)
+        OBSERVER.observe(render_search(["x"], ""), OBSERVER.wrapper_tokens - 1)
 
 
 LONG = st.lists(
@@ -143,7 +143,7 @@ LONG = st.lists(
 def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: str, room: int) -> None:
     observer = Observer(TagsConfig(), codec)
     limit = observer.wrapper_tokens + room
-    assert observer.tell(body, limit) == in_full(codec, body, limit)
+    assert observer.observe(body, limit) == in_full(codec, body, limit)
 
 
 @settings(deadline=None)
@@ -153,7 +153,7 @@ def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: st
 @example([" ~ "])
 def test_what_a_broken_token_leaves_is_none_either(parts: list[str]) -> None:
     codec = CODECS[0]
-    observation = Observer(TagsConfig(), codec).tell("".join(parts), 500)
+    observation = Observer(TagsConfig(), codec).observe("".join(parts), 500)
     assert not codec.special_ids.intersection(codec.encode(observation))
 
 
@@ -165,7 +165,7 @@ def test_what_is_read_of_a_megabyte_follows_from_the_limit(text: str) -> None:
     codec = Counting()
     observer = Observer(TagsConfig(), codec)
     started = thread_time()
-    observation = observer.observe(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, "", 500)
+    observation = observer.observe(render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, ""), 500)
     assert thread_time() - started < 10
     assert codec.chars < 100_000
     assert len(codec.encode(observation)) <= 500
@@ -174,5 +174,5 @@ def test_what_is_read_of_a_megabyte_follows_from_the_limit(text: str) -> None:
 @pytest.mark.parametrize("text", ["<", "</", "<search", "< /search"])
 def test_a_tag_that_white_space_never_ends_takes_no_time(text: str) -> None:
     started = thread_time()
-    OBSERVER.tell("x" + (text + " " * 20_000) * 3, 20_000)
+    OBSERVER.observe("x" + (text + " " * 20_000) * 3, 20_000)
     assert thread_time() - started < 10

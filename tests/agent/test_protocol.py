@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import TagsConfig, TaskConfig
 from rlsys.data.trajectory import Action, Finish
-from rlsys.rollout.agent.protocol import End, Protocol, Say, Search, State
+from rlsys.rollout.agent.episode import TurnRules
 
 TASK = TaskConfig(train_path="", eval_path="", max_turns=2)
-RULES = Protocol(TASK)
+RULES = TurnRules(TASK)
 
 PIECES = ["<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>", "x", " \n", ""]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
@@ -63,35 +63,28 @@ def test_parsing_agrees_with_a_reading_by_hand(text: str) -> None:
 
 @given(st.lists(TEXTS, min_size=3, max_size=3))
 def test_an_episode_ends_with_an_answer_or_after_the_last_turn(texts: list[str]) -> None:
-    state = State()
     for number, text in enumerate(texts):
-        state, effect = RULES.step(state, text)
-        answered = RULES.parse(text).action is Action.ANSWER
-        assert isinstance(effect, End) == (answered or number == 2)
-        if isinstance(effect, End):
-            assert effect.finish is (Finish.ANSWER if answered else Finish.TURN_LIMIT)
+        turn, finish = RULES.step(number, text)
+        assert turn == RULES.parse(text)
+        answered = turn.action is Action.ANSWER
+        assert (finish is not None) == (answered or number == 2)
+        if finish is not None:
+            assert finish is (Finish.ANSWER if answered else Finish.TURN_LIMIT)
             break
 
 
 def test_a_search_in_the_last_generation_is_not_executed() -> None:
-    state = State()
-    for _ in range(2):
-        state, effect = RULES.step(state, "<search>q</search>")
-        assert isinstance(effect, Search)
-    _, effect = RULES.step(state, "<search>q</search>")
-    assert isinstance(effect, End)
-    assert effect.turn.action is Action.SEARCH
-
-
-def test_an_invalid_turn_is_told_off_with_the_tasks_message() -> None:
-    _, effect = RULES.step(State(), "hm")
-    assert isinstance(effect, Say)
-    assert effect.message == TASK.invalid_message
+    finishes = []
+    for number in range(3):
+        turn, finish = RULES.step(number, "<search>q</search>")
+        assert turn.action is Action.SEARCH
+        finishes.append(finish)
+    assert finishes == [None, None, Finish.TURN_LIMIT]
 
 
 def test_tags_are_words_of_the_task_and_not_patterns() -> None:
     tags = TagsConfig(search="s.+", answer="done")
-    rules = Protocol(TaskConfig(train_path="", eval_path="", tags=tags))
+    rules = TurnRules(TaskConfig(train_path="", eval_path="", tags=tags))
     assert rules.parse("<s.+>q</s.+>").content == "q"
     assert rules.parse("<sxx>q</sxx>").action is Action.INVALID
     assert rules.parse("<done>a</done> tail").text == "<done>a</done>"

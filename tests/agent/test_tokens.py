@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from rlsys.config.schema import TokenMode
-from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.tokens import Sample, TokenRecord, _count_differing, open_context
+from rlsys.rollout.agent.tokens import Codec, SampledTurn, TokenRecord, _count_differing, open_context
 from tests.agent.bpe import EOS, build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -51,9 +50,9 @@ def hashed(prefix: Sequence[int]) -> float:
     return -(hash(tuple(prefix)) % 1_000_003) / 1e6
 
 
-def sampled_by(version: int, inputs: list[int], output: list[int]) -> Sample:
+def sampled_by(version: int, inputs: list[int], output: list[int]) -> SampledTurn:
     """A turn of one version."""
-    return Sample(inputs, output, [0.0] * len(output), [version] * len(output), True)
+    return SampledTurn(inputs, output, [0.0] * len(output), [version] * len(output), True)
 
 
 def play(
@@ -72,7 +71,7 @@ def play(
         inputs = context.input_ids()
         logprobs = [hashed([*inputs, *output[: at + 1]]) for at in range(len(output))]
         of_turn = [number] * len(output) if versions is None else versions[number]
-        context.add_turn(Sample(inputs, output, logprobs, of_turn, True), CODEC.decode(output))
+        context.add_turn(SampledTurn(inputs, output, logprobs, of_turn, True), CODEC.decode(output))
         if number < len(turns) - 1:
             context.add_observation(observation)
     return context.close(eos, limit=10_000)

@@ -17,23 +17,23 @@ from rlsys.config.schema import TagsConfig, TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import UserError
-from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import (
     MOST_CHARS,
     Called,
     Episode,
     EpisodeTools,
     Generation,
+    TurnRules,
     TurnSampling,
     call_tool,
     run_episode,
 )
-from rlsys.rollout.agent.observation import Observer
-from rlsys.rollout.agent.protocol import Call, Protocol, State
-from rlsys.rollout.agent.tokens import PartialEpisode
+from rlsys.rollout.agent.observation import Observer, render_search
+from rlsys.rollout.agent.tokens import Codec, PartialEpisode
 from rlsys.rollout.tools.interface import Tool
+from rlsys.search.retrieval import SearchResult
 from tests.agent.bpe import build_tokenizer
-from tests.agent.found import Hit, Result
+from tests.agent.found import result_of
 from tests.tools.own_tools import Scripted
 
 CODEC = Codec(build_tokenizer(words=True))
@@ -59,8 +59,8 @@ class Script:
         ids = CODEC.encode(text[: min(ends, default=len(text))])[: sampling.max_new_tokens]
         return Generation(ids, [-0.5] * len(ids), "stop" if ends else "length", 0, [4] * len(ids))
 
-    async def search(self, query: str) -> Result:
-        return Result([Hit(f"T\n{query}")])
+    async def search(self, query: str) -> SearchResult:
+        return result_of(f"T\n{query}")
 
 
 def task(tools: list[str] | None = None, **changes: Any) -> TaskConfig:
@@ -103,7 +103,7 @@ def test_several_tools_and_the_search_in_one_episode(mode: TokenMode) -> None:
         (Action.TOOL, "calculator", "1 / 0"),
         (Action.ANSWER, "", "27"),
     ]
-    assert [turn.search_error for turn in trajectory.turns] == ["", "", "", "division by zero", ""]
+    assert [turn.tool_error for turn in trajectory.turns] == ["", "", "", "division by zero", ""]
     assert (trajectory.searches, trajectory.tool_calls, trajectory.answer) == (1, 3, "27")
     assert script.stops == {("</search>", "</answer>", "</calculator>", "</do>")}
 
@@ -122,7 +122,9 @@ def test_without_tools_nothing_is_different() -> None:
     assert script.stops == {GREEDY.stop}
     assert [turn.action for turn in trajectory.turns] == [Action.SEARCH, Action.ANSWER]
     assert trajectory.turns[0].text == script.texts[0]
-    assert Observer(TagsConfig(), CODEC).observe(["t\n<calculator>"], "", 99) == wrapped("Doc 1(Title: t) <calculator>")
+    assert Observer(TagsConfig(), CODEC).observe(render_search(["t\n<calculator>"], ""), 99) == wrapped(
+        "Doc 1(Title: t) <calculator>"
+    )
 
 
 def test_without_a_search_its_tag_means_nothing() -> None:
@@ -132,7 +134,7 @@ def test_without_a_search_its_tag_means_nothing() -> None:
     assert (first.action, first.observation) == (Action.INVALID, config.invalid_message), (
         "the engine stops at </search>"
     )
-    rules = Protocol(config, {"do": "scripted"}, searches=False)
+    rules = TurnRules(config, {"do": "scripted"}, searches=False)
     assert rules.parse("<search>a</search> <do>b</do> c").text == "<search>a</search> <do>b</do>"
     assert rules.parse("<search>a</search> <do>b</do> c").tool == "scripted"
     assert rules.parse("<search>a</search>").action is Action.INVALID
@@ -212,7 +214,7 @@ UNTRUSTED = st.lists(
 @given(UNTRUSTED, st.booleans())
 def test_no_tool_forges_a_tag_of_any_tool(text: str, found: bool) -> None:
     observer = Observer(TagsConfig(), CODEC, ("say", "do"))
-    observation = observer.observe([text], "", 500) if found else observer.tell(text, 500)
+    observation = observer.observe(render_search([text], "") if found else text, 500)
     inside = observation.removeprefix("\n\n<information>").removesuffix("</information>\n\n")
     assert not re.search(rf"<\s*/?\s*({'|'.join(WORDS)})\s*>", inside, re.IGNORECASE)
 
@@ -249,21 +251,19 @@ def by_hand(text: str) -> tuple[str, str]:
     ],
 )
 def test_a_turn_ends_at_the_first_closing_tag_of_any_tool(text: str, kept: str, tool: str, content: str) -> None:
-    turn = Protocol(task(), {"say": "echo", "do": "scripted"}).parse(text)
+    turn = TurnRules(task(), {"say": "echo", "do": "scripted"}).parse(text)
     assert (turn.text, turn.tool, turn.content) == (kept, tool, content)
 
 
 @given(TEXTS)
 def test_parsing_agrees_with_a_reading_by_hand(text: str) -> None:
-    rules = Protocol(task(), {"say": "echo", "do": "scripted"})
+    rules = TurnRules(task(), {"say": "echo", "do": "scripted"})
     word, content = by_hand(text)
     turn = rules.parse(text)
     tool = {"say": "echo", "do": "scripted"}.get(word, "")
     action = Action.TOOL if tool else Action(word)
     assert (turn.action, turn.tool, turn.content) == (action, tool, content)
     assert text.startswith(turn.text)
-    _, effect = rules.step(State(), text)
-    assert isinstance(effect, Call) == bool(tool)
 
 
 @settings(max_examples=100, deadline=None)
@@ -291,7 +291,7 @@ def test_an_episode_goes_on_after_a_call_as_if_it_had_not_been_interrupted() -> 
 
         class Watched(Script):
             async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-                taken.append(episode.begun())
+                taken.append(episode.progress())
                 return await super().generate(input_ids, sampling, rid)
 
         script = Watched(*said)
@@ -319,7 +319,7 @@ def test_the_tools_of_a_task_may_be_given_by_hand(tmp_path: Path) -> None:
             return "written"
 
     script = Script("<do>a</do>", "<answer>b</answer>")
-    tools = EpisodeTools(script, script, CODEC, task(), own=[Written()])
+    tools = EpisodeTools(script, script, CODEC, task(), custom=[Written()])
     trajectory = asyncio.run(run_episode(QUESTION, 3, tools, GREEDY))
     assert trajectory.turns[0].observation == wrapped("written")
     assert (tmp_path / "call").read_text() == "a"

@@ -13,8 +13,7 @@ import numpy as np
 
 from rlsys.config.schema import TokenMode
 from rlsys.observe.kept import Kept, KeptTurn, Pieces
-from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.tokens import Sample, open_context
+from rlsys.rollout.agent.tokens import Codec, SampledTurn, open_context
 from tests.agent.bpe import build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -52,7 +51,7 @@ def played(
         logprobs = [drawn_logprob([*inputs, *drawn[: at + 1]]) for at in range(len(drawn))]
         version = POLICY if versions is None else versions[number]
         text = CODEC.decode(drawn)
-        context.add_turn(Sample(inputs, drawn, logprobs, [version] * len(drawn), True), text)
+        context.add_turn(SampledTurn(inputs, drawn, logprobs, [version] * len(drawn), True), text)
         context.add_observation(observation)
         of_turns.append(_turn(text, observation, drawn, logprobs))
     record = context.close(eos, limit)

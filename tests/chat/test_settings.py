@@ -14,7 +14,7 @@ from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.template import own_template, search_prompt
 from rlsys.errors import UserError
-from rlsys.rollout.tools.load import described
+from rlsys.rollout.tools.interface import described
 
 ROWS = [("Who am I?", "Who am I?"), ("where is it", "where is it?"), ("Why?", "Why?")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import zipfile
 from collections.abc import Mapping
@@ -273,3 +274,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
         save_values(path, Tree())
     assert [one.name for one in tmp_path.iterdir()] == ["tree.npz"]
     assert same(load_values(path, Tree), FULL)
+
+
+def test_a_turn_keeps_the_keys_of_older_files(tmp_path: Path) -> None:
+    save_values(tmp_path / "turn", Turn("a", Action.TOOL, "b", "c", 1, 2, 0, 0.5, 0.25, "failed", tool="clock"))
+    with np.load(tmp_path / "turn") as file:
+        tree = json.loads(file["tree"].tobytes())
+    assert (tree["search_s"], tree["search_error"], tree["tool"]) == (0.25, "failed", "clock")
+    assert "tool_s" not in tree

@@ -19,7 +19,7 @@ from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file
 from rlsys.data.question import read_questions
 from rlsys.data.template import search_prompt
 from rlsys.errors import UserError
-from rlsys.rollout.tools.load import described
+from rlsys.rollout.tools.interface import described
 from tests.data.fake_hub import FakeHub, running
 
 HAMLET = {"id": "test_0", "question": " who wrote Hamlet", "golden_answers": ["Shakespeare", "the Bard"]}

@@ -9,7 +9,7 @@ from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.template import search_prompt
 from rlsys.errors import RunError, UserError, root_cause
-from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.retrieval import Failure, SearchResult
 from tests.agent.bpe import build_tokenizer
 from tests.search.scripted import Script, found

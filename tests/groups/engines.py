@@ -14,7 +14,7 @@ from typing import Any
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
-from rlsys.rollout.agent.episode import Activity
+from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.build import trajectory
 from tests.pipeline.virtual_time import now
@@ -40,7 +40,7 @@ class Worker:
         """Key -> episodes."""
         self.begun: dict[str, tuple[EpisodeProgress, ...]] = {}
         """Key -> what it was given of a group."""
-        self.activity = Activity(False, {})
+        self.activity = EngineActivity(False, {})
         self.most_episodes = 0
         self.log: list[tuple[str, tuple[Any, ...]]] = []
         self.pending: dict[asyncio.Future[Any], str | None] = {}

@@ -17,7 +17,7 @@ from rlsys.errors import RunError
 from rlsys.observe.spans import Span, Tracer
 from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, EnginePool
 from rlsys.orchestrator.pipeline.routing import GroupLost, NoEngineLeft
-from rlsys.rollout.agent.episode import Activity
+from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.liveness import EngineDied
 from tests.groups.engines import NEVER, Engines
 from tests.pipeline.build import question
@@ -378,20 +378,20 @@ def test_what_rollouts_wait_for_is_what_no_engine_that_rolls_can_do_without() ->
 
         first, second, third = engines.ranks
         await look()  # Nothing goes on.
-        first.activity = Activity(False, {"search": 3})
+        first.activity = EngineActivity(False, {"search": 3})
         await look()
-        second.activity = Activity(False, {"calculator": 1, "search": 0})
+        second.activity = EngineActivity(False, {"calculator": 1, "search": 0})
         await look()
-        third.activity = Activity(True, {"search": 8})
+        third.activity = EngineActivity(True, {"search": 8})
         await look()
         async with group.reserve(1):
-            third.activity, first.activity = Activity(False, {}), Activity(True, {})
+            third.activity, first.activity = EngineActivity(False, {}), EngineActivity(True, {})
             assert group._router.aside == {0}
             await look()  # What is set aside answers an evaluation.
             second.silent = True
             await look()
         second.silent = False
-        first.activity = Activity(False, {"search": 3})
+        first.activity = EngineActivity(False, {"search": 3})
         engines.die(1)
         await look()  # Whether it is dead is for others to find out; of what is silent nothing is known.
         return seen

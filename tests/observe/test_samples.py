@@ -26,7 +26,7 @@ def sample(
         prompt_tokens=3,
         cached_tokens=1,
         generate_s=0.5,
-        search_s=0.25,
+        tool_s=0.25,
     )
     answer = Turn("<answer> Paris </answer>", Action.ANSWER, " Paris ", "", 2, 8, 5, 0.5, 0.0)
     trajectory = Trajectory(
@@ -101,7 +101,7 @@ def test_files_are_numbered(tmp_path: Path) -> None:
 def test_a_call_names_its_tool() -> None:
     one = sample(observation="\n\n<information>no\x1b</information>\n\n", generated="<calc>x</calc>")
     first, answer = one.trajectory.turns
-    call = replace(first, action=Action.TOOL, tool="calculator", search_error="no\x1b")
+    call = replace(first, action=Action.TOOL, tool="calculator", tool_error="no\x1b")
     text = render_sample(replace(one, trajectory=replace(one.trajectory, turns=(call, answer))))
     assert "answer after 0 searches and 1 calls of tools" in text
     assert "turn 1: calculator failed: no\\x1b" in text

@@ -70,5 +70,5 @@ def _turn(action: Action, content: str) -> Turn:
         prompt_tokens=0,
         cached_tokens=0,
         generate_s=0.0,
-        search_s=0.0,
+        tool_s=0.0,
     )

@@ -25,7 +25,7 @@ from rlsys.trainer.batches.sharding import Flops
 from tests.pipeline.build import question, trajectory
 
 SEARCH = Turn("a", Action.SEARCH, "q", "found", 6, 10, 4, 0.1, 0.5)
-FAILED = Turn("b", Action.SEARCH, "q", "failed", 2, 20, 16, 0.1, 1.5, search_error="timeout")
+FAILED = Turn("b", Action.SEARCH, "q", "failed", 2, 20, 16, 0.1, 1.5, tool_error="timeout")
 INVALID = Turn("c", Action.INVALID, "", "no", 3, 30, 10, 0.1, 0.0)
 ANSWER = Turn("d", Action.ANSWER, "Yes!", "", 1, 40, 0, 0.1, 0.0)
 
@@ -292,9 +292,9 @@ def test_a_step_has_the_figures_that_it_is_asked_for() -> None:
 
 def test_calls_of_tools_are_counted_by_tool_and_are_no_searches() -> None:
     calls = [
-        replace(SEARCH, action=Action.TOOL, tool="calculator", search_s=0.25),
-        replace(FAILED, action=Action.TOOL, tool="calculator", search_s=0.75),
-        replace(SEARCH, action=Action.TOOL, tool="dictionary", search_s=0.5),
+        replace(SEARCH, action=Action.TOOL, tool="calculator", tool_s=0.25),
+        replace(FAILED, action=Action.TOOL, tool="calculator", tool_s=0.75),
+        replace(SEARCH, action=Action.TOOL, tool="dictionary", tool_s=0.5),
         replace(SEARCH, action=Action.TOOL, tool="calculator", observation=""),
     ]
     group = Group(

@@ -9,10 +9,9 @@ import numpy as np
 
 from rlsys.config.schema import CompatConfig, RewardConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Finish, Trajectory, Turn
+from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.orchestrator.rewards.terms import Reader, Reading
-from rlsys.rollout.agent.protocol import End, Say, State
-from rlsys.rollout.agent.protocol import Protocol as Rules
+from rlsys.rollout.agent.episode import TurnRules
 
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
 
@@ -39,21 +38,20 @@ def episode(
     tools: Mapping[str, str] = {},
 ) -> Trajectory:
     """The trajectory that the protocol makes of `said`; the tokens are only counted. `tools` are tags by name."""
-    rules = Rules(task, {tag: name for name, tag in tools.items()})
-    state, turns, finish = State(), [], Finish.TOKEN_LIMIT
+    rules = TurnRules(task, {tag: name for name, tag in tools.items()})
+    turns, finish = [], Finish.TOKEN_LIMIT
     for one in said:
         text, found, error = (*((one,) if isinstance(one, str) else one), "", "")[:3]
-        state, effect = rules.step(state, text)
-        seen = effect.turn
-        if isinstance(effect, End):
-            observation, finish = "", effect.finish
-        elif isinstance(effect, Say):
-            observation = effect.message
+        seen, ending = rules.step(len(turns), text)
+        if ending is not None:
+            observation, finish = "", ending
+        elif seen.action is Action.INVALID:
+            observation = task.invalid_message
         else:
             word = task.tags.information
             observation = f"\n\n<{word}>{found}</{word}>\n\n"
         turns.append(Turn(seen.text, seen.action, seen.content, observation, 1, 1, 0, 0.0, 0.0, error, tool=seen.tool))
-        if isinstance(effect, End):
+        if ending is not None:
             break
     length = prompt_tokens + response_tokens
     return Trajectory(

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from rlsys.rollout.staged_weights import HeldWeights, Layout, sha256_prefix
+from rlsys.rollout.staged_weights import Layout, StagedVersion, sha256_prefix
 
 PREFIX = "model.layers.0"
 
@@ -25,9 +25,9 @@ def row_numbers(layout: Layout, tensors: dict[str, torch.Tensor]) -> list[dict[s
         seen[str(len(seen))] = numbers
         return str(len(seen) - 1)
 
-    held = HeldWeights(layout, remember)
+    held = StagedVersion(0, layout, remember)
     for name, tensor in tensors.items():
-        held.feed(name, tensor)
+        held.predict(name, tensor)
     return [{name: seen[key] for name, key in hashes.items()} for hashes in held.hashes]
 
 
@@ -77,11 +77,11 @@ def test_the_vocabulary_is_padded_with_zeros_and_a_tied_output_layer_ignored() -
 
 
 def test_every_kind_of_difference_is_named() -> None:
-    held = HeldWeights(Layout(tp=1, kv_heads=2, tied=False, dtype=torch.float32), sha256_prefix)
+    held = StagedVersion(0, Layout(tp=1, kv_heads=2, tied=False, dtype=torch.float32), sha256_prefix)
     norm = torch.tensor([1.0])
-    held.feed("model.norm.weight", norm)
-    held.feed("model.extra.weight", norm)
-    held.feed(f"{PREFIX}.mlp.up_proj.weight", rows(0, 2))
+    held.predict("model.norm.weight", norm)
+    held.predict("model.extra.weight", norm)
+    held.predict(f"{PREFIX}.mlp.up_proj.weight", rows(0, 2))
     reported = {"model.norm.weight": sha256_prefix(norm), "model.unsent.weight": sha256_prefix(norm)}
     partial = f"{PREFIX}.mlp.gate_up_proj.weight"
     assert held.mismatches([reported]) == ["model.extra.weight", partial, "model.unsent.weight"]
@@ -108,8 +108,8 @@ def test_experts_lie_one_after_the_other_each_cut_over_ranks() -> None:
 
 
 def test_an_expert_that_did_not_come_is_a_difference() -> None:
-    held = HeldWeights(Layout(tp=1, kv_heads=2, tied=False, dtype=torch.float32, experts=2), sha256_prefix)
-    held.feed(f"{PREFIX}.mlp.experts.1.down_proj.weight", rows(0, 2))
+    held = StagedVersion(0, Layout(tp=1, kv_heads=2, tied=False, dtype=torch.float32, experts=2), sha256_prefix)
+    held.predict(f"{PREFIX}.mlp.experts.1.down_proj.weight", rows(0, 2))
     assert held.mismatches([{}]) == [f"{PREFIX}.mlp.experts.w2_weight"]
 
 
@@ -124,6 +124,6 @@ def test_the_width_of_an_mlp_is_padded_on_a_cpu() -> None:
     (held,) = row_numbers(layout, tensors)
     assert held[f"{PREFIX}.mlp.gate_up_proj.weight"] == [1, 2, 3, 0, 5, 6, 7, 0]
     assert held[f"{PREFIX}.mlp.experts.w13_weight"] == [10, 11, 12, 13, 20, 21, 22, 23]
-    wide = HeldWeights(layout, lambda tensor: str(tensor.tolist()))
-    wide.feed(f"{PREFIX}.mlp.down_proj.weight", torch.tensor([[1.0, 2.0, 3.0]]))
+    wide = StagedVersion(0, layout, lambda tensor: str(tensor.tolist()))
+    wide.predict(f"{PREFIX}.mlp.down_proj.weight", torch.tensor([[1.0, 2.0, 3.0]]))
     assert wide.hashes == [{f"{PREFIX}.mlp.down_proj.weight": "[[1.0, 2.0, 3.0, 0.0]]"}]

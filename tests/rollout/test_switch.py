@@ -35,6 +35,7 @@ class Script:
         self.holds: dict[str, str] = {}
         self.reach: asyncio.Event | None = None
         self.paused = False
+        self.engine = self
 
     async def _step(self, name: str) -> tuple[bool, str]:
         self.log.append(name)
@@ -77,7 +78,7 @@ class Script:
     def abort_all(self) -> None:
         self.log.append("abort_all")
 
-    async def generate(self, input_ids: list[int], _sampling: object, rid: str) -> dict[str, Any]:
+    async def async_generate(self, *, input_ids: list[int], rid: str, **_options: object) -> dict[str, Any]:
         if input_ids == [0]:
             await asyncio.Event().wait()  # Runs for ever.
         meta = {
@@ -258,10 +259,10 @@ async def test_versions_that_do_not_cover_the_tokens_are_an_error(
             "weight_versions": [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans],
         }  # fmt: skip
 
-        async def generate(*_args: object) -> dict[str, Any]:
+        async def generate(**_options: object) -> dict[str, Any]:
             return {"meta_info": meta}
 
-        monkeypatch.setattr(script, "generate", generate)
+        monkeypatch.setattr(script, "async_generate", generate)
 
     answer(("3", 0, 2), ("4", 2, 5))
     generation = await engine.generate([1], SAMPLING, "r")

@@ -14,7 +14,7 @@ from rlsys.config.schema import TaskConfig, schema_keys
 from rlsys.rollout.agent.episode import call_tool
 from rlsys.rollout.agent.observation import render_call
 from rlsys.rollout.tools.calculator import Calculator
-from rlsys.rollout.tools.load import check_tools, open_tools
+from rlsys.rollout.tools.interface import check_tools, open_tools
 from tests.reward.episodes import episode, question
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/tools.md").read_text(encoding="utf-8")

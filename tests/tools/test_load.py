@@ -9,8 +9,7 @@ import pytest
 from rlsys.config.schema import TagsConfig, TaskConfig
 from rlsys.errors import UserError
 from rlsys.rollout.tools.calculator import Calculator
-from rlsys.rollout.tools.interface import Tool
-from rlsys.rollout.tools.load import check_tools, described, find_tool, open_tools, tool_tags
+from rlsys.rollout.tools.interface import Tool, check_tools, described, find_tool, open_tools, tool_tags
 from tests.tools.own_tools import Echo
 
 HERE = "tests.tools.own_tools"

@@ -32,7 +32,7 @@ from rlsys.observe.environment import RUN
 from rlsys.observe.records import METRICS
 from rlsys.orchestrator.resume import RUN_CONFIG
 from rlsys.orchestrator.validate import find_problems
-from rlsys.rollout.tools.load import described
+from rlsys.rollout.tools.interface import described
 from rlsys.search.address import TOKEN_VARIABLE, is_url
 
 _DEFAULTS = Path(__file__).with_name("defaults.yaml")

@@ -42,21 +42,20 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.errors import UserError
 from rlsys.orchestrator.search_server import Serving, serving, silent
-from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import (
     CANCEL_GRACE_S,
     Episode,
     EpisodeTools,
     Generation,
-    SearchResult,
     SearchTool,
     TurnSampling,
     within,
 )
+from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.requests import Streaming, of_answers
 from rlsys.rollout.search_tool import open_tool
-from rlsys.rollout.tools.interface import Tool
-from rlsys.rollout.tools.load import open_tools
+from rlsys.rollout.tools.interface import Tool, open_tools
+from rlsys.search.retrieval import SearchResult
 
 _THOUGHT_TAG = "think"
 _HALF_A_CHARACTER = "\ufffd"  # What a decoder makes of bytes that are not a whole character yet
@@ -272,10 +271,10 @@ class _Play:
 
     def _report_observation(self) -> None:
         """Report what was appended to the turn before, once the episode has gone on from it."""
-        begun = self._episode.begun()
-        if begun is not None and len(begun.turns) > self._observed:
-            self._observed = len(begun.turns)
-            self._report(Observed(self._observed - 1, begun.turns[-1].observation))
+        progress = self._episode.progress()
+        if progress is not None and len(progress.turns) > self._observed:
+            self._observed = len(progress.turns)
+            self._report(Observed(self._observed - 1, progress.turns[-1].observation))
 
 
 def _titled(contents: str) -> FoundPassage:

@@ -11,7 +11,7 @@ import typer
 from rlsys.apps.data.prepare import REPOSITORY, SETS, Prepared, QuestionSet, merge, prepare_file, split_file
 from rlsys.data.template import Template, own_template, tool_template
 from rlsys.errors import RunError, UserError
-from rlsys.rollout.tools.load import described
+from rlsys.rollout.tools.interface import described
 
 app = typer.Typer(help="Questions to train and evaluate on.", no_args_is_help=True)
 prepare = typer.Typer(help="Make files of questions: download, convert, check.", no_args_is_help=True)

@@ -35,7 +35,7 @@ from rlsys.data.template import own_template, tool_template
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.files import parse_json, read_regular, read_yaml, sha256_of
 from rlsys.orchestrator.validate import find_problems
-from rlsys.rollout.tools.load import described
+from rlsys.rollout.tools.interface import described
 
 if TYPE_CHECKING:  # It loads torch.
     from rlsys.apps.api.arguments import Devices, RunSettings

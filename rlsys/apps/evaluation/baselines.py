@@ -17,9 +17,9 @@ from rlsys.config.schema import RunConfig, TagsConfig
 from rlsys.data.question import Question
 from rlsys.data.template import as_asked, search_prompt
 from rlsys.errors import RunError, UserError
-from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import SearchTool
-from rlsys.rollout.agent.observation import Observer
+from rlsys.rollout.agent.observation import Observer, render_search
+from rlsys.rollout.agent.tokens import Codec
 
 
 class Baseline(StrEnum):
@@ -126,7 +126,7 @@ async def with_passages(
         if result.error:
             raise RunError(f"--baseline rag: the search for question {question.uid} failed: {result.error}")
         contents = [passage.contents for passage in result.passages]
-        passages = observer.observe(contents, "", task.max_observation_tokens)
+        passages = observer.observe(render_search(contents, ""), task.max_observation_tokens)
         return prompted(Baseline.rag, question, task.tags, passages)
 
     async with asyncio.TaskGroup() as tasks:

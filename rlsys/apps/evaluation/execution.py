@@ -34,8 +34,8 @@ from rlsys.data.trajectory import Trajectory
 from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.search_server import serving
-from rlsys.rollout.agent.codec import Codec
 from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, run_episode
+from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.requests import Streaming, of_answers
 from rlsys.rollout.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult

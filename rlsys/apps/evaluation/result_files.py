@@ -210,8 +210,8 @@ def _article(number: int, one: Answered) -> Tree.Element:
     _block(details, "prompt", question.prompt)
     for turn in trajectory.turns:
         _block(details, "model", turn.text)
-        if turn.search_error:
-            _block(details, "error", turn.search_error)
+        if turn.tool_error:
+            _block(details, "error", turn.tool_error)
         if turn.observation:
             _block(details, "environment", turn.observation)
     return article

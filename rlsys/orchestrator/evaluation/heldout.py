@@ -19,7 +19,7 @@ from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.scores import AnswerScores, scores_of
 from rlsys.orchestrator.rewards.terms import Reader
-from rlsys.rollout.tools.load import tool_tags
+from rlsys.rollout.tools.interface import tool_tags
 
 Ask = Callable[[Question, int, float], Awaitable[Trajectory]]
 """Answers a question, as number so many of it, at a temperature; 0 is greedy."""
@@ -51,7 +51,7 @@ class Answered:
     @property
     def search_errors(self) -> int:
         """Searches that failed."""
-        return sum(bool(turn.search_error) for turn in self.trajectory.turns)
+        return sum(bool(turn.tool_error) for turn in self.trajectory.turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,8 +167,8 @@ def _episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "env/finish_ratio": fmean(one.finish is Finish.ANSWER for one in trajectories),
         "rollout/episodes": len(trajectories),
         "rollout/aborted": sum(one.finish is Finish.ABORTED for one in trajectories),
-        "rollout/search_errors": sum(bool(turn.search_error) for turn in searches),
-        "rollout/search_s_mean": fmean([turn.search_s for turn in searches] or [0.0]),
+        "rollout/search_errors": sum(bool(turn.tool_error) for turn in searches),
+        "rollout/search_s_mean": fmean([turn.tool_s for turn in searches] or [0.0]),
         "rollout/generated_tokens": sum(turn.generated_tokens for turn in turns),
         "rollout/cached_prompt_share": sum(turn.cached_tokens for turn in turns)
         / max(1, sum(turn.prompt_tokens for turn in turns)),
@@ -185,8 +185,8 @@ def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for tool, calls in called.items():
         metrics |= {
             f"tool/{tool}/calls": len(calls) / len(trajectories),
-            f"tool/{tool}/errors": sum(bool(turn.search_error) for turn in calls),
-            f"tool/{tool}/s_mean": fmean(turn.search_s for turn in calls),
+            f"tool/{tool}/errors": sum(bool(turn.tool_error) for turn in calls),
+            f"tool/{tool}/s_mean": fmean(turn.tool_s for turn in calls),
         }
     return metrics
 

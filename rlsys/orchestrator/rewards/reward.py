@@ -32,7 +32,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.rewards.check import check_terms, load_term, one_line, weights_of
 from rlsys.orchestrator.rewards.judge import Judge
 from rlsys.orchestrator.rewards.terms import JUDGE, Reader, Reading, Scored, pure_terms
-from rlsys.rollout.tools.load import tool_tags
+from rlsys.rollout.tools.interface import tool_tags
 from rlsys.search.web.loop import LoopThread
 
 _MAX_THREADS = 8

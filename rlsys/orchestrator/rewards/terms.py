@@ -121,7 +121,7 @@ class Reader:
 
     def _retrieved(self, turn: Turn, answers: Sequence[str]) -> bool:
         """Whether a search brought an answer; the tags around what it brought, whose word might be one, do not count."""
-        if not _searched(turn) or turn.search_error:
+        if not _searched(turn) or turn.tool_error:
             return False
         opening, closing = f"<{self._tags.information}>", f"</{self._tags.information}>"
         return contains(turn.observation.strip().removeprefix(opening).removesuffix(closing), answers)

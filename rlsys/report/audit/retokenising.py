@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rlsys.config.schema import TokenMode
 from rlsys.observe.kept import Kept
-from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.tokens import Codec
 
 Span = tuple[int, int]  # Half-open range of characters
 

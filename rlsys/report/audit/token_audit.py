@@ -43,7 +43,7 @@ from rlsys.report.audit.retokenising import (
     tokenised,
 )
 from rlsys.report.spread import QUANTILES, Spread, spread
-from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.tokens import Codec
 
 Floats = NDArray[np.float64]
 

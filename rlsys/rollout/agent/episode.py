@@ -1,51 +1,51 @@
 """One episode: generation and search or a tool's call in turn, until the protocol or a limit ends it.
 
-The engine, the search tool and the task's own tools come in as protocols, so this module knows none. It owns the
+The engine, the search and the task's custom tools come in as protocols, so this module knows none. It owns the
 limits: tokens of a turn, of an observation and of the whole, and the time of the whole.
 
 Invariants: a trajectory never holds more than `max_total_tokens` tokens; an episode that runs out of
 time is returned with what it had, `Finish.ABORTED`, and its running generation is cancelled (a
 `Generator` must then free its request; one that does not is left behind, and the episode returns all the
 same); a search or a call that fails becomes an observation, not an exception. At any moment an episode can be taken
-out as of its last whole turn and go on later, elsewhere: see `begun.py`.
+out as of its last whole turn and go on later, elsewhere: see `PartialEpisode`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from time import perf_counter, time_ns
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.errors import UserError
-from rlsys.rollout.agent.codec import Codec
-from rlsys.rollout.agent.observation import Observer, render_call
-from rlsys.rollout.agent.protocol import Call, End, Parsed, Say, State
-from rlsys.rollout.agent.protocol import Protocol as Rules
-from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode, Sample, open_context, partial_episode
-from rlsys.rollout.tools.interface import Tool, ToolError
-from rlsys.rollout.tools.load import open_tools
+from rlsys.rollout.agent.observation import Observer, render_call, render_search
+from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode, SampledTurn, open_context
+from rlsys.rollout.tools.interface import Tool, ToolError, open_tools
+from rlsys.search.retrieval import SearchResult
 
 T = TypeVar("T")
+Number = TypeVar("Number", bound=np.generic)
 CANCEL_GRACE_S = 1.0
 """For a cancelled call to end in order; then it is waited for no more."""
 MOST_CHARS = 100_000
-"""Of what a tool says: more is cut before anybody looks at it."""
+"""Of a tool's answer: more is cut before anybody looks at it."""
 SEARCH = "search"
-"""As a name of what is awaited; the others are the names of tools."""
+"""Names the search among what is awaited; the other names are those of tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnSampling:
-    """How one turn is drawn. Temperature 0 is greedy."""
+    """The way in which one turn is drawn. Temperature 0 is greedy."""
 
     temperature: float
     top_p: float = 1.0
@@ -58,7 +58,7 @@ class TurnSampling:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine returned for one turn."""
+    """The engine's answer for one turn."""
 
     token_ids: list[int]
     """As sampled, with the tokens of a stop string or the end-of-sequence token that ended it."""
@@ -78,26 +78,6 @@ class Generator(Protocol):
         """Continue `input_ids`; on cancellation, free the request `rid` and re-raise."""
 
 
-class Passage(Protocol):
-    """A search hit."""
-
-    @property
-    def contents(self) -> str:
-        """Title in the first line, text in the rest."""
-
-
-class SearchResult(Protocol):
-    """What a search returned: passages, or an error."""
-
-    @property
-    def passages(self) -> Sequence[Passage]:
-        """Hits, best first."""
-
-    @property
-    def error(self) -> str:
-        """Why the search failed; empty when it worked."""
-
-
 class SearchTool(Protocol):
     """The search engine as an episode sees it."""
 
@@ -105,8 +85,72 @@ class SearchTool(Protocol):
         """Hits for one query. Failures are returned, not raised."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A turn as the protocol reads it."""
+
+    text: str
+    """The rest of the turn after the cut."""
+    action: Action
+    content: str
+    """The query, the text for a tool or the answer, stripped; empty for an invalid turn."""
+    tool: str = ""
+    """The tool's name, of `Action.TOOL` alone."""
+
+
+class TurnRules:
+    """Reads the text of a turn by the Search-R1 protocol, and says whether the episode ends with it. Stateless.
+
+    A turn is cut after its first closing tag of the search or of a tool, else after its first closing answer tag.
+    Its action is the first complete element of the search, a tool or the answer in what is left. An answer ends the
+    episode, a search or a call asks for an observation, anything else is answered with the task's invalid message.
+    After `max_turns` turns there is one last generation, in which only an answer counts. A query, or a text for a
+    tool, of white space alone is invalid.
+
+    Invariants: `step` never raises on any text; at most `max_turns + 1` steps until one ends the episode.
+    """
+
+    def __init__(self, task: TaskConfig, tools: Mapping[str, str] = {}, *, searches: bool = True) -> None:
+        """`tools` are their names by tag; without `searches` the tag of the search means nothing."""
+        tags = task.tags
+        self._acts = {**({tags.search: ""} if searches else {}), **tools}
+        """Tag -> name of the tool, empty for the search."""
+        self._element = re.compile(rf"<({'|'.join(map(re.escape, (*self._acts, tags.answer)))})>(.*?)</\1>", re.DOTALL)
+        self._answer_tag = tags.answer
+        self._max_turns = task.max_turns
+
+    def cut(self, text: str) -> str:
+        """`text` up to and including the tag that ends the turn; all of it without one."""
+        for tags in (self._acts, (self._answer_tag,)):
+            cuts = [text.partition(f"</{tag}>")[:2] for tag in tags]
+            if ended := [head + closer for head, closer in cuts if closer]:
+                return min(ended, key=len)
+        return text
+
+    def parse(self, text: str) -> Parsed:
+        """Cut a turn and read its action."""
+        kept = self.cut(text)
+        element = self._element.search(kept)
+        if element is None:
+            return Parsed(kept, Action.INVALID, "")
+        tag, content = element.group(1), element.group(2).strip()
+        if tag == self._answer_tag:
+            return Parsed(kept, Action.ANSWER, content)
+        if not content:
+            return Parsed(kept, Action.INVALID, "")
+        tool = self._acts[tag]
+        return Parsed(kept, Action.TOOL if tool else Action.SEARCH, content, tool)
+
+    def step(self, turns: int, text: str) -> tuple[Parsed, Finish | None]:
+        """Read the generated `text` of a turn after `turns` others, and say how it ends the episode, if it does."""
+        turn = self.parse(text)
+        if turn.action is Action.ANSWER:
+            return turn, Finish.ANSWER
+        return turn, Finish.TURN_LIMIT if turns >= self._max_turns else None
+
+
 class EpisodeTools:
-    """What all episodes of one engine share.
+    """Engine, search, tools and rules that all episodes of one engine share.
 
     Raises UserError where not even an empty observation fits into `task.max_observation_tokens`, and for tools of the
     task that cannot be used.
@@ -118,19 +162,19 @@ class EpisodeTools:
         search: SearchTool | None,
         codec: Codec,
         task: TaskConfig,
-        own: Sequence[Tool] | None = None,
+        custom: Sequence[Tool] | None = None,
     ) -> None:
-        """Without `search` there is none, and its tag means nothing. `own` take the place of one of each `task.tools`."""
+        """Without `search` its tag means nothing. `custom` take the place of one of each `task.tools`."""
         self.generator = generator
         self.search = search
         self.codec = codec
         self.task = task
-        self.own = {tool.name: tool for tool in (open_tools(task) if own is None else own)}
-        """The task's own tools by name."""
+        self.custom = {tool.name: tool for tool in (open_tools(task) if custom is None else custom)}
+        """The task's custom tools by name."""
         self.awaited: Counter[str] = Counter()
-        """What episodes wait for outside the engine, by its name: how many do at this moment."""
-        tags = {tool.tag: name for name, tool in self.own.items()}
-        self.rules = Rules(task, tags, searches=search is not None)
+        """Tool, or `SEARCH` -> episodes that wait for it at this moment."""
+        tags = {tool.tag: name for name, tool in self.custom.items()}
+        self.rules = TurnRules(task, tags, searches=search is not None)
         self.observer = Observer(task.tags, codec, tuple(tags))
         self._stops = tuple(f"</{tag}>" for tag in tags)
         if task.max_observation_tokens < self.observer.wrapper_tokens:
@@ -139,27 +183,13 @@ class EpisodeTools:
                 f"{self.observer.wrapper_tokens} tokens of the tags alone; raise it."
             )
 
-    @contextmanager
-    def awaiting(self, name: str) -> Iterator[None]:
-        """Count one episode more as waiting for `name` during the body."""
-        self.awaited[name] += 1
-        try:
-            yield
-        finally:
-            self.awaited[name] -= 1
-
     def stopping(self, sampling: TurnSampling) -> TurnSampling:
         """`sampling` that ends a generation at the closing tag of every tool as well."""
-        added = tuple(stop for stop in self._stops if stop not in sampling.stop)
-        return replace(sampling, stop=(*sampling.stop, *added))
+        return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *self._stops))))
 
 
 async def run_episode(
-    question: Question,
-    sample: int,
-    tools: EpisodeTools,
-    sampling: TurnSampling,
-    timeout_s: float | None = None,
+    question: Question, sample: int, tools: EpisodeTools, sampling: TurnSampling, timeout_s: float | None = None
 ) -> Trajectory:
     """Run one episode to its end or for `timeout_s` seconds.
 
@@ -179,77 +209,89 @@ class Episode:
         sample: int,
         tools: EpisodeTools,
         sampling: TurnSampling,
-        begun: PartialEpisode | None = None,
+        progress: PartialEpisode | None = None,
     ) -> None:
-        """`begun` is what there is of it already, from the same question, task and tokenizer."""
+        """`progress` holds the turns taken already, from the same question, task and tokenizer."""
         self._question = question
         self._sample = sample
         self._tools = tools
         self._sampling = tools.stopping(sampling)
         self._context = open_context(tools.task.token_mode, tools.codec, tools.codec.prompt(question.prompt))
         self._turns: list[Turn] = []
-        self._generations: list[Sample] = []
-        """Of `_turns`, as sampled."""
+        self._sampled: list[SampledTurn] = []
+        """Each of `_turns` as the engine returned it."""
         self._whole = 0
-        """How many of `_turns` have been answered by the environment."""
+        """Number of `_turns` that have been answered by the environment."""
         length = len(self._context.input_ids())
         if length > tools.task.max_prompt_tokens:
             raise UserError(
                 f"Question {question.uid} has {length} tokens, more than task.max_prompt_tokens="
                 f"{tools.task.max_prompt_tokens}; raise the limit or drop the question."
             )
-        if begun is not None:
-            self._go_on_from(begun)
+        if progress is not None:
+            self._resume(progress)
 
-    def begun(self) -> PartialEpisode | None:
+    def progress(self) -> PartialEpisode | None:
         """The whole turns so far, if there is one."""
-        whole = self._whole
-        if not whole:
+        if not self._whole:
             return None
-        return partial_episode(self._question.uid, self._sample, self._turns[:whole], self._generations[:whole])
+        sampled = self._sampled[: self._whole]
+        return PartialEpisode(
+            question_uid=self._question.uid,
+            sample=self._sample,
+            turns=tuple(self._turns[: self._whole]),
+            token_ids=_joined((turn.output_ids for turn in sampled), np.int32),
+            logprobs=_joined((turn.logprobs for turn in sampled), np.float32),
+            versions=_joined((turn.versions for turn in sampled), np.int32),
+            ended_itself=np.array([turn.ended_itself for turn in sampled], np.bool_),
+        )
 
     async def run(self) -> Finish:
         """Take turns until the episode ends."""
-        task = self._tools.task
-        state = State(self._whole)
+        tools, task = self._tools, self._tools.task
         while True:
-            inputs = self._context.input_ids()
-            room = self._room(len(inputs))
+            inputs, number = self._context.input_ids(), len(self._turns)
+            room = task.max_total_tokens - len(inputs) - int(task.train_eos)  # That token is kept free.
             if room <= 0:
                 return Finish.TOKEN_LIMIT
             budget = min(task.max_turn_tokens, room)
             began_ns, started = time_ns(), perf_counter()
-            generation = await self._tools.generator.generate(
+            generation = await tools.generator.generate(
                 inputs,
                 replace(self._sampling, max_new_tokens=budget),
-                rid=f"{self._question.uid}#{self._sample}.{state.turns}",
+                rid=f"{self._question.uid}#{self._sample}.{number}",
             )
-            state, effect = self._tools.rules.step(state, self._tools.codec.decode(generation.token_ids))
-            parsed = effect.turn
-            turn = _as_turn(parsed, generation, len(inputs), began_ns, perf_counter() - started)
-            self._add(turn, _as_sample(inputs, generation))
+            parsed, finish = tools.rules.step(number, tools.codec.decode(generation.token_ids))
+            turn = Turn(
+                text=parsed.text,
+                action=parsed.action,
+                content=parsed.content,
+                observation="",
+                generated_tokens=len(generation.token_ids),
+                prompt_tokens=len(inputs),
+                cached_tokens=generation.cached_tokens,
+                generate_s=perf_counter() - started,
+                tool_s=0.0,
+                began_ns=began_ns,
+                tool=parsed.tool,
+            )
+            ended_itself = generation.finish == "stop"
+            sampled = SampledTurn(inputs, generation.token_ids, generation.logprobs, generation.versions, ended_itself)
+            self._add(turn, sampled)
             if generation.finish == "abort":
                 return Finish.ABORTED
-            if isinstance(effect, End):
-                return effect.finish
+            if finish is not None:
+                return finish
             if generation.finish == "length" and budget == room and parsed.action is Action.INVALID:
                 return Finish.TOKEN_LIMIT
-            room -= len(generation.token_ids)
-            if isinstance(effect, Say):
-                fits = self._say(effect.message, room)
-            elif isinstance(effect, Call):
-                fits = await self._call(parsed, room)
-            else:
-                fits = await self._search(parsed.content, room)
-            if not fits:
+            if not await self._respond(parsed, room - len(generation.token_ids)):
                 return Finish.TOKEN_LIMIT
             self._whole = len(self._turns)
 
     def trajectory(self, finish: Finish) -> Trajectory:
-        """What the episode has so far, as ended by `finish`."""
+        """The episode so far, as ended by `finish`."""
         task = self._tools.task
-        end_with_eos = task.train_eos and finish is Finish.ANSWER
-        record = self._context.close(end_with_eos, task.max_total_tokens)
+        record = self._context.close(task.train_eos and finish is Finish.ANSWER, task.max_total_tokens)
         return Trajectory(
             question_uid=self._question.uid,
             sample=self._sample,
@@ -263,112 +305,70 @@ class Episode:
             response=record.response,
             turns=tuple(self._turns),
             finish=Finish.TOKEN_LIMIT if record.truncated else finish,
-            sampled_ids=np.array([one for own in self._generations for one in own.output_ids], np.int32),
-            sampled_logprobs=np.array([one for own in self._generations for one in own.logprobs], np.float32),
+            sampled_ids=_joined((turn.output_ids for turn in self._sampled), np.int32),
+            sampled_logprobs=_joined((turn.logprobs for turn in self._sampled), np.float32),
         )
 
-    def _go_on_from(self, begun: PartialEpisode) -> None:
-        """Take the turns of `begun` as they were taken first."""
-        if (begun.question_uid, begun.sample) != (self._question.uid, self._sample):
+    def _resume(self, progress: PartialEpisode) -> None:
+        """Take the turns of `progress` as they were taken first."""
+        if (progress.question_uid, progress.sample) != (self._question.uid, self._sample):
             raise ValueError(
                 f"Sample {self._sample} of question {self._question.uid} cannot go on from sample "
-                f"{begun.sample} of question {begun.question_uid}."
+                f"{progress.sample} of question {progress.question_uid}."
             )
-        for turn, own, ended_itself in begun.generations():
-            sample = Sample(
+        for turn, part, ended_itself in progress.generations():
+            sampled = SampledTurn(
                 input_ids=self._context.input_ids(),
-                output_ids=begun.token_ids[own].tolist(),
-                logprobs=begun.logprobs[own].tolist(),
-                versions=begun.versions[own].tolist(),
+                output_ids=progress.token_ids[part].tolist(),
+                logprobs=progress.logprobs[part].tolist(),
+                versions=progress.versions[part].tolist(),
                 ended_itself=ended_itself,
             )
-            self._add(turn, sample)
+            self._add(turn, sampled)
             self._context.add_observation(turn.observation)
         self._whole = len(self._turns)
 
-    def _add(self, turn: Turn, sample: Sample) -> None:
+    def _add(self, turn: Turn, sampled: SampledTurn) -> None:
         """Append a generation."""
-        self._context.add_turn(sample, turn.text)
+        self._context.add_turn(sampled, turn.text)
         self._turns.append(turn)
-        self._generations.append(sample)
+        self._sampled.append(sampled)
 
-    def _room(self, context_tokens: int) -> int:
-        """Tokens that may still be added, one kept for the end-of-sequence token."""
-        task = self._tools.task
-        return task.max_total_tokens - context_tokens - int(task.train_eos)
-
-    def _say(self, message: str, room: int) -> bool:
-        """Append a fixed message; False where it has no room."""
-        if len(self._tools.codec.encode(message)) > room:
-            return False
-        self._append(message)
-        return True
-
-    async def _search(self, query: str, room: int) -> bool:
-        """Search and append the observation; False where not even an empty one has room."""
-        limit = self._observation_limit(room)
-        if not limit:
-            return False
-        assert self._tools.search is not None, "the rules know no search where there is none"
-        started = perf_counter()
-        with self._tools.awaiting(SEARCH):
-            result = await self._tools.search.search(query)
-        search_s = perf_counter() - started
-        contents = [passage.contents for passage in result.passages]
-        observation = self._tools.observer.observe(contents, result.error, limit)
-        self._append(observation, search_s, result.error)
-        return True
-
-    async def _call(self, turn: Parsed, room: int) -> bool:
-        """Call a tool and append the observation; False where not even an empty one has room."""
-        limit = self._observation_limit(room)
-        if not limit:
-            return False
-        started = perf_counter()
-        with self._tools.awaiting(turn.tool):
-            called = await call_tool(self._tools.own[turn.tool], turn.content)
-        call_s = perf_counter() - started
-        body = render_call(turn.tool, called.text, called.error)
-        self._append(self._tools.observer.tell(body, limit), call_s, called.error)
-        return True
-
-    def _observation_limit(self, room: int) -> int:
-        """Most tokens of an observation; 0 where not even an empty one has `room`."""
-        limit = min(self._tools.task.max_observation_tokens, room)
-        return limit if limit >= self._tools.observer.wrapper_tokens else 0
-
-    def _append(self, observation: str, search_s: float = 0.0, search_error: str = "") -> None:
-        """Append an observation to the context and to the last turn."""
+    async def _respond(self, turn: Parsed, room: int) -> bool:
+        """Append the environment's answer to `turn`; False where not even the shortest has room."""
+        tools, task = self._tools, self._tools.task
+        if turn.action is Action.INVALID:
+            observation, seconds, error = task.invalid_message, 0.0, ""
+            if len(tools.codec.encode(observation)) > room:
+                return False
+        else:
+            limit = min(task.max_observation_tokens, room)
+            if limit < tools.observer.wrapper_tokens:
+                return False
+            started, awaited = perf_counter(), turn.tool or SEARCH
+            tools.awaited[awaited] += 1
+            try:
+                body, error = await self._call(turn)
+            finally:
+                tools.awaited[awaited] -= 1
+            seconds = perf_counter() - started
+            observation = tools.observer.observe(body, limit)
         self._context.add_observation(observation)
-        self._turns[-1] = replace(
-            self._turns[-1], observation=observation, search_s=search_s, search_error=search_error
-        )
+        self._turns[-1] = replace(self._turns[-1], observation=observation, tool_s=seconds, tool_error=error)
+        return True
+
+    async def _call(self, turn: Parsed) -> Called:
+        """Carry out the search or the tool's call of `turn`: the text of the observation, and why it failed."""
+        if turn.tool:
+            text, error = await call_tool(self._tools.custom[turn.tool], turn.content)
+            return Called(render_call(turn.tool, text, error), error)
+        assert self._tools.search is not None, "the rules know no search where there is none"
+        result = await self._tools.search.search(turn.content)
+        return Called(render_search([passage.contents for passage in result.passages], result.error), result.error)
 
 
-def _as_sample(inputs: list[int], generation: Generation) -> Sample:
-    return Sample(
-        input_ids=inputs,
-        output_ids=generation.token_ids,
-        logprobs=generation.logprobs,
-        versions=generation.versions,
-        ended_itself=generation.finish == "stop",
-    )
-
-
-def _as_turn(parsed: Parsed, generation: Generation, prompt_tokens: int, began_ns: int, generate_s: float) -> Turn:
-    return Turn(
-        text=parsed.text,
-        action=parsed.action,
-        content=parsed.content,
-        observation="",
-        generated_tokens=len(generation.token_ids),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=generation.cached_tokens,
-        generate_s=generate_s,
-        search_s=0.0,
-        began_ns=began_ns,
-        tool=parsed.tool,
-    )
+def _joined(parts: Iterable[Sequence[float]], dtype: type[Number]) -> NDArray[Number]:
+    return np.array(list(chain.from_iterable(parts)), dtype)
 
 
 class EpisodeGroup:
@@ -385,16 +385,16 @@ class EpisodeGroup:
         samples: Sequence[int],
         tools: EpisodeTools,
         sampling: TurnSampling,
-        begun: Sequence[EpisodeProgress] = (),
+        progress: Sequence[EpisodeProgress] = (),
     ) -> None:
-        """`begun` is what there is already of some of the `samples`, in any order.
+        """`progress` is that of some of the `samples`, in any order.
 
-        Raises UserError for a question that is too long, ValueError for `begun` that is not of this group.
+        Raises UserError for a question that is too long, ValueError for `progress` that is not of this group.
         """
-        known = {one.sample: one for one in begun}
-        if len(known) < len(begun) or not known.keys() <= set(samples):
+        known = {episode.sample: episode for episode in progress}
+        if len(known) < len(progress) or not known.keys() <= set(samples):
             raise ValueError(
-                f"Samples {[one.sample for one in begun]} were begun, of the samples {list(samples)} of "
+                f"Samples {[episode.sample for episode in progress]} were begun, of the samples {list(samples)} of "
                 f"question {question.uid}."
             )
         self._episodes: dict[int, Episode] = {}
@@ -402,13 +402,13 @@ class EpisodeGroup:
         self._ended: dict[int, Trajectory] = {}
         self._samples = tuple(samples)
         for sample in samples:
-            one = known.get(sample)
-            if not isinstance(one, Trajectory):
-                self._episodes[sample] = Episode(question, sample, tools, sampling, one)
-            elif one.question_uid == question.uid:
-                self._ended[sample] = one
+            episode = known.get(sample)
+            if not isinstance(episode, Trajectory):
+                self._episodes[sample] = Episode(question, sample, tools, sampling, episode)
+            elif episode.question_uid == question.uid:
+                self._ended[sample] = episode
             else:
-                raise ValueError(f"An episode of question {one.question_uid} is none of {question.uid}.")
+                raise ValueError(f"An episode of question {episode.question_uid} is none of {question.uid}.")
 
     async def play(self, slots: asyncio.Semaphore, timeout_s: float) -> None:
         """Run each episode to its end, or for `timeout_s` seconds from when one of the `slots` is free for it."""
@@ -427,41 +427,37 @@ class EpisodeGroup:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def begun(self) -> tuple[EpisodeProgress, ...]:
-        """Of each sample that has ended or has a whole turn, what there is; in the order of the samples."""
-        found = (self._ended.get(sample) or self._episodes[sample].begun() for sample in self._samples)
-        return tuple(one for one in found if one is not None)
+    def progress(self) -> tuple[EpisodeProgress, ...]:
+        """Samples that have ended or have a whole turn, in order."""
+        known = (self._ended.get(sample) or self._episodes[sample].progress() for sample in self._samples)
+        return tuple(episode for episode in known if episode is not None)
 
     def trajectories(self) -> list[Trajectory]:
-        """Of every sample, in order; an episode that has not ended is aborted."""
+        """All samples, in order; an episode that has not ended is aborted."""
         return [
             self._ended.get(sample) or self._episodes[sample].trajectory(Finish.ABORTED) for sample in self._samples
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Activity:
+class EngineActivity:
     """A moment of one engine's episodes."""
 
     busy: bool
     """The engine generates, or holds requests back for a while."""
     awaited: Mapping[str, int]
-    """What is outside the engine, by name -> episodes that wait for it."""
+    """A tool outside the engine, or the search -> episodes that wait for it."""
 
 
-def common_wait(found: Iterable[Activity]) -> str:
-    """What all that goes on waits for, in words; empty where an engine is busy, or nothing is awaited."""
-    awaited: set[str] = set()
-    for activity in found:
-        if activity.busy:
-            return ""
-        awaited.update(name for name, episodes in activity.awaited.items() if episodes)
-    return " and ".join(sorted(awaited))
+def common_wait(activities: Sequence[EngineActivity]) -> str:
+    """Names of all that episodes wait for; empty where an engine is busy, or nothing is awaited."""
+    if any(activity.busy for activity in activities):
+        return ""
+    return " and ".join(sorted({name for each in activities for name, waiting in each.awaited.items() if waiting}))
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """What came of a call."""
+class Called(NamedTuple):
+    """The outcome of a call."""
 
     text: str
     error: str = ""
@@ -469,14 +465,14 @@ class Called:
 
 
 async def call_tool(tool: Tool, text: str) -> Called:
-    """What `tool` says to `text`, within its time-out: failures are returned, not raised."""
+    """Give `text` to `tool` and return its answer within its time-out: failures are returned, not raised."""
     called = await within(_attempt(tool, text), timeout_s=tool.timeout_s)
     return called or Called("", f"no answer within {tool.timeout_s:g} s")
 
 
 async def _attempt(tool: Tool, text: str) -> Called:
     try:
-        said = await tool.call(text)
+        answer = await tool.call(text)
     except ToolError as error:
         return Called("", _reason(error) or "it gives no reason")
     except asyncio.CancelledError:  # by the tool itself: once the time is over, nobody listens any more
@@ -484,13 +480,13 @@ async def _attempt(tool: Tool, text: str) -> Called:
     # The tool is somebody else's, and the policy gets to read it; `exit()` in it must not end the worker.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return Called("", f"{type(error).__name__}: {_reason(error)}".rstrip(": "))
-    if not isinstance(said, str):
-        return Called("", f"it returned {type(said).__name__}, not text")
-    return Called(_encodable(said))
+    if not isinstance(answer, str):
+        return Called("", f"it returned {type(answer).__name__}, not text")
+    return Called(_encodable(answer))
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, on one line; empty for one that cannot say it."""
+    """The words of an error, on one line; empty for one that has none."""
     try:
         return " ".join(_encodable(str(error)).split())
     except Exception:  # noqa: BLE001 (its __str__ is the tool's as well)
@@ -508,7 +504,7 @@ async def within(
     timeout_s: float | None = None,
     stop: asyncio.Future[None] | None = None,
 ) -> T | None:
-    """What `call` returns, or None after `timeout_s` seconds or once `stop` is done.
+    """Return the result of `call`, or None after `timeout_s` seconds or once `stop` is done.
 
     The call is then cancelled. One that ignores this is left behind after `CANCEL_GRACE_S`.
     """

@@ -1,4 +1,4 @@
-"""What the environment says to a search or a tool's call: text inside the information tags.
+"""Observations, the environment's answers to a search or a tool's call: text inside the information tags.
 
 Invariants: an observation always begins and ends with its own tags, however long the text is; no passage, title,
 result or error can forge a tag of the protocol or of a tool, or a special token of the tokenizer. The time of the
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from rlsys.config.schema import TagsConfig
-from rlsys.rollout.agent.codec import Codec
+from rlsys.rollout.agent.tokens import Codec
 
 NOTHING_FOUND = "No results found."
 NOTHING_SAID = "No result."
@@ -22,23 +22,18 @@ _LOOK_AHEAD = 1024
 """Characters behind a token which cannot change it: four of the longest tokens that are in use, and any forgery."""
 
 
-def render_passages(contents: Iterable[str]) -> str:
-    """Passages as `Doc {i}(Title: {first line}) {rest}`, one a line, numbered from 1."""
-    lines = []
-    for number, content in enumerate(contents, start=1):
-        title, _, rest = content.partition("\n")
-        lines.append(f"Doc {number}(Title: {title}) {rest}\n")
-    return "".join(lines)
+def render_search(contents: Iterable[str], error: str) -> str:
+    """Passages as `Doc {i}(Title: {first line}) {rest}`, one a line, numbered from 1; or an `error` that is not empty."""
+    if error:
+        return f"Search failed: {error}"
+    parts = (content.partition("\n") for content in contents)
+    lines = [f"Doc {number}(Title: {title}) {rest}\n" for number, (title, _, rest) in enumerate(parts, start=1)]
+    return "".join(lines) or NOTHING_FOUND
 
 
-def render_error(error: str) -> str:
-    """What the policy reads when a search failed."""
-    return f"Search failed: {error}"
-
-
-def render_call(tool: str, said: str, error: str) -> str:
-    """What the policy reads when `tool` has `said` something or, for an `error` that is not empty, failed."""
-    return f"{tool} failed: {error}" if error else said or NOTHING_SAID
+def render_call(tool: str, text: str, error: str) -> str:
+    """The answer `text` of `tool`, or an `error` that is not empty."""
+    return f"{tool} failed: {error}" if error else text or NOTHING_SAID
 
 
 class Observer:
@@ -57,15 +52,11 @@ class Observer:
         self.wrapper_tokens = len(codec.encode(self._open + self._close))
         """Tokens of an observation without content: no limit can be below that."""
 
-    def observe(self, contents: Sequence[str], error: str, max_tokens: int) -> str:
-        """The observation of a search, at most `max_tokens` tokens when tokenised alone.
+    def observe(self, body: str, max_tokens: int) -> str:
+        """The observation that holds `body`, at most `max_tokens` tokens when tokenised alone.
 
-        `error` is empty for a search that worked. Raises `ValueError` below `wrapper_tokens`.
+        Raises `ValueError` below `wrapper_tokens`.
         """
-        return self.tell(render_error(error) if error else render_passages(contents) or NOTHING_FOUND, max_tokens)
-
-    def tell(self, body: str, max_tokens: int) -> str:
-        """The observation that says `body`, limited as that of a search is."""
         if max_tokens < self.wrapper_tokens:
             raise ValueError(f"an observation needs {self.wrapper_tokens} tokens, {max_tokens} given")
         chars = _CHARS_A_TOKEN * max_tokens + _LOOK_AHEAD

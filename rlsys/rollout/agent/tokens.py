@@ -1,4 +1,4 @@
-"""Which tokens of an episode are trained, and how they relate to those that the engine sampled.
+"""Tokens of an episode: those that are trained, and their relation to those that the engine sampled.
 
 Two modes. `retokenize`: the context is text; each turn and the training sequence tokenise all of it
 anew, and a token is trained only if it lies wholly within generated text. `append`: sampled ids are
@@ -23,21 +23,90 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.config.schema import TokenMode
 from rlsys.data.trajectory import Trajectory, Turn
-from rlsys.rollout.agent.codec import Codec
+from rlsys.errors import UserError
 
 UNSAMPLED = -1
 """Turn and version of a token that no turn generated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Encoded:
+    """A text as tokens."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    """Half-open character range of each token in the text."""
+
+
+class Codec:
+    """Text to tokens and back by a Hugging Face fast tokenizer, with the character span of every token.
+
+    Contract: nothing is added (no BOS, no EOS), nothing is cleaned up; the templated prompt brings its own special tokens
+    as text. Spans are conservative: where a tokenizer leaves white space out of its offsets (`trim_offsets`), the gap
+    counts to the token on each side, so that a token is never taken for purely generated text when it is not.
+
+    Raises `UserError` for a tokenizer without character offsets or without an end-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        name = getattr(tokenizer, "name_or_path", "")
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError(
+                f"The tokenizer of {name!r} gives no character offsets; use a fast tokenizer (tokenizer.json)."
+            )
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"The tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config.")
+        self._tokenizer = tokenizer
+        self.eos_id: int = tokenizer.eos_token_id
+        self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder.values()
+        self.special_texts = tuple(sorted({str(token) for token in added if token.special and str(token).strip()}))
+        """Texts that the tokenizer turns into one reserved token wherever they stand."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        return cast("list[int]", self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_spans(self, text: str) -> Encoded:
+        """Token ids of `text` with their character spans."""
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return Encoded(encoding["input_ids"], _close_gaps(encoding["offset_mapping"], len(text)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return cast("str", text)
+
+    def prompt(self, question: str) -> str:
+        """`question` as one user message where the tokenizer has a chat template, else as it stands.
+
+        One that holds a special token of the model has been through a template, and stays as it is too.
+        """
+        if self._tokenizer.chat_template is None or any(text in question for text in self.special_texts):
+            return question
+        message = [{"role": "user", "content": question}]
+        return cast("str", self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+
+def _close_gaps(offsets: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """Widen spans over characters that no token claims.
+
+    Tokens of one multi-byte character share its range, so ends may repeat but never fall.
+    """
+    ends = [0, *(end for _, end in offsets)]
+    starts = [*(start for start, _ in offsets[1:]), length]
+    return [(min(start, ends[at]), max(end, starts[at])) for at, (start, end) in enumerate(offsets)]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
     """One call to the engine, token by token."""
 
     input_ids: Sequence[int]
@@ -72,7 +141,7 @@ class Context(Protocol):
     def input_ids(self) -> list[int]:
         """What the engine is given for the next turn."""
 
-    def add_turn(self, sample: Sample, text: str) -> None:
+    def add_turn(self, turn: SampledTurn, text: str) -> None:
         """Append a generation of which `text` is what the protocol kept."""
 
     def add_observation(self, text: str) -> None:
@@ -95,7 +164,7 @@ class Retokenized:
         self._prompt = prompt
         self._text = prompt
         self._ids: list[int] | None = None
-        self._turns: list[Sample] = []
+        self._turns: list[SampledTurn] = []
         self._ranges: list[tuple[int, int]] = []
         self._whole = False
 
@@ -105,13 +174,13 @@ class Retokenized:
             self._ids = self._codec.encode(self._text)
         return list(self._ids)
 
-    def add_turn(self, sample: Sample, text: str) -> None:
+    def add_turn(self, turn: SampledTurn, text: str) -> None:
         """Append the text that the protocol kept."""
         start = len(self._text)
         self.add_observation(text)
-        self._turns.append(sample)
+        self._turns.append(turn)
         self._ranges.append((start, len(self._text)))
-        self._whole = text == self._codec.decode(sample.output_ids)
+        self._whole = text == self._codec.decode(turn.output_ids)
 
     def add_observation(self, text: str) -> None:
         """Append an observation's text."""
@@ -141,7 +210,7 @@ class Appended:
         self._tokens = codec.encode(prompt)
         self._prompt_length = len(self._tokens)
         self._owners = [UNSAMPLED] * self._prompt_length
-        self._turns: list[Sample] = []
+        self._turns: list[SampledTurn] = []
         self._response = ""
         self._eos: int | None = None
 
@@ -149,14 +218,14 @@ class Appended:
         """The tokens so far."""
         return list(self._tokens)
 
-    def add_turn(self, sample: Sample, text: str) -> None:
+    def add_turn(self, turn: SampledTurn, text: str) -> None:
         """Append the sampled ids up to the token that completes `text`."""
-        kept = _shortest_prefix(self._codec, sample.output_ids, text)
+        kept = _shortest_prefix(self._codec, turn.output_ids, text)
         self._owners += [len(self._turns)] * len(kept)
         self._tokens += kept
         self._response += self._codec.decode(kept)
-        self._turns.append(sample)
-        whole = len(kept) == len(sample.output_ids)
+        self._turns.append(turn)
+        whole = len(kept) == len(turn.output_ids)
         self._eos = _sampled_eos(self._codec, self._turns) if whole else None
 
     def add_observation(self, text: str) -> None:
@@ -184,7 +253,7 @@ def _owners(spans: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]])
     return owners
 
 
-def _sampled_eos(codec: Codec, turns: Sequence[Sample]) -> int | None:
+def _sampled_eos(codec: Codec, turns: Sequence[SampledTurn]) -> int | None:
     """The special token with which the engine itself ended the last turn, if it did."""
     if not turns or not turns[-1].output_ids or not turns[-1].ended_itself:
         return None
@@ -208,7 +277,7 @@ def _shortest_prefix(codec: Codec, ids: Sequence[int], text: str) -> list[int]:
 def _record(
     tokens: Sequence[int],
     owners: Sequence[int],
-    turns: Sequence[Sample],
+    turns: Sequence[SampledTurn],
     prompt_length: int,
     response: str,
     closing_eos: int | None,
@@ -300,7 +369,7 @@ class PartialEpisode:
     versions: NDArray[np.int32]
     """[sampled] policy version that sampled each."""
     ended_itself: NDArray[np.bool_]
-    """[turns] see `Sample.ended_itself`."""
+    """[turns] as `SampledTurn.ended_itself`."""
 
     def generations(self) -> Iterator[tuple[Turn, slice, bool]]:
         """Each turn, where its tokens are, and whether it ended itself."""
@@ -311,18 +380,3 @@ class PartialEpisode:
 
 EpisodeProgress = Trajectory | PartialEpisode
 """An episode that has ended, or the whole turns of one that has not."""
-
-
-def partial_episode(
-    question_uid: str, sample: int, turns: Sequence[Turn], generations: Sequence[Sample]
-) -> PartialEpisode:
-    """The first `turns`, at least one, and what was sampled in each."""
-    return PartialEpisode(
-        question_uid=question_uid,
-        sample=sample,
-        turns=tuple(turns),
-        token_ids=np.concatenate([np.asarray(one.output_ids, np.int32) for one in generations]),
-        logprobs=np.concatenate([np.asarray(one.logprobs, np.float32) for one in generations]),
-        versions=np.concatenate([np.asarray(one.versions, np.int32) for one in generations]),
-        ended_itself=np.array([one.ended_itself for one in generations], np.bool_),
-    )

@@ -73,7 +73,7 @@ def spelled(value: Fraction) -> str:
 
 
 def _value(node: ast.expr, text: str) -> Fraction:
-    """What `node`, which was parsed from `text`, comes to."""
+    """Compute `node`, which was parsed from `text`."""
     match node:
         case ast.Constant(value=int() | float()):
             return _as_written(text[node.col_offset : node.end_col_offset])

@@ -1,5 +1,5 @@
 """Stand-in, see the package."""
 
-from rlsys.rollout.cpu_standins.absent import absent
+from rlsys.rollout.cpu_standins import absent
 
 __getattr__ = absent(__name__)
