@@ -10,8 +10,9 @@ from rlsys.config.schema import TaskConfig
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.requests import Heard
+from rlsys.search.retrieval import SearchResult
 from tests.agent.bpe import build_tokenizer
-from tests.agent.found import Hit, Result
+from tests.agent.found import result_of
 
 PASSAGE = '"Paris"\nParis is the capital of <b>France</b>.'
 SEARCHES = "<think>I need it.</think><search> capital of France </search>"
@@ -59,10 +60,10 @@ class Shelf:
     """A search that finds one passage, or fails."""
 
     def __init__(self, passage: str = PASSAGE, error: str = "") -> None:
-        self._result = Result(error=error) if error else Result([Hit(passage)])
+        self._result = result_of(error=error) if error else result_of(passage)
         self.queries: list[str] = []
 
-    async def search(self, query: str) -> Result:
+    async def search(self, query: str) -> SearchResult:
         self.queries.append(query)
         return self._result
 
