@@ -33,6 +33,7 @@ Megatron = Annotated[
     Path, typer.Argument(help="Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, an iter_*.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 in place of what each tensor has.")]
+ShardSize = Annotated[str, typer.Option(help="Most bytes of one file, such as 500MB or 5GB.")]
 Processes = Annotated[
     int | None, typer.Option(help="That write at a time; by default one for each core, if the model is large.")
 ]
@@ -48,7 +49,7 @@ def mg2hf(
         typer.Option(help="The original Hugging Face folder: its config and tokenizer. Its weights are not read."),
     ] = None,
     dtype: Dtype = None,
-    shard_size: Annotated[str, typer.Option(help="Most bytes of one file, such as 500MB or 5GB.")] = "5GB",
+    shard_size: ShardSize = "5GB",
     processes: Processes = None,
 ) -> None:
     """Turn a Megatron checkpoint into a Hugging Face folder. One that was ended continues."""
