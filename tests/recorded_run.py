@@ -49,19 +49,19 @@ from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.files import sha256_of
-from rlsys.observe.progress import Progress
+from rlsys.observe.spans import Tracer
+from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluator import Evaluator
-from rlsys.orchestrator.megatron_groups import Checkpoints, InferenceGroup, TrainedGroup, launch_megatron
-from rlsys.orchestrator.offloading import OffloadManager
-from rlsys.orchestrator.pipeline.grouping import finish, reward_group
+from rlsys.orchestrator.pipeline.grouping import finish
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
 from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, find_origin, folder_of
-from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.rewards.reward import Rewards, reward_group
 from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.saving import Saver
 from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.worker_groups import Checkpoints, InferenceGroup, OffloadManager, TrainedGroup, launch_megatron
 from rlsys.train import train
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from tests.megatron import reference
@@ -285,8 +285,10 @@ def _session(
     if state:
         kl.restore(state.kl)
     handlers = Handlers(
-        functools.partial(reward_group, rewards=Rewards(config.reward, config.task, config.compat)),
-        lambda group: finish(group, config.algorithm, kl.coef),
+        functools.partial(
+            reward_group, score=Rewards(config.reward, config.task, config.compat).score, tracer=Tracer("driver")
+        ),
+        functools.partial(finish, config=config.algorithm, kl=kl),
     )
     rollout: Any = Episodes(config, recording, fate)
     scorer = MortalScorer(groups["inference"], sharders["inference"], no_pause, seen)  # type: ignore[arg-type]

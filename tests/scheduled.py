@@ -28,15 +28,14 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.megatron_groups import ActorGroup, InferenceGroup, launch_megatron, scores_of
-from rlsys.orchestrator.offloading import OffloadManager
-from rlsys.orchestrator.pipeline.grouping import finish, reward_group
+from rlsys.orchestrator.pipeline.grouping import finish
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import Ended
 from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
-from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.rewards.reward import Rewards, reward_group
 from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, launch_megatron, scores_of
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.batches.sharding import BatchSharder
@@ -281,8 +280,8 @@ def _session(
     devices = OffloadManager({}, tracer)
     rewards, kl = Rewards(config.reward, config.task, config.compat), kl_control(config.algorithm)
     handlers = Handlers(
-        functools.partial(reward_group, rewards=rewards),
-        functools.partial(finish, config=config.algorithm, kl_coef=kl.coef),
+        functools.partial(reward_group, score=rewards.score, tracer=Tracer("driver")),
+        functools.partial(finish, config=config.algorithm, kl=kl),
     )
     rollout: Any = Playback(config, recording, arrivals, seen)
     scorer = Scorer(groups["inference"], sharders["inference"], pauses, seen)

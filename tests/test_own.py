@@ -16,7 +16,7 @@ from rlsys.apps.cli.search import app as search
 from rlsys.config.compose import load_config
 from rlsys.errors import RunError, UserError
 from rlsys.observe.capabilities import detect
-from rlsys.observe.progress import Progress
+from rlsys.observe.status import Progress
 from rlsys.orchestrator.run_logger import RunLogger
 
 POLICY = Path(__file__).resolve().parents[1] / "examples/searchr1/tiny/policy"

@@ -488,7 +488,7 @@ from pathlib import Path
 from rich.console import Console
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from rlsys.errors import RunError
-from rlsys.observe.progress import Progress
+from rlsys.observe.status import Progress
 from rlsys.observe.status import StatusFile, read_status
 from rlsys.orchestrator.saving import Saver
 

@@ -22,6 +22,10 @@ GROUP, VERSION = 0, 1
 """The prompt group and the version that are followed in the driver; in a worker it is its first call of each kind."""
 EPISODE_CALLS = ("run_group", "compute", "accumulate")
 VERSION_CALLS = ("apply", "begin_export", "next_handle", "end_export", "begin_update", "load_bucket", "finish_update")
+ENDS = ("allow_rollouts",)
+"""Functions with which a walk is over: what rollouts do with a version is no longer its way to the engine."""
+OUTSIDE = (asyncio.events.__file__, "<frozen importlib._bootstrap>")
+"""Files whose frames begin something of their own: a step of a task, whose way here is its creator's, or an import."""
 SGLANG = "sglang/srt/entrypoints/engine.py"
 
 _walk: ContextVar[str] = ContextVar("walk", default="")
@@ -43,9 +47,9 @@ def _name(frame: FrameType) -> str:
 
 
 def _ours(frame: FrameType | None) -> list[FrameType]:
-    """Frames of rlsys from `frame` outwards, the outermost first."""
+    """Frames of rlsys from `frame` outwards, the outermost first, as far as one led to the other."""
     found = []
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename not in OUTSIDE:
         if frame.f_code.co_filename.startswith(PACKAGE):
             found.append(frame)
         frame = frame.f_back
@@ -81,6 +85,8 @@ def _chain(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
     _, walk, stack = _base.get()
     names = list(stack)
     for one in _ours(frame):
+        if one.f_code.co_name in ENDS:
+            return "", ()
         if not walk and (walk := _marked(one)):
             names = []
         if not one.f_code.co_name.startswith("<listcomp"):

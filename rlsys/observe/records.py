@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
 from rlsys.files import json_safe, limited_lines, open_regular, parse_json, write_atomically
-from rlsys.observe.spans import ROLLOUT_GROUP, Arg, Interval, Span, merge_intervals, without_intervals
+from rlsys.observe.spans import Interval, Span
 
 METRICS, TIMELINE, SUMMARY = "metrics.jsonl", "timeline.jsonl", "summary.json"
 """Files of a run."""
-GENERATE_SPAN, SEARCH_SPAN = "generate.turns", "search.queries"
 
 
 class LineLog:
@@ -167,30 +165,3 @@ def steps_of(rows: Iterable[TimelineRow]) -> tuple[StepTimeline, ...]:
         touching = [span for span in touching if span.end_ns > start]
         steps.append(StepTimeline(row.step, row.window, tuple(touching)))
     return tuple(steps)
-
-
-def episode_spans(
-    whole: Interval, lane: str, args: Mapping[str, Arg], trajectories: Sequence[Trajectory]
-) -> list[Span]:
-    """Derive when somebody of a group generated, and when nobody did and somebody searched, within `whole`.
-
-    Turns whose begin is not known, or that were taken before (a resumed run goes on with them), are in none.
-    """
-    generated: list[Interval] = []
-    searched: list[Interval] = []
-    for turn in (turn for trajectory in trajectories for turn in trajectory.turns if turn.began_ns):
-        middle = turn.began_ns + round(turn.generate_s * 1e9)
-        generated.append((turn.began_ns, middle))
-        searched.append((middle, middle + round(turn.tool_s * 1e9)))
-    generating, searching = (
-        merge_intervals((max(start, whole[0]), min(end, whole[1])) for start, end in intervals)
-        for intervals in (generated, searched)
-    )
-    return [
-        Span(name, start, end, ROLLOUT_GROUP, lane, args)
-        for name, intervals in (
-            (GENERATE_SPAN, generating),
-            (SEARCH_SPAN, without_intervals(searching, generating)),
-        )
-        for start, end in intervals
-    ]

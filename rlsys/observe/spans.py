@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlsys.data.trajectory import Trajectory
 from rlsys.files import write_atomically
 
 Arg = str | int | float | bool | list[str]
@@ -34,6 +35,8 @@ HIDDEN_SPANS = {
 }
 """Group -> names of the work that can hide behind generation."""
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
+GENERATE_SPAN, SEARCH_SPAN = "generate.turns", "search.queries"
+"""Derived from episodes, see `episode_spans`."""
 QUESTIONS = "questions"
 """Name of the arg that holds the uids of the questions whose samples a call worked on."""
 PEAK_TFLOPS = {
@@ -144,6 +147,33 @@ def without_intervals(intervals: Sequence[Interval], taken: Sequence[Interval]) 
     edges = [intervals[0][0], *(edge for interval in taken for edge in interval), intervals[-1][1]]
     gaps = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
     return common_intervals(intervals, gaps)
+
+
+def episode_spans(
+    whole: Interval, lane: str, args: Mapping[str, Arg], trajectories: Sequence[Trajectory]
+) -> list[Span]:
+    """Derive when somebody of a group generated, and when nobody did and somebody searched, within `whole`.
+
+    Turns whose begin is not known, or that were taken before (a resumed run goes on with them), are in none.
+    """
+    generated: list[Interval] = []
+    searched: list[Interval] = []
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns if turn.began_ns):
+        middle = turn.began_ns + round(turn.generate_s * 1e9)
+        generated.append((turn.began_ns, middle))
+        searched.append((middle, middle + round(turn.tool_s * 1e9)))
+    generating, searching = (
+        merge_intervals((max(start, whole[0]), min(end, whole[1])) for start, end in intervals)
+        for intervals in (generated, searched)
+    )
+    return [
+        Span(name, start, end, ROLLOUT_GROUP, lane, args)
+        for name, intervals in (
+            (GENERATE_SPAN, generating),
+            (SEARCH_SPAN, without_intervals(searching, generating)),
+        )
+        for start, end in intervals
+    ]
 
 
 def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:

@@ -10,9 +10,8 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.errors import root_cause
 from rlsys.observe import status
-from rlsys.orchestrator.engine_pool import EnginePool
+from rlsys.orchestrator.engine_pool import EnginePool, NoneSetAside
 from rlsys.orchestrator.evaluation.heldout import Ask, Evaluation, evaluate, heldout_score
-from rlsys.orchestrator.pipeline.routing import NoneSetAside
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.search_server import Serving
 

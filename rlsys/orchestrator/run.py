@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -23,29 +24,19 @@ from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Mode, Packing, RunConfig
 from rlsys.data.group import Group
 from rlsys.data.prompt_source import PromptSource
-from rlsys.data.question import Question, read_questions
-from rlsys.data.trajectory import MaskOf, Trajectory, trained_tokens, value_mask
+from rlsys.data.question import read_questions
+from rlsys.data.trajectory import MaskOf, trained_tokens, value_mask
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status
 from rlsys.observe.capabilities import detect, lacking
 from rlsys.observe.guards import Alarm
-from rlsys.observe.progress import Progress
 from rlsys.observe.spans import peak_flops
-from rlsys.observe.status import STATUS, StatusFile
+from rlsys.observe.status import STATUS, Progress, StatusFile
 from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.evaluation.heldout import heldout_questions
 from rlsys.orchestrator.evaluator import Evaluator
-from rlsys.orchestrator.megatron_groups import (
-    ActorGroup,
-    CriticGroup,
-    EngineLogprobs,
-    InferenceGroup,
-    TrainedGroup,
-    WithValues,
-)
-from rlsys.orchestrator.offloading import OffloadManager
-from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, reward_group
+from rlsys.orchestrator.pipeline.grouping import finish, mean_kl
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import Reason
 from rlsys.orchestrator.pipeline.training_step import (
@@ -56,12 +47,23 @@ from rlsys.orchestrator.pipeline.training_step import (
     score_batch_size,
 )
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
-from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.rewards.reward import Rewards, reward_group
 from rlsys.orchestrator.run_logger import History, RunLogger
 from rlsys.orchestrator.saving import Saver, Saves
 from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
 from rlsys.orchestrator.weight_sync import WeightSync
-from rlsys.orchestrator.worker_groups import STOP_TIMEOUT_S, build_groups, started_groups
+from rlsys.orchestrator.worker_groups import (
+    STOP_TIMEOUT_S,
+    ActorGroup,
+    CriticGroup,
+    EngineLogprobs,
+    InferenceGroup,
+    OffloadManager,
+    TrainedGroup,
+    WithValues,
+    build_groups,
+    started_groups,
+)
 from rlsys.trainer.batches.sharding import BatchSharder, flops_of
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from rlsys.weights.families import read_architecture
@@ -301,7 +303,7 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
         groups, kl = _groups(config, log, workers), kl_control(config.algorithm)
         if origin:
             kl.restore(origin.state.kl)
-        await build_groups(config, workers, groups.devices, done)
+        await build_groups(config, workers, groups.devices.built, done)
         status.show("starts", "search")
         await asyncio.to_thread(search.wait_healthy)
         status.show("", "search")
@@ -358,19 +360,16 @@ def _pipeline(
     kl: KlController,
     origin: Origin | None,
 ) -> RolloutPipeline:
-    mask_of, tracer = value_mask(config.compat), log.tracers["driver"]
-
-    async def reward(question: Question, trajectories: Sequence[Trajectory]) -> Group:
-        with tracer.span("reward.score", question=question.uid):
-            return await reward_group(question, trajectories, rewards)
-
     logprobs = groups.inference or EngineLogprobs()
     return RolloutPipeline(
         make_scheduler(config),
         prompts,
         groups.engines,
         WithValues(logprobs, groups.critic) if groups.critic else logprobs,
-        Handlers(reward, lambda group: finish(group, config.algorithm, kl.coef, mask_of)),
+        Handlers(
+            reward=partial(reward_group, score=rewards.score, tracer=log.tracers["driver"]),
+            finish=partial(finish, config=config.algorithm, kl=kl, mask_of=value_mask(config.compat)),
+        ),
         score_batch_size(config),
         groups.devices,
         origin.state.pipeline if origin else None,

@@ -30,7 +30,6 @@ from rlsys.observe.environment import begin_life, tree_cpu_seconds
 from rlsys.observe.guards import Alarm, Guards, GuardsState
 from rlsys.observe.kept import Keeper, forget_kept
 from rlsys.observe.outcome import draw_curves
-from rlsys.observe.progress import Progress
 from rlsys.observe.records import METRICS, SUMMARY, TIMELINE, LineLog, read_metrics, timeline_row
 from rlsys.observe.run_folder import EVALUATIONS
 from rlsys.observe.samples import ShownSample, write_samples
@@ -45,6 +44,7 @@ from rlsys.observe.spans import (
     utilisation_figures,
     write_chrome_trace,
 )
+from rlsys.observe.status import Progress
 from rlsys.observe.trackers import Resumed, Told, open_trackers
 from rlsys.orchestrator.evaluation.heldout import Evaluation, answer_line
 from rlsys.orchestrator.pipeline.scheduler import Ended

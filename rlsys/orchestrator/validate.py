@@ -43,7 +43,7 @@ from rlsys.config.schema import (
     schema_keys,
 )
 from rlsys.errors import UserError
-from rlsys.orchestrator.rewards.check import check_terms
+from rlsys.orchestrator.rewards.reward import check_terms
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
 from rlsys.weights.families import read_architecture

@@ -25,10 +25,12 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from rlsys.observe.records import GENERATE_SPAN, SEARCH_SPAN, StepTimeline
+from rlsys.observe.records import StepTimeline
 from rlsys.observe.spans import (
+    GENERATE_SPAN,
     QUESTIONS,
     ROLLOUT_SPAN,
+    SEARCH_SPAN,
     Interval,
     Span,
     common_intervals,

@@ -8,8 +8,15 @@ from collections import Counter
 from math import ceil
 from typing import Any
 
-from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, Reserved
-from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside
+from rlsys.orchestrator.engine_pool import (
+    ABORT_TIMEOUT_S,
+    MARGIN_S,
+    PING_TIMEOUT_S,
+    NoEngineLeft,
+    NoneSetAside,
+    Reserved,
+)
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
 from tests.groups.engines import NEVER, Engines
 from tests.groups.test_rollout import SAMPLES, TIMEOUT_S, make
 from tests.pipeline.build import question

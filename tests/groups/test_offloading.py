@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.megatron_groups import ActorGroup, InferenceGroup
-from rlsys.orchestrator.offloading import OffloadManager, Switch
+from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, Switch
 from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.trainer.messages import Offloaded
 from tests.pipeline.virtual_time import now, run_virtually

@@ -10,8 +10,7 @@ import pytest
 
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
-from rlsys.orchestrator.engine_pool import EnginePool, Reserved
-from rlsys.orchestrator.pipeline.routing import NoEngineLeft, NoneSetAside
+from rlsys.orchestrator.engine_pool import EnginePool, NoEngineLeft, NoneSetAside, Reserved
 from tests.groups.engines import Engines
 from tests.groups.test_rollout import ask, at, make, settle, taking
 from tests.pipeline.build import question

@@ -15,8 +15,8 @@ from rlsys.config.schema import RolloutConfig, RunConfig
 from rlsys.data.trajectory import Action, Turn
 from rlsys.errors import RunError
 from rlsys.observe.spans import Span, Tracer
-from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, EnginePool
-from rlsys.orchestrator.pipeline.routing import GroupLost, NoEngineLeft
+from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, EnginePool, NoEngineLeft
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.liveness import EngineDied
 from tests.groups.engines import NEVER, Engines

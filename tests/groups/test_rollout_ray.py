@@ -15,8 +15,7 @@ from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, Device, RolloutConfig, RunConfig
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.engine_pool import EnginePool
-from rlsys.orchestrator.pipeline.routing import NoEngineLeft
+from rlsys.orchestrator.engine_pool import EnginePool, NoEngineLeft
 from tests.groups.toy_engine import ToyEngine
 from tests.pipeline.build import question, trajectory
 

@@ -14,8 +14,8 @@ import pytest
 from rlsys.config.schema import ClusterConfig, Device, ParallelConfig, SyncMode
 from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.megatron_groups import InferenceGroup
 from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
+from rlsys.orchestrator.worker_groups import InferenceGroup
 from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.weights.buckets import ChecksumError
 from rlsys.weights.transport import BucketHandle, TransportSpec
@@ -258,7 +258,7 @@ class Workers:
 
 @pytest.fixture
 def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGroup:
-    monkeypatch.setattr("rlsys.orchestrator.megatron_groups.share", lambda value: value)
+    monkeypatch.setattr("rlsys.orchestrator.worker_groups.share", lambda value: value)
     sharder = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True)
     workers: Any = Workers(events)
     return InferenceGroup(workers, sharder, Tracer("inference"))

@@ -32,7 +32,7 @@ from rlsys.config.schema import (
     SamplingConfig,
 )
 from rlsys.data.group import Sample
-from rlsys.orchestrator.megatron_groups import scores_of
+from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches.sharding import BatchSharder

@@ -27,8 +27,8 @@ from rlsys.config.schema import (
 )
 from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.megatron_groups import InferenceGroup, launch_megatron
 from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.worker_groups import InferenceGroup, launch_megatron
 from rlsys.trainer import mesh
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan

@@ -32,7 +32,7 @@ from rlsys.config.schema import (
 )
 from rlsys.errors import RunError, UserError
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.megatron_groups import ActorGroup, launch_megatron
+from rlsys.orchestrator.worker_groups import ActorGroup, launch_megatron
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.batches.sharding import BatchSharder
 from rlsys.trainer.log_prob import ReferencePlan

@@ -22,12 +22,12 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RunConfig, TrackingConfig
 from rlsys.data.group import Group
 from rlsys.data.trajectory import Action, Turn
-from rlsys.observe.progress import Progress
 from rlsys.observe.records import read_metrics
+from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
-from rlsys.orchestrator.megatron_groups import ActorGroup, CriticGroup
 from rlsys.orchestrator.run_logger import RunLogger
+from rlsys.orchestrator.worker_groups import ActorGroup, CriticGroup
 from rlsys.trainer.batches.sharding import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 

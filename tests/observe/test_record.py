@@ -24,10 +24,10 @@ from rlsys.data.group import Group
 from rlsys.observe.environment import read_lives
 from rlsys.observe.guards import Alarm
 from rlsys.observe.kept import kept_steps, write_row
-from rlsys.observe.progress import Progress
 from rlsys.observe.records import read_metrics
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Tracer
+from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, Stage

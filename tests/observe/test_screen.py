@@ -9,7 +9,7 @@ from matplotlib import image
 from rich.console import Console
 
 from rlsys.observe.outcome import draw_curves, render_summary
-from rlsys.observe.progress import PLAIN_INTERVAL_S, Progress
+from rlsys.observe.status import PLAIN_INTERVAL_S, Progress
 
 
 class Clock:

@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from rlsys.errors import Interrupted, RunError
-from rlsys.observe.progress import Progress
-from rlsys.observe.status import HEARTBEAT_S, StageState, Status, StatusFile, ending, read_status
+from rlsys.observe.status import HEARTBEAT_S, Progress, StageState, Status, StatusFile, ending, read_status
 from tests.small_disk import run_on_small_disk
 
 MOMENT = Status(step=3, steps=9, begun=1000.0, at=1010.0, states={"actor": StageState("waits for rollouts", 1008.0)})
@@ -78,7 +77,7 @@ FULL = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from rlsys.observe.progress import Progress
+from rlsys.observe.status import Progress
 from rlsys.observe.status import StatusFile, read_status
 
 run = Path(sys.argv[1])

@@ -18,8 +18,9 @@ from rlsys.data.group import Floats, Group, Sample, Scores
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.offloading import OffloadManager
-from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, Router
+from rlsys.orchestrator.engine_pool import Router
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
+from rlsys.orchestrator.worker_groups import OffloadManager
 from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
 from rlsys.rollout.liveness import EngineDied
 from tests.pipeline.build import rewarded

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
+from rlsys.algorithms.kl import KlController
 from rlsys.config.algorithm import (
     AdvantageBaseline,
     AdvantageScale,
@@ -29,8 +30,9 @@ from rlsys.config.schema import CompatConfig
 from rlsys.data.group import Group, Sample, Scores, TopkLogprobs
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory, response_tokens, trained_tokens, value_mask
-from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, reward_group, turns_of
-from rlsys.orchestrator.rewards.terms import Scored
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, turns_of
+from rlsys.orchestrator.rewards.reward import Scored, reward_group
 from tests.pipeline.build import question, rewarded, trajectory
 from tests.pipeline.virtual_time import now, run_virtually
 
@@ -67,7 +69,7 @@ def test_a_group_is_rewarded_at_once_and_keeps_what_was_said_of_each_episode() -
     episodes = [trajectory(range(6), MASK, sample=number) for number in range(3)]
 
     async def timed() -> tuple[Group, float]:
-        return await reward_group(question(1), episodes, asked), now()
+        return await reward_group(question(1), episodes, asked.score, Tracer("driver")), now()
 
     group, seconds = run_virtually(timed())
     assert seconds == 30, "the slowest alone"
@@ -86,7 +88,7 @@ def test_a_reward_that_fails_ends_the_others() -> None:
     asked = Scripted([], seconds=10.0)
     episodes = [trajectory(sample=number) for number in range(3)]
     with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(reward_group(question(1), episodes, asked))
+        run_virtually(reward_group(question(1), episodes, asked.score, Tracer("driver")))
     assert [type(error) for error in caught.value.exceptions] == [IndexError]
     assert sorted(asked.ended) == [0, 1, 2]
 
@@ -95,7 +97,9 @@ def test_rewards_that_are_cancelled_end_all_its_requests() -> None:
     asked = Scripted([scored(0)] * 3, seconds=10.0)
 
     async def cancel() -> None:
-        running = asyncio.create_task(reward_group(question(1), [trajectory(sample=n) for n in range(3)], asked))
+        running = asyncio.create_task(
+            reward_group(question(1), [trajectory(sample=n) for n in range(3)], asked.score, Tracer("driver"))
+        )
         await asyncio.sleep(15)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -120,20 +124,20 @@ def advantages(group: Group) -> list[float]:
 
 def test_a_group_is_compared_with_its_own_mean_and_spread() -> None:
     group = of_rewards(1, 0, 0, 0)
-    finished = finish(group, GRPO, kl_coef=0.0)
+    finished = finish(group, GRPO, kl=KlController(0.0))
     # Mean 1/4; sample standard deviation sqrt((9/16 + 3/16) / 3) = 1/2.
     assert advantages(finished) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
     assert [float(sample.advantages[0]) for sample in finished.samples] == [0] * 4, "the prompt"
     assert finished.samples[0].advantages.dtype == np.float32
     assert finished.question is group.question
     assert all(sample.returns is None and sample.kl_sum is None for sample in finished.samples)
-    assert advantages(finish(of_rewards(1, 1), GRPO, 0.0)) == [0, 0]
+    assert advantages(finish(of_rewards(1, 1), GRPO, KlController(0.0))) == [0, 0]
 
 
 def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
     config = replace(GRPO, advantage_scale=AdvantageScale.batch)
     rewards = [(1, 0), (1, 0, 0, 0), (1, 1, 1), (0, 1, 1, 1, 0)]
-    groups = [finish(of_rewards(*one), config, 0.0) for one in rewards]
+    groups = [finish(of_rewards(*one), config, KlController(0.0)) for one in rewards]
     scaled = over_mini_batch(groups, config)
     every = [reward - fmean(group) for group in rewards for reward in group]
     spread = stdev(every) + 1e-6
@@ -153,7 +157,7 @@ def test_turns_answer_for_their_own_rewards_and_later_ones() -> None:
     sample = Sample(
         trajectory(range(6), MASK, turn_of_token=TURNS), 3.0, (1.0, 2.0), {}, np.zeros(6, np.float32)
     ).with_scores(Scores(np.zeros(6, np.float32)))
-    finished = finish(Group(question(1), (sample,)), config, 0.0)
+    finished = finish(Group(question(1), (sample,)), config, KlController(0.0))
     assert_array_equal(finished.samples[0].advantages, [0, 3, 3, 0, 0, 2])
 
 
@@ -223,7 +227,7 @@ def test_with_a_critic_penalties_and_values_enter_where_they_stand(
         trajectory(range(6), MASK, turn_of_token=TURNS), 3.0, (1.0, 2.0), {}, np.zeros(6, np.float32)
     ).with_scores(Scores(old, reference, values=values))
     mask_of = response_tokens if quirk else trained_tokens
-    (found,) = finish(Group(question(1), (sample,)), config, 0.25, mask_of).samples
+    (found,) = finish(Group(question(1), (sample,)), config, KlController(0.25), mask_of).samples
     # The first turn's reward stands on its last token, which with the quirk is the observation's.
     rewards = np.array([0, 0, 0, 0, 1, 2] if quirk else [0, 0, 1, 0, 0, 2], dtype=float)
     exact = old.astype(float) - reference
@@ -249,7 +253,8 @@ def test_whitening_is_over_what_the_critic_sees(quirk: bool) -> None:
         for _ in range(4)
     ]
     groups = [
-        finish(Group(question(n), (a, b)), config, 0.0, mask_of) for n, (a, b) in enumerate([samples[:2], samples[2:]])
+        finish(Group(question(n), (a, b)), config, KlController(0.0), mask_of)
+        for n, (a, b) in enumerate([samples[:2], samples[2:]])
     ]
     before = [one.advantages for group in groups for one in group.samples]
     part = np.array(MASK) if not quirk else np.arange(6) > 0
@@ -272,7 +277,7 @@ def test_the_mean_kl_weighs_episodes_alike() -> None:
 def test_without_a_reference_there_is_no_kl_to_take_off() -> None:
     config = replace(GRPO, kl_coef=0.1, kl_in=KlPlace.reward)
     with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* reference policy"):
-        finish(of_rewards(1, 0), config, 0.1)
+        finish(of_rewards(1, 0), config, KlController(0.1))
 
 
 def sampled_and_scored(old: list[float], rollout: list[float]) -> Sample:
@@ -287,19 +292,21 @@ def test_every_sample_of_a_group_gets_its_weights_and_keeps_the_rest() -> None:
         sampled_and_scored([0.9, 0.6, 0.6], [0.1, 0.4, 0.2]),
         sampled_and_scored([0.9, 0.2, 0.5], [0.1, 0.4, nothing]),
     )
-    weighed = finish(Group(question(1), samples), replace(GRPO, correction=TRUNCATE), 0.0)
+    weighed = finish(Group(question(1), samples), replace(GRPO, correction=TRUNCATE), KlController(0.0))
     for sample, before, expected in zip(weighed.samples, samples, ([1, 1.5, 2], [1, 0.5, 1]), strict=True):
         assert sample.weights is not None
         assert_allclose(sample.weights, expected, rtol=1e-6)
         assert sample.trajectory is before.trajectory
         assert sample.old_logprobs is before.old_logprobs
-    assert all(sample.weights is None for sample in finish(Group(question(1), samples), GRPO, 0.0).samples)
+    assert all(
+        sample.weights is None for sample in finish(Group(question(1), samples), GRPO, KlController(0.0)).samples
+    )
 
 
 def test_a_group_that_is_not_scored_cannot_be_finished() -> None:
     unscored = Group(question(1), (rewarded(trajectory(), 1.0), rewarded(trajectory(), 0.0)))
     with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* score it first"):
-        finish(unscored, GRPO, 0.0)
+        finish(unscored, GRPO, KlController(0.0))
 
 
 @pytest.mark.parametrize(
@@ -325,6 +332,6 @@ def test_a_group_has_spread_where_answers_earned_different_amounts(
 
 
 def test_only_what_the_mini_batch_goes_on_with_is_kept() -> None:
-    assert all(sample.units is None for sample in finish(of_rewards(1, 0), GRPO, 0.0).samples)
+    assert all(sample.units is None for sample in finish(of_rewards(1, 0), GRPO, KlController(0.0)).samples)
     batch = replace(GRPO, advantage_scale=AdvantageScale.batch)
-    assert all(sample.units is not None for sample in finish(of_rewards(1, 0), batch, 0.0).samples)
+    assert all(sample.units is not None for sample in finish(of_rewards(1, 0), batch, KlController(0.0)).samples)

@@ -14,8 +14,7 @@ from rlsys.data.group import Group, Sample, Scores
 from rlsys.data.prompt_source import SourceState
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState, RolloutPipeline
-from rlsys.orchestrator.pipeline.routing import GroupLost, Loss
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss, PipelineState, RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, SchedulerState, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from rlsys.rollout.agent.tokens import EpisodeProgress

@@ -17,7 +17,7 @@ from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import root_cause
-from rlsys.orchestrator.pipeline.routing import NoEngineLeft
+from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from tests.pipeline.bare import Bare

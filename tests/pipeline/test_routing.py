@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside, Orphans, Router
+from rlsys.orchestrator.engine_pool import NoEngineLeft, NoneSetAside, Orphans, Router
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
 
 KEYS = st.integers(0, 11).map(str)
 ENGINES = st.integers(0, 4)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.algorithms.kl import KlController
 from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig
 from rlsys.config.schema import CompatConfig, CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.group import Group, Scores
@@ -76,7 +77,7 @@ def test_whitening_takes_observations_in_where_compatibility_asks_for_it(quirk: 
     group = finish(
         Group(question(1), (rewarded(one, 1.0).with_scores(scores),)),
         config.algorithm,
-        0.0,
+        KlController(0.0),
         value_mask(config.compat),
     )
     (found,) = cut.whole([group])[0].samples

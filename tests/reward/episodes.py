@@ -10,7 +10,7 @@ import numpy as np
 from rlsys.config.schema import CompatConfig, RewardConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
-from rlsys.orchestrator.rewards.terms import Reader, Reading
+from rlsys.orchestrator.rewards.reward import Reader, Reading
 from rlsys.rollout.agent.episode import TurnRules
 
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"

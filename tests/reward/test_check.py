@@ -9,9 +9,7 @@ import pytest
 
 from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig
 from rlsys.errors import UserError
-from rlsys.orchestrator.rewards.check import check_terms
-from rlsys.orchestrator.rewards.reward import Rewards
-from rlsys.orchestrator.rewards.terms import pure_terms
+from rlsys.orchestrator.rewards.reward import Rewards, check_terms, pure_terms
 from tests.reward.episodes import TASK, task_of, terms
 
 OWN = "tests.reward.own_terms"

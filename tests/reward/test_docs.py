@@ -10,9 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlsys.config.schema import CompatConfig, RewardConfig
-from rlsys.orchestrator.rewards.check import check_terms
-from rlsys.orchestrator.rewards.reward import Rewards
-from rlsys.orchestrator.rewards.terms import JUDGE, pure_terms
+from rlsys.orchestrator.rewards.reward import JUDGE, Rewards, check_terms, pure_terms
 from tests.reward.episodes import TASK, episode, question, think
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()

@@ -12,8 +12,7 @@ import pytest
 
 from rlsys.config.schema import CompatConfig, RewardConfig, TaskConfig
 from rlsys.errors import RunError, UserError
-from rlsys.orchestrator.rewards.check import load_term
-from rlsys.orchestrator.rewards.reward import Calls, OwnTerm, Rewards
+from rlsys.orchestrator.rewards.reward import Calls, OwnTerm, Rewards, load_term
 from tests.reward.episodes import episode, read, think
 
 HERE = "tests.reward.own_terms"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import CompatConfig, TagsConfig
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.rewards.terms import Reader
+from rlsys.orchestrator.rewards.reward import Reader
 from tests.reward.episodes import episode, question, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.rewards.reward import Rewards
-from rlsys.orchestrator.rewards.terms import PENALTIES, Scored, pure_terms
+from rlsys.orchestrator.rewards.reward import PENALTIES, Rewards, Scored, pure_terms
 from tests.reward.episodes import TASK, Said, episode, question, task_of, terms, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")

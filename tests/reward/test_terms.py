@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.rewards.terms import Reader, overlong_penalty, pure_terms
+from rlsys.orchestrator.rewards.reward import Reader, overlong_penalty, pure_terms
 from tests.reward.episodes import TASK, Said, episode, question, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")

@@ -18,7 +18,7 @@ from rlsys.data.question import Question, read_questions
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.scores import AnswerScores, scores_of
-from rlsys.orchestrator.rewards.terms import Reader
+from rlsys.orchestrator.rewards.reward import Reader
 from rlsys.rollout.tools.interface import tool_tags
 
 Ask = Callable[[Question, int, float], Awaitable[Trajectory]]

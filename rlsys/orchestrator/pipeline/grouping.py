@@ -1,16 +1,14 @@
-"""Works out what a group needs between the stages: its rewards; advantages, and weights of late tokens.
+"""Works out advantages and the weights of late tokens from scored groups. Pure.
 
-`reward_group` needs the episodes alone, `finish` also their scores, `over_mini_batch` the other groups of the
-mini-batch. Only `reward_group` takes time; the others are pure.
+`finish` needs the scores of one group, `over_mini_batch` also the other groups of the mini-batch.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,52 +16,32 @@ from numpy.typing import NDArray
 
 from rlsys.algorithms.advantages import RewardedEpisode, batch_advantages, group_estimates
 from rlsys.algorithms.corrections import correct
-from rlsys.algorithms.kl import estimate
+from rlsys.algorithms.kl import KlController, estimate
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
 from rlsys.data.group import Group, Sample
-from rlsys.data.question import Question
 from rlsys.data.trajectory import MaskOf, Trajectory, trained_tokens
-from rlsys.orchestrator.rewards.terms import Scored
 
 T = TypeVar("T")
 
 
-class RewardScorer(Protocol):
-    """What episodes are worth."""
-
-    async def score(self, question: Question, trajectory: Trajectory) -> Scored:
-        """The reward of one episode, and what it is made of. May ask others, and take its time."""
-
-
-async def reward_group(question: Question, trajectories: Sequence[Trajectory], rewards: RewardScorer) -> Group:
-    """Reward every episode of `question`, all at once. The first failure, or cancellation, ends the others."""
-    async with asyncio.TaskGroup() as tasks:
-        scores = [tasks.create_task(rewards.score(question, one)) for one in trajectories]
-    samples = []
-    for trajectory, score in zip(trajectories, scores, strict=True):
-        scored, advantages = score.result(), np.zeros(len(trajectory.tokens), dtype=np.float32)
-        samples.append(Sample(trajectory, scored.reward, scored.turn_rewards, scored.parts, advantages))
-    return Group(question, tuple(samples))
-
-
-def finish(group: Group, config: AlgorithmConfig, kl_coef: float, mask_of: MaskOf = trained_tokens) -> Group:
+def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: MaskOf = trained_tokens) -> Group:
     """The scored group with advantages, the critic's returns, and the weights of its tokens.
 
-    `kl_coef` weights the KL term where it is part of the reward; `mask_of` are the tokens that take part in the
+    `kl` weights the KL term where it is part of the reward; `mask_of` are the tokens that take part in the
     critic's estimates. Advantages are final unless the config needs the whole mini-batch (`over_mini_batch`).
     Raises ValueError if a sample was not scored, or if a score of a trained token that is needed is not finite.
     """
     in_reward = config.kl_in is KlPlace.reward and config.kl_coef > 0
-    kls = [_kl(sample, config.kl_estimator) if in_reward else None for sample in group.samples]
+    divergences = [_kl(sample, config.kl_estimator) if in_reward else None for sample in group.samples]
     episodes = [
         RewardedEpisode(
             turn_rewards=sample.turn_rewards,
             turn_of_token=turns_of(sample.trajectory, mask_of),
-            penalties=None if kl is None else kl_coef * kl,
+            penalties=None if divergence is None else kl.coef * divergence,
             values=sample.values,
         )
-        for sample, kl in zip(group.samples, kls, strict=True)
+        for sample, divergence in zip(group.samples, divergences, strict=True)
     ]
     goes_on = needs_whole_mini_batch(config)
     samples = [
@@ -71,8 +49,8 @@ def finish(group: Group, config: AlgorithmConfig, kl_coef: float, mask_of: MaskO
             _with_advantages(sample, found.advantages),
             returns=None if found.returns is None else found.returns.astype(np.float32),
             units=found.units if goes_on else None,
-            kl_sum=None if kl is None else float(kl.sum()),
-            kl_coef=kl_coef if in_reward else 0.0,
+            kl_sum=None if divergence is None else float(divergence.sum()),
+            kl_coef=kl.coef if in_reward else 0.0,
             weights=correct(
                 _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first"),
                 sample.trajectory.rollout_logprobs,
@@ -80,7 +58,7 @@ def finish(group: Group, config: AlgorithmConfig, kl_coef: float, mask_of: MaskO
                 config.correction,
             )[0],
         )
-        for sample, found, kl in zip(group.samples, group_estimates(episodes, config), kls, strict=True)
+        for sample, found, divergence in zip(group.samples, group_estimates(episodes, config), divergences, strict=True)
     ]
     return replace(group, samples=tuple(samples))
 

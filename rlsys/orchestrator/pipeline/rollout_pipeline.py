@@ -19,16 +19,18 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from rlsys.data.group import Group
+from rlsys.data.group import Group, Sample, Scores
+from rlsys.data.prompt_source import SourceState
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
+from rlsys.errors import RunError
 from rlsys.observe import status
-from rlsys.orchestrator.pipeline.routing import GroupLost
 from rlsys.orchestrator.pipeline.scheduler import (
     GIVEN_BACK,
     PromptGroup,
@@ -37,7 +39,6 @@ from rlsys.orchestrator.pipeline.scheduler import (
     Stage,
     StalenessScheduler,
 )
-from rlsys.orchestrator.pipeline.workers import Devices, GroupGenerator, Prompts, SampleScorer
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.weights.checkpoint.state_file import KEY
 
@@ -46,6 +47,78 @@ MOST_LOSSES = 3
 what kills the engines."""
 SCORES = {"inference": "log-probs", "critic": "values"}
 """Group that scores -> what it computes."""
+
+
+class Loss(StrEnum):
+    """Why a group was given up."""
+
+    engine_died = "engine_died"
+    """Twice."""
+    timeout = "timeout"
+    """Its engine lives, but has not returned it."""
+
+
+class GroupLost(RunError):
+    """A group will not be finished, while the run can go on: it is dropped and its prompt asked again."""
+
+    def __init__(self, uid: str, reason: Loss, detail: str) -> None:
+        super().__init__(f"the group of question {uid} is lost ({reason}): {detail}.")
+        self.uid = uid
+        self.reason = reason
+
+
+class GroupGenerator(Protocol):
+    """The rollout group."""
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be generated at a time; fewer when engines die, and with the last `run_group` raises."""
+
+    @property
+    def waits_for(self) -> str:
+        """What all that is under way waits for, as far as is known; empty where some of it is generated."""
+
+    async def run_group(
+        self, question: Question, prompt_group: int, begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
+        """All episodes of one question, those of them that were `begun` earlier from where they were.
+
+        Raises GroupLost if they cannot be had; frees all on cancellation.
+        """
+
+    async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
+        """By prompt group: what is begun of each group that is being generated, for a later `run_group` to go on from."""
+
+
+class SampleScorer(Protocol):
+    """The inference group, and the critic where there is one."""
+
+    @property
+    def groups(self) -> Sequence[str]:
+        """Names of those that have to be on the devices."""
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """Log-probs and values in the order of `samples`."""
+
+
+class Prompts(Protocol):
+    """The prompt source."""
+
+    def next(self) -> Question:
+        """The next question."""
+
+    def give_back(self, question: Question) -> None:
+        """Ask it again."""
+
+    def state(self) -> SourceState:
+        """What a resumed run needs to go on with the same prompts."""
+
+
+class Devices(Protocol):
+    """Who may use the devices, where groups share them."""
+
+    async def need(self, *groups: str) -> None:
+        """Make room for `groups` and bring them in; returns at once if they are in."""
 
 
 @dataclass(frozen=True, slots=True)

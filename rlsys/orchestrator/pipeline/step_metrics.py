@@ -24,7 +24,7 @@ from rlsys.data.answers import normalize, score
 from rlsys.data.group import Group, Sample
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.orchestrator.pipeline.grouping import mean_kl
-from rlsys.orchestrator.rewards.terms import count_answer_tags
+from rlsys.orchestrator.rewards.reward import count_answer_tags
 from rlsys.trainer.batches.sharding import Flops
 
 _TRAINING_PASSES = 3

@@ -19,9 +19,8 @@ from rlsys.config.schema import RunConfig, Schedule
 from rlsys.data.group import Group, Sample
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.grouping import over_mini_batch
-from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline, ScoreBatchSize
+from rlsys.orchestrator.pipeline.rollout_pipeline import Devices, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
-from rlsys.orchestrator.pipeline.workers import Devices
 
 
 class LearnerGroup(Protocol):

@@ -31,9 +31,10 @@ from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.files import parse_json
-from rlsys.orchestrator.rewards.terms import PLACEHOLDERS, Reading
 from rlsys.search.body import BodyError, Encoding, read_body
 
+PLACEHOLDERS = ("{question}", "{answers}", "{answer}")
+"""Parts of a judge's prompt that are filled in."""
 _PLACEHOLDER = re.compile("|".join(map(re.escape, PLACEHOLDERS)))
 _THOUGHT_END = "</think>"
 """What reasoning models put between their reasoning and their reply."""
@@ -69,10 +70,6 @@ class Judge:
         self._counts: Counter[str] = Counter()
         """Questions asked, cached, refused and answered with yes since the last metrics."""
         self._seconds = 0.0
-
-    async def __call__(self, reading: Reading) -> list[float]:
-        """[slots] the grade, on the last turn."""
-        return reading.at_end(await self.grade(reading.question, reading.answer))
 
     async def grade(self, question: Question, answer: str | None) -> float:
         """1.0 for an answer that means the same as an accepted one. Raises RunError, see the module."""

@@ -1,8 +1,13 @@
 """The reward of an episode: the weighted sum of the terms that the settings name, and where in it they fell.
 
-Invariants: every term gives one finite value a turn, at least one; `turn_rewards` add up to `reward` but for
-rounding. `reward` is made from the terms' totals alone, so that episodes with the same totals have the same
-reward to the last bit, whichever turns they fell on: a group without spread is seen to have none.
+Invariants: every term gives one finite value a turn, at least one, without its weight; what concerns the whole episode is on
+its last turn. `turn_rewards` add up to `reward` but for rounding. `reward` is made from the terms' totals alone, so that
+episodes with the same totals have the same reward to the last bit, whichever turns they fell on: a group without spread is
+seen to have none. Formulas and sources are in docs/rewards.md.
+
+Everything is read from the turns: what the policy wrote in `Turn.text`, what the environment said in `Turn.observation`. So
+an `<information>` that the policy writes is no retrieval (it breaks the structure), and an answer tag in the prompt, in a
+passage or in the invalid-action message is no answer. Only `compat.answer_over_prompt` reads the answer as Search-R1 does.
 
 A term of the user's own, `package.module.function` of (question, trajectory), returns a number for the whole episode, or
 a sequence of numbers, one a turn. It cannot stall the episodes: a plain function runs in a thread, and all async ones run
@@ -14,30 +19,205 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
+import importlib
 import inspect
 import math
+import os
+import re
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from rlsys.config.schema import CompatConfig, RewardConfig, TaskConfig
-from rlsys.data.group import ANSWER_TERMS
+from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig, TagsConfig, TaskConfig
+from rlsys.data.answers import contains, exact_match, f1, sub_exact_match
+from rlsys.data.group import ANSWER_TERMS, Group, Sample
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import Action, Trajectory, Turn
 from rlsys.errors import RunError, UserError
-from rlsys.orchestrator.rewards.check import check_terms, load_term, one_line, weights_of
-from rlsys.orchestrator.rewards.judge import Judge
-from rlsys.orchestrator.rewards.terms import JUDGE, Reader, Reading, Scored, pure_terms
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.rewards.judge import PLACEHOLDERS, Judge
 from rlsys.rollout.tools.interface import tool_tags
+from rlsys.search.address import is_url
 from rlsys.search.web.loop import LoopThread
 
+_THINK = "think"
+"""The tag of reasoning, which the protocol does not know but the structure asks for."""
+JUDGE = "judge"
+"""The built-in term that is not pure."""
+ALIASES = {"correct_answer": "exact_match"}
+"""Second name -> first name."""
+PENALTIES = frozenset({"search_penalty", "invalid_format", "invalid_turns", "overlong"})
+"""Those that grow with what is not wanted: their weights are below 0."""
 _MAX_THREADS = 8
 """Plain functions that run at a time; the others wait."""
 _QUOTED_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The reward of one episode."""
+
+    reward: float
+    turn_rewards: tuple[float, ...]
+    """[turns], at least one: what of the reward fell on each turn."""
+    parts: Mapping[str, float]
+    """Term -> its value over the episode, unweighted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An episode and what was read from it."""
+
+    question: Question
+    trajectory: Trajectory
+    answer: str | None
+    well_formed: bool
+    """think -> (search or a tool's call -> information -> think)* -> answer, with white space alone between."""
+    found_in: int | None
+    """The first turn whose search brought text that holds an accepted answer."""
+    answer_tags: int
+    """As `count_answer_tags`."""
+
+    @property
+    def slots(self) -> int:
+        """Places for rewards: one a turn, and one for an episode without turns."""
+        return max(1, len(self.trajectory.turns))
+
+    def at_end(self, value: float) -> list[float]:
+        """[slots] `value` on the last turn."""
+        return [0.0] * (self.slots - 1) + [value]
+
+    def each_turn(self, value_of: Callable[[Turn], bool]) -> list[float]:
+        """[slots] 1 for each turn of which `value_of` holds, 0 for the others."""
+        return [float(value_of(turn)) for turn in self.trajectory.turns] or [0.0]
+
+
+PureTerm = Callable[[Reading], Sequence[float]]
+
+
+class Reader:
+    """Reads episodes of a task with certain tags. Stateless; `read` raises on no text."""
+
+    def __init__(self, tags: TagsConfig, compat: CompatConfig, tools: Mapping[str, str]) -> None:
+        """`tools` are the tags of the task's own tools, by name."""
+        self._tags = tags
+        self._tools = tools
+        self._over_prompt = compat.answer_over_prompt
+        words = (_THINK, tags.search, tags.information, tags.answer, *tools.values())
+        self._tag = re.compile(f"(</?(?:{'|'.join(map(re.escape, words))})>)")
+        answer = re.escape(tags.answer)
+        self._answer = re.compile(f"<{answer}>(.*?)</{answer}>", re.DOTALL)
+
+    def read(self, question: Question, trajectory: Trajectory) -> Reading:
+        """What the terms need to know of `trajectory`."""
+        turns = trajectory.turns
+        found = (number for number, turn in enumerate(turns) if self._retrieved(turn, question.answers))
+        return Reading(
+            question,
+            trajectory,
+            answer=self._last_match(question, trajectory) if self._over_prompt else trajectory.answer,
+            well_formed=bool(turns)
+            and all(bool(act := self._carried_out(turn)) and self._thinks_and(act, turn.text) for turn in turns[:-1])
+            and self._thinks_and(self._tags.answer, turns[-1].text),
+            found_in=next(found, None),
+            answer_tags=count_answer_tags(turns, self._tags.answer),
+        )
+
+    def _last_match(self, question: Question, trajectory: Trajectory) -> str | None:
+        """Search-R1's extraction: one match alone is taken to be the prompt's example."""
+        found = self._answer.findall(question.prompt + trajectory.response)
+        return str(found[-1]).strip() if len(found) > 1 else None
+
+    def _carried_out(self, turn: Turn) -> str:
+        """The tag of what the environment has answered, empty where it has not."""
+        if turn.action is Action.TOOL and turn.observation:
+            return self._tools[turn.tool]
+        return self._tags.search if _searched(turn) else ""
+
+    def _thinks_and(self, act: str, text: str) -> bool:
+        """Whether `text` is a thought and an element `act`, without any other tag."""
+        pieces = self._tag.split(text)
+        tags, outside = pieces[1::2], pieces[::4]
+        return tags == [f"<{_THINK}>", f"</{_THINK}>", f"<{act}>", f"</{act}>"] and not "".join(outside).strip()
+
+    def _retrieved(self, turn: Turn, answers: Sequence[str]) -> bool:
+        """Whether a search brought an answer; the tags around what it brought, whose word might be one, do not count."""
+        if not _searched(turn) or turn.tool_error:
+            return False
+        opening, closing = f"<{self._tags.information}>", f"</{self._tags.information}>"
+        return contains(turn.observation.strip().removeprefix(opening).removesuffix(closing), answers)
+
+
+def count_answer_tags(turns: Sequence[Turn], tag: str) -> int:
+    """Opening or closing tags that the policy wrote, whichever are more. Pages and messages may have their own."""
+    return max(sum(turn.text.count(mark) for turn in turns) for mark in (f"<{tag}>", f"</{tag}>"))
+
+
+def pure_terms(config: RewardConfig, task: TaskConfig) -> Mapping[str, PureTerm]:
+    """Name -> term, of all that are built in but the judge."""
+    return {
+        "exact_match": _of_answer(exact_match),
+        "correct_answer": _of_answer(exact_match),
+        "sub_em": _of_answer(sub_exact_match),
+        "f1": _of_answer(f1),
+        "format": lambda reading: reading.at_end(_format_score(reading, config)),
+        "retrieval": lambda reading: [float(slot == reading.found_in) for slot in range(reading.slots)],
+        "search_penalty": lambda reading: reading.each_turn(_searched),
+        "invalid_format": lambda reading: reading.at_end(float(not reading.well_formed)),
+        "invalid_turns": lambda reading: reading.each_turn(lambda turn: turn.action is Action.INVALID),
+        "overlong": lambda reading: reading.at_end(_overlong(reading, config, task)),
+    }
+
+
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """DAPO's soft over-long punishment (2503.14476, eq. 13) with its sign turned: from 0 to 1."""
+    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
+
+
+def _of_answer(measure: Callable[[str, Sequence[str]], float]) -> PureTerm:
+    """The term that compares the answer with the accepted ones; 0 without an answer."""
+
+    def term(reading: Reading) -> list[float]:
+        answer = reading.answer
+        return reading.at_end(0.0 if answer is None else float(measure(answer, reading.question.answers)))
+
+    return term
+
+
+def _judged_by(judge: Judge) -> Callable[[Reading], Awaitable[Sequence[float]]]:
+    """The term that asks `judge`."""
+
+    async def term(reading: Reading) -> list[float]:
+        return reading.at_end(await judge.grade(reading.question, reading.answer))
+
+    return term
+
+
+def _format_score(reading: Reading, config: RewardConfig) -> float:
+    """Search-R1's qa_em_format, for the settings `structure_score`, `final_score` and `retrieval_score`."""
+    if reading.answer is not None and exact_match(reading.answer, reading.question.answers):
+        return 1.0 if reading.well_formed else 1.0 - config.structure_score
+    if reading.well_formed:
+        return config.structure_score + config.retrieval_score * (reading.found_in is not None)
+    return config.final_score if reading.answer is not None else 0.0
+
+
+def _overlong(reading: Reading, config: RewardConfig, task: TaskConfig) -> float:
+    prompt, limit = reading.trajectory.prompt_length, config.overlong_limit
+    limit = task.max_total_tokens - prompt if limit is None else limit
+    return overlong_penalty(len(reading.trajectory.tokens) - prompt, limit, config.overlong_buffer)
+
+
+def _searched(turn: Turn) -> bool:
+    """Whether a search was carried out, as `Trajectory.searches` counts them."""
+    return turn.action is Action.SEARCH and bool(turn.observation)
 
 
 class Rewards:
@@ -65,7 +245,7 @@ class Rewards:
         self._calls = Calls(config.own_timeout_s) if any("." in name for name in self._weights) else None
         known: dict[str, Callable[[Reading], Sequence[float] | Awaitable[Sequence[float]]]] = {
             **pure_terms(config, task),
-            **({JUDGE: self._judge} if self._judge else {}),
+            **({JUDGE: _judged_by(self._judge)} if self._judge else {}),
             **({name: OwnTerm(name, self._calls) for name in self._weights if "." in name} if self._calls else {}),
         }
         self._terms = {name: known[name] for name in self._weights}
@@ -194,3 +374,122 @@ async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any
         stops = isinstance(error, StopIteration)
         raise RuntimeError("StopIteration") if stops else error
     return result
+
+
+def weights_of(config: RewardConfig) -> Mapping[str, float]:
+    """Term -> weight of the terms that count: exact match alone where none is named."""
+    if not config.terms:
+        return {"exact_match": 1.0}
+    return {name: weight for name, weight in config.terms.items() if weight != 0}
+
+
+def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[str]:
+    """One sentence for each problem of `config`."""
+    weights = weights_of(config)
+    if not weights:
+        yield "reward.terms gives every term the weight 0, so that nothing can be learned: give one another weight."
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            yield f"reward.terms.{name}={weight} must be finite."
+        elif name in PENALTIES and weight > 0:
+            yield f"reward.terms.{name}={weight:g} pays for what the term is to punish: give it a weight below 0."
+    for alias, name in ALIASES.items():
+        if alias in weights and name in weights:
+            yield f"reward.terms.{alias} and reward.terms.{name} are one term: take one of them out."
+    known = (*pure_terms(config, task), JUDGE)
+    for name in weights:
+        if "." in name:
+            try:
+                load_term(name)
+            except UserError as problem:
+                yield str(problem)
+        elif name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = (
+                f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}, and package.module.function."
+            )
+            yield f"reward.terms.{name} is not a term: {hint}"
+    if JUDGE in weights:
+        yield from _judge_problems(config.judge)
+    if "overlong" in weights:
+        yield from _overlong_problems(config, task)
+
+
+def load_term(name: str) -> Callable[..., Any]:
+    """The user's function called `name`. Imports its module; raises UserError with one sentence."""
+    module_name, _, attribute = name.rpartition(".")
+    key = f"reward.terms.{name}"
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"{key}: {module_name} cannot be imported ({one_line(error)}): mend it, or put the folder that holds it "
+            "into PYTHONPATH."
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UserError(f"{key}: {module_name} has no function {attribute}: define it, or mend the name.")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise UserError(
+            f"{key} does not take two arguments ({error}): define it as {attribute}(question, trajectory)."
+        ) from error
+    except ValueError:
+        pass  # A function written in C shows no signature.
+    return function
+
+
+def one_line(error: Exception) -> str:
+    """An error on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+
+
+def _judge_problems(judge: JudgeConfig) -> Iterator[str]:
+    if judge.url is None or not is_url(judge.url):
+        yield (
+            f"reward.judge.url={'null' if judge.url is None else judge.url} is not an address, which the term judge "
+            "needs: write it like http://127.0.0.1:9000/v1."
+        )
+    if not judge.model.strip():
+        yield "reward.judge.model is empty: give the name that the endpoint knows the model by."
+    if judge.token_env is not None and not os.environ.get(judge.token_env):
+        yield (
+            f"reward.judge.token_env={judge.token_env} is not set in the environment: export the endpoint's key as "
+            f"{judge.token_env}, or set reward.judge.token_env to null."
+        )
+    missing = [placeholder for placeholder in PLACEHOLDERS if placeholder not in judge.prompt]
+    if missing:
+        yield f"reward.judge.prompt lacks {', '.join(missing)}: put in what the judge has to know."
+    if judge.cache_path is not None:
+        file = Path(judge.cache_path)
+        if file.is_dir() or not file.parent.is_dir():
+            yield f"reward.judge.cache_path={file} cannot be a file: give one in a folder that exists."
+
+
+def _overlong_problems(config: RewardConfig, task: TaskConfig) -> Iterator[str]:
+    given = config.overlong_limit
+    limit = task.max_total_tokens - task.max_prompt_tokens if given is None else given
+    if config.overlong_buffer > limit:
+        meant = "which task.max_total_tokens less task.max_prompt_tokens leaves" if given is None else "its limit"
+        yield (
+            f"reward.overlong_buffer={config.overlong_buffer} is larger than {limit}, {meant}, so that an empty "
+            "response would be too long: lower it."
+        )
+
+
+async def reward_group(
+    question: Question,
+    trajectories: Sequence[Trajectory],
+    score: Callable[[Question, Trajectory], Coroutine[Any, Any, Scored]],
+    tracer: Tracer,
+) -> Group:
+    """Reward every episode of `question`, all at once. The first failure, or cancellation, ends the others."""
+    with tracer.span("reward.score", question=question.uid):
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(score(question, trajectory)) for trajectory in trajectories]
+    samples = []
+    for trajectory, task in zip(trajectories, asked, strict=True):
+        scored, advantages = task.result(), np.zeros(len(trajectory.tokens), dtype=np.float32)
+        samples.append(Sample(trajectory, scored.reward, scored.turn_rewards, scored.parts, advantages))
+    return Group(question, tuple(samples))
