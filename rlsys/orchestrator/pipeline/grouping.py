@@ -43,12 +43,12 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
         )
         for sample, divergence in zip(group.samples, divergences, strict=True)
     ]
-    goes_on = needs_whole_mini_batch(config)
+    over_batch = needs_whole_mini_batch(config)
     samples = [
         replace(
             _with_advantages(sample, found.advantages),
             returns=None if found.returns is None else found.returns.astype(np.float32),
-            units=found.units if goes_on else None,
+            units=found.units if over_batch else None,
             kl_sum=None if divergence is None else float(divergence.sum()),
             kl_coef=kl.coef if in_reward else 0.0,
             weights=correct(

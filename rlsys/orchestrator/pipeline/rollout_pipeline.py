@@ -210,7 +210,7 @@ class RolloutPipeline:
         In between, prompt groups may have come, gone on or gone: what they have become by now counts, and `begun` for those
         alone whose episodes still run. Raises RuntimeError in the middle of a step.
         """
-        books = self.scheduler.state()
+        scheduler = self.scheduler.state()
         rolling = [prompt_group for prompt_group in self.scheduler.outstanding if prompt_group.stage is Stage.rolling]
         known = {
             prompt_group.number: tuple(
@@ -223,7 +223,7 @@ class RolloutPipeline:
         }
         waiting = [*self._scoring, *self._rolled.items()]
         return PipelineState(
-            scheduler=books,
+            scheduler=scheduler,
             losses=dict(self._losses),
             begun={number: episodes for number, episodes in known.items() if episodes},
             rolled={prompt_group.number: group for prompt_group, group in waiting if prompt_group.stage is Stage.ready},

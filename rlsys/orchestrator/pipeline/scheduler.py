@@ -1,4 +1,4 @@
-"""The life of every group, and which may begin, go on or be trained. Pure: no clock, no tasks, no Ray.
+"""Schedules prompt groups under a staleness bound: which may begin, go on, be trained. Pure: no clock, no tasks, no Ray.
 
 A prompt group is one try at one prompt:
 
@@ -16,7 +16,7 @@ Invariants, derived in docs/pipeline.md:
 - At most (max_staleness + 1) x groups_per_step + spare prompt groups are outstanding.
 - Once the `unschedulable` are dropped, every ready group has a place.
 - While nothing is taken, dropped or published, admission ends: nothing runs ahead without bound.
-- A step can always be filled: a drop makes room for a new prompt_group.
+- A step can always be filled: a drop makes room for a new prompt group.
 - A scheduler that resumes a state decides everything as the one that the state is of.
 """
 
@@ -88,7 +88,7 @@ class PromptGroupState:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """The books between two steps; every prompt group that is open then rolls or is ready."""
+    """The scheduler's state between two steps; every prompt group that is open then rolls or is ready."""
 
     version: int
     published: int
@@ -115,7 +115,7 @@ class Ended:
 
 
 class StalenessScheduler:
-    """Admits, follows and closes prompt_groups.
+    """Schedules prompt groups under a staleness bound: admits, follows and closes them.
 
     `oversample` prompt groups are started for each that a step lacks; `max_replaced` groups without spread are
     replaced in a step, further ones are trained (0 replaces none). After `steps` steps nothing is trained, so
@@ -152,7 +152,7 @@ class StalenessScheduler:
         self._ended: list[Ended] = []
 
     def state(self) -> SchedulerState:
-        """The books, for another scheduler of the same settings to `resume`. Raises RuntimeError in the middle of a step."""
+        """The state, for another scheduler of the same settings to `resume`. Raises RuntimeError in the middle of a step."""
         if self._taken:
             raise RuntimeError(
                 f"The state of step {self.version} was asked for after it had taken {len(self._taken)} groups."
@@ -173,12 +173,12 @@ class StalenessScheduler:
         self.version, self.published = state.version, state.published
         self._admitted, self._replaced = state.admitted, state.replaced
         self.dropped = Counter(state.dropped)
-        for stage, shelves, saved in (
+        for stage, buckets, saved in (
             (Stage.rolling, self._rolling, state.rolling),
             (Stage.ready, self._ready, state.ready),
         ):
             for one in saved:
-                shelves.add(PromptGroup(one.number, one.question, one.oldest, stage))
+                buckets.add(PromptGroup(one.number, one.question, one.oldest, stage))
 
     def ended(self) -> list[Ended]:
         """Prompt groups that have ended since this was last asked, in order. The state does not hold them: ask first."""
@@ -211,7 +211,7 @@ class StalenessScheduler:
         return places > 0 and self._rolling.count < places + self.spare
 
     def admit(self, question: Question) -> PromptGroup:
-        """Begin a prompt_group. Raises RuntimeError where `may_admit` says no."""
+        """Begin a prompt group. Raises RuntimeError where `may_admit` says no."""
         if not self.may_admit():
             raise RuntimeError(f"Question {question.uid} was admitted although there is no place for it.")
         prompt_group = PromptGroup(self._admitted, question, self.published)
@@ -220,7 +220,7 @@ class StalenessScheduler:
         return prompt_group
 
     def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
-        """The ticket's episodes are done, `oldest` is the version of its oldest token if one is known.
+        """End the episodes of a prompt group; `oldest` is the version of its oldest token if one is known.
 
         Returns why it has to be dropped; None if it is now ready. Raises RunError for a token of a version that
         no engine had any more when the prompt group began.
@@ -260,7 +260,7 @@ class StalenessScheduler:
         return found
 
     def take(self, prompt_group: PromptGroup) -> None:
-        """Let the step under way train the ticket's group.
+        """Let the step under way train a prompt group.
 
         Raises RuntimeError if the step has all its groups, or if the group is too old for it.
         """
@@ -319,7 +319,7 @@ class StalenessScheduler:
     def _require(self, prompt_group: PromptGroup, *stages: Stage) -> None:
         if prompt_group.stage not in stages:
             raise RuntimeError(
-                f"PromptGroup {prompt_group.number} of question {prompt_group.question.uid} is {prompt_group.stage}, not {' or '.join(stages)}."
+                f"Prompt group {prompt_group.number} of question {prompt_group.question.uid} is {prompt_group.stage}, not {' or '.join(stages)}."
             )
 
 
@@ -328,11 +328,11 @@ def _saved(prompt_group: PromptGroup) -> PromptGroupState:
 
 
 class _VersionBuckets:
-    """Prompt groups by the version of their oldest token: few versions, so that no decision walks over all prompt_groups."""
+    """Prompt groups by the version of their oldest token: few versions, so that no decision walks over all of them."""
 
     def __init__(self) -> None:
         self.by_oldest: dict[int, dict[int, PromptGroup]] = {}
-        """In the order in which they were added; no version without a prompt_group."""
+        """In the order in which they were added; no version without one."""
         self.count = 0
 
     def add(self, prompt_group: PromptGroup) -> None:
@@ -340,11 +340,11 @@ class _VersionBuckets:
         self.count += 1
 
     def remove(self, prompt_group: PromptGroup) -> None:
-        shelf = self.by_oldest[prompt_group.oldest]
-        del shelf[prompt_group.number]
-        if not shelf:
+        bucket = self.by_oldest[prompt_group.oldest]
+        del bucket[prompt_group.number]
+        if not bucket:
             del self.by_oldest[prompt_group.oldest]
         self.count -= 1
 
     def prompt_groups(self) -> list[PromptGroup]:
-        return [prompt_group for shelf in self.by_oldest.values() for prompt_group in shelf.values()]
+        return [prompt_group for bucket in self.by_oldest.values() for prompt_group in bucket.values()]
