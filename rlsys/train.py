@@ -44,18 +44,18 @@ async def train(
     """Train as `config` says, from `origin` on; everything goes to `run_dir`. Returns what `summary.json` holds."""
     done, steps = origin.state.step if origin else 0, config.trainer.steps
     async with opened(config, run_dir, origin) as run:
-        await run.push_weights(version=done)
-        await run.activate_weights(version=done)
+        await run.weights.push(version=done)
+        await run.weights.activate(version=done)
         if run.log.em_of(done) is None and (done in (0, steps) or due(done, config.eval.interval)):
             await evaluate(run, done)  # At the beginning, or where the run was ended before the answers were in.
-        run.allow_rollouts(version=done)
+        run.pipeline.publish(version=done)
         async with asyncio.TaskGroup() as background:
             background.create_task(run.pipeline.run())  # Generates and scores until it is stopped.
             watching = background.create_task(run.watch_rollouts())
             for step in range(done + 1, steps + 1):
                 groups, updates = await run.train_step(step)
-                await run.push_weights(version=step)
-                activated = background.create_task(run.activate_weights(version=step))
+                await run.weights.push(version=step)
+                activated = background.create_task(run.weights.activate(version=step))
                 if run.on_policy:
                     await activated
                 alarms = await run.log_step(step, groups, updates)
@@ -73,7 +73,7 @@ async def train(
                     await run.saver.finish()
                     raise collapsed(alarms[0], run.saver.newest)
                 if run.colocated:
-                    run.allow_rollouts(version=step)
+                    run.pipeline.publish(version=step)
             status.show("waits for the checkpoint to be written", *run.groups.trained)
             await run.saver.finish()
             watching.cancel()

@@ -60,7 +60,7 @@ from rlsys.orchestrator.rewards.reward import Rewards, reward_group
 from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.saving import Saver
-from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
 from rlsys.orchestrator.worker_groups import Checkpoints, InferenceGroup, OffloadManager, TrainedGroup, launch_megatron
 from rlsys.train import train
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
@@ -191,20 +191,22 @@ class MortalStore(CheckpointStore):
         self._fate("pruned")
 
 
-class MortalRun(Run):
-    """A run that may end here."""
+class MortalSync(WeightSync):
+    """A weight sync after which the run may end."""
 
     fate: Fate
 
-    async def push_weights(self, version: int) -> None:
-        """See `Run`."""
-        await super().push_weights(version)
+    async def push(self, version: int) -> SyncReport:
+        """See `WeightSync`."""
+        report = await super().push(version)
         self.fate("transferred")
+        return report
 
-    async def activate_weights(self, version: int) -> None:
-        """See `Run`."""
-        await super().activate_weights(version)
+    async def activate(self, version: int) -> SyncReport:
+        """See `WeightSync`."""
+        report = await super().activate(version)
         self.fate("switched")
+        return report
 
 
 def settings(model: Path, outputs: Path) -> RunConfig:
@@ -294,7 +296,7 @@ def _session(
     scorer = MortalScorer(groups["inference"], sharders["inference"], no_pause, seen)  # type: ignore[arg-type]
     learner = MortalLearner(groups["actor"], sharders["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
     takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)  # type: ignore[arg-type]
-    MortalScorer.fate = MortalLearner.fate = MortalRun.fate = fate
+    MortalScorer.fate = MortalLearner.fate = MortalSync.fate = fate
     learner.checkpoints = MortalCheckpoints(learner, fate)
     store = MortalStore(run_dir / CHECKPOINTS, fate)
     pipeline = RolloutPipeline(
@@ -308,13 +310,16 @@ def _session(
     )  # fmt: skip
     search: Any = NoSearch()
     evaluator = Evaluator(config, record_of_run, search, rollout, QUESTIONS[:3], trained.count_to, saver.awaited)
-    return MortalRun(
+    weights = MortalSync(
+        groups["actor"], [rollout], config.cluster, run_dir, tracer, [takes], activated=pipeline.publish
+    )  # type: ignore[arg-type]
+    return Run(
         config=config,
         log=record_of_run,
         search=search,
         groups=trained,
         pipeline=pipeline,
-        weights=WeightSync(groups["actor"], [rollout], config.cluster, run_dir, tracer, [takes]),  # type: ignore[arg-type]
+        weights=weights,
         evaluator=evaluator,
         saver=saver,
         rewards=Rewards(config.reward, config.task, config.compat),

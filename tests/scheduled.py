@@ -246,14 +246,14 @@ def run(
             await launch_megatron(group, name, config)  # type: ignore[arg-type]
         session = _session(config, recording, questions, arrivals, groups, learner, seen)
         await session.weights.open()
-        await session.push_weights(version=0)
-        await session.activate_weights(version=0)
+        await session.weights.push(version=0)
+        await session.weights.activate(version=0)
         async with asyncio.TaskGroup() as background:
             background.create_task(session.pipeline.run())
             for step in range(1, config.trainer.steps + 1):
                 groups_of_step, updates = await session.train_step(step)
-                await session.push_weights(version=step)
-                activated = background.create_task(session.activate_weights(version=step))
+                await session.weights.push(version=step)
+                activated = background.create_task(session.weights.activate(version=step))
                 if session.on_policy:
                     await activated
                 await session.log_step(step, groups_of_step, updates)
@@ -295,7 +295,9 @@ def _session(
         config=config,
         groups=Groups(rollout, trained, devices, takes),
         pipeline=pipeline,
-        weights=WeightSync(groups["actor"], [rollout], config.cluster, Path(), tracer, [takes]),
+        weights=WeightSync(
+            groups["actor"], [rollout], config.cluster, Path(), tracer, [takes], activated=pipeline.publish
+        ),
         rewards=rewards,
         kl=kl,
         questions_sha256="",

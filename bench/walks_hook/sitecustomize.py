@@ -22,7 +22,7 @@ GROUP, VERSION = 0, 1
 """The prompt group and the version that are followed in the driver; in a worker it is its first call of each kind."""
 EPISODE_CALLS = ("run_group", "compute", "accumulate")
 VERSION_CALLS = ("apply", "begin_export", "next_handle", "end_export", "begin_update", "load_bucket", "finish_update")
-ENDS = ("allow_rollouts",)
+ENDS = ("publish",)
 """Functions with which a walk is over: what rollouts do with a version is no longer its way to the engine."""
 OUTSIDE = (asyncio.events.__file__, "<frozen importlib._bootstrap>")
 """Files whose frames begin something of their own: a step of a task, whose way here is its creator's, or an import."""
@@ -66,7 +66,7 @@ def _marked(frame: FrameType) -> str:
         return "episode"
     if name == "accumulate" and any(one.trajectory.question_uid in _uids for one in known.get("samples", ())):
         return "episode"
-    if name in ("push_weights", "activate_weights") and known["version"] == VERSION:
+    if name in ("push", "activate") and known.get("version") == VERSION and "Sync" in type(known["self"]).__name__:
         return "version"
     if name == "call" and "method" in known and "self" in known:
         method = known["method"]

@@ -136,33 +136,12 @@ class Run:
         status.show("waits for the critic to warm up", *(self.groups.trained.keys() - learners.keys()))
         self.log.begin_step()
         groups, updates = await learn(self.pipeline, learners, self.groups.devices, mini_batches(self.config))
+        await self.groups.devices.need("actor")  # The critic may have learned last.
+        await self.groups.actor.end_step(step)
         kl = mean_kl(groups)
         if kl is not None:
             self.kl.observe(kl, sum(len(group.samples) for group in groups))
         return groups, updates
-
-    async def push_weights(self, version: int) -> None:
-        """Hand the actor's weights out as `version`; engines go on with what they have."""
-        await self.groups.devices.need("actor", "inference")
-        await self.groups.actor.end_step(version)
-        receiving = ["inference.weights"] if self.groups.inference else []
-        with status.stage(f"takes version {version}", *receiving):
-            await self.weights.push(version)
-
-    async def activate_weights(self, version: int) -> None:
-        """Let every engine take `version`, and rollouts go as far ahead as that allows.
-
-        Colocated, rollouts wait for `allow_rollouts`: nothing may run while other groups come onto the devices.
-        """
-        await self.groups.devices.need("rollout")
-        await self.weights.activate(version)
-        if not self.colocated:
-            self.allow_rollouts(version)
-
-    def allow_rollouts(self, version: int) -> None:
-        """Let rollouts go as far ahead as `version`, which every engine has, allows."""
-        if version > self.pipeline.scheduler.published:  # Version 0 is published from the start.
-            self.pipeline.publish(version)
 
     async def log_step(self, step: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]]) -> list[Alarm]:
         """Record a step that is done; signs that the run has collapsed."""
@@ -189,13 +168,12 @@ class Run:
         if groups.inference is None:
             raise RuntimeError("A run without an inference group has no reference policy to evaluate.")
         folder, tracer = self.log.run_dir / "reference", self.log.tracers["driver"]
-        sync = WeightSync(groups.inference.workers, [groups.engines], self.config.cluster, folder, tracer)
+        need = groups.devices.need
+        sync = WeightSync(groups.inference.workers, [groups.engines], self.config.cluster, folder, tracer, need=need)
         try:
-            await groups.devices.need("inference")
+            await need("inference")
             await sync.open()
-            await sync.push(step + 1)
-            await groups.devices.need("rollout")
-            await sync.activate(step + 1)
+            await sync.send(step + 1)
         finally:
             sync.close()
         self.log.reference_evaluation(await self.evaluator.ask_all(step))
@@ -309,13 +287,14 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
         status.show("", "search")
         log.actor_peak = peak_flops(await groups.actor.device_names())
         saver = _saver(config, run_dir, log, groups.devices, origin)
+        pipeline = _pipeline(config, log, groups, prompts, rewards, kl, origin)
         run = Run(
             config=config,
             log=log,
             search=search,
             groups=groups,
-            pipeline=_pipeline(config, log, groups, prompts, rewards, kl, origin),
-            weights=_weight_sync(config, log, groups),
+            pipeline=pipeline,
+            weights=_weight_sync(config, log, groups, pipeline),
             evaluator=Evaluator(config, log, search, groups.engines, heldout, groups.count_to, saver.awaited),
             saver=saver,
             rewards=rewards,
@@ -376,10 +355,22 @@ def _pipeline(
     )
 
 
-def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups) -> WeightSync:
+def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: RolloutPipeline) -> WeightSync:
+    """Rollouts go as far ahead as a version allows once all engines have it.
+
+    Colocated, they wait for the loop: nothing may run while other groups come onto the devices.
+    """
     immediate = [groups.inference] if groups.inference else []
+    colocated = config.cluster.mode is Mode.collocated
     return WeightSync(
-        groups.actor.workers, [groups.engines], config.cluster, log.run_dir, log.tracers["driver"], immediate
+        groups.actor.workers,
+        [groups.engines],
+        config.cluster,
+        log.run_dir,
+        log.tracers["driver"],
+        immediate,
+        groups.devices.need,
+        (lambda _version: None) if colocated else pipeline.publish,
     )
 
 

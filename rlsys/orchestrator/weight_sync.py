@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,16 +92,18 @@ class WeightSync:
         run_dir: Path,
         tracer: Tracer,
         immediate: Sequence[WeightReceiver] = (),
+        need: Callable[..., Awaitable[None]] | None = None,
+        activated: Callable[[int], None] = lambda _version: None,
     ) -> None:
         """`receivers` begin to use a version when told to `activate`, those `immediate` with the end of its transfer.
 
-        The processes of `sender` are `WeightSender`s.
+        `need` brings groups, by name, onto devices that they share; `activated` is called with each version that all have.
         """
         self._sender = sender
         self._deferred, self._immediate = tuple(receivers), tuple(immediate)
         self._cluster = cluster
         self._folder = run_dir / "weights"
-        self._tracer = tracer
+        self._tracer, self._need, self._activated = tracer, need, activated
         self._members: tuple[str, ...] = ()
         self._taken = 0
         self._copy_gb_s = 0.0
@@ -142,19 +144,22 @@ class WeightSync:
 
         Waits for the last switch. Raises RunError if that failed or takes too long.
         """
+        if self._need:
+            await self._need(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
         if not self._switched.is_set():
             status.show("waits for the last switch", "sync")
         await self._last_switch(version)
         if self._living_members() != self._members:
             await self.open()
-        status.show("waits for log-probs", "sync")
-        # Outside of what is measured: they may have to wait for work that is under way.
-        await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
-        started = time.perf_counter()
-        status.show(f"sends version {version}", "sync")
-        with self._tracer.span("sync.transfer", step=version):
-            sent_bytes, digest = await self._send_buckets()
-            await asyncio.gather(*(receiver.finish_update(version, digest) for receiver in self._immediate))
+        with status.stage(f"takes version {version}", *(f"{one.workers.name}.weights" for one in self._immediate)):
+            status.show("waits for log-probs", "sync")
+            # Outside of what is measured: they may have to wait for work that is under way.
+            await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
+            started = time.perf_counter()
+            status.show(f"sends version {version}", "sync")
+            with self._tracer.span("sync.transfer", step=version):
+                sent_bytes, digest = await self._send_buckets()
+                await asyncio.gather(*(receiver.finish_update(version, digest) for receiver in self._immediate))
         seconds = time.perf_counter() - started
         report = SyncReport(version, digest, sent_bytes, self._copy_gb_s, seconds)
         self._transferred = report
@@ -167,6 +172,8 @@ class WeightSync:
         held = self._transferred
         if held is None or held.version != version:
             raise RunError(f"Version {version} cannot be switched to: it was not transferred last.")
+        if self._need:
+            await self._need(*(receiver.workers.name for receiver in self._deferred))
         started = time.perf_counter()
         status.show(f"switches the engines to version {version}", "sync")
         try:
@@ -178,6 +185,7 @@ class WeightSync:
             status.show("waits for training", "sync")
         finally:
             self._switched.set()
+        self._activated(version)
         return report
 
     async def send(self, version: int) -> SyncReport:

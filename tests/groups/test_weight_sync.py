@@ -75,6 +75,7 @@ class Actor:
     """A worker group that hands out `buckets` handles and writes down what happens."""
 
     events: list[str]
+    name: str = "actor"
     buckets: int = 3
     ranks: list[Any] = field(default_factory=lambda: [SimpleNamespace(name="actor rank 0")])
     left: int = 0
@@ -114,7 +115,7 @@ class Receivers:
 
     def __post_init__(self) -> None:
         self.workers: Any = SimpleNamespace(
-            ranks=[SimpleNamespace(name=f"{self.name} rank {rank}") for rank in range(2)]
+            name=self.name, ranks=[SimpleNamespace(name=f"{self.name} rank {rank}") for rank in range(2)]
         )
         self.may_finish.set()
 
@@ -295,3 +296,28 @@ async def test_an_update_that_fails_leaves_nobody_waiting(
         await update()
     await asyncio.wait_for(inference.compute([]), 5)
     assert events[-1] == "< compute"
+
+
+async def test_groups_come_onto_their_devices_before_they_are_asked(events: list[str], tmp_path: Path) -> None:
+    actor, rollout, inference = Actor(events), Receivers("rollout", events), Receivers("inference", events)
+
+    async def need(*names: str) -> None:
+        events.append(f"need {' '.join(names)}")
+
+    sync = WeightSync(
+        actor,  # type: ignore[arg-type]
+        [rollout],
+        cluster(),
+        tmp_path,
+        Tracer("driver"),
+        [inference],
+        need,
+        lambda version: events.append(f"all have {version}"),
+    )
+    await sync.open()
+    await sync.send(3)
+    needs = [index for index, event in enumerate(events) if event.startswith("need")]
+    assert [events[index] for index in needs] == ["need actor inference", "need rollout"]
+    assert needs[0] == 0
+    assert events.index("inference uses 3 digest") < needs[1] < events.index("rollout uses 3 digest")
+    assert events[-1] == "all have 3"

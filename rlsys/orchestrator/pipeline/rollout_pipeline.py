@@ -268,8 +268,9 @@ class RolloutPipeline:
         self._show_rollouts()
 
     def publish(self, version: int) -> None:
-        """Every engine has `version`: more may be rolled."""
-        self.scheduler.publish(version)
+        """Every engine has `version`: more may be rolled. A version that is published already changes nothing."""
+        if version > self.scheduler.published:
+            self.scheduler.publish(version)
         self._changed.set()
 
     def show_rollouts(self) -> None:
