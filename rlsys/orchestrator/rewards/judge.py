@@ -32,7 +32,7 @@ from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.files import parse_json
 from rlsys.orchestrator.rewards.terms import PLACEHOLDERS, Reading
-from rlsys.search.body import BodyError, Encoding, read_body
+from rlsys.search.wire import BodyError, Encoding, read_body
 
 _PLACEHOLDER = re.compile("|".join(map(re.escape, PLACEHOLDERS)))
 _THOUGHT_END = "</think>"
