@@ -3,7 +3,7 @@
     python -m bench.exact_search          # one minute
 
 Random unit vectors in an IndexFlatIP, one thread. FAISS chooses between a scan of all vectors for each query and
-products of matrices; `rlsys.search.index.vectors` makes that choice itself. Both give the same rows, which is
+products of matrices; `rlsys.search.index.dense` makes that choice itself. Both give the same rows, which is
 checked. Each figure is the median of `REPEATS`.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rlsys.search.index.vectors import FaissSettings, Vectors
+from rlsys.search.index.dense import FaissSettings, Vectors
 
 RESULT = Path("outputs/bench/exact_search.json")
 ROWS, DIMENSION = 100_000, 768

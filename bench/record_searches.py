@@ -28,7 +28,7 @@ from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.search_tool import open_tool
 from rlsys.search.cassette import Cassette, CassetteTool
-from rlsys.search.index.manifest import Manifest
+from rlsys.search.index.dense import Manifest
 from rlsys.search.retrieval import differences
 from rlsys.search.server_process import SearchServer
 

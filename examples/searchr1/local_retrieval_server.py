@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rlsys.apps.cli.main import run_command
 from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_PORT, DEFAULT_TOPK, TOKEN_VARIABLE
-from rlsys.search.page_store import PageStore
+from rlsys.search.corpus import PageStore
 from rlsys.search.retrieval import Retriever
 from rlsys.search.server.command import Parts, load_reranker, read_token, serve_parts
 
@@ -37,14 +37,15 @@ def load(given: argparse.Namespace) -> Parts:
         raise UserError(f"--pages_path {given.pages_path} is not a file: give a jsonl file of pages")
     retriever = open_folder(given) if index.is_dir() else open_file(given)
 
-    pages = given.pages_path and PageStore.open(given.pages_path)
+    pages = given.pages_path and PageStore(given.pages_path)
     return Parts(retriever, given.reranker_model and load_reranker(given.reranker_model, given.device), pages)
 
 
 def open_folder(given: argparse.Namespace) -> Retriever:
     """The retriever of a folder made by rlsys; flags that say otherwise than the folder are refused."""
     from rlsys.search.corpus import Corpus
-    from rlsys.search.index.manifest import open_retriever, read_manifest
+    from rlsys.search.index.folder import read_manifest
+    from rlsys.search.server.command import open_retriever
 
     folder: Path = given.index_path
     if any(folder.glob("segments_*")):
@@ -86,8 +87,7 @@ def open_file(given: argparse.Namespace) -> Retriever:
         raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
 
     from rlsys.search.encoders.spec import EncoderSpec
-    from rlsys.search.index.dense import open_prebuilt
-    from rlsys.search.index.vectors import SearchOptions
+    from rlsys.search.index.dense import SearchOptions, open_prebuilt
 
     encoder = EncoderSpec(
         given.retriever_model or UPSTREAM_MODEL,

@@ -35,13 +35,9 @@ def is_url(text: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet: connections are refused until the server is ready.
-
-    Port 0 takes a free one. Raises UserError when it cannot be had.
-    """
+    """A bound TCP socket that does not listen yet; port 0 takes a free one. Raises UserError when it cannot be had."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    if port != 0:
-        # A port that was served from a moment ago can be had again; a free one must not be shared.
+    if port != 0:  # one that was served from a moment ago can be had again; a free one must not be shared
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

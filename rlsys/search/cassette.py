@@ -11,9 +11,9 @@ Passages stand in the first line of a query that a process writes. Older files s
 the kind of a failure: what is missing is no difference.
 
 Invariants: a cassette is never played or continued with another topk, nor continued from a server that serves something
-else; a file under its name has a whole header; a line is written at once, to the file's end and under a lock, so
-several processes of a host may write one file; a line that was torn by a kill costs no other line; as long as nothing
-is added, the k-th ask of a query in a process is played with the same delay in every run.
+else; a file under its name has a whole header; lines are written at once, at the end and under a lock, so several
+processes of a host may write one file; a line that was torn by a kill costs no other line; as long as nothing is added,
+the k-th ask of a query in a process is played with the same delay in every run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import os
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.retrieval import BLANK, Failure, Passage, SearchResult, as_sent, differences, listed, served
+from rlsys.search.retrieval import BLANK, Failure, Passage, SearchResult, differences, listed, served
+from rlsys.search.wire import as_sent
 
 if TYPE_CHECKING:
     from rlsys.search.client import SearchClient
@@ -52,7 +53,7 @@ class Header:
 
     topk: int
     server: Mapping[str, Any] = field(default_factory=dict)
-    """The part of the server's health that its answers depend on, see `replicas.served`; empty without a health."""
+    """The part of the server's health that its answers depend on, see `served`; empty without a health."""
 
     def line(self) -> bytes:
         """As it is written."""
@@ -62,35 +63,21 @@ class Header:
     def read(cls, path: Path) -> Header:
         """The header of the cassette at `path`. Raises UserError where there is no cassette."""
         if not path.is_file():
-            raise UserError(
-                f"there is no cassette at {path}: record one with search.cassette.mode=record, or give another path."
-            )
+            reason = f"there is no cassette at {path}"
+            raise UserError(f"{reason}: record one with search.cassette.mode=record, or give another path.")
         with path.open("rb") as file:
             row = _parsed(file.readline())
         match row:
             case {"rlsys_cassette": int(made), "topk": int(topk), "server": dict(server)} if made == FORMAT:
                 return cls(topk, server)
-        raise UserError(
-            f"{path} is not a cassette of format {FORMAT}: give a file that search.cassette.mode=record has made."
-        )
+        reason = f"{path} is not a cassette of format {FORMAT}"
+        raise UserError(f"{reason}: give a file that search.cassette.mode=record has made.")
 
     def require_topk(self, topk: int, path: Path) -> None:
         """Raise UserError for another number of passages."""
         if self.topk != topk:
-            raise UserError(
-                f"the cassette {path} was recorded with search.topk={self.topk}, not {topk}: set it to that, or "
-                "record another cassette."
-            )
-
-    def require_server(self, server: Mapping[str, Any], path: Path) -> None:
-        """Raise UserError if `server` is known to serve something else."""
-        keys = differences(self.server, server)
-        if keys:
-            recorded, serves = (listed({key: side[key] for key in keys}) for side in (self.server, server))
-            raise UserError(
-                f"the cassette {path} was recorded from a server of {recorded}, search.url serves {serves}: "
-                "record another cassette."
-            )
+            problem = f"the cassette {path} was recorded with search.topk={self.topk}, not {topk}"
+            raise UserError(f"{problem}: set it to that, or record another cassette.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +167,8 @@ class Cassette:
 def drawn_rank(query: str, asked: int, count: int) -> int:
     """The rank, among `count` sorted latencies, of the ask of `query` after `asked` earlier ones.
 
-    The asks of one query walk through all ranks in strides near the golden section and coprime to `count`: `count` asks
-    get every rank once, and a few are spread over all of them. The walk starts at a hash of the query, so that queries
-    that are asked once get the distribution too.
+    The asks of one query walk through all ranks, from a hash of the query, in strides near the golden section and
+    coprime to `count`: `count` asks get every rank once, and a few are spread over all of them.
     """
     start = int.from_bytes(hashlib.sha256(query.encode()).digest()[:8], "big")
     stride = max(1, round(count * _GOLDEN))
@@ -195,10 +181,7 @@ class CassetteFile:
     """The writing end of a cassette, for one of the processes that write it."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        """Make the file, or join the others that write it.
-
-        Raises UserError if `header` does not fit to that of a file that is there.
-        """
+        """Make the file, or join the others that write it. Raises UserError if theirs does not fit to `header`."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -210,7 +193,10 @@ class CassetteFile:
             part.unlink(missing_ok=True)
         written = Header.read(path)
         written.require_topk(header.topk, path)
-        written.require_server(header.server, path)
+        if keys := differences(written.server, header.server):
+            recorded, serves = (listed(server, keys) for server in (written.server, header.server))
+            problem = f"the cassette {path} was recorded from a server of {recorded}, search.url serves {serves}"
+            raise UserError(f"{problem}: record another cassette.")
         self._file = os.open(path, os.O_RDWR | os.O_APPEND)
         with self._alone():
             if os.pread(self._file, 1, os.fstat(self._file).st_size - 1) != b"\n":
@@ -260,31 +246,22 @@ class Counts:
     recorded: int = 0
 
 
-class CassetteTool:
+class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
     """A search tool that records calls, plays them, or both. For one event loop; `close` it at the end.
 
-    Args:
-        path: the cassette.
-        mode: record, replay or extend. Blank queries are not searches in any of them.
-        latency_scale: a played call takes this times a recorded latency.
-        topk: passages a query.
-        server: asked and recorded; None to replay.
-
-    Raises UserError for a cassette that cannot be played, and for a recording that is there already.
+    `mode` is record, replay or extend. A played call takes `latency_scale` times a recorded latency. The `server` is
+    asked and recorded; None to replay. Raises UserError for a cassette that cannot be played, and for a recording that
+    is there already.
     """
 
     def __init__(self, path: Path, mode: str, latency_scale: float, topk: int, server: SearchClient | None) -> None:
         if (server is None) != (mode == "replay"):
             raise ValueError(f"{mode} with {server}: a server is there to be recorded, and for nothing else")
         if mode == "record" and path.exists():
-            raise UserError(
-                f"search.cassette.mode=record would mix with what {path} holds: delete it or use mode=extend."
-            )
+            problem = f"search.cassette.mode=record would mix with what {path} holds"
+            raise UserError(f"{problem}: delete it or use mode=extend.")
         self.counts = Counts()
-        self._path = path
-        self._mode = mode
-        self._latency_scale = latency_scale
-        self._server = server
+        self._path, self._mode, self._latency_scale, self._server = path, mode, latency_scale, server
         self._asked: Counter[str] = Counter()
         self._file: CassetteFile | None = None
         self._opening = asyncio.Lock()
@@ -298,11 +275,10 @@ class CassetteTool:
     async def search(self, query: str) -> SearchResult:
         """Play or ask one query.
 
-        Raises UserError if the server that is recorded serves something else than the cassette was made from, and
-        RunError if a call cannot be written: neither is the policy's fault, as a search that fails may be.
+        Raises UserError if the recorded server serves something else, and RunError if a call cannot be written: neither is
+        the policy's fault.
         """
-        query = as_sent(query)
-        if not query:
+        if not (query := as_sent(query)):
             return BLANK
         asked = self._asked[query]
         self._asked[query] += 1
@@ -335,25 +311,20 @@ class CassetteTool:
                 self._file.close()
                 self._file = None
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _write(self, server: SearchClient, call: RecordedCall) -> None:
         # One at a time, because the first opens the file, and asks the server what it serves before that.
         async with self._opening:
+            health: Mapping[str, Any] = {}
+            if self._file is None and not self._closed:
+                with suppress(RunError):  # the retrieval contract asks for no /health
+                    health = await server.health()
             if self._closed:
                 return
             if self._file is None:
-                health: Mapping[str, Any] = {}
-                with suppress(RunError):  # the retrieval contract asks for no /health
-                    health = await server.health()
-                header = Header(self._cassette.header.topk, served(health))
-                if self._closed:
-                    return
-                self._file = CassetteFile(self._path, header)
+                self._file = CassetteFile(self._path, Header(self._cassette.header.topk, served(health)))
             known = self._cassette.answers.get(call.query)
             self._file.append(call.line(with_passages=known is None or bool(known.error)))
             self._cassette.add(call)

@@ -21,17 +21,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
-from typing import Any, Self
+from typing import Any
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import is_url
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
-from rlsys.search.retrieval import BLANK, Failure, Passage, SearchResult, as_sent, differences, listed, served
-from rlsys.search.wire import Fault, HttpWire, NoReplyError, ReplicaVerdict, Reply, health_of, passages_of, request_body
+from rlsys.search.retrieval import BLANK, Failure, Passage, SearchResult, differences, listed, served
+from rlsys.search.wire import (
+    Fault,
+    HttpWire,
+    NoReplyError,
+    ReplicaVerdict,
+    Reply,
+    as_sent,
+    health_of,
+    passages_of,
+    request_body,
+)
 
 TURNED_AWAY = 3  # refusals in a row ("busy") that make a replica suspect
 FIRST_PROBE_S = 0.1
@@ -80,10 +91,6 @@ class SearchRequest:
     broken: list[Replica] = field(default_factory=list)
     """Not to be asked again: another try would give the same nonsense."""
 
-    def since(self, replica: Replica) -> int:
-        """A rank of how lately `replica` failed; -1 where it did not."""
-        return max((row for row, failed in enumerate(self.failed) if failed is replica), default=-1)
-
 
 class Replicas:
     """The servers of one client, as a state machine: no clock, no network, only events and what follows.
@@ -100,22 +107,19 @@ class Replicas:
 
     def fresh(self, request: SearchRequest, besides: Sequence[Replica] = ()) -> Replica | None:
         """A healthy replica at which the request has not failed and that is not of `besides`; None if none is."""
-        return self._least_busy(
-            replica
-            for replica in self.all
-            if replica.state is ReplicaState.healthy and replica not in request.failed and replica not in besides
-        )
+        tried = [*request.failed, *besides]
+        healthy = (replica for replica in self.all if replica.state is ReplicaState.healthy)
+        return self._least_busy(replica for replica in healthy if replica not in tried)
 
     def pick(self, request: SearchRequest) -> Replica | None:
-        """The replica to ask next; None where another try cannot help.
-
-        Where all are suspect one is asked nevertheless, first one that has not failed the request, then the one whose
-        failure is the longest ago.
+        """The replica to ask next, None where another try cannot help: a fresh one, else of the healthy ones, else of
+        the suspect ones, first one that has not failed the request, then the one whose failure is the longest ago.
         """
         if (replica := self.fresh(request)) is not None:
             return replica
+        latest = {replica: row for row, replica in enumerate(request.failed)}
         ranks = {
-            replica: (replica.state is ReplicaState.suspect, request.since(replica))
+            replica: (replica.state is ReplicaState.suspect, latest.get(replica, -1))
             for replica in self.all
             if replica.state is not ReplicaState.foreign and replica not in request.broken
         }
@@ -153,12 +157,9 @@ class Replicas:
         others = differences(self._reference, serves)
         if others and replica.state is not ReplicaState.foreign:
             replica.state = ReplicaState.foreign
-            _log.error(
-                "the search server %s is not asked any more: it serves %s, the others serve %s",
-                replica.url,
-                listed({key: serves[key] for key in others}),
-                listed({key: self._reference[key] for key in others}),
-            )
+            here, there = (listed(server, others) for server in (serves, self._reference))
+            reason = "the search server %s is not asked any more: it serves %s, the others serve %s"
+            _log.error(reason, replica.url, here, there)
         elif not others and replica.state is not ReplicaState.healthy:
             self._trust(replica)
             replica.turned_away = TURNED_AWAY - 1  # a search must show that the health says true
@@ -184,15 +185,10 @@ class Replicas:
 
 
 class HedgeBudget:
-    """A budget of second requests: one at the start, and one more for every `every` requests.
-
-    At most `most` are saved up.
-    """
+    """A budget of second requests: one at the start, one more for `every` requests; at most `most` are saved up."""
 
     def __init__(self, every: int, most: int) -> None:
-        self._every = every
-        self._most = every * most
-        self._saved = every
+        self._every, self._most, self._saved = every, every * most, every
 
     def earn(self) -> None:
         """Note that a first request was sent."""
@@ -207,14 +203,10 @@ class HedgeBudget:
 
 
 class _Prober:
-    """Asks replicas for their health in the background: all at the start, those that failed until they are well.
-
-    Of a single server nothing is probed: it is asked in any case.
-    """
+    """Asks replicas for their health: all at the start, those that failed until they are well; a single server never."""
 
     def __init__(self, replicas: Replicas, wire: HttpWire) -> None:
-        self._replicas = replicas
-        self._wire = wire
+        self._replicas, self._wire = replicas, wire
         self._first_round: asyncio.Task[None] | None = None
         self._probing: dict[Replica, asyncio.Task[None]] = {}
 
@@ -277,13 +269,12 @@ class ClientCounts:
     failures: Counter[Failure] = field(default_factory=Counter)  # searches that failed
 
 
-class SearchClient:
+class SearchClient(AbstractAsyncContextManager["SearchClient"]):
     """A client for one event loop; `close` it at the end.
 
     Args:
         urls: of the server, e.g. http://127.0.0.1:8000, or of several replicas, to be asked in turns. Before its first
             search a client of several asks all for their health, see `health`.
-        topk: passages a query.
         timeout_s: of one try.
         retries: further tries, after pauses, of a request that no healthy replica answered.
         max_concurrent: requests in flight, second ones not counted.
@@ -291,9 +282,7 @@ class SearchClient:
         max_coalesced: most searches of one request; 1 sends each on its own.
         hedge_after_s: a request without an answer for so long is sent to another replica too, and the first answer
             counts. At most every twentieth request is. None sends none twice.
-        token: bearer token of the servers.
-        wire: in place of HTTP.
-        lots: of jitter and ties.
+        wire, lots: in place of HTTP, and of chance in jitter and ties.
 
     Raises UserError for urls and settings that cannot be used.
     """
@@ -322,22 +311,14 @@ class SearchClient:
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
             raise UserError("the search token is empty or not plain ASCII text: give it as the server has it")
         self.counts = ClientCounts()
-        self._topk = topk
-        self._timeout_s = timeout_s
-        self._retries = retries
-        self._hedge_after_s = hedge_after_s
+        self._topk, self._timeout_s, self._retries, self._hedge_after_s = topk, timeout_s, retries, hedge_after_s
         self._hedges = HedgeBudget(_HEDGED_EVERY, _HEDGES_SAVED)
         self._lots = lots or Random()
         self._replicas = Replicas(self.urls, self._lots)
         self._wire = wire or HttpWire(token)
         self._prober = _Prober(self._replicas, self._wire)
-        self._batcher: Batcher[str, SearchResult] = Batcher(
-            self._search_many,
-            max_batch=max_coalesced,
-            max_wait_s=coalesce_ms / 1000,
-            max_running=max_concurrent,
-            max_pending=_MAX_PENDING,
-        )
+        limits = {"max_running": max_concurrent, "max_pending": _MAX_PENDING}
+        self._batcher = Batcher(self._search_many, max_coalesced, coalesce_ms / 1000, **limits)
 
     async def search(self, query: str) -> SearchResult:
         """Ask one query; a blank one is an error that is not sent."""
@@ -355,10 +336,7 @@ class SearchClient:
         return result
 
     async def health(self) -> dict[str, Any]:
-        """The health of the first server that answers; those that do not are warned of.
-
-        Raises RunError when none answers or is well, UserError when two serve different things.
-        """
+        """The health of the first server that answers. Raises RunError when none is well, UserError when two differ."""
         asked = await asyncio.gather(*map(self._health, self.urls), return_exceptions=True)
         well: dict[str, dict[str, Any]] = {}
         for url, health in zip(self.urls, asked, strict=True):
@@ -373,11 +351,9 @@ class SearchClient:
         (first_url, first), *others = well.items()
         for url, health in others:
             if keys := differences(served(first), served(health)):
-                here, there = (listed({key: server[key] for key in keys}) for server in (first, health))
-                raise UserError(
-                    f"the search servers serve different things, {first_url} {here} and {url} {there}: give only "
-                    "urls of replicas of one index"
-                )
+                here, there = (listed(server, keys) for server in (first, health))
+                problem = f"the search servers serve different things, {first_url} {here} and {url} {there}"
+                raise UserError(f"{problem}: give only urls of replicas of one index")
         return first
 
     async def close(self) -> None:
@@ -386,19 +362,14 @@ class SearchClient:
         await self._prober.close()
         await self._wire.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _health(self, url: str) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                reply = await self._wire.get(f"{url}/health")
-        except (TimeoutError, NoReplyError) as error:
-            reason = str(error) or f"no answer within {self._timeout_s:g} s"
-            raise RunError(f"the search server at {url} is not healthy: {reason}") from error
+            reply = await self._in_time(self._wire.get(f"{url}/health"))
+        except NoReplyError as error:
+            raise RunError(f"the search server at {url} is not healthy: {error}") from error
         if not (health := health_of(reply)):
             raise RunError(f"the search server at {url} is not healthy: status {reply.status}, or not an object")
         return health
@@ -413,8 +384,12 @@ class SearchClient:
             if fault.divisible and len(queries) > 1:
                 half = len(queries) // 2
                 return [*await self._search_many(queries[:half]), *await self._search_many(queries[half:])]
-            failed = SearchResult(error=self._sentence(request, fault), failure=fault.failure)
-            return [failed] * len(queries)
+            sentence = str(fault)
+            if fault.failure is Failure.unavailable:
+                sentence = f"no answer from {', '.join(self.urls)} after {len(request.failed)} tries: {fault}"
+            elif fault.failure is not Failure.rejected:
+                sentence = f"{request.failed[-1].url}: {fault}"
+            return [SearchResult(error=sentence, failure=fault.failure)] * len(queries)
 
     async def _ask(self, request: SearchRequest) -> Found:
         """Ask in as many tries as it takes and is allowed. Raises Fault."""
@@ -471,7 +446,7 @@ class SearchClient:
         self._replicas.start(replica)
         verdict = ReplicaVerdict.abandoned
         try:
-            reply = await self._exchange(replica.url, request.body)
+            reply = await self._in_time(self._wire.post(f"{replica.url}/retrieve", request.body))
             found = passages_of(reply, request.queries, self._topk)
             verdict = ReplicaVerdict.answered
         except Fault as fault:
@@ -485,20 +460,12 @@ class SearchClient:
             self._prober.watch(replica)
         return found
 
-    async def _exchange(self, url: str, body: bytes) -> Reply:
+    async def _in_time(self, asking: Awaitable[Reply]) -> Reply:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._wire.post(f"{url}/retrieve", body)
+                return await asking
         except TimeoutError:
-            raise Fault(f"no answer within {self._timeout_s:g} s", Failure.unavailable) from None
-        except NoReplyError as error:
-            raise Fault(str(error), Failure.unavailable) from error
-
-    def _sentence(self, request: SearchRequest, fault: Fault) -> str:
-        """The error that the caller reads."""
-        if fault.failure is Failure.unavailable:
-            return f"no answer from {', '.join(self.urls)} after {len(request.failed)} tries: {fault}"
-        return str(fault) if fault.failure is Failure.rejected else f"{request.failed[-1].url}: {fault}"
+            raise NoReplyError(f"no answer within {self._timeout_s:g} s") from None
 
 
 async def _first_answered(tasks: Sequence[asyncio.Task[Found]]) -> asyncio.Task[Found]:

@@ -14,7 +14,6 @@ from typing import Any
 import orjson
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-from uvicorn.server import ServerState
 
 HEAD_BYTES = 16_384
 """Largest request without its body: request line, headers, sizes of chunks and what follows the last one."""
@@ -28,10 +27,8 @@ _OTHER_FILES = 128  # descriptors that are left to everything but connections
 
 
 class Connections:
-    """The connections of one server; those that wait for a request are known by how long they have waited.
-
-    At most `most`, and no more than the process may open files for: beyond that the one that has waited longest makes
-    room for a new one.
+    """The connections of one server, at most `most` and no more than the process may open files for: beyond that the
+    one that has waited longest for a request makes room.
     """
 
     def __init__(self, most: int) -> None:
@@ -71,14 +68,8 @@ class Connections:
 class LimitedHttp(HttpToolsProtocol):
     """A connection that takes heads of limited length in limited time."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, config: uvicorn.Config, *more: Any, **named: Any) -> None:
+        super().__init__(config, *more, **named)
         assert isinstance(config, LimitedConfig)
         self._all = config.connections
         self._head_bytes = 0  # received of this request, less those of its body and of what that allows
@@ -87,14 +78,12 @@ class LimitedHttp(HttpToolsProtocol):
         """True while a head is whole and its body is not: how long that may take is the application's to say."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a head."""
         super().connection_made(transport)
         if len(self.connections) > self._all.most and not self._all.make_room():
             self._refuse(503, f"{self._all.most} connections are in use already: try again later")
         self._all.waits(self, self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._all.waiting.pop(self, None)
         super().connection_lost(exc)
 
@@ -116,13 +105,11 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or a trailer."""
         if len(self.headers) >= MOST_HEADERS:
             self._fail(431, f"the request has too many headers: send at most {MOST_HEADERS}")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to answer."""
         if self._head_bytes > HEAD_BYTES:  # Perhaps for a body that came along.
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > HEAD_BYTES:
@@ -131,12 +118,10 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
         self._head_bytes -= len(body) + len(body) // BODY_SHARE
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request, which now waits for its answer."""
         self._head_bytes = 0
         self.reads_body = False
         if not self.cycle.response_complete:

@@ -1,4 +1,4 @@
-"""Large jsonl files that are read in place: a corpus, one passage a line.
+"""Large jsonl files that are read in place: a corpus, one passage a line, and pages, found by their URL.
 
 Contract: UTF-8, one JSON object a line; row r is line r + 1. Blank lines at the end are no rows; a blank line elsewhere
 is a row, which is refused, because row numbers are line numbers. To replace a file that is open somewhere, rename
@@ -7,19 +7,24 @@ defined; that it shrank is noticed. A line of a corpus has an `id` (string or in
 other field is handed on.
 
 The file is memory-mapped. Rows are read together: the system is first told all the pages that a fetch needs, and only
-then are they touched. Disk reads so overlap, and read no more than was asked for, where touching a page of a map that
-is not in memory waits for that page and for a stretch of the file around it that nobody wants.
+then are they touched. Disk reads so overlap, and read nothing around the pages that nobody wants.
 
 Where the rows lie is kept in a sidecar, so that only the first open reads the whole file: a header and arrays, in
 `corpus.jsonl.offsets` next to `corpus.jsonl`, else in `$XDG_CACHE_HOME/rlsys` or `~/.cache/rlsys`, else in memory, with
-a warning. Invariants: it is used only for the file that it was made of, as far as size, time and a sample can tell
-(those who need certainty hash the file), and only whole, which a checksum tells in a tenth of a second for 21 million
-rows; else it is made again. Under its name there is never half a sidecar: it is written under another name and renamed,
-and of processes that make the same one at once the last rename stays.
+a warning. Invariants: it is used only for the file that it was made of, as far as size, time and a sample can tell, and
+only whole, which a checksum tells in a tenth of a second for 21 million rows; else it is made again. Under its name there
+is never half a sidecar, as it is renamed, and of processes that make the same one at once the last rename stays.
+
+A line of a pages file has strings `url` and `contents`. URLs are found through another sidecar, their hashes in order
+with the row of each: a lookup is a binary search in a memory-mapped array. Making it takes 24 bytes a page of memory.
+Invariants: a page is never given for another page's URL, as hashes only nominate, and URLs themselves are compared; the
+page stored under exactly the URL that was asked for goes before one that is merely equal by `page_key`; of several pages
+of one URL the last counts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import mmap
@@ -28,7 +33,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple, Self
 
@@ -36,11 +40,10 @@ import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
+from yarl import URL
 
 from rlsys.errors import RunError, UserError
 
-OnBytes = Callable[[int, int], None]
-"""Called with (bytes read, bytes in all)."""
 HEADER_BYTES = 4096
 """Where a sidecar's arrays begin; whole pages, so that they lie aligned in memory."""
 _VERSION = 1
@@ -49,7 +52,8 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _BLOCK_BYTES = 1 << 20
 _SCAN_BYTES = 1 << 22
 _NEWLINE = ord("\n")
-_OFFSET = np.dtype("<i8")
+_OFFSET, _HASH, _ROW = np.dtype("<i8"), np.dtype("<u8"), np.dtype("<i8")
+_CHUNK_ROWS = 256
 _FOREIGN = {
     b"\x1f\x8b": ("compressed by gzip", "decompress it first with `gzip -dk`"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "decompress it first with `zstd -dk`"),
@@ -69,47 +73,37 @@ class JsonLines:
     what: ClassVar[str] = "jsonl file"
     """Word for the file in errors."""
 
-    def __init__(self, path: Path, data: mmap.mmap, sidecar: Sidecar) -> None:
-        self.path = path
-        """The file, as it was given."""
-        self.checksum: str = sidecar.facts["sha256"]
-        """SHA-256 of the whole file, in hex, from when it was last read through; see `verify`."""
-        self._data = data
-        self._sidecar = sidecar
-        self._offsets = np.frombuffer(sidecar.data, dtype=_OFFSET, count=sidecar.facts["rows"] + 1, offset=HEADER_BYTES)
-
-    @classmethod
-    def open(cls, path: str | Path, progress: OnBytes | None = None) -> Self:
-        """Map `path` and find its rows; they are parsed, and refused, only when they are fetched.
-
-        A file that was not open before is read through once, while `progress` is called with (bytes read, bytes in
-        all). Raises UserError for a file that is missing, empty, compressed or of another format.
-        """
-        with cls.open_file(Path(path)) as file:
-            return cls.read(file, Path(path), progress)
-
-    @classmethod
-    def open_file(cls, path: Path) -> FileIO:
-        """The file at `path`, unbuffered. Raises UserError if it cannot be read."""
-        if not path.is_file():
-            raise UserError(f"{cls.what} {path} is not a file: give a jsonl file")
-        try:
-            return path.open("rb", buffering=0)
-        except OSError as error:
-            raise UserError(f"{cls.what} {path} cannot be read ({error.strerror}): check its permissions") from None
-
-    @classmethod
-    def read(cls, file: BinaryIO, path: Path, progress: OnBytes | None = None) -> Self:
-        """As `open`, of a file that was opened from `path` and may be closed afterwards."""
-        name, head = f"{cls.what} {path}", os.pread(file.fileno(), 8, 0)
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        """`file` was opened from `path` and may be closed afterwards."""
+        name, head = f"{self.what} {path}", os.pread(file.fileno(), 8, 0)
         for magic, (kind, remedy) in _FOREIGN.items():
             if head.startswith(magic):
                 raise UserError(f"{name} is {kind}, and only jsonl can be read in place: {remedy}")
         size = os.fstat(file.fileno()).st_size
-        sidecar = open_sidecar(
-            file, path, "offsets", lambda source, write: _write_offsets(source, write, name, size, progress)
-        )
-        return cls(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), sidecar)
+        found = open_sidecar(file, path, "offsets", lambda source, write: _write_offsets(source, write, name, size))
+        self.path = path
+        self.checksum: str = found.facts["sha256"]
+        """SHA-256 of the whole file, in hex, from when it was last read through."""
+        self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._sidecar = found
+        self._offsets = np.frombuffer(found.data, dtype=_OFFSET, count=found.facts["rows"] + 1, offset=HEADER_BYTES)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Map `path` and find its rows; they are parsed, and refused, only when they are fetched.
+
+        A file that was not open before is read through once. Raises UserError for a file that is missing, empty,
+        compressed or of another format.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"{cls.what} {path} is not a file: give a jsonl file")
+        try:
+            file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise UserError(f"{cls.what} {path} cannot be read ({error.strerror}): check its permissions") from None
+        with file:
+            return cls(file, path)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -121,9 +115,7 @@ class JsonLines:
     def fetch(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """The objects of `rows`, in that order, read together: ask for all that are needed in one call.
 
-        Each is a dict of its own, which the caller may change; what is nested in a row that was asked for twice is
-        shared between its two dicts.
-
+        Each is a dict of its own; what is nested in a row that was asked for twice is shared between its two dicts.
         Raises UserError with the line number of a bad row, IndexError for a row that is not there, RunError if the file
         shrank while it was open.
         """
@@ -146,21 +138,6 @@ class JsonLines:
         """All objects in file order, `rows` at a time."""
         for first in range(0, len(self), rows):
             yield self.fetch(range(first, min(first + rows, len(self))))
-
-    def verify(self) -> None:
-        """Read all of the file, a second a GB. Raises UserError if it is not the one that `checksum` belongs to.
-
-        `open` knows a file by its size, time and some blocks; this is for those who need to be certain.
-        """
-        with self.open_file(self.path) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != self.checksum:
-            kept = self._sidecar.path
-            remedy = "open it again" if kept is None else f"delete {kept}"
-            raise UserError(
-                f"{self.what} {self.path} has SHA-256 {found}, not {self.checksum} as when it was last "
-                f"read through: restore it, or {remedy} to take it as it is"
-            )
 
     def _parse(self, row: int, start: int, end: int) -> dict[str, Any]:
         try:
@@ -197,9 +174,7 @@ def _prefetch(data: mmap.mmap, starts: NDArray[np.int64], ends: NDArray[np.int64
         data.madvise(mmap.MADV_WILLNEED, first * mmap.PAGESIZE, (last - first + 1) * mmap.PAGESIZE)
 
 
-def _write_offsets(
-    source: BinaryIO, write: OnArray, name: str, size: int, progress: OnBytes | None
-) -> Mapping[str, Any]:
+def _write_offsets(source: BinaryIO, write: OnArray, name: str, size: int) -> Mapping[str, Any]:
     """Write where each row starts, with the end of the last one appended ([rows + 1]).
 
     A line's end is written once text is seen behind it; those that wait at the end are of blank lines, but for the
@@ -221,8 +196,6 @@ def _write_offsets(
             settled = int(np.searchsorted(waiting, text_end))
             write(waiting[:settled])
             waiting, rows, done = waiting[settled:], rows + settled, done + len(block)
-            if progress is not None:
-                progress(done, size)
     if not text_end:
         raise UserError(f"{name} is empty: it needs one JSON object a line")
     write(waiting[:1] if waiting.size else np.array([done], dtype=_OFFSET))
@@ -232,8 +205,6 @@ def _write_offsets(
 class Sidecar(NamedTuple):
     """An open sidecar."""
 
-    path: Path | None
-    """None for one in memory."""
     facts: Mapping[str, Any]
     data: mmap.mmap
     """Header and arrays."""
@@ -246,10 +217,7 @@ Make = Callable[[BinaryIO, OnArray], Mapping[str, Any]]
 
 
 def open_sidecar(source: BinaryIO, path: Path, suffix: str, make: Make) -> Sidecar:
-    """The sidecar of the file `source`, opened from `path`; made, and kept where possible, if there is none.
-
-    Raises UserError when the file changes while it is read.
-    """
+    """The sidecar of the file `source`; made, if there is none. Raises UserError when the file changes meanwhile."""
     stamp = _stamp(source)
     resolved = path.resolve()
     places = [resolved.with_name(f"{resolved.name}.{suffix}")]
@@ -263,24 +231,20 @@ def open_sidecar(source: BinaryIO, path: Path, suffix: str, make: Make) -> Sidec
     for place in places:
         try:
             with _replacing(place, os.fstat(source.fileno()).st_mode & 0o666) as file:
-                return _fill(file, source, path, stamp, make)._replace(path=place)
+                return _fill(file, source, path, stamp, make)
         except OSError as error:
             logger.debug("no sidecar at %s: %s", place, error)
     logger.warning(
         "%s is read through each time it is opened: what is found cannot be written to %s; make one of "
         "these folders writable",
-        path,
-        " or ".join(str(place.parent) for place in places),
+        *(path, " or ".join(str(place.parent) for place in places)),
     )
     with open(os.memfd_create(suffix), "w+b", buffering=0) as file:
         return _fill(file, source, path, stamp, make)
 
 
 def _stamp(file: BinaryIO) -> dict[str, Any]:
-    """Facts by which an open file is known again without reading all of it; its position stays.
-
-    The sample is a hash of 16 blocks of 4 KiB from its beginning to its end; all of a file of up to 64 KiB.
-    """
+    """Facts by which an open file is known again: its size, time, and a hash of 16 blocks from beginning to end."""
     status = os.fstat(file.fileno())
     last = max(0, status.st_size - _SAMPLE_BYTES)
     digest = xxhash.xxh3_64()
@@ -302,7 +266,7 @@ def _load(place: Path, stamp: Mapping[str, Any]) -> Sidecar | None:
             digest.update(orjson.dumps(header["facts"]))
             if digest.hexdigest() != header["xxh3"]:
                 return None
-            return Sidecar(place, header["facts"], mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return Sidecar(header["facts"], mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -340,4 +304,89 @@ def _fill(file: BinaryIO, source: BinaryIO, path: Path, stamp: Mapping[str, Any]
     header = {"version": _VERSION, "source": stamp, "facts": facts, "xxh3": digest.hexdigest()}
     file.seek(0)
     file.write(orjson.dumps(header).ljust(HEADER_BYTES - 1) + b"\n")
-    return Sidecar(None, facts, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return Sidecar(facts, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+class _PageLines(JsonLines):
+    what = "pages file"
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(file, path)
+        self.index = open_sidecar(file, path, "urls", lambda _, write: _write_urls(self, write)).data
+
+
+class PageStore:
+    """A pages file, open: a `PageSource` of `len(store)` pages, safe to read from several threads.
+
+    A new file is read through, and parsed, once. Raises UserError for a bad file, and a page without `url` or `contents`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._lines = _PageLines.open(path)
+        count = len(self._lines)
+        self._hashes: NDArray[np.uint64] = np.frombuffer(self._lines.index, _HASH, count, HEADER_BYTES)
+        self._rows: NDArray[np.int64] = np.frombuffer(self._lines.index, _ROW, count, HEADER_BYTES + 8 * count)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+        """As `find`, in a thread."""
+        return await asyncio.to_thread(self.find, urls)
+
+    def find(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+        """The pages of `urls`, in order, as they are in the file, under the URL of the file; None for no page."""
+        keys = [page_key(url) for url in urls]
+        wanted = _hashes(keys)
+        bounds = zip(*(np.searchsorted(self._hashes, wanted, side=side) for side in ("left", "right")), strict=True)
+        nominees = [self._rows[first:last].tolist() for first, last in bounds]
+        pages = iter(self._lines.fetch([row for rows in nominees for row in rows]))
+        found: list[Mapping[str, Any] | None] = []
+        for url, key, rows in zip(urls, keys, nominees, strict=True):
+            held = [next(pages) for _ in rows]
+            same = [page for page in held if page["url"] == url] or [
+                page for page in held if page_key(page["url"]) == key
+            ]
+            found.append(same[-1] if same else None)
+        return found
+
+    def close(self) -> None:
+        """Nothing to give back: the mapped files go with the last reference to them."""
+
+
+def page_key(url: str) -> str:
+    """The part that two URLs of the same page have in common.
+
+    Of an http or https URL these do not count: the scheme, the case of the host, a default port, user and password, the
+    fragment, a slash at the end of the path, dot segments, and how characters are percent-encoded (RFC 3986, 6.2.2).
+    MediaWiki's `index.php/Title` is `index.php?title=Title`. Of anything else only white space around it does not
+    count.
+    """
+    text = url.strip()
+    try:
+        parsed = URL(text.replace("index.php/", "index.php?title="))
+    except (ValueError, IndexError):  # the latter for some hosts in brackets
+        return text
+    if parsed.scheme not in ("http", "https") or not parsed.host_port_subcomponent:
+        return text
+    return f"{parsed.host_port_subcomponent}{parsed.raw_path.rstrip('/')}?{parsed.raw_query_string}"
+
+
+def _hashes(keys: Sequence[str]) -> NDArray[np.uint64]:
+    return np.array([xxhash.xxh3_64_intdigest(key.encode("utf-8", "surrogatepass")) for key in keys], _HASH)
+
+
+def _write_urls(lines: JsonLines, write: OnArray) -> Mapping[str, Any]:
+    """Write the hashes of all keys, ascending, and the row of each; equal ones in file order (both [pages])."""
+    keys: list[NDArray[np.uint64]] = []
+    for first, pages in enumerate(lines.chunks(_CHUNK_ROWS)):
+        for row, page in enumerate(pages, first * _CHUNK_ROWS):
+            for key in ("url", "contents"):
+                if not isinstance(page.get(key), str):
+                    raise UserError(f"{lines.where(row)} has no text in `{key}`: it must be a string")
+        keys.append(_hashes([page_key(page["url"]) for page in pages]))
+    hashes = np.concatenate(keys)
+    order = np.argsort(hashes, kind="stable")
+    write(hashes[order])
+    write(order.astype(_ROW))
+    return {}

@@ -34,25 +34,22 @@ class Batcher(Generic[Item, Result]):
         max_wait_s: how long the first item of a batch waits for others, unless the last two batches had found none: a
             lone caller need not wait. While `max_running` batches run, items wait longer, and the next batch starts as
             soon as one ends.
-        max_running: batches that hold a place at once. A batch of several stages may give its place to the next batch
-            before it ends: see `pass_on`.
+        max_running: batches that hold a place at once; a batch may give its place up before it ends, see `pass_on`.
         max_pending: items that may wait.
     """
 
     def __init__(
         self,
         run: Callable[[list[Item]], Coroutine[Any, Any, Sequence[Result]]],
-        *,
         max_batch: int,
         max_wait_s: float,
+        *,
         max_running: int,
         max_pending: int,
     ) -> None:
         self._run = run
-        self._max_batch = max_batch
-        self._max_wait_s = max_wait_s
-        self._max_running = max_running
-        self._max_pending = max_pending
+        self._max_batch, self._max_wait_s = max_batch, max_wait_s
+        self._max_running, self._max_pending = max_running, max_pending
         self._pending: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running: dict[asyncio.Task[Sequence[Result]], list[asyncio.Future[Result]]] = {}
         self._places: set[asyncio.Task[Sequence[Result]]] = set()
@@ -82,10 +79,7 @@ class Batcher(Generic[Item, Result]):
         return futures
 
     def pass_on(self) -> None:
-        """Let the next batch start; called within `run`, by a batch that is done with what only one may use.
-
-        Such a batch goes on beyond `max_running`: `run` itself has to bound what comes after.
-        """
+        """Let the next batch start; called within `run`, which has to bound by itself what comes after."""
         task = asyncio.current_task()
         assert task is not None
         self._places.discard(task)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-SERVED = (
-    *("kind", "passages", "corpus_sha256"),
-    *("encoder", "dimension", "faiss_type", "nprobe", "ef_search"),
-    *("k1", "b", "stopwords"),
-    *("candidates", "rank_constant", "dense", "bm25"),
-)  # keys of a server's health that its answers depend on: of any, by vectors, by words, by both. The rest counts.
+_BY_VECTORS = ("encoder", "dimension", "faiss_type", "nprobe", "ef_search")
+_BY_BOTH = ("candidates", "rank_constant", "dense", "bm25")
+SERVED = ("kind", "passages", "corpus_sha256", *_BY_VECTORS, "k1", "b", "stopwords", *_BY_BOTH)
+"""Keys of a server's health that its answers depend on. The rest counts."""
 
 
 class Hit(NamedTuple):
@@ -23,14 +21,10 @@ class Hit(NamedTuple):
 
 
 class Retriever(Protocol):
-    """Finds passages in two stages, so that one batch can be prepared while another is being found.
+    """Finds passages in two stages, so that batches overlap. Its answers do not change while it lives: they are cached."""
 
-    Its answers never change while it lives, so they may be cached.
-    """
-
-    @property
-    def parallel(self) -> int:
-        """Batches that may be in `find` at once: 1 for what computes, more for what waits for others."""
+    parallel: int
+    """Batches that may be in `find` at once: 1 for what computes, more for what waits for others."""
 
     def prepare(self, queries: Sequence[str]) -> Any:
         """Compute what `find` needs of the queries: vectors, terms. Called by one thread at a time."""
@@ -43,6 +37,16 @@ class Retriever(Protocol):
 
     def close(self) -> None:
         """Give connections and files back; nothing is called after."""
+
+
+class PageSource(Protocol):
+    """Gives whole pages, to several callers at once."""
+
+    async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
+        """The page of each URL (`url`, `contents`, ...), None where there is none. Does not block; may be cancelled."""
+
+    def close(self) -> None:
+        """Give back what it holds; nothing is called after."""
 
 
 class Failure(StrEnum):
@@ -81,11 +85,6 @@ BLANK = SearchResult(error="the query is empty", failure=Failure.blank)
 """The result of a query of white space alone; it is not sent."""
 
 
-def as_sent(query: str) -> str:
-    """`query` without white space around it, and without what UTF-8 cannot say."""
-    return query.encode("utf-8", "replace").decode("utf-8").strip()
-
-
 def served(health: Mapping[str, Any]) -> dict[str, Any]:
     """The `SERVED` part of a server's health, as far as it says."""
     return {key: health[key] for key in SERVED if key in health}
@@ -96,6 +95,6 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [key for key in one if key in other and one[key] != other[key]]
 
 
-def listed(server: Mapping[str, Any]) -> str:
+def listed(server: Mapping[str, Any], keys: Sequence[str]) -> str:
     """`key=value, ...` of what a server serves."""
-    return ", ".join(f"{key}={value}" for key, value in server.items())
+    return ", ".join(f"{key}={server[key]}" for key in keys)

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import httpx
 
@@ -26,19 +27,11 @@ _TERMINATE_S = 10.0
 _LOG_LINES = 15
 
 
-class SearchServer:
+class SearchServer(AbstractContextManager["SearchServer"]):
     """A handle of `python -m rlsys.search.server`, which runs from construction to `close`.
 
-    Args:
-        index: folder of the index.
-        log: file that the server's output is appended to.
-        topk: hits for a request that asks for no number.
-        port: 0 takes a free one.
-        threads: of the encoder and the index; null leaves the libraries' default.
-        encoder: of the queries where it is not that of the passages.
-        device: where models compute.
-        token: that it asks for; by default the one of the environment, if any.
-        options: further arguments of the command, e.g. ("--pages", "pages.jsonl").
+    Its output is appended to `log`. `topk` is for requests that ask for no number, `encoder` for queries where it is not
+    that of the passages; the `token` is by default the one of the environment; `options` are further arguments.
     """
 
     def __init__(
@@ -61,24 +54,17 @@ class SearchServer:
         environment = child_environment(threads) | ({TOKEN_VARIABLE: token} if token else {})
         self._start([*words, *options], log, host, port, environment)
 
-    def _start(
-        self, words: Sequence[str], log: str | Path, host: str, port: int, environment: Mapping[str, str]
-    ) -> None:
+    def _start(self, words: Sequence[str], log: str | Path, host: str, port: int, environment: dict[str, str]) -> None:
         """Start the module and arguments of `words`, told the socket to listen at and the process to end with."""
         self.log = Path(log)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with bind(host, port) as sock, self.log.open("ab") as output:
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
             told = ["--listener-fd", str(sock.fileno()), "--parent-pid", str(os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *words, *told],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=[sock.fileno()],
-                process_group=0,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            command = [sys.executable, "-m", *words, *told]
+            kept: dict[str, Any] = {"env": environment, "pass_fds": [sock.fileno()], "process_group": 0}
+            self._process = subprocess.Popen(command, **streams, **kept)
 
     @property
     def pid(self) -> int:
@@ -87,44 +73,29 @@ class SearchServer:
 
     def wait_healthy(self, timeout_s: float) -> None:
         """Return once the server answers. Raises RunError, with the end of its log, if it dies or takes longer."""
-        deadline = time.monotonic() + timeout_s
+        deadline, url = time.monotonic() + timeout_s, f"{self.url}/health"
         while time.monotonic() < deadline:
             if (status := self._process.poll()) is not None:
                 raise RunError(f"the search server ended with status {status}; {self._log_tail()}")
-            if self._answers():
-                return
+            with suppress(httpx.TransportError), httpx.stream("GET", url, trust_env=False, timeout=2.0) as answer:
+                if answer.status_code == httpx.codes.OK:  # the body is not read
+                    return
             time.sleep(_POLL_S)
         raise RunError(f"the search server did not answer within {timeout_s:g} s; {self._log_tail()}")
 
     def close(self) -> None:
         """End the server and wait for it: SIGTERM, then SIGKILL for its whole group."""
-        if self._process.poll() is not None:
-            return
         try:
             self._process.terminate()
-            self._process.wait(_TERMINATE_S)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERMINATE_S)
         finally:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _answers(self) -> bool:
-        try:
-            with (
-                httpx.Client(trust_env=False, timeout=2.0) as client,
-                client.stream("GET", f"{self.url}/health") as answer,  # its body is not read
-            ):
-                return answer.status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
 
     def _log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]

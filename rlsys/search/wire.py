@@ -2,19 +2,23 @@
 
 aiohttp, because one event loop carries the searches of hundreds of episodes: with 64 requests in flight it takes 0.1 ms
 of the loop's time for a request, httpx takes 2 ms.
+
+`read_body` is for the answers of any server that is not trusted, whichever library receives them. Libraries decode what
+a server says it has compressed, in whatever layers, with no limit: some kilobytes may become gigabytes. So a request
+says which encoding it takes, the raw bytes are read, and one layer at most is taken off under a limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
 from typing import Any
 
 import aiohttp
 import orjson
 
-from rlsys.search.body import BodyError, Encoding, read_body
 from rlsys.search.retrieval import Failure, Passage
 
 _BUSY = (408, 429, 502, 503, 504)  # answers of a server that may do better later
@@ -37,10 +41,6 @@ class Reply:
     body: bytes
     retry_after_s: float = 0.0
     refused: str = ""  # why the body was not read; empty where it was
-
-
-class NoReplyError(Exception):
-    """The connection gave no whole answer; one sentence says why."""
 
 
 class HttpWire:
@@ -81,13 +81,12 @@ class HttpWire:
         try:
             async with self._open.request(method, url, data=body, allow_redirects=False) as answer:
                 wait = answer.headers.get("Retry-After", "")
-                retry_after_s = float(wait) if wait.isdecimal() else 0.0
+                reply = Reply(answer.status, b"", float(wait) if wait.isdecimal() else 0.0)
                 most = _MAX_ANSWER_BYTES if method == "POST" and answer.status == 200 else _MAX_SHORT_ANSWER_BYTES
                 try:
-                    content = await read_body(answer.headers, answer.content.iter_any(), most)
+                    return replace(reply, body=await read_body(answer.headers, answer.content.iter_any(), most))
                 except BodyError as error:
-                    return Reply(answer.status, b"", retry_after_s, refused=str(error))
-                return Reply(answer.status, content, retry_after_s)
+                    return replace(reply, refused=str(error))
         except (aiohttp.ClientError, OSError) as error:
             reason = " ".join(str(error).split())[:_QUOTED_CHARS]  # some are of several lines
             raise NoReplyError(reason or type(error).__name__) from error
@@ -116,12 +115,17 @@ class Fault(Exception):
     ) -> None:
         """`divisible`: it may be the fault of one query alone."""
         super().__init__(reason)
-        self.failure = failure
-        self.verdict = verdict
-        self.retry_after_s = retry_after_s
-        self.divisible = divisible
+        self.failure, self.verdict = failure, verdict
+        self.retry_after_s, self.divisible = retry_after_s, divisible
         self.final = failure in (Failure.rejected, Failure.denied)
         """Neither time nor another server would change the answer."""
+
+
+class NoReplyError(Fault):
+    """The connection gave no whole answer; one sentence says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, Failure.unavailable)
 
 
 def request_body(queries: Sequence[str], topk: int) -> bytes:
@@ -143,10 +147,8 @@ def passages_of(reply: Reply, queries: int, topk: int) -> list[tuple[Passage, ..
             raise Fault(reason, Failure.denied, ReplicaVerdict.answered)
         raise Fault(detail, divisible=status == 500)
     if reply.refused:
-        raise Fault(
-            f"its answer is refused: {reply.refused}; serve shorter passages, uncompressed, or lower search.topk",
-            divisible=True,  # half of the queries may have an answer that is within the limit
-        )
+        reason = f"its answer is refused: {reply.refused}; serve shorter passages, uncompressed, or lower search.topk"
+        raise Fault(reason, divisible=True)  # half of the queries may have an answer that is within the limit
     try:
         lines = orjson.loads(reply.body)["result"]
         if len(lines) != queries:
@@ -158,10 +160,7 @@ def passages_of(reply: Reply, queries: int, topk: int) -> list[tuple[Passage, ..
 
 
 def health_of(reply: Reply) -> dict[str, Any] | None:
-    """The server's account of itself; None where it is not well, nothing where it has no such answer.
-
-    The retrieval contract asks for no GET /health: who does not know it is alive all the same.
-    """
+    """The server's account of itself: None where it is not well, empty without /health, which no server has to have."""
     if reply.status in (404, 405):
         return {}
     try:
@@ -190,3 +189,58 @@ def _detail(reply: Reply) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         detail = reply.refused or reply.body.decode("utf-8", "replace")
     return f"status {reply.status}: {' '.join(detail.split())[:_QUOTED_CHARS]}"
+
+
+def as_sent(query: str) -> str:
+    """`query` without white space around it, and without what UTF-8 cannot say."""
+    return query.encode("utf-8", "replace").decode("utf-8").strip()
+
+
+class Encoding(StrEnum):
+    """Values of the request header Accept-Encoding for an answer that `read_body` reads."""
+
+    identity = "identity"
+    gzip = "gzip"
+
+
+class BodyError(Exception):
+    """A body that is refused; the text says why."""
+
+
+async def read_body(
+    headers: Mapping[str, str], blocks: AsyncIterator[bytes], max_bytes: int, accepted: Encoding = Encoding.identity
+) -> bytes:
+    """The decoded body of raw `blocks`. Raises BodyError beyond `max_bytes`, and for an encoding not `accepted`."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return await _join(blocks, max_bytes)
+    if accepted is Encoding.gzip and encoding in ("gzip", "x-gzip"):
+        return await _join(_gunzip(blocks, max_bytes), max_bytes)
+    raise BodyError(f"its encoding {encoding[:40]!r} is not {accepted}")
+
+
+async def _join(blocks: AsyncIterator[bytes], max_bytes: int) -> bytes:
+    body = bytearray()
+    async for block in blocks:
+        body += block
+        if len(body) > max_bytes:
+            raise BodyError(f"it is larger than {max_bytes} bytes")
+    return bytes(body)
+
+
+async def _gunzip(blocks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
+    """Decompressed blocks of at most `max_bytes` + 1; reads at most about `max_bytes` compressed ones."""
+    stream = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    read = 0
+    try:
+        async for block in blocks:
+            read += len(block)
+            if read > max_bytes:
+                raise BodyError(f"it is larger than {max_bytes} bytes")
+            yield stream.decompress(block, max_bytes + 1)
+            if stream.eof:
+                return
+    except zlib.error as error:
+        raise BodyError(f"it is not gzip ({error})") from None
+    if read:
+        raise BodyError("it ends too early")

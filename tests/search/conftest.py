@@ -19,8 +19,7 @@ from rlsys.search.connections import LimitedConfig, LimitedServer
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.build import build
-from rlsys.search.index.dense import VectorRetriever
+from rlsys.search.index.dense import VectorRetriever, build
 from rlsys.search.server_process import SearchServer
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
-from rlsys.search.body import BodyError, Encoding, read_body
+from rlsys.search.wire import BodyError, Encoding, read_body
 
 LIMIT = 1000
 

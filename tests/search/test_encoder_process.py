@@ -23,7 +23,7 @@ from tests.search.conftest import encoder_workers
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EncoderProcess]:
-    started = EncoderSpec("minilm", query_prefix="ask: ").start()
+    started = EncoderProcess(EncoderSpec("minilm", query_prefix="ask: "))
     yield started
     started.close()
 
@@ -78,14 +78,15 @@ def test_ctrl_c_in_a_terminal_leaves_a_worker_to_its_owner() -> None:
 def test_what_cannot_be_loaded_is_refused_as_here_and_leaves_nothing() -> None:
     others = encoder_workers()
     with pytest.raises(UserError, match="run `hf download intfloat/e5-none`"):
-        EncoderSpec("intfloat/e5-none").start()
+        EncoderProcess(EncoderSpec("intfloat/e5-none"))
     assert encoder_workers() == others
 
 
 def test_a_process_that_only_asks_loads_no_library_of_models() -> None:
     code = (
-        "import sys; from rlsys.search.encoders.spec import EncoderSpec; import rlsys.search.server.command; "
-        "e = EncoderSpec('minilm').start(); e.encode_queries(['Mali']); e.close(); "
+        "import sys; from rlsys.search.encoders.process import open_encoder; "
+        "from rlsys.search.encoders.spec import EncoderSpec; import rlsys.search.server.command; "
+        "e = open_encoder(EncoderSpec('minilm'), own_process=True); e.encode_queries(['Mali']); e.close(); "
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     done = run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ.copy())

@@ -15,8 +15,8 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
-from rlsys.search.index.manifest import open_retriever
 from rlsys.search.retrieval import Hit
+from rlsys.search.server.command import open_retriever
 from tests.search.conftest import encoder_workers
 
 rankings = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=8), min_size=1, max_size=4)
@@ -28,11 +28,6 @@ def test_scores_are_those_of_the_article() -> None:
     expected = [1 / 61 + 1 / 62, 1 / 63 + 1 / 61, 1 / 62, 1 / 63]
     assert [score for _, score in fused] == pytest.approx(expected, rel=1e-15)
     assert fuse([["a", "b", "c"], ["c", "a", "d"]], topk=2) == fused[:2]
-
-
-def test_weights_and_the_constant_count() -> None:
-    fused = dict(fuse([["a", "b"], ["b"]], topk=5, k=1, weights=[3, 0.5]))
-    assert fused == {"a": 3 / 2, "b": 3 / 3 + 0.5 / 2}
 
 
 def test_of_equal_scores_the_first_ranking_decides() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlsys.errors import UserError
-from rlsys.search.index import vectors as module
-from rlsys.search.index.vectors import (
+from rlsys.search.index import dense as module
+from rlsys.search.index.dense import (
     FaissSettings,
     SearchOptions,
     Vectors,

@@ -11,7 +11,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.search.encoders.packing import Batch, Lines, PassCost, first_fit, length_buckets, plan, shares_lines
+from rlsys.search.encoders.encoder import Batch, Lines, PassCost, first_fit, length_buckets, plan, shares_lines
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 COSTS = st.builds(PassCost, most_tokens=st.integers(1, 400), fixed_tokens=st.integers(0, 100))

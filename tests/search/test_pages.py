@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.errors import UserError
-from rlsys.search import page_store as pages_module
-from rlsys.search.page_store import PageStore, page_key
+from rlsys.search import corpus as corpus_module
+from rlsys.search.corpus import PageStore, page_key
 
 WIKI = "https://en.wikipedia.org/wiki"
 
@@ -47,8 +48,8 @@ def test_it_answers_as_a_dict_filled_in_file_order(
     path = write(tmp_path_factory.mktemp("pages") / "pages.jsonl", pages)
     with pytest.MonkeyPatch.context() as patch:
         if collide:
-            patch.setattr(pages_module, "_hashes", lambda keys: np.full(len(keys), 7, dtype=np.uint64))
-        store = PageStore.open(path)
+            patch.setattr(corpus_module, "_hashes", lambda keys: np.full(len(keys), 7, dtype=np.uint64))
+        store = PageStore(path)
         assert len(store) == len(pages)
         urls = [f"{WIKI}/{name}" for name in asked]
         assert store.find(urls) == [reference.get(url) for url in urls]
@@ -65,7 +66,7 @@ def test_it_answers_as_a_dict_filled_in_file_order(
 )
 def test_spellings_of_one_page_find_it(tmp_path: Path, url: str) -> None:
     stored = "https://en.wikipedia.org/w/S%C3%A3o_Paulo?x=1"
-    store = PageStore.open(write(tmp_path / "pages.jsonl", [page(stored), page(f"{WIKI}/other")]))
+    store = PageStore(write(tmp_path / "pages.jsonl", [page(stored), page(f"{WIKI}/other")]))
     assert store.find([url]) == [page(stored)]
 
 
@@ -89,24 +90,24 @@ def test_spellings_of_one_page_find_it(tmp_path: Path, url: str) -> None:
     ],
 )
 def test_no_other_url_finds_it(tmp_path: Path, url: str) -> None:
-    assert PageStore.open(write(tmp_path / "pages.jsonl", [page(f"{WIKI}/Paris")])).find([url]) == [None]
+    assert PageStore(write(tmp_path / "pages.jsonl", [page(f"{WIKI}/Paris")])).find([url]) == [None]
 
 
 @pytest.mark.parametrize("url", ["doc 17", "http://[broken", "urn:isbn:0451450523"])
 def test_what_is_no_web_address_is_compared_as_it_is(tmp_path: Path, url: str) -> None:
-    store = PageStore.open(write(tmp_path / "pages.jsonl", [page(url)]))
+    store = PageStore(write(tmp_path / "pages.jsonl", [page(url)]))
     assert found(store, url, f" {url} ", url.upper()) == ["text", "text", None]
 
 
 def test_mediawiki_paths_are_titles(tmp_path: Path) -> None:
     stored = page("https://en.wikipedia.org/w/index.php?title=C%2B%2B")
-    store = PageStore.open(write(tmp_path / "pages.jsonl", [stored]))
+    store = PageStore(write(tmp_path / "pages.jsonl", [stored]))
     assert store.find(["https://en.wikipedia.org/w/index.php/C%2B%2B"]) == [stored]
 
 
 def test_the_exact_url_goes_before_an_equal_one_and_the_last_page_before_earlier_ones(tmp_path: Path) -> None:
     stored = [page(f"{WIKI}/A", "first"), page(f"{WIKI}/A", "last"), page(f"{WIKI}/A/", "slash")]
-    store = PageStore.open(write(tmp_path / "pages.jsonl", stored))
+    store = PageStore(write(tmp_path / "pages.jsonl", stored))
     assert found(store, f"{WIKI}/A", f"{WIKI}/A/", f"{WIKI}/A#x") == ["last", "slash", "slash"]
 
 
@@ -121,35 +122,39 @@ def test_a_bad_page_is_named_when_the_file_is_opened(tmp_path: Path, bad: str) -
     path = write(tmp_path / "pages.jsonl", [page("u")])
     path.write_text(path.read_text() + bad + "\n")
     with pytest.raises(UserError, match=r"pages file .*pages.jsonl line 2 "):
-        PageStore.open(path)
+        PageStore(path)
 
 
 def test_urls_are_read_once_and_again_when_the_file_changes_or_the_sidecar_is_damaged(tmp_path: Path) -> None:
     path = write(tmp_path / "pages.jsonl", [page(f"{WIKI}/{number}") for number in range(1000)])
     sidecar = tmp_path / "pages.jsonl.urls"
 
-    def steps() -> list[tuple[int, int]]:
-        calls: list[tuple[int, int]] = []
-        store = PageStore.open(path, lambda done, total: calls.append((done, total)))
+    def reads() -> list[bool]:
+        """Whether the file was read through, and parsed."""
+        makers = [
+            patch.object(corpus_module, name, wraps=getattr(corpus_module, name))
+            for name in ("_write_offsets", "_write_urls")
+        ]
+        with makers[0] as scanned, makers[1] as parsed:
+            store = PageStore(path)
         count = len(path.read_text().splitlines())
         assert found(store, f"{WIKI}/{count - 1}", f"{WIKI}/{count}") == ["text", None]
-        return calls
+        return [scanned.called, parsed.called]
 
-    size = path.stat().st_size
-    assert steps() == [(size, size), (256, 1000), (512, 1000), (768, 1000), (1000, 1000)]
-    assert steps() == []
+    assert reads() == [True, True]
+    assert reads() == [False, False]
     whole = sidecar.read_bytes()
     sidecar.write_bytes(whole[:-8])
-    assert steps()[-1] == (1000, 1000)
+    assert reads() == [False, True]
     assert sidecar.read_bytes() == whole
     with path.open("a") as file:
         file.write(json.dumps(page(f"{WIKI}/1000")) + "\n")
-    assert steps()[-1] == (1001, 1001)
+    assert reads() == [True, True]
 
 
 def test_threads_share_a_store(tmp_path: Path) -> None:
     pages = [page(f"{WIKI}/{number}", str(number)) for number in range(500)]
-    store = PageStore.open(write(tmp_path / "pages.jsonl", pages))
+    store = PageStore(write(tmp_path / "pages.jsonl", pages))
     draws = [random.Random(seed).choices(range(700), k=50) for seed in range(40)]
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda draw: found(store, *(f"{WIKI}/{number}" for number in draw)), draws)

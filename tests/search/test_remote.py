@@ -13,8 +13,9 @@ import pytest
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.manifest import REMOTE, open_retriever
+from rlsys.search.index.folder import REMOTE
 from rlsys.search.index.remote import Patience, RemoteRetriever, build_remote
+from rlsys.search.server.command import open_retriever
 from tests.hostile import answer_of_child, hostile_server
 from tests.ports import free_port
 from tests.search.fake_elastic import FakeElastic, bm25, running

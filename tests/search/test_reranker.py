@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 from transformers import RobertaForSequenceClassification as Roberta
 
 from rlsys.errors import UserError
-from rlsys.search.encoders.reranker import Reranker
+from rlsys.search.encoders.encoder import Reranker
 
 TINY: dict[str, Any] = {
     "vocab_size": 30522,

@@ -24,7 +24,7 @@ from rlsys.apps.data.prepare import json_line
 from rlsys.errors import UserError
 from rlsys.files import write_atomically
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, TOKEN_VARIABLE, is_url
-from rlsys.search.index.manifest import DENSE, MANIFEST_FILE, read_manifest
+from rlsys.search.index.folder import DENSE, MANIFEST_FILE, read_manifest
 from rlsys.search.server_process import SearchServer, child_environment
 
 if TYPE_CHECKING:  # Building loads libraries of seconds.
@@ -312,7 +312,7 @@ def _index_documents(
     Raises UserError for an index of others, which stays as it is with what lies beside it.
     """
     from rlsys.search.index.make import make_index, recipe
-    from rlsys.search.ingest.ingest import Chunking, ingest
+    from rlsys.search.ingest import Chunking, ingest
 
     made = recipe(kind, settings)
     index.parent.mkdir(parents=True, exist_ok=True)

@@ -284,7 +284,7 @@ def _checked(wish: Wish) -> Wish:
 
 def _require_documents(documents: Path, corpus: Path) -> None:
     """Refuse `documents` in which there is not one to be read; `corpus` is what they are going to be made into."""
-    from rlsys.search.ingest.sources import Fields, File, Skipped, find_files, read
+    from rlsys.search.ingest import Fields, File, Skipped, find_files, read
 
     passed_over: Counter[str] = Counter()
     for file in find_files([documents], corpus):

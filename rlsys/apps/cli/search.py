@@ -95,8 +95,7 @@ def ingest(
     from rich.table import Table
     from rich.text import Text
 
-    from rlsys.search.ingest.ingest import Chunking, ingest
-    from rlsys.search.ingest.sources import Fields
+    from rlsys.search.ingest import Chunking, Fields, ingest
 
     fields = Fields(text_field, title_field, id_field)
     summary = ingest(sources, out, Chunking(size, overlap, tokenizer), fields, drop_duplicates=drop_duplicates)

@@ -20,7 +20,7 @@ from rlsys.config.schema import RunConfig, SearchConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_PORT
-from rlsys.search.index.manifest import read_manifest
+from rlsys.search.index.folder import read_manifest
 from rlsys.weights.bijection import WeightMap
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import INDEX, HfReader

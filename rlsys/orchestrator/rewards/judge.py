@@ -31,7 +31,7 @@ from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.files import parse_json
-from rlsys.search.body import BodyError, Encoding, read_body
+from rlsys.search.wire import BodyError, Encoding, read_body
 
 PLACEHOLDERS = ("{question}", "{answers}", "{answer}")
 """Parts of a judge's prompt that are filled in."""

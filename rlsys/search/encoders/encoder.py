@@ -1,12 +1,22 @@
-"""Text to vectors: one way to load models, and one to run the dense encoders of every family.
+"""Models: dense encoders, which give a text a vector, and cross-encoders, which score a query and a passage together.
 
-Invariant: a vector depends on its text alone, not (beyond rounding) on what it is batched with.
+Invariant: a vector depends on its text alone, and a score on its pair, not (beyond rounding) on what it is batched with.
+
+Scores are those of sentence-transformers' CrossEncoder with one label: the logit through the activation that the
+model's files name (sigmoid or none), through the sigmoid where they name none. Two labels (not relevant, relevant)
+become one logit first, the second less the first, whose sigmoid is the probability of the second label.
+
+Search queries are a few tokens long, and of unequal length. Padded to the longest of a batch, half of the work is
+padding; cut into batches of one length, each batch costs a pass. So short texts share lines: a token attends to the
+tokens of its own text, and its position counts from that text's beginning, so the states are those of a text alone. It
+needs a model that takes positions and such a mask as they are given (`shares_lines`). A row's tokens stand side by side,
+in one line.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
 
 from rlsys.errors import UserError
-from rlsys.search.encoders.packing import Batch, Lines, clean, pass_cost, plan, shares_lines
-from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Family, Floats, Pooling, resolve_folder
+from rlsys.files import sha256_of
+from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Family, Floats, Pooling, read_json, resolve_folder
 
+Lines = list[list[int]]
+"""The rows of each line of a pass."""
+_LEAST_WIDTH = 32
+"""Of a line that is shared: narrower lines are many, wider ones spend more on attention."""
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -46,10 +62,7 @@ class Encoder:
 
     @classmethod
     def load(cls, name: str, family: str = "auto", **options: Any) -> Encoder:
-        """Load `EncoderSpec(name, family, **options)`.
-
-        Raises UserError for what is unknown, and for weights that do not fill the model.
-        """
+        """Load `EncoderSpec(name, family, **options)`. Raises UserError for what is unknown or lacks weights."""
         spec = EncoderSpec(name, family, **options)
         folder = resolve_folder(name)
         family_name, resolved = spec.resolve_family(folder)
@@ -131,16 +144,13 @@ def load_model(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"model {name!r} cannot be loaded from {folder}: {_first_line(error)}") from error
     lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
-    lacking = {key for key in lacking if dispensable is None or dispensable not in key}
-    if lacking:
-        raise UserError(
-            f"model {name!r} lacks {len(lacking)} weights, {min(lacking)} among them: "
-            f"check that {folder} holds the model that its config.json names"
-        )
+    if lacking := {key for key in lacking if dispensable is None or dispensable not in key}:
+        problem = f"model {name!r} lacks {len(lacking)} weights, {min(lacking)} among them"
+        raise UserError(f"{problem}: check that {folder} holds the model that its config.json names")
     # Without a vocabulary transformers makes a tokenizer that takes every word for unknown.
-    files = sorted(tokenizer.vocab_files_names.values())
-    if not any((folder / file).is_file() for file in files):
-        raise UserError(f"model {name!r} has no tokenizer: {folder} holds none of {', '.join(files)}")
+    names = sorted(tokenizer.vocab_files_names.values())
+    if not any((folder / file).is_file() for file in names):
+        raise UserError(f"model {name!r} has no tokenizer: {folder} holds none of {', '.join(names)}")
     most = min([tokenizer.model_max_length, *_positions(model)])
     if not 1 <= max_tokens <= most:
         raise UserError(f"max_tokens {max_tokens} is out of range: model {name!r} takes 1 to {most}")
@@ -151,7 +161,9 @@ def load_model(
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = module.weight.data.t().contiguous().t()
-    return LoadedModel(folder, model, tokenizer, _weights_checksum(folder))
+    files = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+    checksum = hashlib.sha256(b"".join(bytes.fromhex(sha256_of(path)) for path in files)).hexdigest()
+    return LoadedModel(folder, model, tokenizer, checksum)
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -164,10 +176,8 @@ def _resolve_device(device: str) -> torch.device:
     count = torch.cuda.device_count() if resolved.type == "cuda" else 0
     if resolved.type == "cuda" and count <= (resolved.index or 0):
         sees = f"only cuda:0 to cuda:{count - 1}" if count else "no GPU"
-        raise UserError(
-            f"device {device}: torch sees {sees}; give another device, or check the driver (`nvidia-smi`), "
-            "CUDA_VISIBLE_DEVICES and that torch is built for CUDA"
-        )
+        problem = f"device {device}: torch sees {sees}; give another device, or check the driver (`nvidia-smi`)"
+        raise UserError(f"{problem}, CUDA_VISIBLE_DEVICES and that torch is built for CUDA")
     return resolved
 
 
@@ -184,9 +194,224 @@ def _positions(model: torch.nn.Module) -> list[int]:
     ]
 
 
-def _weights_checksum(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+class Reranker:
+    """A loaded cross-encoder. Not safe to call from two threads at once."""
+
+    def __init__(self, name: str, loaded: LoadedModel, max_tokens: int) -> None:
+        self.name, self.max_tokens, self.checksum = name, max_tokens, loaded.checksum
+        self._tokenizer, self._model = loaded.tokenizer, loaded.model
+        self._sigmoid = _has_sigmoid(name, loaded)
+
+    @classmethod
+    def load(cls, name: str, *, max_tokens: int = 512, device: str = "cpu", dtype: str | None = None) -> Reranker:
+        """Load a Hugging Face folder, or a model that is in the local Hugging Face cache.
+
+        `max_tokens` cuts pairs, the longer of the two first, special tokens included. `dtype` (float32, float16,
+        bfloat16) is float16 on a GPU and float32 on a CPU unless given. Raises UserError for what is unknown, for
+        weights that do not fill the model, and for a model of more than two labels.
+        """
+        architecture = transformers.AutoModelForSequenceClassification
+        loaded = load_model(name, architecture, max_tokens, device, dtype)
+        labels = loaded.model.config.num_labels
+        if labels > 2:
+            raise UserError(f"model {name!r} has {labels} labels: a reranker has one, or two (no and yes)")
+        return cls(name, loaded, max_tokens)
+
+    def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """The score of each (query, passage), higher is better; in [0, 1] if the activation is sigmoid."""
+        if not pairs:
+            return []
+        queries, passages = (clean(side) for side in zip(*pairs, strict=True))
+        limits = {"truncation": True, "max_length": self.max_tokens}
+        columns = self._tokenizer(queries, passages, **limits, return_attention_mask=False)
+        scores = np.empty(len(pairs))
+        for rows in length_buckets(list(map(len, columns["input_ids"])), pass_cost(self._model.device)):
+            scores[rows] = self._forward({name: [column[row] for row in rows] for name, column in columns.items()})
+        return [float(score) for score in scores]
+
+    def describe(self) -> Mapping[str, Any]:
+        """Name, checksum, cut and activation."""
+        settings = {"max_tokens": self.max_tokens, "activation": "sigmoid" if self._sigmoid else "none"}
+        return {"reranker": self.name, "reranker_sha256": self.checksum, **settings}
+
+    @torch.inference_mode()
+    def _forward(self, columns: Mapping[str, list[list[int]]]) -> np.ndarray[Any, Any]:
+        device = self._model.device
+        fillers = {"input_ids": self._tokenizer.pad_token_id or 0}
+        columns = {**columns, "attention_mask": [[1] * len(ids) for ids in columns["input_ids"]]}
+        inputs = {
+            name: pad_sequence(list(map(torch.tensor, column)), batch_first=True, padding_value=fillers.get(name, 0))
+            for name, column in columns.items()
+        }
+        logits = self._model(**{name: tokens.to(device) for name, tokens in inputs.items()}).logits.float()
+        logit = logits[:, -1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, 0]
+        return (logit.sigmoid() if self._sigmoid else logit).cpu().numpy()
+
+
+def _has_sigmoid(name: str, loaded: LoadedModel) -> bool:
+    """True unless the files name another activation, in any of the three places that CrossEncoder has put it."""
+    config, beside = loaded.model.config, loaded.folder / "config_sentence_transformers.json"
+    named = (
+        (read_json(beside) if beside.is_file() else {}).get("activation_fn")
+        or (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
+        or getattr(config, "sbert_ce_default_activation_function", None)
+        or "Sigmoid"
+    )
+    kind = str(named).rsplit(".", 1)[-1]
+    if kind not in ("Sigmoid", "Identity"):
+        raise UserError(f"model {name!r} has the activation {named}: only Sigmoid and Identity are supported")
+    return kind == "Sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """Cost of a forward pass, which takes at most `most_tokens`, padding included, in units of one token more.
+    `fixed_tokens` do not depend on its size: a CPU reads the weights from memory, a GPU launches kernels.
+    """
+
+    most_tokens: int
+    fixed_tokens: int
+
+
+_CPU = PassCost(most_tokens=2048, fixed_tokens=20)
+"""Measured on MiniLM with one thread. More than that spills out of a core's cache; the fixed part takes 3 ms, a token
+0.14 ms, and both grow alike with a model."""
+_GPU = PassCost(most_tokens=65536, fixed_tokens=4096)
+
+
+def pass_cost(device: torch.device) -> PassCost:
+    """The cost of a pass on `device`."""
+    return _CPU if device.type == "cpu" else _GPU
+
+
+def length_buckets(lengths: Sequence[int], cost: PassCost) -> list[NDArray[np.int64]]:
+    """Cut rows, shortest first, into the passes that cost least: padding against the fixed part of a pass.
+
+    Each row is in exactly one pass. A pass stays within `cost.most_tokens`, padding included, but for a row that is
+    longer than that, which has one of its own.
+    """
+    order = np.argsort(lengths, kind="stable")
+    widths, first_rows = np.unique(np.asarray(lengths)[order], return_index=True)
+    ends = np.append(first_rows[1:], len(order))
+    # least[k]: cost of all rows of the k smallest widths; begins[k]: the first width of the last bucket of these.
+    least = np.zeros(len(widths) + 1)
+    begins = np.zeros(len(widths) + 1, dtype=np.int64)
+    for last, width in enumerate(widths):
+        tokens = (ends[last] - first_rows[: last + 1]) * width
+        costs = least[: last + 1] + tokens + cost.fixed_tokens * np.ceil(tokens / cost.most_tokens)
+        begins[last + 1] = np.argmin(costs)
+        least[last + 1] = costs[begins[last + 1]]
+    buckets: list[NDArray[np.int64]] = []
+    end = len(widths)
+    while end:
+        begin = int(begins[end])
+        rows = order[first_rows[begin] : ends[end - 1]]
+        most_rows = max(1, cost.most_tokens // int(widths[end - 1]))
+        buckets[:0] = [rows[first : first + most_rows] for first in range(0, len(rows), most_rows)]
+        end = begin
+    return buckets
+
+
+def clean(texts: Sequence[str]) -> list[str]:
+    """The texts as tokenizers take them: `?` in place of what is no character (a lone surrogate)."""
+    return [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+
+
+def shares_lines(model: Any) -> bool:
+    """True if `model` gives each text the same states when it shares its line; tried with BERT on a CPU alone."""
+    return (
+        type(model) is transformers.BertModel
+        and model.device.type == "cpu"
+        and model.config._attn_implementation == "sdpa"
+        and not model.config.is_decoder
+    )
+
+
+def plan(lengths: Sequence[int], cost: PassCost, *, share: bool) -> list[Lines]:
+    """The passes that cost least: each row has a line, or with `share` perhaps a part of one."""
+    buckets = length_buckets(lengths, cost)
+    alone = [[[row] for row in rows.tolist()] for rows in buckets]
+    if not share or len(lengths) < 2:
+        return alone
+    width = max(_LEAST_WIDTH, *lengths)
+    lines = first_fit(lengths, width)
+    per_pass = max(1, cost.most_tokens // width)
+    packed = [lines[first : first + per_pass] for first in range(0, len(lines), per_pass)]
+    padded_tokens = sum(len(rows) * lengths[rows[-1]] for rows in buckets)
+    cheaper = len(lines) * width + cost.fixed_tokens * len(packed) < padded_tokens + cost.fixed_tokens * len(alone)
+    return packed if cheaper else alone
+
+
+def first_fit(lengths: Sequence[int], width: int) -> Lines:
+    """Rows to lines of `width` tokens, the longest rows first, each into the first line that has room for it."""
+    lines: Lines = []
+    room: list[int] = []
+    for row in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        line = next((number for number, free in enumerate(room) if free >= lengths[row]), len(lines))
+        if line == len(lines):
+            lines.append([])
+            room.append(width)
+        lines[line].append(row)
+        room[line] -= lengths[row]
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts in lines, ready for a pass. Texts are numbered in the order of their lines.
+
+    [lines, width]: token `ids`, `positions` in the text, `owners` (number of the text; -1 for padding). [texts]:
+    `starts` in the flattened lines, `lengths` in tokens.
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    owners: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, lines: Sequence[Sequence[Sequence[int]]], filler: int) -> Batch:
+        """The texts (token ids) of each line, from the left, `filler` after the last of a line."""
+        width = max(sum(map(len, line)) for line in lines)
+        shape = (len(lines), width)
+        ids, positions = np.full(shape, filler, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        owners = np.full(shape, -1, dtype=np.int64)
+        starts: list[int] = []
+        lengths: list[int] = []
+        for number, line in enumerate(lines):
+            at = 0
+            for text in line:
+                span = slice(at, at + len(text))
+                ids[number, span], positions[number, span] = text, np.arange(len(text))
+                owners[number, span] = len(starts)
+                starts.append(number * width + at)
+                lengths.append(len(text))
+                at += len(text)
+        return cls(ids, positions, owners, np.array(starts), np.array(lengths))
+
+    def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The arguments of the model."""
+        owners = torch.from_numpy(self.owners).to(device)
+        inputs = {"input_ids": torch.from_numpy(self.ids).to(device)}
+        if len(self.starts) == len(self.ids):
+            # Padding comes after the text whatever the tokenizer's side: a causal model then never sees it.
+            return inputs | {"attention_mask": (owners >= 0).long()}
+        mask = owners[:, None, :, None] == owners[:, None, None, :]
+        return inputs | {"position_ids": torch.from_numpy(self.positions).to(device), "attention_mask": mask}
+
+    def first(self, states: torch.Tensor) -> torch.Tensor:
+        """[texts, dim], the state of each text's first token, of [lines, width, dim]."""
+        return states.flatten(0, 1)[torch.from_numpy(self.starts).to(states.device)]
+
+    def last(self, states: torch.Tensor) -> torch.Tensor:
+        """[texts, dim], the state of each text's last token, of [lines, width, dim]."""
+        return states.flatten(0, 1)[torch.from_numpy(self.starts + self.lengths - 1).to(states.device)]
+
+    def mean(self, states: torch.Tensor) -> torch.Tensor:
+        """[texts, dim], the mean over each text's tokens, of [lines, width, dim]."""
+        owners = torch.from_numpy(self.owners).to(states.device).flatten()
+        taken = owners >= 0
+        sums = states.new_zeros(len(self.starts), states.shape[-1])
+        sums.index_add_(0, owners[taken], states.flatten(0, 1)[taken])
+        return sums / torch.from_numpy(self.lengths).to(states.device).unsqueeze(-1)

@@ -1,11 +1,9 @@
 """Encoders in processes of their own: one for a server's queries, several for a corpus.
 
-A server's event loop and a model in one process would share the interpreter's lock, which a forward pass takes and
-gives some hundred times.
-
-Invariants: whoever waits for a worker that dies gets RunError, never a hang; a worker ends with its owner and with the
-parent process, however these end; a pool has at most one chunk in flight per worker, so memory is bounded whatever the
-corpus, and its vectors equal those of one process with one thread, bit by bit.
+A server's event loop and a model in one process would share the interpreter's lock. Invariants: whoever waits for a
+worker that dies gets RunError, never a hang; a worker ends with its owner and with the parent process, however these end;
+a pool has at most one chunk in flight per worker, so memory is bounded whatever the corpus, and its vectors equal those
+of one process with one thread, bit by bit.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats
+from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats, QueryEncoder
 from rlsys.search.server_process import child_environment
 
 if TYPE_CHECKING:
@@ -38,20 +36,34 @@ _WARM_UP = (1, 16, 64)
 _log = logging.getLogger("uvicorn.error")
 
 
-class EncoderWorker:
-    """A started process that loads the encoder of `spec`. The first answer to `take` is its `EncoderFacts`.
+def open_encoder(spec: EncoderSpec, *, own_process: bool = False) -> QueryEncoder:
+    """The encoder of `spec`, in this process or in one of its own. Raises as `Encoder.load` does."""
+    return EncoderProcess(spec) if own_process else _load(spec)
 
-    `one_thread` bounds torch on a CPU, for one of many workers; otherwise the environment says how many it takes.
+
+def _load(spec: EncoderSpec) -> Encoder:
+    from rlsys.search.encoders.encoder import Encoder  # torch, which a process without a model of its own does not need
+
+    return Encoder.load(**asdict(spec))
+
+
+class EncoderWorker:
+    """A started process that loads the encoder of `spec`, with one thread of torch on a CPU if `one_thread`. The first
+    answer to `take` is its `EncoderFacts`.
     """
 
     def __init__(self, spec: EncoderSpec, *, one_thread: bool) -> None:
         self.pipe, there = multiprocessing.Pipe()
         command = [sys.executable, "-m", "rlsys.search.encoders.process", str(there.fileno())]
         # No process of multiprocessing: such a one imports the main module of whoever uses an encoder.
-        with _interrupts_blocked():
+        # SIGINT is kept from it: on Ctrl-C the parent decides what becomes of workers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
             self._process = subprocess.Popen(
                 command, pass_fds=[there.fileno()], env=child_environment(), stdin=subprocess.DEVNULL
             )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         there.close()
         self.pipe.send((spec, one_thread))
 
@@ -63,10 +75,7 @@ class EncoderWorker:
             raise self._died() from None
 
     def take(self, timeout_s: float | None = None) -> Any:
-        """Wait for the next answer. Raises UserError or RunError that the worker met, RunError if it has died.
-
-        With `timeout_s` a worker that gives no answer for so long is ended, and counts as dead.
-        """
+        """The next answer. Raises what the worker met, RunError if it has died or took longer than `timeout_s`."""
         try:
             if timeout_s is not None and not self.pipe.poll(timeout_s):
                 self._process.kill()
@@ -95,32 +104,17 @@ class EncoderWorker:
         return self._process.wait()
 
     def _died(self) -> RunError:
-        return RunError(
-            f"encoding worker {self._process.pid} died (exit code {self._wait()}): "
-            "if memory was short, take fewer workers or a smaller model"
-        )
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Keeps SIGINT from a process that is started meanwhile: on Ctrl-C the parent decides what becomes of workers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        died = f"encoding worker {self._process.pid} died (exit code {self._wait()})"
+        return RunError(f"{died}: if memory was short, take fewer workers or a smaller model")
 
 
 class EncoderProcess:
-    """A started `spec.QueryEncoder`, replaced once by another, which gets the same texts, if it dies or hangs.
-
-    Raises what `Encoder.load` raises, and RunError if the process dies.
-    """
+    """A `QueryEncoder` in a process of its own, replaced once by another with the same texts if it dies or hangs."""
 
     def __init__(self, spec: EncoderSpec) -> None:
         self._spec = spec
         self._worker: EncoderWorker | None = None
-        self.facts: EncoderFacts = self._start()
+        self.facts = self._start()
 
     def encode_queries(self, texts: Sequence[str]) -> Floats:
         """[n, dimension], row i for `texts[i]`. Raises RunError if two processes die of it."""
@@ -132,9 +126,9 @@ class EncoderProcess:
 
     def close(self) -> None:
         """End the process. May be called again."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
     def _start(self) -> EncoderFacts:
         self._worker = EncoderWorker(self._spec, one_thread=False)
@@ -161,16 +155,12 @@ class EncoderProcess:
 
 
 class EncoderPool:
-    """Encodes chunks of passages in `workers` processes; with one, in this process. A context manager.
+    """Encodes chunks of passages in `workers` processes of one thread, over all GPUs; with one, in this process."""
 
-    A worker runs one thread on a CPU. `devices` are dealt out to the workers in turn; without them, device `cuda` means
-    every GPU and any other device is that of all workers.
-    """
-
-    def __init__(self, spec: EncoderSpec, workers: int = 1, devices: Sequence[str] = ()) -> None:
+    def __init__(self, spec: EncoderSpec, workers: int) -> None:
         if workers < 1:
             raise UserError(f"workers {workers} is out of range: give 1 or more")
-        devices = devices or _devices(spec.device)
+        devices = _devices(spec.device)
         self.devices = [devices[rank % len(devices)] for rank in range(workers)]
         """The device of each worker."""
         self._spec = spec
@@ -181,7 +171,7 @@ class EncoderPool:
         """Load the encoders. Raises UserError as `Encoder.load` does."""
         specs = [replace(self._spec, device=device) for device in self.devices]
         if len(specs) == 1:
-            self._encoder = specs[0].load()
+            self._encoder = _load(specs[0])
             return self
         try:
             for spec in specs:
@@ -206,10 +196,9 @@ class EncoderPool:
         self._encoder = None
 
     def map(self, chunks: Iterable[Chunk]) -> Iterator[tuple[int, Floats]]:
-        """The number of each chunk with its vectors [passages, dimension], in the order in which they are done.
+        """The number of each chunk with its vectors, as they are done. Raises RunError when a worker dies or fails.
 
-        Raises RunError when a worker dies or fails. One map at a time, and the pool is of no further use after a map
-        that was not followed to its end.
+        One map at a time; the pool is of no further use after one that was not followed to its end.
         """
         if self._encoder is not None:
             for number, texts in chunks:
@@ -253,7 +242,7 @@ def _work(pipe: Connection) -> None:
             torch.set_num_threads(1)
         transformers.utils.logging.disable_progress_bar()
         try:
-            encoder = spec.load()
+            encoder = _load(spec)
             pipe.send(encoder.facts)
             while True:
                 number, texts, queries = pipe.recv()

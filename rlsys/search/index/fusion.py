@@ -3,9 +3,8 @@
     dense/, bm25/   an index of either kind, over the same corpus
     manifest.json   which corpus that is
 
-Reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009): a passage gets the sum over the rankings that hold
-it of weight / (k + rank), where the best rank is 1. Ranks need no common scale, so inner products and BM25 scores fuse
-as they are.
+Reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009): a passage gets the sum over the rankings that hold it
+of 1 / (k + rank), where the best rank is 1. Ranks need no common scale.
 """
 
 from __future__ import annotations
@@ -13,18 +12,27 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.build import BuildOptions, build
-from rlsys.search.index.building import IndexDraft, OnProgress, claim_draft, link, refuse_foreign, silent
-from rlsys.search.index.dense import VectorRetriever
+from rlsys.search.index.dense import BuildOptions, VectorRetriever, build
+from rlsys.search.index.folder import (
+    BM25,
+    CORPUS_FILE,
+    DENSE,
+    HYBRID,
+    OnProgress,
+    claim_draft,
+    link,
+    read_manifest,
+    read_values,
+    silent,
+)
 from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, build_lexical
-from rlsys.search.index.manifest import BM25, CORPUS_FILE, DENSE, HYBRID, read_manifest, read_values, write_manifest
 from rlsys.search.retrieval import Hit, Retriever
 
 RANK_CONSTANT = 60
@@ -35,21 +43,15 @@ CANDIDATES = 100
 Key = TypeVar("Key", bound=Hashable)
 
 
-def fuse(
-    rankings: Sequence[Sequence[Key]], topk: int, *, k: float = RANK_CONSTANT, weights: Sequence[float] | None = None
-) -> list[tuple[Key, float]]:
+def fuse(rankings: Sequence[Sequence[Key]], topk: int) -> list[tuple[Key, float]]:
     """The best `topk` keys of all rankings with their scores, best first.
 
-    Of equal scores the one that stands higher in the first ranking comes first, then in the second. A key that a
-    ranking repeats counts where it stands first. `weights` has one number a ranking, 1 without it.
+    Of equal scores the one that is higher in the first ranking comes first. A repeated key counts where it is first.
     """
     places = [{key: place for place, key in reversed(list(enumerate(ranking, 1)))} for ranking in rankings]
-    factors = [1.0] * len(places) if weights is None else weights
     keys = dict.fromkeys(key for place in places for key in place)
     ranks = {key: tuple(place.get(key, math.inf) for place in places) for key in keys}
-    scores = {
-        key: math.fsum(factor / (k + rank) for factor, rank in zip(factors, ranks[key], strict=True)) for key in keys
-    }
+    scores = {key: math.fsum(1 / (RANK_CONSTANT + rank) for rank in ranks[key]) for key in keys}
     best = sorted(keys, key=lambda key: (-scores[key], ranks[key]))[:topk]
     return [(key, scores[key]) for key in best]
 
@@ -62,38 +64,29 @@ def build_hybrid(
     lexical: LexicalOptions | None = None,
     progress: OnProgress = silent,
 ) -> bool:
-    """Make the index folder `out` with both parts; False if it is there already with these inputs.
-
-    A part that is there with its inputs is not built again, whether in `out` or in what a killed build left, and the
-    encoding of the dense part continues where it was ended. The parts share one corpus file.
+    """Make the index folder `out` with both parts, on one corpus file; False if it is there with these inputs. A part that
+    is there with its inputs, in `out` or in what a killed build left, is not built again.
     """
     out = Path(out).absolute()
-    refuse_foreign(out)
     with claim_draft(out) as draft:
         names = {path.name for path in draft.folder.iterdir()}
         if names - {DENSE, BM25, *(f".{part}.building" for part in (DENSE, BM25))}:
             draft.clear()  # of another kind
             names.clear()
-        if not names:
-            _take_over(out, draft)
+        # The parts of the hybrid at `out`, each whole or not at all.
+        for part in (DENSE, BM25) if not names and _manifest_at(out) else ():
+            if _manifest_at(out / part):
+                seed = draft.home / "seed"
+                shutil.rmtree(seed, ignore_errors=True)
+                shutil.copytree(out / part, seed, copy_function=lambda name, to: link(Path(name), Path(to)))
+                seed.rename(draft.folder / part)
         build(corpus, encoder, draft.folder / DENSE, dense, progress)
         build_lexical(Corpus.open(draft.folder / DENSE / CORPUS_FILE), draft.folder / BM25, lexical, progress)
         if all(_manifest_at(out / part) == _manifest_at(draft.folder / part) for part in (DENSE, BM25)):
             draft.clear()
             return False
-        write_manifest(draft.folder, HYBRID, {"corpus_sha256": corpus.checksum, "rows": len(corpus)})
-        draft.publish()
+        draft.complete(HYBRID, {"corpus_sha256": corpus.checksum, "rows": len(corpus)})
     return True
-
-
-def _take_over(out: Path, draft: IndexDraft) -> None:
-    """Put the parts of the hybrid at `out` into the draft as well, each whole or not at all."""
-    for part in (DENSE, BM25):
-        if _manifest_at(out) is not None and _manifest_at(out / part) is not None:
-            seed = draft.home / "seed"
-            shutil.rmtree(seed, ignore_errors=True)
-            shutil.copytree(out / part, seed, copy_function=lambda name, to: link(Path(name), Path(to)))
-            seed.rename(draft.folder / part)
 
 
 def _manifest_at(folder: Path) -> dict[str, Any] | None:
@@ -104,10 +97,9 @@ def _manifest_at(folder: Path) -> dict[str, Any] | None:
 
 
 class HybridRetriever:
-    """Asks two retrievers of one corpus and fuses what they find; a hit's score is that of the fusion.
+    """Asks two retrievers of one corpus and fuses what they find; a hit is scored by the fusion and known by its `id`.
 
-    Passages are told apart by their `id`. Each side gives `candidates` hits, more only where more are asked for, so the
-    hits of a query depend on `topk` only beyond that.
+    Each side gives `candidates` hits, more only where more are asked for: `topk` matters only beyond that.
     """
 
     def __init__(self, dense: Retriever, lexical: Retriever, *, candidates: int = CANDIDATES) -> None:
@@ -118,25 +110,17 @@ class HybridRetriever:
         """As many as both sides allow."""
         first, second = (described.get("corpus_sha256") for described in self._described.values())
         if first is None or first != second:
-            raise UserError(
-                f"a hybrid needs two indexes of one corpus, these have the checksums {first} and {second}: "
-                "build both from the same file"
-            )
+            problem = f"a hybrid needs two indexes of one corpus, these have the checksums {first} and {second}"
+            raise UserError(f"{problem}: build both from the same file")
 
     @classmethod
     def open(cls, folder: str | Path, **dense: Any) -> HybridRetriever:
-        """Open what `build_hybrid` made; `dense` are options of `VectorRetriever.open`.
-
-        Raises UserError when the folder is no hybrid or its parts do not fit together.
-        """
+        """Open what `build_hybrid` made, with options of `VectorRetriever.open`. Raises UserError for what does not fit."""
         folder = Path(folder)
         manifest = read_values(folder, [HYBRID], f"{HYBRID!r}: give a hybrid")
         with ExitStack() as on_failure:
-            vectors = VectorRetriever.open(folder / DENSE, **dense)
-            on_failure.callback(vectors.close)
-            words = LexicalRetriever.open(folder / BM25)
-            on_failure.callback(words.close)
-            opened = cls(vectors, words)
+            vectors = on_failure.enter_context(closing(VectorRetriever.open(folder / DENSE, **dense)))
+            opened = cls(vectors, on_failure.enter_context(closing(LexicalRetriever.open(folder / BM25))))
             if opened.describe()["corpus_sha256"] != manifest.get("corpus_sha256"):
                 raise UserError(f"the parts of {folder} are not of the manifest's corpus: build the index again")
             on_failure.pop_all()
@@ -150,27 +134,21 @@ class HybridRetriever:
         """At most `topk` hits of each query, best first."""
         asked = max(topk, self._candidates)
         found = [side.find(ready, asked) for side, ready in zip(self._sides.values(), prepared, strict=True)]
-        return [_fuse_hits(sides, topk) for sides in zip(*found, strict=True)]
+        fused = []
+        for sides in zip(*found, strict=True):
+            documents = {hit.document["id"]: hit.document for hits in sides for hit in hits}
+            best = fuse([[hit.document["id"] for hit in hits] for hits in sides], topk)
+            fused.append([Hit(score, documents[key]) for key, score in best])
+        return fused
 
     def describe(self) -> Mapping[str, Any]:
         """Passages, corpus, how it fuses, and what either side says of itself."""
         dense = self._described[DENSE]
-        return {
-            "kind": HYBRID,
-            "passages": dense["passages"],
-            "corpus_sha256": dense["corpus_sha256"],
-            "candidates": self._candidates,
-            "rank_constant": RANK_CONSTANT,
-            **self._described,
-        }
+        corpus = {key: dense[key] for key in ("passages", "corpus_sha256")}
+        fusion = {"candidates": self._candidates, "rank_constant": RANK_CONSTANT}
+        return {"kind": HYBRID, **corpus, **fusion, **self._described}
 
     def close(self) -> None:
         """Close both."""
         for side in self._sides.values():
             side.close()
-
-
-def _fuse_hits(sides: Sequence[Sequence[Hit]], topk: int) -> list[Hit]:
-    documents = {hit.document["id"]: hit.document for hits in sides for hit in hits}
-    fused = fuse([[hit.document["id"] for hit in hits] for hits in sides], topk)
-    return [Hit(score, documents[key]) for key, score in fused]

@@ -13,11 +13,10 @@ lengths where Lucene keeps eight bits of each:
 so a passage scores above 0 exactly if it holds a word of the query. A word that is asked twice counts twice. The
 defaults are those of Anserini, whose BM25 Search-R1 serves through pyserini, but words are not cut to Porter stems.
 
-Building streams the corpus in bounded memory, where bm25s would hold 4 KB a passage of 100 words. A first pass writes
-runs: blocks of passages as (term, row, count), sorted. A second walks over the terms in ranges, gathers each from all
-runs, weighs it and writes it behind the one before. A build that is killed starts anew and leaves nothing under the
-final name. Unlike that of bm25s the scorer leaves the passages without a word of the query untouched, orders equal
-scores by row and lets other threads run.
+Building streams the corpus in bounded memory, where bm25s would hold 4 KB a passage of 100 words: a first pass writes
+runs, blocks of passages as sorted (term, row, count); a second gathers ranges of terms from all runs, weighs and writes
+them. A build that is killed starts anew. Unlike that of bm25s the scorer leaves the passages without a word of the query
+untouched, orders equal scores by row and lets other threads run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import os
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -45,8 +44,18 @@ from numpy.typing import NDArray
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import Floats
-from rlsys.search.index.building import IndexDraft, OnProgress, add_corpus, assemble, new_array, open_corpus, silent
-from rlsys.search.index.manifest import BM25, read_values, typed
+from rlsys.search.index.folder import (
+    BM25,
+    IndexDraft,
+    OnProgress,
+    add_corpus,
+    assemble,
+    new_array,
+    open_corpus,
+    read_values,
+    silent,
+    typed,
+)
 from rlsys.search.retrieval import Hit
 
 Rows = NDArray[np.int32]
@@ -72,9 +81,8 @@ class LexicalOptions:
     def __post_init__(self) -> None:
         # With a larger k1 weights would be 0 in single precision.
         if not (0 <= self.k1 <= 1e6 and 0 <= self.b <= 1):
-            raise UserError(
-                f"k1 {self.k1:g} and b {self.b:g} are no BM25 parameters: give k1 from 0 to 1000000 and b from 0 to 1"
-            )
+            problem = f"k1 {self.k1:g} and b {self.b:g} are no BM25 parameters"
+            raise UserError(f"{problem}: give k1 from 0 to 1000000 and b from 0 to 1")
         WordSplitter(stopwords=self.stopwords)
 
 
@@ -91,9 +99,8 @@ class WordSplitter:
         try:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            raise UserError(
-                f"pattern {self.pattern!r} is no regular expression ({error}): build the index again"
-            ) from None
+            reason = f"pattern {self.pattern!r} is no regular expression ({error}): build the index again"
+            raise UserError(reason) from None
 
     def function(self) -> Callable[[str], list[str]]:
         """The function that gives the words of a text, in order."""
@@ -124,11 +131,7 @@ class LexicalManifest:
 def build_lexical(
     corpus: Corpus, out: str | Path, options: LexicalOptions | None = None, progress: OnProgress = silent
 ) -> bool:
-    """Make the index folder `out`; True if it was made, False if it is there already with this manifest.
-
-    An index of other inputs in `out` is replaced once the new one is complete. Raises UserError for a folder that is no
-    index, and for a corpus with a bad line or without a single word.
-    """
+    """Make the index folder `out`; False if it is there already. Raises UserError for a corpus without a single word."""
     options = options or LexicalOptions()
     splitter = WordSplitter(stopwords=options.stopwords)
     manifest = LexicalManifest(corpus.checksum, len(corpus), options.k1, options.b, splitter)
@@ -147,26 +150,21 @@ def build_lexical(
             progress("tokenise", done, len(corpus))
         if not vocabulary:
             raise UserError(f"corpus {corpus.path} holds no words: BM25 has nothing to find in it")
-        _save(builder.finish(options.k1, options.b), dict(vocabulary), manifest, draft.folder / _POSTINGS_FOLDER)
+        ranker = BM25sIndex(k1=options.k1, b=options.b, method=manifest.method)
+        ranker.vocab_dict = dict(vocabulary)
+        ranker.nonoccurrence_array = None  # Lucene's method has none
+        starts, rows, weights = builder.finish(options.k1, options.b)
+        ranker.scores = {"data": weights, "indices": rows, "indptr": starts, "num_docs": manifest.rows}
+        ranker.save(draft.folder / _POSTINGS_FOLDER, show_progress=False)
         add_corpus(corpus, draft.folder)
 
     return assemble(Path(out).absolute(), BM25, asdict(manifest), fill)
 
 
-def _save(postings: Postings, vocabulary: dict[str, int], made: LexicalManifest, folder: Path) -> None:
-    ranker = BM25sIndex(k1=made.k1, b=made.b, method=made.method)
-    ranker.vocab_dict = vocabulary
-    ranker.nonoccurrence_array = None  # Lucene's method has none
-    arrays = {"data": postings.weights, "indices": postings.rows, "indptr": postings.starts}
-    ranker.scores = {**arrays, "num_docs": made.rows}
-    ranker.save(folder, show_progress=False)
-
-
 class LexicalRetriever:
     """Finds the passages that hold words of the query; the queries of a batch are shared out over threads.
 
-    A passage without any of the words is no hit, so there may be fewer hits than asked for, and none for a query of
-    unknown words. Equal scores are in the order of the rows.
+    There are no hits without any of the words. Equal scores are in the order of the rows.
     """
 
     parallel = 1
@@ -175,9 +173,7 @@ class LexicalRetriever:
     def __init__(
         self, manifest: LexicalManifest, corpus: Corpus, postings: Postings, vocabulary: Mapping[str, int], threads: int
     ) -> None:
-        self._manifest = manifest
-        self._corpus = corpus
-        self._vocabulary = vocabulary
+        self._manifest, self._corpus, self._vocabulary = manifest, corpus, vocabulary
         self._words = manifest.tokeniser.function()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bm25")
         self._idle: SimpleQueue[PostingsScorer] = SimpleQueue()
@@ -203,9 +199,8 @@ class LexicalRetriever:
     def prepare(self, queries: Sequence[str]) -> list[Rows]:
         """The known words of each query as numbers, repeated as often as they are asked."""
         known = self._vocabulary
-        return [
-            np.array([known[word] for word in self._words(query) if word in known], dtype=np.int32) for query in queries
-        ]
+        terms = ([known[word] for word in self._words(query) if word in known] for query in queries)
+        return [np.array(numbers, dtype=np.int32) for numbers in terms]
 
     def find(self, prepared: list[Rows], topk: int) -> list[list[Hit]]:
         """At most `topk` hits of each query, best first."""
@@ -226,14 +221,8 @@ class LexicalRetriever:
     def describe(self) -> Mapping[str, Any]:
         """Passages, corpus and how they are ranked."""
         made = self._manifest
-        return {
-            "kind": BM25,
-            "passages": made.rows,
-            "corpus_sha256": made.corpus_sha256,
-            "k1": made.k1,
-            "b": made.b,
-            "stopwords": made.tokeniser.stopwords,
-        }
+        ranking = {"k1": made.k1, "b": made.b, "stopwords": made.tokeniser.stopwords}
+        return {"kind": BM25, "passages": made.rows, "corpus_sha256": made.corpus_sha256, **ranking}
 
     def close(self) -> None:
         """End the threads; the mapped files go with the last reference to them."""
@@ -258,7 +247,7 @@ def _load(folder: Path) -> tuple[Postings, Mapping[str, int], int]:
 
 def _fits(postings: Postings, words: int) -> bool:
     """True where the arrays are of the right types and lengths, and every word has a range of entries."""
-    starts, rows, weights = postings.starts, postings.rows, postings.weights
+    starts, rows, weights = postings
     return (
         (starts.dtype, rows.dtype, weights.dtype) == (np.int64, np.int32, np.float32)
         and starts.shape == (words + 1,)
@@ -269,10 +258,7 @@ def _fits(postings: Postings, words: int) -> bool:
 
 
 class Postings(NamedTuple):
-    """Entries `starts[t]` to `starts[t + 1]` belong to term t, by row; the arrays may be memory-mapped.
-
-    `starts` is [terms + 1], `rows` and `weights` are [entries].
-    """
+    """Entries `starts[t]` to `starts[t + 1]` belong to term t, by row: [terms + 1], [entries], [entries], maybe mapped."""
 
     starts: NDArray[np.int64]
     rows: Rows
@@ -280,17 +266,13 @@ class Postings(NamedTuple):
 
 
 class PostingsBuilder:
-    """Takes passages in order of their rows, then makes their postings.
-
-    It keeps `block` words, or entries, in memory at a time (about 60 bytes each, so 1 GB), besides 12 bytes a passage
-    and 24 a term; `scratch` takes 12 bytes an entry for the runs and 8 for the result.
+    """Takes passages in order of their rows, then makes their postings. It keeps `block` words, or entries, in memory (60
+    bytes each), 12 bytes a passage and 24 a term; `scratch` takes 20 bytes an entry.
     """
 
     def __init__(self, scratch: Path, block: int = _BLOCK) -> None:
-        self._scratch = scratch
-        self._block = block
-        self._terms = array("i")
-        self._lengths = array("i")
+        self._scratch, self._block = scratch, block
+        self._terms, self._lengths = array("i"), array("i")
         self._written = 0
         self._frequencies = np.zeros(0, dtype=np.int64)
         self._runs: list[NDArray[np.int32]] = []
@@ -308,21 +290,23 @@ class PostingsBuilder:
         if self._terms:
             self._write_run()
         starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._frequencies)])
-        count = len(self._lengths)
-        idf = np.log1p((count - self._frequencies + 0.5) / (self._frequencies + 0.5))
+        idf = np.log1p((len(self._lengths) - self._frequencies + 0.5) / (self._frequencies + 0.5))
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         saturation = k1 * (1 - b + b * lengths / lengths.mean())
-        shape = (int(starts[-1]),)
-        made = Postings(
-            starts,
-            new_array(self._scratch / "rows.npy", shape, np.dtype(np.int32)),
-            new_array(self._scratch / "weights.npy", shape, np.dtype(np.float32)),
+        rows, weights = (
+            new_array(self._scratch / f"{name}.npy", (int(starts[-1]),), np.dtype(kind))
+            for name, kind in (("rows", np.int32), ("weights", np.float32))
         )
-        for first, last in _ranges(starts, self._block):
-            term, row, tf = self._gather(first, last)
-            made.rows[starts[first] : starts[last]] = row
-            made.weights[starts[first] : starts[last]] = idf[term] * tf / (tf + saturation[row])
-        return made
+        first = 0
+        while first < len(starts) - 1:  # terms of at most a block of entries, or one term
+            last = max(first + 1, int(np.searchsorted(starts, starts[first] + self._block, side="right")) - 1)
+            parts = [run[:, slice(*np.searchsorted(run[0], [first, last]))] for run in self._runs]
+            entries = np.concatenate(parts, axis=1)
+            term, row, tf = entries[:, np.argsort(entries[0], kind="stable")]  # by term, then by row
+            rows[starts[first] : starts[last]] = row
+            weights[starts[first] : starts[last]] = idf[term] * tf / (tf + saturation[row])
+            first = last
+        return Postings(starts, rows, weights)
 
     def _write_run(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)[self._written :]
@@ -339,21 +323,6 @@ class PostingsBuilder:
         self._written = len(self._lengths)
         self._terms = array("i")
 
-    def _gather(self, first: int, last: int) -> tuple[Rows, Rows, Rows]:
-        """Term, row and count of the entries of the terms first to last - 1, by term, then by row."""
-        entries = np.concatenate([run[:, slice(*np.searchsorted(run[0], [first, last]))] for run in self._runs], axis=1)
-        term, row, tf = entries[:, np.argsort(entries[0], kind="stable")]
-        return term, row, tf
-
-
-def _ranges(starts: NDArray[np.int64], entries: int) -> Iterator[tuple[int, int]]:
-    """Ranges of terms of at most `entries` entries each, or of one term."""
-    first = 0
-    while first < len(starts) - 1:
-        last = max(first + 1, int(np.searchsorted(starts, starts[first] + entries, side="right")) - 1)
-        yield first, last
-        first = last
-
 
 class PostingsScorer:
     """Finds the best rows of one query at a time; keeps 8 bytes a passage. Each thread needs its own."""
@@ -364,11 +333,7 @@ class PostingsScorer:
         self._touched = np.empty(passages, dtype=np.int32)
 
     def best(self, terms: Rows, topk: int) -> tuple[Rows, Floats]:
-        """At most `topk` rows that hold one of `terms`, and their scores; best first, ties by row.
-
-        Runs without Python's global lock. Raises IndexError where the postings of the terms point out of the arrays, as
-        in a damaged file.
-        """
+        """At most `topk` best rows that hold one of `terms`, ties by row. Raises IndexError for damaged postings."""
         try:
             return _best(*self._postings, terms, self._scores, self._touched, topk)
         except IndexError:
@@ -415,8 +380,6 @@ def _best(
             continue
         kept = min(kept + 1, topk)
         for later in range(kept - 1, place, -1):
-            best_rows[later] = best_rows[later - 1]
-            best_scores[later] = best_scores[later - 1]
-        best_rows[place] = row
-        best_scores[place] = score
+            best_rows[later], best_scores[later] = best_rows[later - 1], best_scores[later - 1]
+        best_rows[place], best_scores[place] = row, score
     return best_rows[:kept], best_scores[:kept]

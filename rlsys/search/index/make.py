@@ -16,11 +16,10 @@ from rich.text import Text
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.build import BuildOptions, build
-from rlsys.search.index.building import OnProgress
+from rlsys.search.index.dense import BuildOptions, build
+from rlsys.search.index.folder import BM25, DENSE, HYBRID, MANIFEST_FILE, REMOTE, OnProgress, read_manifest
 from rlsys.search.index.fusion import build_hybrid
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
-from rlsys.search.index.manifest import BM25, DENSE, HYBRID, MANIFEST_FILE, REMOTE, read_manifest
 from rlsys.search.index.remote import build_remote
 
 _LINE_EVERY_S = 10.0
@@ -73,9 +72,8 @@ def recipe(kind: str, settings: Mapping[str, Any]) -> IndexRecipe:
 def make_index(
     kind: str, corpus: str | Path, out: str | Path, made: IndexRecipe | None = None, *, replace: bool = True
 ) -> bool:
-    """Build the index folder `out` and show how far it is; False if it was there already, with these inputs.
-
-    Without `replace` an index of another kind, corpus or encoder that is there is refused with UserError.
+    """Build the index folder `out` and show how far it is; False if it is there. Raises UserError for another one there,
+    unless it may `replace` it.
     """
     passages, made = Corpus.open(corpus), made or IndexRecipe()
     if not replace:
@@ -102,17 +100,15 @@ def _refuse_other(out: Path, kind: str, corpus: Corpus, made: IndexRecipe) -> No
         asked |= {"encoder": made.encoder.name, "max_tokens": made.encoder.max_tokens}
     for key, value in asked.items():
         if there.get(key) != value:
-            raise UserError(
-                f"{out} holds an index whose {key} is {there.get(key)}, not {value}: give another folder, or "
-                "--replace to lose it"
-            )
+            problem = f"{out} holds an index whose {key} is {there.get(key)}, not {value}"
+            raise UserError(f"{problem}: give another folder, or --replace to lose it")
 
 
 @contextmanager
-def shown(console: Console, unit: str = "passages") -> Iterator[OnProgress]:
+def shown(console: Console) -> Iterator[OnProgress]:
     """Shows a build on `console`: a bar on a terminal, a line now and then elsewhere; with rate and remaining time."""
     if not console.is_terminal:
-        yield ProgressLines(lambda line: console.print(line, highlight=False, soft_wrap=True), unit)
+        yield progress_lines(lambda line: console.print(line, highlight=False, soft_wrap=True))
         return
     text = TextColumn("{task.description}")
     with Progress(text, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn(), console=console) as bar:
@@ -121,7 +117,7 @@ def shown(console: Console, unit: str = "passages") -> Iterator[OnProgress]:
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 # What was done before is no work of this run, so the rate leaves it out.
-                tasks[stage] = bar.add_task(f"{stage} {unit}", total=total, completed=done)
+                tasks[stage] = bar.add_task(f"{stage} passages", total=total, completed=done)
             bar.update(tasks[stage], completed=done)  # type: ignore[arg-type]
 
         yield show
@@ -134,28 +130,22 @@ class _Rate(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.0f}/s")
 
 
-class ProgressLines:
+def progress_lines(write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> OnProgress:
     """Progress as lines of text, at most one every ten seconds and one at the end of each stage."""
+    current, began, before, written = "", 0.0, 0, 0.0
 
-    def __init__(self, write: Callable[[str], None], unit: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._write = write
-        self._unit = unit
-        self._clock = clock
-        self._stage = ""
-        self._started = (0.0, 0)
-        self._written = 0.0
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """See OnProgress."""
-        now = self._clock()
-        if stage != self._stage:
-            self._stage, self._started, self._written = stage, (now, done), now
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal current, began, before, written
+        now = clock()
+        if stage != current:
+            current, began, before, written = stage, now, done, now
             if done < total:
                 where = f", continuing after {done:,}" if done else ""
-                self._write(f"{stage}: {total:,} {self._unit}{where}")
-        elif done == total or now - self._written >= _LINE_EVERY_S:
-            self._written = now
-            began, before = self._started
+                write(f"{stage}: {total:,} passages{where}")
+        elif done == total or now - written >= _LINE_EVERY_S:
+            written = now
             rate = (done - before) / max(now - began, 1e-9)
             left = f", {(total - done) / rate:,.0f} s left" if rate and done < total else ""
-            self._write(f"{stage}: {done:,} of {total:,} {self._unit}, {rate:,.0f}/s{left}")
+            write(f"{stage}: {done:,} of {total:,} passages, {rate:,.0f}/s{left}")
+
+    return show

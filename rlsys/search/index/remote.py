@@ -1,10 +1,9 @@
 """Retrieval by an Elasticsearch or OpenSearch server: BM25 of `contents`, one request a batch.
 
-The server holds the passages whole, so the index folder is a manifest that says where the index is and what it was
-loaded from. The text is analysed as Anserini does for Search-R1 (Lucene's English analyser, stems and all), and held in
-one shard, because each shard counts words on its own. Loading can be repeated: a passage's `_id` is its row, and the
-index carries the corpus's checksum in its `_meta`, so a killed load goes on where it was, and an index of other things
-is never written to.
+The server holds the passages whole; the index folder is a manifest that says where. The text is analysed as Anserini
+does for Search-R1 (Lucene's English analyser, stems and all), in one shard, because each shard counts words on its own.
+Loading can be repeated: a passage's `_id` is its row, and the index carries the corpus's checksum in its `_meta`, so a
+killed load goes on where it was, and an index of other things is never written to.
 
 Credentials come from the environment and are never written anywhere; certificates are always verified:
 
@@ -12,8 +11,7 @@ Credentials come from the environment and are never written anywhere; certificat
     RLSYS_SEARCH_USER, RLSYS_SEARCH_PASSWORD       or a user and a password
     RLSYS_SEARCH_CA_CERTS                          the file of a certificate authority of one's own
 
-A failure is a UserError where the user can mend it (address, credentials, index, version of the client) and a
-RunError where the server fails.
+A failure is a UserError where the user can mend it, and a RunError where the server fails.
 """
 
 from __future__ import annotations
@@ -29,10 +27,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlsys.errors import RunError, UserError
+from rlsys.files import write_atomically
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.building import IndexDraft, OnProgress, assemble, silent
+from rlsys.search.index.folder import (
+    REMOTE,
+    IndexDraft,
+    OnProgress,
+    assemble,
+    read_manifest,
+    read_values,
+    silent,
+    typed,
+)
 from rlsys.search.index.lexical import LexicalOptions
-from rlsys.search.index.manifest import REMOTE, read_manifest, read_values, typed
 from rlsys.search.retrieval import Hit
 
 PARALLEL = 8
@@ -105,10 +112,8 @@ class EngineClient:
         """Make the manifest's index; fields but the text are kept and not searched."""
         text = {"contents": {"type": "text", "analyzer": "english"}, _ROW: {"type": "integer"}}
         similarity = {"default": {"type": "BM25", "k1": manifest.k1, "b": manifest.b}}
-        body = {
-            "settings": {"number_of_shards": 1, "similarity": similarity},
-            "mappings": {"_meta": manifest.meta(), "dynamic": False, "properties": text},
-        }
+        mappings = {"_meta": manifest.meta(), "dynamic": False, "properties": text}
+        body = {"settings": {"number_of_shards": 1, "similarity": similarity}, "mappings": mappings}
         with self._explained(manifest.index):
             self._client.indices.create(index=manifest.index, body=body)
 
@@ -125,19 +130,13 @@ class EngineClient:
         """Store documents under their ids, in place of what had these ids; rejected ones are sent again."""
         actions = ({"_index": index, "_id": key, "_source": document} for key, document in documents.items())
         with self._explained(index):
-            sent = self._library.helpers.streaming_bulk(
-                self._client,
-                actions,
-                chunk_size=len(documents),
-                max_chunk_bytes=_REQUEST_BYTES,
-                max_retries=self._patience.retries,
-                initial_backoff=self._patience.backoff_s,
-                max_backoff=_LONGEST_WAIT_S,
-                raise_on_error=False,
-            )
+            retries, first_s = self._patience.retries, self._patience.backoff_s
+            waits = {"max_retries": retries, "initial_backoff": first_s, "max_backoff": _LONGEST_WAIT_S}
+            sizes = {"chunk_size": len(documents), "max_chunk_bytes": _REQUEST_BYTES}
+            bulk = self._library.helpers.streaming_bulk
+            sent = bulk(self._client, actions, raise_on_error=False, **waits, **sizes)
             refused = [answer["index"] for ok, answer in sent if not ok]
-        if refused:
-            first = refused[0]
+        for first in refused:
             raise RunError(
                 f"{self.kind} at {self.url} refused {len(refused)} of {len(documents)} passages of index "
                 f"{index!r}; row {first['_id']} with status {first['status']}: {first['error']}"
@@ -180,18 +179,14 @@ class EngineClient:
         if not isinstance(status, int):
             return RunError(f"{where} gave no answer ({reason}): check that it runs and that the URL is right")
         if status in (401, 403):
-            return UserError(
-                f"{where} refused the credentials ({status}, {reason}): set RLSYS_SEARCH_API_KEY, or "
-                "RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD, to ones that may use the index"
-            )
+            remedy = "set RLSYS_SEARCH_API_KEY, or RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD, to ones that may"
+            return UserError(f"{where} refused the credentials ({status}, {reason}): {remedy} use the index")
         if status == 404 and index:
             return UserError(f"{where} has no index {index!r}: load it with `rlsys search index`")
         if "media_type_header" in reason:
             version = self._library.__version__[0]
-            return UserError(
-                f"{where} does not speak with version {version} of the client: install the client of the "
-                f"server's version, such as pip install 'elasticsearch<{version}'"
-            )
+            remedy = f"install the client of the server's version, such as pip install 'elasticsearch<{version}'"
+            return UserError(f"{where} does not speak with version {version} of the client: {remedy}")
         return RunError(f"{where} answered {status}: {reason}")
 
 
@@ -204,10 +199,8 @@ def _require_url(url: str) -> None:
     if not complete:
         raise UserError(f"{url!r} is not the URL of a server: give http://HOST:PORT or https://HOST:PORT")
     if parts.username or parts.password:
-        raise UserError(
-            f"the URL of {parts.hostname} holds credentials: leave them out and set RLSYS_SEARCH_USER and "
-            "RLSYS_SEARCH_PASSWORD"
-        )
+        instead = "leave them out and set RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD"
+        raise UserError(f"the URL of {parts.hostname} holds credentials: {instead}")
 
 
 def _connect(kind: str, url: str, connections: int, patience: Patience) -> tuple[Any, Any]:
@@ -288,7 +281,7 @@ def _reason(error: Any) -> str:
     body = getattr(error, "body", getattr(error, "info", error))
     inner = body.get("error", body) if isinstance(body, Mapping) else None
     if isinstance(inner, Mapping) and "type" in inner:
-        return f"{inner['type']}: {inner.get('reason', '')}"[:_QUOTED_CHARS]
+        inner = f"{inner['type']}: {inner.get('reason', '')}"
     if inner is not None:
         return str(inner)[:_QUOTED_CHARS]
     causes = getattr(error, "errors", ())
@@ -307,11 +300,10 @@ def build_remote(
     b: float = _WEIGHTS.b,
     patience: Patience | None = None,
 ) -> bool:
-    """Load the corpus into `index` of the server at `url`, and make the folder `out` that serves it.
+    """Load the corpus into `index` of the server at `url`, and make the folder `out`; False if both are there already.
 
-    False if both are there already. A load that was ended continues with the first block that the server has not
-    confirmed. Raises UserError for an index of that name that holds something else, and for what `EngineClient` cannot
-    use; RunError when the server fails.
+    A load that was ended continues with the first block that the server has not confirmed. Raises UserError for an
+    index of that name that holds something else, and for what `EngineClient` cannot use; RunError when the server fails.
     """
     if engine not in REMOTE:
         raise UserError(f"engine {engine!r} is unknown: give {' or '.join(REMOTE)}")
@@ -321,10 +313,8 @@ def build_remote(
     try:
         meta = client.meta(index)
         if meta is not None and meta != manifest.meta():
-            raise UserError(
-                f"{engine} at {url} has an index {index!r} that does not hold this corpus with these settings: give "
-                "another name, or delete it there first"
-            )
+            problem = f"{engine} at {url} has an index {index!r} that does not hold this corpus with these settings"
+            raise UserError(f"{problem}: give another name, or delete it there first")
 
         def fill(draft: IndexDraft) -> None:
             _load(client, manifest, corpus, draft.home / _LOADED_FILE, progress)
@@ -347,17 +337,13 @@ def _load(client: EngineClient, manifest: RemoteManifest, corpus: Corpus, loaded
         passages = zip(rows, corpus.fetch(rows), strict=True)
         client.load(manifest.index, {str(row): {**passage, _ROW: row} for row, passage in passages})
         done = rows.stop
-        part = loaded.with_suffix(".part")
-        part.write_text(str(done))
-        part.replace(loaded)
+        write_atomically(loaded, str(done))
         progress("load", done, manifest.rows)
     held = client.count(manifest.index)
     if held != manifest.rows:
         loaded.unlink()
-        raise RunError(
-            f"index {manifest.index!r} at {manifest.url} holds {held} passages after {manifest.rows} were loaded: "
-            "something else writes to it; run the command again to load it anew"
-        )
+        problem = f"index {manifest.index!r} at {manifest.url} holds {held} passages after {manifest.rows} were loaded"
+        raise RunError(f"{problem}: something else writes to it; run the command again to load it anew")
 
 
 class RemoteRetriever:
@@ -367,15 +353,11 @@ class RemoteRetriever:
     """A batch does nothing here but wait."""
 
     def __init__(self, client: EngineClient, manifest: RemoteManifest) -> None:
-        self._client = client
-        self._manifest = manifest
+        self._client, self._manifest = client, manifest
 
     @classmethod
     def open(cls, folder: str | Path, *, patience: Patience | None = None) -> RemoteRetriever:
-        """Connect to the server that `build_remote` loaded, with credentials of this environment.
-
-        Raises UserError or RunError when it cannot be reached, refuses, or holds something else by now.
-        """
+        """Connect to the server that `build_remote` loaded. Raises UserError when it holds something else by now."""
         manifest = RemoteManifest.read(folder)
         kind, url, index = read_manifest(folder)["kind"], manifest.url, manifest.index
         client = EngineClient(kind, url, PARALLEL, patience)
@@ -397,29 +379,17 @@ class RemoteRetriever:
         """At most `topk` hits of each query, best first. Raises RunError when the server fails."""
         if not prepared:
             return []
-        options = {
-            "size": topk,
-            "sort": [{"_score": "desc"}, {_ROW: "asc"}],
-            "_source": {"excludes": [_ROW]},
-            "track_total_hits": False,
-        }
+        order = {"size": topk, "sort": [{"_score": "desc"}, {_ROW: "asc"}]}
+        options = {**order, "_source": {"excludes": [_ROW]}, "track_total_hits": False}
         searches = [{"query": {"match": {"contents": query}}, **options} for query in prepared]
         answers = self._client.search(self._manifest.index, searches)
         return [[Hit(float(hit["_score"]), hit["_source"]) for hit in hits] for hits in answers]
 
     def describe(self) -> Mapping[str, Any]:
         """Passages, corpus, where they are and how they are ranked."""
-        made = self._manifest
-        return {
-            "kind": self._client.kind,
-            "passages": made.rows,
-            "corpus_sha256": made.corpus_sha256,
-            "url": made.url,
-            "index": made.index,
-            "server_version": self._client.version,
-            "k1": made.k1,
-            "b": made.b,
-        }
+        made = asdict(self._manifest)
+        known = {"kind": self._client.kind, "passages": made.pop("rows"), "server_version": self._client.version}
+        return known | made
 
     def close(self) -> None:
         """Close the connections."""

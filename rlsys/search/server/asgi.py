@@ -5,9 +5,9 @@
 A request that is wrong gets 4xx, a queue that is full 429, a server that cannot answer now 503, each with one sentence:
 `{"detail": ...}`; 429 and 503 come with Retry-After. A client that hangs up is not searched for any more.
 
-Without a token, a request that another page has a browser send gets 403: one that comes by a name which is not the
-server's (DNS rebinding), and one with the Origin of another page. With a token, every path but those of `OPEN` needs it
-as `Authorization: Bearer <token>`, also a path that does not exist; /health says only that it is well without it.
+Without a token, a request that another page has a browser send gets 403: one that comes by a foreign name (DNS
+rebinding), and one with the Origin of another page. With a token, every path but those of `OPEN` needs it as
+`Authorization: Bearer <token>`, also one that does not exist; /health says only that it is well without it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlsys.search.address import DEFAULT_TOPK, is_foreign
-from rlsys.search.page_store import PageSource
-from rlsys.search.retrieval import Retriever
+from rlsys.search.retrieval import PageSource, Retriever
 from rlsys.search.server.contract import (
     SMALL_BODY_BYTES,
     AccessAnswer,
@@ -49,15 +48,14 @@ from rlsys.search.server.contract import (
     RetrieveRequest,
     ServerLimits,
 )
-from rlsys.search.server.service import NO_PAGES, NO_RERANKER, Busy, Metrics, SearchService, Unavailable
+from rlsys.search.server.service import NO_PAGES, NO_RERANKER, Metrics, SearchService
 
 if TYPE_CHECKING:
-    from rlsys.search.encoders.reranker import Reranker
+    from rlsys.search.encoders.encoder import Reranker
 
 PATHS = frozenset({"/retrieve", "/rerank", "/access", "/health", "/metrics"})
 """Paths that are counted by name; the rest is counted as "other", so that names stay few."""
-OPEN = frozenset({"/health", "/openapi.json", "/docs"})
-"""Paths that need no token. /health says little to those without it."""
+OPEN = frozenset({"/health", "/openapi.json", "/docs"})  # paths that need no token
 RETRY_AFTER_S = 1
 _QUOTED_CHARS = 200
 _REASONS = {
@@ -72,8 +70,8 @@ _REASONS = {
     429: "Too much waits already.",
     503: "No answer now: a time-out, a fault, or a server that shuts down.",
 }
+# OpenTelemetry reads the environment in each request to see whether it is on.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-"""OpenTelemetry, which reads the environment in each request to see whether it is on."""
 _log = logging.getLogger("uvicorn.error")
 Result = TypeVar("Result")
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -90,10 +88,7 @@ def create_app(
     token: str | None = None,
     trusts: Callable[[str], bool] | None = None,
 ) -> FastAPI:
-    """The application; `topk` serves requests that leave it out. What it is given stays the caller's to close.
-
-    Without a `token` it answers only requests whose Host header `trusts` accepts.
-    """
+    """The application; what it is given stays the caller's. `trusts` judges Host headers where there is no `token`."""
     limits = limits or ServerLimits()
     metrics = Metrics()
     service: SearchService
@@ -124,10 +119,7 @@ def create_app(
 
 
 class RequestGate:
-    """ASGI middleware, the outermost: decides who may come in and how many at once, and counts what becomes of each.
-
-    Leaves in the ASGI scope's state, under "trusted", whether a request showed the token.
-    """
+    """ASGI middleware, the outermost: decides who may come in, counts, and leaves "trusted" in the state of the scope."""
 
     def __init__(
         self,
@@ -135,12 +127,10 @@ class RequestGate:
         *,
         metrics: Metrics,
         max_requests: int,
-        token: str | None = None,
-        trusts: Callable[[str], bool] | None = None,
+        token: str | None,
+        trusts: Callable[[str], bool] | None,
     ) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._max_requests = max_requests
+        self._app, self._metrics, self._max_requests = app, metrics, max_requests
         self._wanted = None if token is None else f"Bearer {token}".encode()
         # Clients send the same one again and again.
         self._trusts = None if trusts is None else lru_cache(256)(trusts)
@@ -189,12 +179,10 @@ class RequestGate:
     def _stranger(self, headers: dict[bytes, bytes]) -> str:
         """Why a request may come from another page in a browser; empty where it cannot."""
         host = headers.get(b"host")
-        # Every browser names one.
-        if host is not None and self._trusts is not None and not self._trusts(host.decode("latin-1")):
-            return (
-                f"this server is not known as {host.decode('latin-1')[:_QUOTED_CHARS]!r}: ask it by its address or its "
-                "machine's name, or start it with --allowed-host NAME or with a token"
-            )
+        name = None if host is None else host.decode("latin-1")  # every browser names one
+        if name is not None and self._trusts is not None and not self._trusts(name):
+            remedy = "ask it by its address or its machine's name, or start it with --allowed-host NAME or with a token"
+            return f"this server is not known as {name[:_QUOTED_CHARS]!r}: {remedy}"
         if is_foreign(headers.get(b"origin"), host):
             return "another page may not ask this server: start it with a token, and send that"
         return ""
@@ -207,10 +195,7 @@ def failure(status: int, reason: str, headers: dict[str, str] | None = None) -> 
 
 
 class _DocumentedRoute(APIRoute):
-    """A route that FastAPI describes and leaves alone: its endpoint takes the request and gives the response.
-
-    FastAPI's own reading, checking and writing of bodies has no limits, and takes half of a short request's time.
-    """
+    """A route that FastAPI only describes: its own reading has no limits, and takes half of a short request's time."""
 
     def get_route_handler(self) -> Endpoint:
         return self.endpoint
@@ -220,10 +205,8 @@ class _Routes:
     """Adds routes to an application, each with its description."""
 
     def __init__(self, app: FastAPI, limits: ServerLimits, *, secured: bool) -> None:
-        self._app = app
-        self._limits = limits
+        self._app, self._limits, self._secured = app, limits, secured
         self._contract = Contract(limits)
-        self._secured = secured
         self.free_bytes = 2 * limits.max_body_bytes
         """Bytes that large bodies may still take, of all that are in work together."""
 
@@ -233,43 +216,31 @@ class _Routes:
         asks: type[Body],
         gives: type[BaseModel],
         answer: Callable[[Body], Coroutine[Any, Any, Any]],
-        lacks: str | None = None,
+        lacking: str | None = None,
     ) -> None:
-        """Answer a body `asks` by `{"result": await answer(body)}`, or by 404 where the server `lacks` something.
-
-        None cannot be lacking; otherwise it is the sentence that says what is, empty where nothing is.
-        """
+        """Answer a body `asks` by `{"result": await answer(body)}`, or by 404 with what is `lacking` (None: cannot be)."""
 
         async def endpoint(request: Request) -> Response:
-            if lacks:
-                return failure(404, lacks)
+            if lacking:
+                return failure(404, lacking)
             held = _HeldBytes(self)
             try:
                 asked = self._contract.parse(asks, await _read_body(request, self._limits, held))
                 return _written({"result": await _unless_gone(request, answer(asked))})
             except RequestRefused as error:
                 return failure(error.status, str(error), {"Connection": "close"} if error.status in (408, 413) else {})
-            except (Busy, Unavailable) as error:
-                return failure(429 if isinstance(error, Busy) else 503, str(error))
             finally:
-                held.release()
+                held.hold(0)
 
         endpoint.__doc__ = asks.__doc__
         responses: Responses = {200: {"model": gives}}
-        responses |= _failures((400, 408, 413, 415, 422, 429, 503, *([] if lacks is None else [404])))
+        responses |= _failures((400, 408, 413, 415, 422, 429, 503, *([] if lacking is None else [404])))
         content = {"application/json": {"schema": self._contract.schema(asks)}}
-        body = {"required": True, "content": content}
-        self.add("POST", path, endpoint, responses, body=body)
+        extra = {"requestBody": {"required": True, "content": content}}
+        self.add("POST", path, endpoint, responses, openapi_extra=extra)
 
     def add(
-        self,
-        method: str,
-        path: str,
-        endpoint: Endpoint,
-        responses: Responses,
-        *,
-        body: dict[str, Any] | None = None,
-        secured: bool = True,
+        self, method: str, path: str, endpoint: Endpoint, responses: Responses, *, secured: bool = True, **more: Any
     ) -> None:
         """Add a route; `secured` where it wants the token, if the server has one."""
         refusal = 403 if not self._secured else 401 if secured else None
@@ -282,19 +253,18 @@ class _Routes:
             responses=responses | (_failures((refusal,)) if refusal else {}),
             # The gate checks the token; this only describes that.
             dependencies=[Security(HTTPBearer(scheme_name="token", auto_error=False))] if refusal == 401 else None,
-            openapi_extra=None if body is None else {"requestBody": body},
             route_class_override=_DocumentedRoute,
+            **more,
         )
 
 
 def _failures(statuses: Iterable[int]) -> Responses:
-    described: Responses = {}
     wait = {"Retry-After": {"description": "Seconds.", "required": True, "schema": {"type": "integer"}}}
-    for status in statuses:
-        described[status] = {"model": Contract.Failure, "description": _REASONS[status]}
-        if status in (429, 503):
-            described[status]["headers"] = wait
-    return described
+    return {
+        status: {"model": Contract.Failure, "description": _REASONS[status]}
+        | ({"headers": wait} if status in (429, 503) else {})
+        for status in statuses
+    }
 
 
 @dataclass(slots=True)
@@ -304,23 +274,18 @@ class _HeldBytes:
     _routes: _Routes
     _bytes: int = 0
 
-    def grow(self, size: int) -> None:
-        """Take what a body of `size` bytes needs. Raises Busy where there is no room for it."""
-        if size <= SMALL_BODY_BYTES:
-            return
+    def hold(self, size: int) -> None:
+        """Take what a body of `size` bytes needs, 0 for none. Raises RequestRefused where there is no room for it."""
+        size = size if size > SMALL_BODY_BYTES else 0
         if size - self._bytes > self._routes.free_bytes:
-            raise Busy(f"large bodies take all room already: try again later, or send {SMALL_BODY_BYTES} bytes at most")
+            reason = f"large bodies take all room already: try again later, or send {SMALL_BODY_BYTES} bytes at most"
+            raise RequestRefused(429, reason)
         self._routes.free_bytes -= size - self._bytes
         self._bytes = size
 
-    def release(self) -> None:
-        """Give back what was taken."""
-        self._routes.free_bytes += self._bytes
-        self._bytes = 0
-
 
 async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -> bytearray:
-    """The body of a request. Raises RequestRefused, and Busy where others take too much memory.
+    """The body of a request. Raises RequestRefused, also where others take too much memory.
 
     What is too large is read to its end, and forgotten, as far as twice the limit: a client that is still sending when
     the connection is closed does not see the answer.
@@ -336,11 +301,11 @@ async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -
             async for block in request.stream():
                 size += len(block)
                 if size <= limits.max_body_bytes:
-                    held.grow(size)
+                    held.hold(size)
                     body += block
                     continue
                 body.clear()
-                held.release()
+                held.hold(0)
                 if size > 2 * limits.max_body_bytes:
                     break
     except TimeoutError:
@@ -349,7 +314,7 @@ async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -
         raise RequestRefused(400, "the body is incomplete") from None
     except asyncio.CancelledError:
         # Only a server that shuts down cancels a request, and it waits for no more than the answer.
-        raise Unavailable("the server is shutting down") from None
+        raise RequestRefused(503, "the server is shutting down") from None
     if size > limits.max_body_bytes:
         raise RequestRefused(413, f"the body is too large; send at most {limits.max_body_bytes} bytes")
     return body
@@ -372,7 +337,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
         task.uncancel()
         if watching.done():
             raise RequestRefused(499, "the client hung up") from None
-        raise Unavailable("the server is shutting down") from None
+        raise RequestRefused(503, "the server is shutting down") from None
     finally:
         watching.cancel()
 
@@ -386,5 +351,5 @@ def _written(body: dict[str, Any]) -> Response:
             text = json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         _log.exception("an answer is not JSON")
-        raise Unavailable(f"a document cannot be written as JSON ({error})") from None
+        raise RequestRefused(503, f"a document cannot be written as JSON ({error})") from None
     return Response(text, media_type="application/json")

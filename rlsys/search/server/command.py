@@ -1,8 +1,8 @@
-"""The search server's process and its command lines: `rlsys search serve` over an index, `rlsys search web` over a provider.
+"""The search server's process and its commands: `rlsys search serve` over an index, `rlsys search web` over a provider.
 
-Everything is loaded, then the port answers, until a signal or the parent's end. On SIGINT or SIGTERM no new connection is
-taken; requests in work are answered, or after `_SHUTDOWN_S` turned away with 503; then the threads end and the retriever
-is closed. A thread that does not end, because a model or another server hangs, ends with the process after `_FORCE_S`.
+Everything is loaded, then the port answers, until a signal or the parent's end. Then no new connection is taken; requests
+in work are answered, or after `_SHUTDOWN_S` turned away with 503; the threads end and the retriever is closed. A thread
+that does not end, because a model or another server hangs, ends with the process after `_FORCE_S`.
 
 Contract: a user's mistake is one sentence and status 2, a server elsewhere that does not answer one and status 1.
 """
@@ -13,6 +13,7 @@ import argparse
 import ipaddress
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +37,16 @@ from rlsys.search.address import (
     own_names,
 )
 from rlsys.search.connections import LimitedConfig, LimitedServer
+from rlsys.search.corpus import PageStore
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.vectors import DEPTH
-from rlsys.search.page_store import PageSource, PageStore
-from rlsys.search.retrieval import Retriever
+from rlsys.search.index.dense import DEPTH, SearchOptions, VectorRetriever, open_prebuilt
+from rlsys.search.index.folder import BM25, DENSE, HYBRID, REMOTE, read_manifest
+from rlsys.search.retrieval import PageSource, Retriever
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import ServerLimits
 
 if TYPE_CHECKING:
-    from rlsys.search.encoders.reranker import Reranker
+    from rlsys.search.encoders.encoder import Reranker
 
 _SHUTDOWN_S = 4
 _FORCE_S = 8.0
@@ -84,11 +85,9 @@ def serve_index(arguments: Sequence[str] | None = None, program: str = "python -
 
 def serve_web(arguments: Sequence[str] | None = None, program: str = "rlsys search web") -> int:
     """Serve a provider of web search until a signal; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description="Serve web search over HTTP. Keys come from the environment: GOOGLE_API_KEY and GOOGLE_CSE_ID, "
-        "SERPAPI_API_KEY, SERPER_API_KEY, BRAVE_API_KEY, BING_API_KEY.",
-    )
+    keys = "GOOGLE_API_KEY and GOOGLE_CSE_ID, SERPAPI_API_KEY, SERPER_API_KEY, BRAVE_API_KEY, BING_API_KEY"
+    about = f"Serve web search over HTTP. Keys come from the environment: {keys}."
+    parser = argparse.ArgumentParser(prog=program, description=about)
     add = parser.add_argument
     add("provider", help="google, serpapi, serper, brave or bing")
     add("--fetch-pages", action="store_true", help="answer with the best passage of a page, not its snippet")
@@ -102,7 +101,7 @@ def serve_web(arguments: Sequence[str] | None = None, program: str = "rlsys sear
 
 def load_reranker(name: str, device: str) -> Reranker:
     """A cross-encoder; its libraries are loaded with it, and a server without one need not wait for them."""
-    from rlsys.search.encoders.reranker import Reranker
+    from rlsys.search.encoders.encoder import Reranker
 
     return Reranker.load(name, device=device)
 
@@ -114,37 +113,6 @@ def _run(
     load: Callable[[argparse.Namespace], tuple[Retriever, PageSource | None]],
 ) -> int:
     """Serve what `load` makes of the arguments; the one called `subject` stands in the log."""
-    _add_common(parser)
-    given = parser.parse_args(arguments)
-    if given.parent_pid is not None:
-        _end_with_parent(given.parent_pid)
-
-    def parts() -> Parts:
-        retriever, pages = load(given)
-        reranker = None if given.reranker is None else load_reranker(given.reranker, given.device or "cpu")
-        return Parts(retriever, reranker, pages)
-
-    try:
-        if given.threads is not None:
-            _limit_threads(given.threads)
-        serve_parts(
-            parts,
-            name=str(getattr(given, subject)),
-            host=given.host,
-            port=given.port,
-            topk=given.topk,
-            limits=ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)}),
-            token=read_token(given.token_file),
-            allowed_hosts=given.allowed_host,
-            listener=None if given.listener_fd is None else socket.socket(fileno=given.listener_fd),
-        )
-    except (UserError, RunError) as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    return 0
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--reranker", help="cross-encoder for /rerank: a Hugging Face folder or cached model")
     add("--host", default=DEFAULT_HOST, help="address to listen on (%(default)s, this machine alone)")
@@ -160,53 +128,63 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     for field in fields(ServerLimits):
         flag = f"--{field.name.replace('_', '-')}"
         limits.add_argument(flag, type=type(field.default), default=field.default, metavar="N", help="(%(default)s)")
+    given = parser.parse_args(arguments)
+    if given.parent_pid is not None:
+        _end_with_parent(given.parent_pid)
+
+    def parts() -> Parts:
+        if given.threads is not None and given.threads < 1:
+            raise UserError(f"threads {given.threads} is out of range: give 1 or more")
+        if given.threads is not None:  # torch and tokenizers read these when they are imported
+            os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(given.threads))
+        retriever, pages = load(given)
+        reranker = None if given.reranker is None else load_reranker(given.reranker, given.device or "cpu")
+        return Parts(retriever, reranker, pages)
+
+    try:
+        serve_parts(
+            parts,
+            name=str(getattr(given, subject)),
+            **{key: getattr(given, key) for key in ("host", "port", "topk")},
+            limits=ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)}),
+            token=read_token(given.token_file),
+            allowed_hosts=given.allowed_host,
+            listener=None if given.listener_fd is None else socket.socket(fileno=given.listener_fd),
+        )
+    except (UserError, RunError) as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    return 0
 
 
 def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
-    pages = None if given.pages is None else PageStore.open(given.pages)
+    pages = None if given.pages is None else PageStore(given.pages)
     searching = {key: getattr(given, key) for key in ("nprobe", "ef_search", "mmap", "faiss_gpu")}
     depth = max(DEPTH, given.max_topk)
     made = {key: getattr(given, key) for key in _MADE if getattr(given, key) is not None}
     if given.index.is_file():
-        return _open_file(given, searching | {"depth": depth}, made), pages
+        if given.corpus is None or given.encoder is None:
+            problem = f"{given.index} is a FAISS file, which holds vectors alone: give --corpus"
+            raise UserError(f"{problem}, the passages that it was built from, and --encoder, what it was built with")
+        spec = EncoderSpec(given.encoder, device=given.device or "cpu", dtype=given.dtype, **made)
+        options = SearchOptions(depth=depth, **{key: value for key, value in searching.items() if value is not None})
+        return open_prebuilt(given.index, given.corpus, spec, options, own_process=True), pages
     for key in (*made, *(["corpus"] if given.corpus else [])):
-        raise UserError(
-            f"--{key.replace('_', '-')} is for a FAISS file from elsewhere, and {given.index} is not a file: leave "
-            "it out, a folder knows how it was built"
-        )
-    from rlsys.search.index.manifest import open_retriever
+        problem = f"--{key.replace('_', '-')} is for a FAISS file from elsewhere, and {given.index} is not a file"
+        raise UserError(f"{problem}: leave it out, a folder knows how it was built")
 
     deeper = {"depth": depth} if depth > DEPTH else {}
     chosen = {"encoder": given.encoder, "device": given.device, "dtype": given.dtype}
     return open_retriever(given.index, own_process=True, **chosen, **searching, **deeper), pages
 
 
-def _open_file(given: argparse.Namespace, searching: dict[str, Any], made: dict[str, Any]) -> Retriever:
-    from rlsys.search.index.dense import open_prebuilt
-    from rlsys.search.index.vectors import SearchOptions
-
-    if given.corpus is None or given.encoder is None:
-        raise UserError(
-            f"{given.index} is a FAISS file, which holds vectors alone: give --corpus, the passages that it was "
-            "built from, and --encoder, what it was built with"
-        )
-    spec = EncoderSpec(given.encoder, device=given.device or "cpu", dtype=given.dtype, **made)
-    options = SearchOptions(**{key: value for key, value in searching.items() if value is not None})
-    return open_prebuilt(given.index, given.corpus, spec, options, own_process=True)
-
-
 def _load_web(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
     from rlsys.search.web.providers import ProviderLimits
     from rlsys.search.web.web_search import open_pages, open_web
 
-    retriever = open_web(
-        given.provider,
-        fetch_pages=given.fetch_pages,
-        endpoint=given.endpoint,
-        passage_words=given.passage_words,
-        limits=ProviderLimits(given.max_concurrent, given.requests_per_second),
-    )
-    return retriever, open_pages()
+    chosen = {key: getattr(given, key) for key in ("fetch_pages", "endpoint", "passage_words")}
+    limits = ProviderLimits(given.max_concurrent, given.requests_per_second)
+    return open_web(given.provider, limits=limits, **chosen), open_pages()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,94 +227,71 @@ def serve_parts(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with listener or bind(host, port) as sock, suppress(KeyboardInterrupt):
         parts = load()
-        trusts = _trusting(host, sock, allowed_hosts)
-        app = create_app(
-            parts.retriever, topk, limits, token=token, trusts=trusts, reranker=parts.reranker, pages=parts.pages
-        )
+        address, number = sock.getsockname()[:2]
+        local = ipaddress.ip_address(address).is_loopback
+        names = own_names(host, *allowed_hosts, *([] if local else [socket.getfqdn()]))
+
+        def trusts(header: str) -> bool:
+            # Other machines know this one by names of their network, which no page of the internet can take.
+            return is_trusted(header, names) or (not local and is_inner(header))
+
+        loaded: dict[str, Any] = {"reranker": parts.reranker, "pages": parts.pages}
+        app = create_app(parts.retriever, topk, limits, token=token, trusts=trusts, **loaded)
         # Requests that are turned away, and clients that ask now and then, have connections too.
         config = LimitedConfig(app, 2 * limits.max_requests, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S)
-        address, number = sock.getsockname()[:2]
         try:
             sock.listen(config.backlog)
         except OSError as error:
             reason = f"{address}:{number} was taken while the index was loaded ({error}): choose another port"
             raise UserError(reason) from None
-        if token is None and not _is_local(sock):
+        if token is None and not local:
             _log.warning(_OPEN, address, TOKEN_VARIABLE, DEFAULT_HOST)
         _log.info("serving %s at http://%s:%d", name, address, number)
-        by_force = threading.Timer(_FORCE_S, _end_by_force, [parts])
-        by_force.daemon = True
+        server = _Server(config, parts)
         try:
-            _Server(config, by_force).run(sockets=[sock])
+            server.run(sockets=[sock])
         finally:
             parts.close()
-            by_force.cancel()
-
-
-def _trusting(host: str, sock: socket.socket, more: Sequence[str]) -> Callable[[str], bool]:
-    """A test of the Host headers that are answered by a server at `host`, bound to `sock`, that has `more` names."""
-    if _is_local(sock):
-        return partial(is_trusted, names=own_names(host, *more))
-    # Other machines know this one by names of their network, which no page of the internet can take.
-    names = own_names(host, socket.getfqdn(), *more)
-    return lambda header: is_trusted(header, names) or is_inner(header)
-
-
-def _is_local(sock: socket.socket) -> bool:
-    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+            server.clock.cancel()
 
 
 class _Server(LimitedServer):
-    """A server that starts a clock when it begins to shut down."""
+    """A server whose process ends by force when shutting down takes too long."""
 
-    def __init__(self, config: LimitedConfig, clock: threading.Timer) -> None:
+    def __init__(self, config: LimitedConfig, parts: Parts) -> None:
         super().__init__(config)
-        self._clock = clock
+        self._parts = parts
+        self.clock = threading.Timer(_FORCE_S, self._end_by_force)
+        self.clock.daemon = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn does it, while the clock runs."""
-        self._clock.start()
+        self.clock.start()
         await super().shutdown(sockets)
 
-
-def _end_by_force(parts: Parts) -> None:
-    _log.error("a search has not ended within %g s of the signal: the server is ended by force", _FORCE_S)
-    try:
-        parts.close()
-    finally:
-        os._exit(1)
+    def _end_by_force(self) -> None:
+        _log.error("a search has not ended within %g s of the signal: the server is ended by force", _FORCE_S)
+        try:
+            self._parts.close()
+        finally:
+            os._exit(1)
 
 
 def read_token(file: str | Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The bearer token: the text of `file`, else of RLSYS_SEARCH_TOKEN, else None.
-
-    Never an argument, as other users of a machine can read those. Raises UserError for one that no header can hold.
-    """
+    """The bearer token of `file`, else of the environment; never an argument, which others can read. Raises UserError."""
     try:
         text = environment.get(TOKEN_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"token file {file} cannot be read: {error}") from None
-    if text is None:
-        return None
-    token = text.strip()
-    if not token or not all("!" <= character <= "~" for character in token):
+    token = None if text is None else text.strip()
+    if token is not None and not re.fullmatch("[!-~]+", token):
         where = TOKEN_VARIABLE if file is None else f"token file {file}"
         raise UserError(f"{where} holds no token: give visible ASCII characters without spaces")
     return token
 
 
-def _limit_threads(threads: int) -> None:
-    """Bound the threads of torch, FAISS and tokenizers; to be called before they are imported."""
-    if threads < 1:
-        raise UserError(f"threads {threads} is out of range: give 1 or more")
-    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads))
-
-
 def _end_with_parent(parent_pid: int) -> None:
-    """Watch the parent process and end this one when it is gone, gracefully at first.
-
-    A watch, because Linux's own signal on a parent's death comes when the parent's *thread* ends.
-    """
+    """End this process when its parent is gone. Linux's own signal comes when the parent's *thread* ends."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:
@@ -346,3 +301,33 @@ def _end_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def open_retriever(folder: str | Path, *, own_process: bool = False, **options: Any) -> Retriever:
+    """Open the index in `folder`, whatever its kind.
+
+    `options`, for kinds with vectors: encoder, device and dtype of `VectorRetriever.open`, and the fields of
+    `SearchOptions`. Raises UserError for an option that the kind does not have, and for an unknown kind.
+    """
+    # Each kind has libraries of its own, so only those that are needed are loaded.
+    kind = str(read_manifest(folder)["kind"])
+    given = {name: value for name, value in options.items() if value is not None}
+    loading: dict[str, Any] = {name: given.pop(name) for name in ("encoder", "device", "dtype") if name in given}
+    if kind in (DENSE, HYBRID):
+        dense = {**loading, "options": SearchOptions(**given), "own_process": own_process}
+        if kind == DENSE:
+            return VectorRetriever.open(folder, **dense)
+        from rlsys.search.index.fusion import HybridRetriever
+
+        return HybridRetriever.open(folder, **dense)
+    if names := [*loading, *given]:
+        raise UserError(f"{folder} is an index of kind {kind!r}, which has no {', '.join(names)}: leave it out")
+    if kind == BM25:
+        from rlsys.search.index.lexical import LexicalRetriever
+
+        return LexicalRetriever.open(folder)
+    if kind in REMOTE:
+        from rlsys.search.index.remote import RemoteRetriever
+
+        return RemoteRetriever.open(folder)
+    raise UserError(f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it")

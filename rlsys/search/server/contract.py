@@ -9,16 +9,14 @@
     POST /access    {"urls": [str]} -> {"result": [{"url", "contents", ...} | null]}
     any error       {"detail": one sentence}
 
-Types are strict: `3` is an integer, and in JSON `3.0` is the same one, but `"3"` is none; an unknown field is an error,
-not a slip that nobody sees. Each limit is one object that both checks values and describes itself, so that the
-description stays true.
+Types are strict: `3` and, in JSON, `3.0` are an integer, `"3"` is none; an unknown field is an error. Each limit is one
+object that both checks values and describes itself.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -39,10 +37,7 @@ _VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[^\s"\[\]{}:,]++|[\
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds of requests (beyond them 413 or 422), of the queue (429) and of time (408, 503).
-
-    Raises UserError for a number that bounds nothing.
-    """
+    """Bounds of requests (beyond them 413 or 422), of the queue (429) and of time (408, 503): above 0, else UserError."""
 
     max_topk: int = 100
     max_queries: int = 4096  # queries of one request: a whole training batch of an upstream client fits
@@ -77,6 +72,8 @@ class ServerLimits:
                 raise UserError(f"{field.name} {value} is out of range: give {'0 or more' if zero else 'more than 0'}")
 
 
+_AS_MANY = Field(description="As many lists as queries.")
+_BEST = Field(description="Best documents of each query; null takes the server's default.")
 _is_whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 Count = Annotated[int, _is_whole]  # A JSON integer, which may be written with a fraction of zero
 
@@ -101,12 +98,8 @@ class RerankRequest(BaseModel):
         '"return_scores": bool}'
     )
     queries: Annotated[list[str], FailFast()]
-    documents: Annotated[list[Annotated[list[Document], FailFast()]], FailFast()] = Field(
-        description="As many lists as queries."
-    )
-    rerank_topk: Count | None = Field(
-        None, description="Best documents of each query; null takes the server's default."
-    )
+    documents: Annotated[list[Annotated[list[Document], FailFast()]], FailFast(), _AS_MANY]
+    rerank_topk: Annotated[Count | None, _BEST] = None
     return_scores: bool = False
 
 
@@ -144,7 +137,7 @@ class Health(BaseModel):
 
 
 class RequestRefused(Exception):
-    """The request is wrong: an HTTP status of 4xx and one sentence."""
+    """There is no answer: an HTTP status and one sentence. After 429 and 503 the same request may succeed later."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -167,7 +160,7 @@ class Contract:
         texts = _Texts(min(limits.max_queries, limits.max_pending), limits.max_query_chars)
         count = _Count(limits.max_topk)
         self._max_values = limits.max_values
-        self._bounds: dict[str, _Texts | _Documents | _Count] = {
+        self._bounds: dict[str, _Texts | _Count] = {
             "queries": texts,
             "urls": _Texts(limits.max_urls, limits.max_query_chars),
             "documents": _Documents(texts.most, limits.max_document_chars),
@@ -226,7 +219,7 @@ class _Texts:
     most: int
     chars: int
 
-    def problem(self, texts: Sequence[str]) -> str:
+    def problem(self, texts: Any) -> str:
         if not texts:
             return ": the list is empty; send at least one"
         if len(texts) > self.most:
@@ -241,14 +234,10 @@ class _Texts:
         return {"type": "array", "items": item, "minItems": 1, "maxItems": self.most}
 
 
-@dataclass(frozen=True, slots=True)
-class _Documents:
+class _Documents(_Texts):
     """A list of documents for each query."""
 
-    most: int
-    chars: int
-
-    def problem(self, lists: Sequence[Sequence[Document]]) -> str:
+    def problem(self, lists: Any) -> str:
         for row, documents in enumerate(lists):
             for column, document in enumerate(documents):
                 text = text_of(document)
@@ -259,14 +248,12 @@ class _Documents:
         return ""
 
     def schema(self) -> dict[str, Any]:
+        def holding(required: str, **properties: Any) -> dict[str, Any]:
+            return {"type": "object", "properties": properties, "required": [required]}
+
         text = {"type": "string", "maxLength": self.chars}
-        plain = {
-            "type": "object",
-            "properties": {"contents": text, "document": {"not": {"type": "object"}}},
-            "required": ["contents"],
-        }
-        document = {"type": "object", "properties": {"contents": text}, "required": ["contents"]}
-        hit = {"type": "object", "properties": {"document": document}, "required": ["document"]}
+        plain = holding("contents", contents=text, document={"not": {"type": "object"}})
+        hit = holding("document", document=holding("contents", contents=text))
         line = {"type": "array", "items": {"anyOf": [text, plain, hit]}}
         return {"type": "array", "items": line, "minItems": 1, "maxItems": self.most}
 

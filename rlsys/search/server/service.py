@@ -4,13 +4,11 @@ One thread prepares queries and up to `Retriever.parallel` threads find: while a
 prepared. A batch keeps its place until a thread can find it, so at most one prepared batch waits, and a batch is put
 together at the moment when preparing it can begin.
 
-Invariants:
-  - nothing that computes or reads runs on the event loop; a caller waits at most `request_timeout_s`;
-  - a failure is a `RequestRefused` (the request's fault), a `Busy` (too much at once) or an `Unavailable` (not now);
-  - an answer does not depend on what it was batched with. Queries with another `topk` are prepared and found on their
-    own, as an approximate index looks the further the more it is asked for; the rest is the retriever's promise. A
-    query that is in a batch twice is searched once;
-  - a query is reranked with its own documents only, and equal scores keep the documents' order.
+Invariants: nothing that computes or reads runs on the event loop; a caller waits at most `request_timeout_s`; a failure
+is a `RequestRefused`: 4xx for the request's fault, 429 for too much at once, 503 for not now; an answer does not depend on
+what it was batched with: queries with another `topk` are prepared and found on their own, as an approximate index looks
+the further the more it is asked for; a query that is in a batch twice is searched once, and is reranked with its own
+documents only, where equal scores keep their order.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,8 +30,7 @@ from prometheus_client.registry import Collector
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
-from rlsys.search.page_store import PageSource
-from rlsys.search.retrieval import Hit, Retriever
+from rlsys.search.retrieval import Hit, PageSource, Retriever
 from rlsys.search.server.contract import (
     AccessRequest,
     RequestRefused,
@@ -45,7 +42,7 @@ from rlsys.search.server.contract import (
 )
 
 if TYPE_CHECKING:
-    from rlsys.search.encoders.reranker import Reranker
+    from rlsys.search.encoders.encoder import Reranker
 
 NO_RERANKER = "this server has no reranker: start it with one (--reranker MODEL)"
 NO_PAGES = "this server has no pages: start it with a file of them (--pages FILE)"
@@ -64,14 +61,7 @@ _log = logging.getLogger("uvicorn.error")
 Answer = TypeVar("Answer")
 Ask = tuple[str, int]  # A query and how many hits it wants
 Pair = tuple[str, str]  # A query and a text
-
-
-class Unavailable(Exception):
-    """The server cannot answer now; the same request may succeed later."""
-
-
-class Busy(Exception):
-    """Too much is asked at once; the same request may succeed a little later."""
+Ranked = list[list[tuple[float, Any]]]  # (score, document)s of each query, best first
 
 
 class Metrics(Collector):
@@ -84,23 +74,13 @@ class Metrics(Collector):
         ProcessCollector(registry=registry)
         registry.register(self)
         self._requests = Counter("rlsys_search_requests", "Requests ended.", ["path", "status"], registry=registry)
-        self._request_seconds = Histogram(
-            "rlsys_search_request_seconds",
-            "Time from a request's headers to the end of its answer.",
-            ["path"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._stage_seconds = Histogram(
-            "rlsys_search_stage_seconds",
-            "Time of a batch in a stage: prepare (queries are encoded), find, rerank, pages.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.batch_queries = Histogram(
-            "rlsys_search_batch_queries", "Queries of a batch.", buckets=_SIZES, registry=registry
-        )
+        seconds: dict[str, Any] = {"buckets": _SECONDS, "registry": registry}
+        about = "Time from a request's headers to the end of its answer."
+        self._request_seconds = Histogram("rlsys_search_request_seconds", about, ["path"], **seconds)
+        about = "Time of a batch in a stage: prepare (queries are encoded), find, rerank, pages."
+        self._stage_seconds = Histogram("rlsys_search_stage_seconds", about, ["stage"], **seconds)
+        about = "Queries of a batch."
+        self.batch_queries = Histogram("rlsys_search_batch_queries", about, buckets=_SIZES, registry=registry)
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count a request that has ended."""
@@ -110,11 +90,8 @@ class Metrics(Collector):
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage of a batch; from any thread."""
-        began = time.perf_counter()
-        try:
+        with self._stage_seconds.labels(name).time():
             yield
-        finally:
-            self._stage_seconds.labels(name).observe(time.perf_counter() - began)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -147,13 +124,10 @@ class SearchService:
 
     async def retrieve(self, asked: RetrieveRequest) -> list[list[Any]]:
         """Passages of each query: documents, or documents with scores."""
-        topk, queries = asked.topk or self.topk, asked.queries
-        if len(queries) * topk > self.limits.max_passages:
-            raise RequestRefused(
-                422,
-                f"queries: {len(queries)} with topk {topk} are too many passages; send fewer, for at most "
-                f"{self.limits.max_passages}",
-            )
+        topk, queries, most = asked.topk or self.topk, asked.queries, self.limits.max_passages
+        if len(queries) * topk > most:
+            reason = f"queries: {len(queries)} with topk {topk} are too many passages; send fewer, for at most {most}"
+            raise RequestRefused(422, reason)
         found: Sequence[Sequence[tuple[float, Any]]]
         if not asked.rerank:
             found = await self._answer(self._retrieval.find(queries, topk))
@@ -168,9 +142,8 @@ class SearchService:
         if self._reranking is None:
             raise RequestRefused(404, NO_RERANKER)
         if len(asked.documents) != len(asked.queries):
-            raise RequestRefused(
-                422, f"documents: {len(asked.documents)} lists for {len(asked.queries)} queries; send one for each"
-            )
+            reason = f"documents: {len(asked.documents)} lists for {len(asked.queries)} queries; send one for each"
+            raise RequestRefused(422, reason)
         texts = [[text_of(document) or "" for document in line] for line in asked.documents]
         self._check_pairs(sum(map(len, texts)))
         ranked = await self._answer(self._reranking.rank(asked.queries, texts))
@@ -197,14 +170,10 @@ class SearchService:
 
     def tallies(self) -> dict[str, int]:
         """Counts of what has been asked, and of what waits."""
-        return {
-            "queries": self._retrieval.queries,
-            "cached": self._retrieval.cached,
-            "batches": self._retrieval.batcher.batches,
-            "pending": self._retrieval.batcher.pending,
-            "pairs": 0 if self._reranking is None else self._reranking.pairs,
-            "pending_pairs": 0 if self._reranking is None else self._reranking.batcher.pending,
-        }
+        found, ranked = self._retrieval, self._reranking
+        queries = {"queries": found.queries, "cached": found.cached, "batches": found.batcher.batches}
+        pairs = (0, 0) if ranked is None else (ranked.pairs, ranked.batcher.pending)
+        return queries | {"pending": found.batcher.pending, "pairs": pairs[0], "pending_pairs": pairs[1]}
 
     async def close(self) -> None:
         """Turn waiting callers away and end the threads; waits for what runs in them."""
@@ -212,9 +181,7 @@ class SearchService:
         if self._reranking is not None:
             await self._reranking.close()
 
-    async def _retrieve_reranked(
-        self, reranking: _Reranking, queries: Sequence[str], topk: int
-    ) -> list[list[tuple[float, Any]]]:
+    async def _retrieve_reranked(self, reranking: _Reranking, queries: Sequence[str], topk: int) -> Ranked:
         candidates = max(topk, self.limits.rerank_candidates)
         self._check_pairs(len(queries) * candidates)
         found = await self._retrieval.find(queries, candidates)
@@ -235,7 +202,7 @@ class SearchService:
         return found
 
     async def _answer(self, work: Awaitable[Answer]) -> Answer:
-        """The result of `work`, or the reason why there is none."""
+        """The result of `work`. Raises RequestRefused with the reason why there is none."""
         try:
             async with asyncio.timeout(self.limits.request_timeout_s) as time_limit:
                 return await work
@@ -243,16 +210,16 @@ class SearchService:
             raise
         except QueueFull:
             waiting = ", ".join(f"{key}: {self.tallies()[key]}" for key in LEVELS)
-            raise Busy(f"too much waits already ({waiting}): try again later") from None
+            raise RequestRefused(429, f"too much waits already ({waiting}): try again later") from None
         except BatcherClosed:
-            raise Unavailable("the server is shutting down") from None
+            raise RequestRefused(503, "the server is shutting down") from None
         except (UserError, RunError) as error:
-            raise Unavailable(f"the search failed: {error}") from None
+            raise RequestRefused(503, f"the search failed: {error}") from None
         except Exception as error:  # noqa: BLE001  a fault of what was loaded must not end as a bare 500
             if time_limit.expired():
-                raise Unavailable(f"no answer within {self.limits.request_timeout_s:g} s: try again") from None
+                raise RequestRefused(503, f"no answer within {self.limits.request_timeout_s:g} s: try again") from None
             _log.exception("a search failed")
-            raise Unavailable(f"the search failed ({type(error).__name__}): see the server's log") from None
+            raise RequestRefused(503, f"the search failed ({type(error).__name__}): see the server's log") from None
 
 
 def _lines(found: Sequence[Sequence[tuple[float, Any]]], with_scores: bool) -> list[list[Any]]:
@@ -262,48 +229,29 @@ def _lines(found: Sequence[Sequence[tuple[float, Any]]], with_scores: bool) -> l
     return [[document for _, document in line] for line in found]
 
 
-def _in_order(
-    documents: Sequence[Sequence[Any]], ranked: Sequence[Sequence[tuple[int, float]]], topk: int
-) -> list[list[tuple[float, Any]]]:
+def _in_order(documents: Sequence[Sequence[Any]], ranked: list[list[tuple[int, float]]], topk: int) -> Ranked:
     """The first `topk` documents of each line in the order of `ranked`, with its scores."""
     return [
         [(score, line[place]) for place, score in order[:topk]] for line, order in zip(documents, ranked, strict=True)
     ]
 
 
-class _Group(NamedTuple):
-    """Queries of a batch that want equally many hits."""
-
-    topk: int
-    queries: list[str]
-    prepared: Any
-
-
 class _Retrieval:
     """Batches queries through the two stages of a retriever."""
 
     def __init__(self, retriever: Retriever, limits: ServerLimits, metrics: Metrics) -> None:
-        self._retriever = retriever
-        self._metrics = metrics
+        self._retriever, self._metrics = retriever, metrics
         self._prepare_thread = ThreadPoolExecutor(1, "prepare")
         self._find_threads = ThreadPoolExecutor(retriever.parallel, "find")
         self._may_find = asyncio.Semaphore(retriever.parallel)
         self.batcher: Batcher[Ask, list[Hit]] = Batcher(
-            self._run,
-            max_batch=limits.max_batch,
-            max_wait_s=limits.max_wait_ms / 1000,
-            max_running=1,
-            max_pending=limits.max_pending,
+            self._run, limits.max_batch, limits.max_wait_ms / 1000, max_running=1, max_pending=limits.max_pending
         )
         self._cache = HitCache(limits.cache_entries)
-        self.queries = 0
-        self.cached = 0  # queries that needed no search
+        self.queries = self.cached = 0  # asked for, and those of them that needed no search
 
     async def find(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most `topk` hits of each query, in order. Raises what the retriever and `Batcher.submit` raise.
-
-        Cancelling it drops the queries that no batch has taken yet.
-        """
+        """At most `topk` hits of each query, in order. Cancelling it drops the queries that no batch has taken yet."""
         found = {query: hits for query in queries if (hits := self._cache.get((query, topk))) is not None}
         missing = list(dict.fromkeys(query for query in queries if query not in found))
         futures = self.batcher.submit([(query, topk) for query in missing])
@@ -328,15 +276,16 @@ class _Retrieval:
             self.batcher.pass_on()
             return await loop.run_in_executor(self._find_threads, self._find, groups, asks)
 
-    def _prepare(self, asks: list[Ask]) -> list[_Group]:
+    def _prepare(self, asks: list[Ask]) -> list[tuple[int, list[str], Any]]:
+        """For each number of hits the queries that want so many, as they are and prepared."""
         self._metrics.batch_queries.observe(len(asks))
         by_topk: dict[int, dict[str, None]] = {}
         for query, topk in asks:
             by_topk.setdefault(topk, {})[query] = None
         with self._metrics.stage("prepare"):
-            return [_Group(topk, list(asked), self._retriever.prepare(list(asked))) for topk, asked in by_topk.items()]
+            return [(topk, list(asked), self._retriever.prepare(list(asked))) for topk, asked in by_topk.items()]
 
-    def _find(self, groups: list[_Group], asks: list[Ask]) -> list[list[Hit]]:
+    def _find(self, groups: list[tuple[int, list[str], Any]], asks: list[Ask]) -> list[list[Hit]]:
         found: dict[Ask, list[Hit]] = {}
         with self._metrics.stage("find"):
             for topk, queries, prepared in groups:
@@ -349,23 +298,16 @@ class _Reranking:
     """Scores pairs of many requests together, in one thread."""
 
     def __init__(self, reranker: Reranker, limits: ServerLimits, metrics: Metrics) -> None:
-        self._reranker = reranker
-        self._metrics = metrics
+        self._reranker, self._metrics = reranker, metrics
         self._thread = ThreadPoolExecutor(1, "rerank")
+        wait_s, most = limits.max_wait_ms / 1000, limits.max_pending_pairs
         self.batcher: Batcher[Pair, float] = Batcher(
-            self._run,
-            max_batch=limits.max_pair_batch,
-            max_wait_s=limits.max_wait_ms / 1000,
-            max_running=1,
-            max_pending=limits.max_pending_pairs,
+            self._run, limits.max_pair_batch, wait_s, max_running=1, max_pending=most
         )
         self.pairs = 0
 
     async def rank(self, queries: Sequence[str], texts: Sequence[Sequence[str]]) -> list[list[tuple[int, float]]]:
-        """For each query the places of its texts and their scores, best first.
-
-        Raises what the reranker and `Batcher.submit` raise.
-        """
+        """For each query the places of its texts and their scores, best first."""
         pairs = [(query, text) for query, line in zip(queries, texts, strict=True) for text in line]
         scores: Iterator[float] = iter(await asyncio.gather(*self.batcher.submit(pairs)))
         self.pairs += len(pairs)
@@ -377,11 +319,11 @@ class _Reranking:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     async def _run(self, pairs: list[Pair]) -> list[float]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, pairs)
+        def score() -> list[float]:
+            with self._metrics.stage("rerank"):
+                return list(self._reranker.scores(pairs))
 
-    def _score(self, pairs: list[Pair]) -> list[float]:
-        with self._metrics.stage("rerank"):
-            return list(self._reranker.scores(pairs))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, score)
 
 
 class HitCache:
@@ -394,8 +336,7 @@ class HitCache:
 
     def get(self, ask: Ask) -> list[Hit] | None:
         """The hits, if they are known."""
-        hits = self._hits.get(ask)
-        if hits is not None:
+        if (hits := self._hits.get(ask)) is not None:
             self._hits.move_to_end(ask)
         return hits
 

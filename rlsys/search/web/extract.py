@@ -1,13 +1,11 @@
 """Reads pages: from the bytes of a page to its title and its text, in a process that may be ended at any moment.
 
 The page is a stranger's: the text is only text, without control characters, and bounded. Reading hostile HTML may take
-any time (libxml2 looks through all attributes of an element for each new one, so a megabyte of them takes minutes, in C
-code that no exception reaches), so it runs in the process `python -m rlsys.search.web.extract`.
-
-Contract, on standard input and output: a job is a JSON line {"media_type", "charset", "bytes"} and that many bytes; its
-answer is a JSON line, {"title", "text"} or null for a page that has no text or cannot be read. The first line is READY.
-The process ends with its input, and at once when a job takes longer than its limit. Answers are JSON, not pickles, so
-that a page that takes this process over cannot take over its parent.
+minutes in C code that no exception reaches (libxml2 looks through all attributes of an element for each new one), so it
+runs in the process `python -m rlsys.search.web.extract`. Contract, on standard input and output: a job is a JSON line
+{"media_type", "charset", "bytes"} and that many bytes; its answer is a JSON line, {"title", "text"} or null for a page
+that has no text or cannot be read. The first line is READY. The process ends with its input, and at once when a job takes
+too long. Answers are JSON, not pickles, so that a page that takes this process over cannot take over its parent.
 """
 
 from __future__ import annotations
@@ -47,19 +45,11 @@ class Page:
     @property
     def contents(self) -> str:
         """Title and text as a corpus has them: `"title"\\ntext`."""
-        return contents(self.title, self.text)
-
-
-def contents(title: str, text: str) -> str:
-    """Title and text by the convention of corpora."""
-    return f'"{title}"\n{text}'
+        return f'"{self.title}"\n{self.text}'
 
 
 def extract(body: bytes, media_type: str, charset: str | None) -> Page | None:
-    """The page in `body`, or None where it has no text.
-
-    `charset` is what the server declared. Raises RecursionError or MemoryError for some hostile pages.
-    """
+    """The page in `body`, or None where it has no text. Raises RecursionError or MemoryError for some hostile pages."""
     text = decode(body, charset)
     if media_type == "text/plain":
         return _page("", text)
@@ -71,10 +61,7 @@ def extract(body: bytes, media_type: str, charset: str | None) -> Page | None:
 
 
 def decode(body: bytes, charset: str | None) -> str:
-    """`body` as text: by its byte order mark, the server's charset, its own declaration, UTF-8, Windows-1252.
-
-    That is the order of the HTML standard. An unknown charset is passed over; bytes that do not fit are replaced.
-    """
+    """`body` as text by the HTML standard: byte order mark, `charset`, its own declaration, UTF-8, Windows-1252."""
     for mark, name in _BYTE_ORDER_MARKS:
         if body.startswith(mark):
             return body.decode(name, "replace")
@@ -92,13 +79,11 @@ def decode(body: bytes, charset: str | None) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` without control characters other than line breaks, without blanks at the ends of lines, and without empty
-    lines."""
+    """`text` without controls other than line breaks, without blanks at the ends of lines, and without empty lines."""
     kept = "".join(
-        character
-        for character in text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", " ")
-        if character == "\n"
-        or (unicodedata.category(character) not in ("Cc", "Cs") and character not in _DIRECTION_CONTROLS)
+        one
+        for one in text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", " ")
+        if one == "\n" or (unicodedata.category(one) not in ("Cc", "Cs") and one not in _DIRECTION_CONTROLS)
     )
     return "\n".join(filter(None, (line.strip() for line in kept.split("\n"))))
 
@@ -110,8 +95,7 @@ def one_line(text: str) -> str:
 
 def _page(title: str, text: str) -> Page | None:
     text = clean(text[:MAX_TEXT_CHARS])
-    title = one_line(title)[:_MAX_TITLE_CHARS]
-    return Page(title, text) if text else None
+    return Page(one_line(title)[:_MAX_TITLE_CHARS], text) if text else None
 
 
 def main() -> None:

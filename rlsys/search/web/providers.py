@@ -13,10 +13,8 @@ Invariants:
   - an outage never looks like an empty answer: `ProviderClient.search` gives results or raises ProviderError, also for
     an answer that is not of its provider's shape;
   - keys come from the environment and leave it in requests to the provider only. They are added below httpx's client,
-    which logs URLs at INFO and keeps requests in its errors, and redirects are not followed;
-  - a busy provider (429, 5xx) or a lost connection is asked again, no earlier than it wants; a refusal (401, 403 and
-    other 4xx) is not.
-Proxies of the environment are not used, as everywhere in rlsys.
+    which logs URLs at INFO and keeps requests in its errors; redirects are not followed, proxies not used;
+  - a busy provider (429, 5xx) or a lost connection is asked again, no earlier than it wants; any other 4xx is not.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import asyncio
 import html
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -36,7 +34,7 @@ import orjson
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.body import BodyError, Encoding, read_body
+from rlsys.search.wire import BodyError, Encoding, read_body
 
 MAX_QUERY_CHARS = 400
 MAX_QUERY_WORDS = 50
@@ -84,7 +82,7 @@ class ResultFields(NamedTuple):
     path: str  # keys, with dots between them
     title: str
     url: str
-    snippet: tuple[str, ...]  # these are joined
+    snippet: tuple[str, ...] = ("snippet",)  # these are joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +91,18 @@ class Provider:
 
     name: str
     endpoint: str
-    method: Literal["GET", "POST"]  # GET sends the request as URL parameters, POST as JSON
     credentials: tuple[Credential, ...]
-    page_size: int  # most results of one request
-    max_results: int  # most results of one query, over all its pages
-    request: Callable[
-        [str, int, int], dict[str, str | int]
-    ]  # (query, results a page, page from 0) -> parameters or body
+    request: Callable[[str, int, int], dict[str, str | int]]
+    """(query, results a page, page from 0) -> parameters or body"""
     signs: frozenset[str]  # top-level keys of an answer; one that has none of them is not an answer
-    more: Callable[[Json, tuple[Result, ...]], bool]  # (answer, its organic results) -> there is a further page
     organic: ResultFields
     direct: tuple[ResultFields, ...] = ()
     related: tuple[ResultFields, ...] = ()
+    more: Callable[[Json, tuple[Result, ...]], bool] = lambda _, organic: bool(organic)
+    """(answer, its organic results) -> there is a further page"""
+    method: Literal["GET", "POST"] = "GET"  # GET sends the request as URL parameters, POST as JSON
+    page_size: int = 10  # most results of one request
+    max_results: int = 100  # most results of one query, over all its pages
 
     def parse(self, body: object) -> Answer:
         """The results in a decoded JSON body. Raises MalformedAnswer."""
@@ -162,72 +160,61 @@ def _results(entries: Iterable[Json], fields: ResultFields) -> tuple[Result, ...
 
 _PROVIDERS = (
     Provider(
-        name="google",
-        endpoint="https://www.googleapis.com/customsearch/v1",
-        method="GET",
-        credentials=(Credential("GOOGLE_API_KEY", "parameter", "key"), Credential("GOOGLE_CSE_ID", "parameter", "cx")),
-        page_size=10,
-        max_results=100,
+        "google",
+        "https://www.googleapis.com/customsearch/v1",
+        (Credential("GOOGLE_API_KEY", "parameter", "key"), Credential("GOOGLE_CSE_ID", "parameter", "cx")),
         request=lambda query, count, page: {"q": query, "num": count, "start": 1 + page * count},
         signs=frozenset({"kind", "queries", "searchInformation", "items"}),
-        organic=ResultFields("items", "title", "link", ("snippet",)),
+        organic=ResultFields("items", "title", "link"),
         more=lambda body, _: bool(_objects(body, "queries.nextPage")),
     ),
     Provider(
-        name="serpapi",
-        endpoint="https://serpapi.com/search.json",
-        method="GET",
-        credentials=(Credential("SERPAPI_API_KEY", "parameter", "api_key"),),
-        page_size=10,
-        max_results=100,
+        "serpapi",
+        "https://serpapi.com/search.json",
+        (Credential("SERPAPI_API_KEY", "parameter", "api_key"),),
         # Google itself answers ten results at a time whatever `num` says.
         request=lambda query, _, page: {"engine": "google", "q": query, "start": page * 10},
         signs=frozenset({"search_metadata", "organic_results", "error"}),
-        organic=ResultFields("organic_results", "title", "link", ("snippet",)),
+        organic=ResultFields("organic_results", "title", "link"),
         direct=(ResultFields("answer_box", "title", "link", ("answer", "result", "snippet")),),
-        related=(ResultFields("related_questions", "question", "link", ("snippet",)),),
+        related=(ResultFields("related_questions", "question", "link"),),
         more=lambda body, _: "next" in _object(body, "serpapi_pagination"),
     ),
     Provider(
-        name="serper",
-        endpoint="https://google.serper.dev/search",
+        "serper",
+        "https://google.serper.dev/search",
+        (Credential("SERPER_API_KEY", "header", "X-API-KEY"),),
         method="POST",
-        credentials=(Credential("SERPER_API_KEY", "header", "X-API-KEY"),),
-        page_size=10,
-        max_results=100,
         request=lambda query, count, page: {"q": query, "num": count, **({"page": page + 1} if page else {})},
         signs=frozenset({"searchParameters", "organic"}),
-        organic=ResultFields("organic", "title", "link", ("snippet",)),
+        organic=ResultFields("organic", "title", "link"),
         direct=(
             ResultFields("answerBox", "title", "link", ("answer", "snippet")),
             ResultFields("knowledgeGraph", "title", "descriptionLink", ("description",)),
         ),
-        related=(ResultFields("peopleAlsoAsk", "question", "link", ("snippet",)),),
-        more=lambda _, organic: bool(organic),
+        related=(ResultFields("peopleAlsoAsk", "question", "link"),),
     ),
     Provider(
-        name="brave",
-        endpoint="https://api.search.brave.com/res/v1/web/search",
-        method="GET",
-        credentials=(Credential("BRAVE_API_KEY", "header", "X-Subscription-Token"),),
+        "brave",
+        "https://api.search.brave.com/res/v1/web/search",
+        (Credential("BRAVE_API_KEY", "header", "X-Subscription-Token"),),
         page_size=20,
         max_results=200,
         request=lambda query, count, page: {
             "q": query,
             "count": count,
             "offset": page,
-            "text_decorations": "false",
             "result_filter": "web",
+            "text_decorations": "false",
         },
         signs=frozenset({"type", "query", "web"}),
         organic=ResultFields("web.results", "title", "url", ("description",)),
         more=lambda body, _: _object(body, "query").get("more_results_available") is True,
     ),
     Provider(
-        name="bing",
-        endpoint="https://api.bing.microsoft.com/v7.0/search",
-        method="GET",
-        credentials=(Credential("BING_API_KEY", "header", "Ocp-Apim-Subscription-Key"),),
+        "bing",
+        "https://api.bing.microsoft.com/v7.0/search",
+        (Credential("BING_API_KEY", "header", "Ocp-Apim-Subscription-Key"),),
         page_size=50,
         max_results=1000,
         request=lambda query, count, page: {
@@ -237,8 +224,7 @@ _PROVIDERS = (
             "responseFilter": "Webpages",
         },
         signs=frozenset({"_type", "queryContext", "webPages"}),
-        organic=ResultFields("webPages.value", "name", "url", ("snippet",)),
-        more=lambda _, organic: bool(organic),
+        organic=ResultFields("webPages.value", "name", "url"),
     ),
 )
 PROVIDERS: Mapping[str, Provider] = {provider.name: provider for provider in _PROVIDERS}
@@ -279,12 +265,11 @@ class Keys:
         found: dict[str, dict[str, str]] = {"header": {}, "parameter": {}}
         for credential in provider.credentials:
             value = environ.get(credential.variable, "").strip()
+            name = credential.variable
             if not value:
-                raise UserError(
-                    f"{credential.variable} is not set: web search by {provider.name} needs it in the environment"
-                )
+                raise UserError(f"{name} is not set: web search by {provider.name} needs it in the environment")
             if not (value.isascii() and value.isprintable()):
-                raise UserError(f"{credential.variable} holds characters that no key has: set it to the key alone")
+                raise UserError(f"{name} holds characters that no key has: set it to the key alone")
             found[credential.place][credential.name] = value
         return cls(found["header"], found["parameter"])
 
@@ -296,12 +281,7 @@ class Keys:
 
 
 class ProviderClient:
-    """A client of one provider, for one event loop.
-
-    Args:
-        endpoint: URL to ask in place of the provider's own: a compatible service, a test.
-        sleep, now: the clock that waits are made by.
-    """
+    """A client of one provider, for one event loop, with another `endpoint` and clock (`sleep`, `now`) if given."""
 
     def __init__(
         self,
@@ -314,11 +294,8 @@ class ProviderClient:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoint = _endpoint_url(endpoint or provider.endpoint)
-        self._provider = provider
-        self._keys = keys
-        self._limits = limits or ProviderLimits()
-        self._sleep = sleep
-        self._now = now
+        self._provider, self._keys, self._limits = provider, keys, limits or ProviderLimits()
+        self._sleep, self._now = sleep, now
         self._next_turn = 0.0
         self._slots = asyncio.Semaphore(self._limits.max_concurrent)
         connections = httpx.Limits(max_keepalive_connections=self._limits.max_concurrent)
@@ -341,16 +318,14 @@ class ProviderClient:
             return []
         size = min(count, self._provider.page_size)
         first = answer = await self._ask(query, size, 0)
-        found: dict[str, Result] = {}
-        _add(found, first.direct + first.organic)
+        found = _distinct(first.direct + first.organic)
         pages = min(math.ceil(count / size), self._provider.max_results // size)
         for page in range(1, pages):
             if len(found) >= count or not answer.more or not answer.organic:
                 break
             answer = await self._ask(query, size, page)
-            _add(found, answer.organic)
-        _add(found, first.related)
-        return list(found.values())[:count]
+            found = _distinct([*found, *answer.organic])
+        return _distinct([*found, *first.related])[:count]
 
     async def close(self) -> None:
         """Give the connections back."""
@@ -363,7 +338,7 @@ class ProviderClient:
         retrying = AsyncRetrying(
             stop=stop_after_attempt(limits.tries),
             wait=_wait_s,
-            retry=retry_if_exception(lambda error: isinstance(error, _Again) and error.after_s < limits.timeout_s),
+            retry=retry_if_exception(lambda error: isinstance(error, _Failed) and error.after_s < limits.timeout_s),
             before_sleep=lambda state: failed.append(str(state.outcome and state.outcome.exception())),
             sleep=self._pause,
             reraise=True,
@@ -375,11 +350,10 @@ class ProviderClient:
                     return await retrying(self._try, self._provider.request(query, count, page))
             except TimeoutError:
                 reason = "; ".join([f"no answer within {limits.timeout_s:g} s", *failed[-1:]])
-            except (_Again, _RefusedByProvider) as error:
+            except (_Failed, MalformedAnswer) as error:
                 reason = str(error)
-        raise ProviderError(
-            f"web search by {self._provider.name} failed: {self._keys.hidden_in(reason)[:_MAX_REASON_CHARS]}"
-        )
+        problem = f"web search by {self._provider.name} failed"
+        raise ProviderError(f"{problem}: {self._keys.hidden_in(reason)[:_MAX_REASON_CHARS]}")
 
     async def _pause(self, seconds: float) -> None:
         """The wait before a further try, which needs its turn as the first one did."""
@@ -396,12 +370,10 @@ class ProviderClient:
                 await self._sleep(mine - now)
 
     async def _try(self, asked: dict[str, str | int]) -> Answer:
-        as_json = self._provider.method == "POST"
-        request = self._http.build_request(
-            self._provider.method,
-            self._endpoint if as_json else self._endpoint.copy_merge_params(asked),
-            json=asked if as_json else None,
-        )
+        if self._provider.method == "POST":
+            request = self._http.build_request("POST", self._endpoint, json=asked)
+        else:
+            request = self._http.build_request("GET", self._endpoint.copy_merge_params(asked))
         try:
             async with asyncio.timeout(self._limits.try_timeout_s):
                 response = await self._http.send(request, stream=True)
@@ -410,41 +382,35 @@ class ProviderClient:
                 finally:
                     await response.aclose()
         except TimeoutError:
-            raise _Again(f"no answer within {self._limits.try_timeout_s:g} s") from None
+            raise _Failed(f"no answer within {self._limits.try_timeout_s:g} s", 0) from None
         except httpx.TransportError as error:
-            raise _Again(f"{type(error).__name__} {error}".strip()) from None
+            raise _Failed(f"{type(error).__name__} {error}".strip(), 0) from None
         except BodyError as error:
-            raise _RefusedByProvider(f"its answer is refused: {error}") from None
+            raise _Failed(f"its answer is refused: {error}") from None
         return self._read(response, body)
 
     def _read(self, response: httpx.Response, body: bytes) -> Answer:
         status = response.status_code
         said = f"status {status}{_detail(body)}"
         if status == httpx.codes.TOO_MANY_REQUESTS or response.is_server_error:
-            raise _Again(said, _retry_after_s(response))
+            raise _Failed(said, _retry_after_s(response))
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             names = " and ".join(credential.variable for credential in self._provider.credentials)
-            raise _RefusedByProvider(f"{said}; check the key and the quota of {names}")
+            raise _Failed(f"{said}; check the key and the quota of {names}")
         if not response.is_success:
-            raise _RefusedByProvider(f"{said}; check the endpoint and the keys")
+            raise _Failed(f"{said}; check the endpoint and the keys")
         try:
             return self._provider.parse(orjson.loads(body))
         except orjson.JSONDecodeError as error:
-            raise _RefusedByProvider(f"its answer is not JSON ({error})") from None
-        except MalformedAnswer as error:
-            raise _RefusedByProvider(str(error)) from None
+            raise _Failed(f"its answer is not JSON ({error})") from None
 
 
-class _Again(Exception):
-    """A try that failed where the next one may not."""
+class _Failed(Exception):
+    """A try that failed: the next one, after `after_s` seconds at least, may not; without a number it would, too."""
 
-    def __init__(self, reason: str, after_s: float = 0.0) -> None:
+    def __init__(self, reason: str, after_s: float = math.inf) -> None:
         super().__init__(reason)
         self.after_s = after_s
-
-
-class _RefusedByProvider(Exception):
-    """A try that would fail again."""
 
 
 class _KeyedTransport(httpx.AsyncHTTPTransport):
@@ -455,16 +421,20 @@ class _KeyedTransport(httpx.AsyncHTTPTransport):
         self._keys = keys
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        url = request.url.copy_merge_params(dict(self._keys.parameters))
         headers = request.headers.copy()
         headers.update(self._keys.headers)
-        keyed = httpx.Request(
-            request.method,
-            request.url.copy_merge_params(dict(self._keys.parameters)),
-            headers=headers,
-            stream=request.stream,
-            extensions=request.extensions,
-        )
+        stream, extensions = request.stream, request.extensions
+        keyed = httpx.Request(request.method, url, headers=headers, stream=stream, extensions=extensions)
         return await super().handle_async_request(keyed)
+
+
+def _distinct(results: Sequence[Result]) -> list[Result]:
+    """Those of `results` whose page is not among the ones before."""
+    found: dict[str, Result] = {}
+    for result in results:
+        found.setdefault(result.url or result.snippet, result)
+    return list(found.values())
 
 
 def _endpoint_url(endpoint: str) -> httpx.URL:
@@ -477,17 +447,11 @@ def _endpoint_url(endpoint: str) -> httpx.URL:
     return url
 
 
-def _add(found: dict[str, Result], results: Iterable[Result]) -> None:
-    """Append those of `results` whose page is not among `found` yet."""
-    for result in results:
-        found.setdefault(result.url or result.snippet, result)
-
-
 def _wait_s(state: RetryCallState) -> float:
     """The back-off before the next try, and no less than the provider asked for."""
     backoff_s = wait_exponential_jitter(multiplier=0.5, max=8.0, jitter=0.5)(state)
     error = state.outcome.exception() if state.outcome else None
-    return max(backoff_s, error.after_s) if isinstance(error, _Again) else backoff_s
+    return max(backoff_s, error.after_s) if isinstance(error, _Failed) else backoff_s
 
 
 def _retry_after_s(response: httpx.Response) -> float:

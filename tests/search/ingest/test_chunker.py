@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.search.ingest.ingest import Chunk, CutQuality, Word, chunk_text, cut, find_cuts, find_words
+from rlsys.search.ingest import Chunk, CutQuality, Word, chunk_text, cut, find_cuts, find_words
 
 LETTERS = st.text(st.sampled_from("abC.,!?)\"'1-éß中。かダ#"), min_size=1, max_size=6)
 GAPS = st.sampled_from([" ", " ", "\n", "\n\n", " \n \n", "\t", "\u00a0"])

@@ -15,8 +15,7 @@ from pyarrow import parquet
 
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
-from rlsys.search.ingest.ingest import Chunking, Summary, ingest
-from rlsys.search.ingest.sources import Fields
+from rlsys.search.ingest import Chunking, Fields, Summary, ingest
 
 LONG = " ".join(f"Sentence number {number} is here." for number in range(30))
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlsys.search.ingest.sources import Section, sections
+from rlsys.search.ingest import Section, sections
 
 
 def titles(source: str) -> list[str]:
@@ -103,7 +103,7 @@ def test_html_loses_what_is_not_shown(html: str, text: str) -> None:
 
 ATTACK = """
 import resource, sys
-from rlsys.search.ingest.sources import sections
+from rlsys.search.ingest import sections
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 for source in sys.stdin.read().split(chr(0)):

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.search.web.extract import MAX_TEXT_CHARS, clean, decode, extract
-from rlsys.search.web.fetch import Fetched
-from rlsys.search.web.web_search import Workers, best_passage, passages
+from rlsys.search.web.web_search import Fetched, Workers, best_passage, passages
 from tests.search.conftest import children_of
 from tests.search.web.fake_web import HTML
 

@@ -8,7 +8,7 @@ import tracemalloc
 import httpx
 import pytest
 
-from rlsys.search.web.fetch import Fetched, FetchLimits, GuardedTransport, PageError, PageFetcher, Policy
+from rlsys.search.web.web_search import Fetched, FetchLimits, GuardedTransport, PageError, PageFetcher, Policy
 from tests.search.web.fake_web import BOMB_BYTES, HTML, FakeWeb, gzipped, redirect_to
 
 LOOPBACK = ipaddress.ip_network("127.0.0.0/8")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.search.web.fetch import GuardedTransport, Policy, Resolver, UrlRefused
+from rlsys.search.web.web_search import GuardedTransport, Policy, Resolver, UrlRefused
 from tests.search.web.fake_web import FakeWeb, redirect_to
 
 

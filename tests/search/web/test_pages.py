@@ -12,8 +12,7 @@ from rlsys.errors import RunError
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import ServerLimits
 from rlsys.search.web.extract import Page
-from rlsys.search.web.fetch import FetchLimits, RankedSlots
-from rlsys.search.web.web_search import WebPages, open_pages
+from rlsys.search.web.web_search import FetchLimits, RankedSlots, WebPages, open_pages
 from tests.ports import free_port
 from tests.search.conftest import serving
 from tests.search.gated import Gated, in_process, until

@@ -1,6 +1,9 @@
-"""Places where an index grows before it has its name.
+"""An index folder of any kind: its description, `manifest.json`, and how the folder comes into being.
 
-Beside `out` lies `.<name>.building`:
+Invariant: the manifest is written last and under another name first, so a folder that has it is complete. Every kind of
+index has `format`, `kind`, `corpus_sha256` and `rows`; what else it holds is the kind's own matter.
+
+An index grows in a draft before it has its name. Beside `out` lies `.<name>.building`:
 
     lock        held by the process that builds there
     index/      what becomes `out`; it has a manifest only when it is complete
@@ -16,22 +19,79 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
 from rlsys.errors import RunError, UserError
-from rlsys.files import LOCK, working_folder
+from rlsys.files import LOCK, working_folder, write_atomically
 from rlsys.search.corpus import Corpus
-from rlsys.search.index.manifest import CORPUS_FILE, FORMAT, MANIFEST_FILE, write_manifest
 
+MANIFEST_FILE = "manifest.json"
+CORPUS_FILE = "corpus.jsonl"
+FORMAT = 2
+"""Of the folder. Folders without the key are format 1, of before there were kinds."""
+DENSE, BM25, HYBRID = "dense", "bm25", "hybrid"
+REMOTE = ("elasticsearch", "opensearch")
 OnProgress = Callable[[str, int, int], None]
 """Called with the stage, what of it is done and how much it is; first with what was done before."""
 _INPUTS_FILE = "inputs.json"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+T = TypeVar("T")
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """All keys of the folder's manifest. Raises UserError when there is none of this format."""
+    path = Path(folder) / MANIFEST_FILE
+    if not path.is_file():
+        raise UserError(f"{folder} is not an index (no {MANIFEST_FILE}): make one with `rlsys search index`")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({error}): build the index again") from None
+    written = values.get("format", 1) if isinstance(values, dict) else None
+    if written != FORMAT:
+        problem = f"{path} has format {written}, this version of rlsys reads {FORMAT}"
+        raise UserError(f"{problem}: build the index again, or serve it with the version that built it")
+    if not isinstance(values.get("kind"), str):
+        raise UserError(f"{path} names no kind of index: build the index again")
+    return values
+
+
+def read_values(folder: str | Path, kinds: Iterable[str], wanted: str) -> dict[str, Any]:
+    """The manifest's keys but format and kind. Raises UserError, which names what is `wanted`, for other kinds."""
+    values = read_manifest(folder)
+    if (kind := values.pop("kind")) not in kinds:
+        raise UserError(f"{folder} is an index of kind {kind!r}, not {wanted}")
+    del values["format"]
+    return values
+
+
+def typed(made: type[T], values: Any, folder: str | Path) -> T:
+    """The dataclass `made` with `values` of the manifest. Raises UserError for other keys or types than its fields."""
+    types = get_type_hints(made)
+    needed = {item.name for item in fields(made) if item.default is MISSING}  # type: ignore[arg-type]
+    given = values if isinstance(values, dict) else {}
+    bad = {key for key in given if key not in types or not _is_a(given[key], types[key])}
+    if wrong := sorted(bad | (needed - given.keys())):
+        problem = f"{Path(folder) / MANIFEST_FILE} does not hold its keys (missing, unknown or of the wrong type"
+        raise UserError(f"{problem}: {', '.join(wrong)}): build the index again")
+    return made(**given)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """True for a JSON value of type `kind`, where a whole number is a float as well and a truth value no number."""
+    return kind is bool if isinstance(value, bool) else isinstance(value, int | float if kind is float else kind)
+
+
+def write_manifest(folder: str | Path, kind: str, values: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder whose other files are there; `format` and `kind` are added to `values`."""
+    text = json.dumps({"format": FORMAT, "kind": kind} | dict(values), indent=2) + "\n"
+    write_atomically(Path(folder) / MANIFEST_FILE, text)
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -42,26 +102,28 @@ class IndexDraft:
     """The place where `out` is built; made by `claim_draft`."""
 
     def __init__(self, out: Path, home: Path) -> None:
-        self._out = out
         self.home = home
         """For what is needed only while building."""
-        self.folder = home / "index"
-        self._replaced = home / "replaced"
+        self.folder, self._replaced, self._out = home / "index", home / "replaced", out
 
     def clear(self) -> None:
         """Throw away what was built so far, down to an empty `folder`."""
         self._empty()
         self.folder.mkdir()
 
+    def complete(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Give the folder its manifest and make it the index at `out`."""
+        write_manifest(self.folder, kind, values)
+        self.publish()
+
     def recover(self) -> None:
         """Finish what a killed build had nearly done: put a complete index in its place."""
         if (self.folder / MANIFEST_FILE).is_file():
             self.publish()
+        elif self._replaced.exists() and self._out.exists():
+            shutil.rmtree(self._replaced)
         elif self._replaced.exists():
-            if self._out.exists():
-                shutil.rmtree(self._replaced)
-            else:
-                self._replaced.rename(self._out)
+            self._replaced.rename(self._out)
 
     def publish(self) -> None:
         """Make the complete index the one at `out`; the old one is gone only after."""
@@ -73,8 +135,7 @@ class IndexDraft:
             (self.folder / MANIFEST_FILE).unlink()
             raise
         if self._out.exists():
-            if self._replaced.exists():
-                shutil.rmtree(self._replaced)
+            shutil.rmtree(self._replaced, ignore_errors=True)
             self._out.rename(self._replaced)
         self.folder.rename(self._out)
         _sync(self._out.parent)
@@ -90,10 +151,12 @@ class IndexDraft:
 
 @contextmanager
 def claim_draft(out: Path) -> Iterator[IndexDraft]:
-    """The draft of `out`, for this process alone; what a killed build left there is kept, or recovered.
+    """The draft of `out` for this process alone; what a killed build left is kept, or recovered.
 
-    Raises UserError if another process builds there, RunError when the disk takes no more.
+    Raises UserError for what is no index at `out` and while another process builds there, RunError for a full disk.
     """
+    if out.exists() and not (out / MANIFEST_FILE).is_file() and (out.is_file() or any(out.iterdir())):
+        raise UserError(f"{out} is there and is no index: give an empty or a new folder")
     with ExitStack() as stack:
         home = out.with_name(f".{out.name}.building")
         try:
@@ -108,14 +171,11 @@ def claim_draft(out: Path) -> Iterator[IndexDraft]:
             draft.folder.mkdir(exist_ok=True)
             yield draft
         except OSError as error:
-            # NumPy's short writes have no number.
             if not (error.errno in _FULL or (error.errno is None and str(error).endswith("written"))):
-                raise
+                raise  # NumPy's short writes have no number.
             name = f" of {Path(error.filename).name}" if error.filename else ""
-            raise RunError(
-                f"{out} was not built, because the disk of {home} took no more{name} ({error.strerror or error}): make "
-                "room there, and build again"
-            ) from None
+            problem = f"{out} was not built, because the disk of {home} took no more{name} ({error.strerror or error})"
+            raise RunError(f"{problem}: make room there, and build again") from None
         finally:
             with suppress(OSError):  # A folder in which nothing was built is not left behind.
                 draft.folder.rmdir()
@@ -136,7 +196,6 @@ def assemble(
     an earlier call with the same manifest left, otherwise nothing; with `again` it is called even if the manifest is
     there. Raises UserError for a folder that is no index, and while another process builds there.
     """
-    refuse_foreign(out)
     inputs = json.loads(json.dumps({"format": FORMAT, "kind": kind} | dict(values)))
     with claim_draft(out) as draft:
         if not again and _read(out / MANIFEST_FILE) == inputs:
@@ -150,22 +209,12 @@ def assemble(
             if not resume:
                 draft.clear()
             raise
-        write_manifest(draft.folder, kind, values)
-        draft.publish()
+        draft.complete(kind, values)
     return True
 
 
-def refuse_foreign(out: Path) -> None:
-    """Raise UserError if there is something at `out` that is no index."""
-    if out.exists() and not (out / MANIFEST_FILE).is_file() and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out} is there and is no index: give an empty or a new folder")
-
-
 def link(source: Path, target: Path) -> None:
-    """Give one file two names, or copy it where that cannot be.
-
-    That is safe: complete FAISS files and embeddings are never written again, and a changed corpus is refused.
-    """
+    """Give one file two names, or copy it: files of an index are never written again, and a changed corpus is refused."""
     target.unlink(missing_ok=True)
     try:
         os.link(source.resolve(), target)
@@ -184,9 +233,8 @@ def open_corpus(folder: Path, checksum: str) -> Corpus:
     """The corpus of the index in `folder`. Raises UserError if it has another checksum than the manifest's."""
     corpus = Corpus.open(folder / CORPUS_FILE)
     if corpus.checksum != checksum:
-        raise UserError(
-            f"{corpus.path} has changed since {folder} was built: build the index again or restore the file"
-        )
+        problem = f"{corpus.path} has changed since {folder} was built"
+        raise UserError(f"{problem}: build the index again or restore the file")
     return corpus
 
 

@@ -1,1 +1,0 @@
-"""Own documents to passages."""
