@@ -74,7 +74,7 @@ class CorrectionStats:
 
     @property
     def cut_share(self) -> float:
-        """Share of the known tokens whose weight is not their ratio."""
+        """Cut tokens as a share of the known."""
         return _share(self.cut, self.known)
 
     @property

@@ -47,7 +47,7 @@ TOKEN_MEAN = Aggregation("token-mean")
 TOKENS = "tokens"
 """The statistic that counts trained tokens; every mean is over it."""
 DIVISOR = "divisor"
-"""The statistic that whoever computes a loss adds to it: what the micro-batch adds to the divisor."""
+"""The statistic that whoever computes a loss adds: the micro-batch's part of the divisor."""
 LOSS_SUFFIX = "_loss"
 """Statistics with this suffix are weighted sums, as the loss is, and become what was minimised."""
 MAX_SUFFIX = "_max"
@@ -57,10 +57,7 @@ MIN_SUFFIX = "_min"
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What the loss needs besides the policy's own output; no gradient flows into it but by `divergence`.
-
-    All are [rows, width].
-    """
+    """Inputs of the loss besides the policy's output, all [rows, width]; gradient flows only into `divergence`."""
 
     old_logprobs: Tensor
     """Log-probs of the policy that the update sets out from (the proximal policy)."""
@@ -70,7 +67,7 @@ class LossInputs:
     mask: Tensor
     """Bool, True where a token is trained."""
     weights: Tensor
-    """What a token's loss counts for: `token_weights`, spread over the tokens."""
+    """`token_weights`, spread over the tokens."""
     sequences: Tensor
     """int64 number of the token's sequence within the micro-batch, -1 for padding."""
     divergence: Tensor | None = None
@@ -143,7 +140,7 @@ class ConfiguredLoss:
 
     @property
     def _penalises(self) -> bool:
-        """Whether the loss has a KL term."""
+        """The loss has a KL term."""
         return self.config.kl_coef > 0 and self.config.kl_in is KlPlace.loss
 
     def _surrogate(self, logprobs: Tensor, inputs: LossInputs) -> _Surrogate:
@@ -253,10 +250,9 @@ def token_weights(aggregation: Aggregation, trained_lengths: NDArray[np.integer]
 
 
 def divisor(aggregation: Aggregation, trained_lengths: NDArray[np.integer], loss_length: int) -> int:
-    """What sequences of these [sequences] trained lengths add to the mini-batch's divisor.
+    """The part of the mini-batch's divisor that sequences of these [sequences] trained lengths add.
 
-    `loss_length`, in tokens, is the constant of `fixed-length`. Raises ValueError if it is asked for and
-    is not positive.
+    `loss_length`, in tokens, is the constant of `fixed-length`. Raises ValueError if it is needed and not positive.
     """
     lengths = np.asarray(trained_lengths)
     sequences = int(np.count_nonzero(lengths))
@@ -287,9 +283,8 @@ class ValueLoss:
         """The loss summed over trained tokens (scalar), and sums of its statistics (detached scalars).
 
         All [rows, width]; gradient flows into `values` alone. `vf_clipfrac` counts tokens whose loss the clip has
-        raised, whose gradient is zero; `value_error` is return less value. The names are veRL's.
+        raised, whose gradient is zero. The names are veRL's.
         """
-
         values, old, returns = (_filled(tensor, mask) for tensor in (values, old_values, returns))
         squared = (values - returns).square()
         clipped = squared
@@ -352,7 +347,7 @@ def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, flo
 
 
 def _join(name: str, one: float, other: float) -> float:
-    """Of two NaN is kept: Python's own max and min may drop it."""
+    # Python's own max and min may drop a NaN.
     if name.endswith(MAX_SUFFIX):
         return float(np.maximum(one, other))
     return float(np.minimum(one, other)) if name.endswith(MIN_SUFFIX) else one + other
@@ -378,7 +373,7 @@ def _all_filled(inputs: LossInputs) -> LossInputs:
 
 
 def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
-    """A micro-batch without a trained token has the extrema of nothing, which the others' outdo."""
+    """Statistics of the ratios; a micro-batch without a trained token has extrema that any other's outdo."""
     current, old, mask = logprobs.detach(), inputs.old_logprobs, inputs.mask
     ratio = _exp(current - old)
 

@@ -38,9 +38,8 @@ from rlsys.errors import RunError
 from rlsys.observe.records import episode_spans
 from rlsys.observe.spans import Arg, Span, Tracer
 from rlsys.orchestrator.pipeline.routing import GroupLost, Loss, NoEngineLeft, NoneSetAside, Router
-from rlsys.rollout.agent.episode import EngineActivity, common_wait
+from rlsys.rollout.agent.episode import EngineActivity, EngineDied, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from rlsys.rollout.liveness import EngineDied
 
 MARGIN_S = 30.0
 """Beyond the episodes' own time-out: for their abort, the way there and back, and a pause to switch weights."""

@@ -20,7 +20,7 @@ import numpy as np
 from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
-from rlsys.data.group import Floats, Sample, Scores, TopkLogprobs
+from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.trainer.batches.micro_batch import MicroBatch
 from rlsys.trainer.batches.sharding import BatchSharder, Plan

@@ -1,4 +1,4 @@
-"""The calls into SGLang, and nothing else. Import it only after `sglang_cpu.prepare`.
+"""Calls SGLang, and does nothing else. Import it only after `sglang_cpu.prepare`.
 
 SGLang's engine object offers weight updates only as blocking calls that run an event loop of their own,
 which a running loop refuses. The coroutines behind them, on its tokenizer manager, are awaited instead.
@@ -35,7 +35,7 @@ from rlsys.weights.buckets import Bucket
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 
 _LOGGING = Path(__file__).with_name("sglang_logging.json")
-"""What SGLang may log, here and in its processes, whatever `log_level` it is given.
+"""Log settings of SGLang, here and in its processes, whatever `log_level` it is given.
 
 Without it, it takes the handlers off this process's root logger, and silences the warnings of all others here.
 """
@@ -70,16 +70,8 @@ class SglangProcess:
         """
         await self._manager.freeze_gc()
 
-    def running(self) -> list[str]:
-        """Ids of the requests under way."""
-        return list(self._manager.rid_to_state)
-
-    def abort(self, rid: str) -> None:
-        """End one request; it returns what it has."""
-        self._manager.abort_request(rid)
-
     def abort_all(self) -> None:
-        """End all requests."""
+        """End all requests; each returns what it has."""
         self._manager.abort_request(abort_all=True)
 
     async def pause(self) -> None:
@@ -92,8 +84,7 @@ class SglangProcess:
 
     async def begin_update(self) -> Answer:
         """Open a weight update."""
-        answer: Answer = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
-        return answer
+        return await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
 
     async def load_bucket(self, bucket: Bucket, version: int, ranks: int) -> Answer:
         """Load the tensors of a bucket on every tensor-parallel rank."""
@@ -103,8 +94,7 @@ class SglangProcess:
             flush_cache=False,
             weight_version=str(version),
         )
-        answer: Answer = await self._manager.update_weights_from_tensor(request)
-        return answer
+        return await self._manager.update_weights_from_tensor(request)
 
     async def end_update(self) -> Answer:
         """Close the update and empty the prefix cache, which speaks of the old weights; after `pause`."""

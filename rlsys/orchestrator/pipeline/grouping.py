@@ -21,9 +21,8 @@ from rlsys.algorithms.corrections import correct
 from rlsys.algorithms.kl import estimate
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
-from rlsys.data.group import Group, Sample
 from rlsys.data.question import Question
-from rlsys.data.trajectory import MaskOf, Trajectory, trained_tokens
+from rlsys.data.trajectory import Group, MaskOf, Sample, Trajectory, trained_tokens
 from rlsys.orchestrator.rewards.terms import Scored
 
 T = TypeVar("T")

@@ -24,9 +24,8 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
-from rlsys.data.group import Group
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import Group, Trajectory
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.routing import GroupLost
 from rlsys.orchestrator.pipeline.scheduler import (

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rlsys.data.group import Sample, Scores
-from rlsys.data.prompt_source import SourceState
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.question import Question, SourceState
+from rlsys.data.trajectory import Sample, Scores, Trajectory
 from rlsys.rollout.agent.tokens import EpisodeProgress
 
 

@@ -25,9 +25,8 @@ import httpx
 import numpy as np
 
 from rlsys.config.schema import CompatConfig, RewardConfig, TaskConfig
-from rlsys.data.group import ANSWER_TERMS
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import ANSWER_TERMS, Trajectory
 from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.rewards.check import check_terms, load_term, one_line, weights_of
 from rlsys.orchestrator.rewards.judge import Judge
