@@ -184,8 +184,8 @@ def tail(sampled: Sampled, kind: KlTail, forward_kl: bool) -> Tensor:
 class KlController:
     """The weight of the KL term in the reward, fixed or steered towards a target.
 
-    `coef` is in force when a step's rewards are worked out; what the step's KL turned out to be is observed afterwards and
-    moves the weight of the next one. A steered weight grows while the KL is above the target and shrinks while it is below:
+    `coef` is in force when a step's rewards are worked out; the step's KL is observed afterwards and moves the weight of
+    the next one. A steered weight grows while the KL is above the target and shrinks while it is below:
 
         coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon
 

@@ -6,10 +6,9 @@ The policy's loss is a weighted sum, the critic's a plain one:
 
 Statistics are sums, maxima and minima. Whoever accumulates micro-batches divides once, by the sum of their divisors over
 all ranks (`divisor`; of the critic's loss, the number of trained tokens). A token's weight depends on its own sequence
-alone, and a micro-batch adds its own part to the divisor. So the result is that of one batch for any split into
-micro-batches and ranks, and for any cut of a sequence over ranks; only `gspo`, whose ratio is the sequence's, needs all of
-a sequence's trained tokens in one call. Whoever cuts a sequence takes its weight from the whole of it and counts its
-divisor once. A sequence without a trained token counts nowhere.
+alone. So the result is that of one batch for any split into micro-batches and ranks, and for any cut of a sequence over
+ranks, except with `gspo`, whose ratio is the sequence's. Whoever cuts a sequence takes its weight from the whole of it and counts its divisor once. A
+sequence without a trained token counts nowhere.
 
 Invariant: a masked token adds nothing to a loss and gets a gradient of exactly zero, whatever stands in its place in any
 input, NaN and infinity included. A trained token that is NaN makes the loss NaN: it is not hidden here, nor in the maxima
@@ -81,25 +80,19 @@ LossFunction = Callable[[Tensor, Tensor | None, LossInputs], tuple[Tensor, Stats
 
 @dataclass(frozen=True, slots=True)
 class _Surrogate:
-    """The loss of each token, and which bounds it met."""
+    """The loss of each token, and whether the lower, the upper or the dual bound met its ratio. All [rows, width]."""
 
     loss: Tensor
-    """[rows, width], to be minimised."""
     low: Tensor
-    """[rows, width] bool: the lower bound of the ratio stood in for it."""
     high: Tensor
-    """[rows, width] bool: the upper bound did."""
     dual: Tensor
-    """[rows, width] bool: the dual clip's bound did."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
     """The policy loss of a config, a KL penalty to the reference, and an entropy bonus:
 
-        sum_t w_t (surrogate_t + kl_coef KL_t - entropy_coef H_t)
-
-    Decoupled PPO (arXiv 2505.24298) is `ppo` with advantages that off-policy weights were multiplied into.
+    sum_t w_t (surrogate_t + kl_coef KL_t - entropy_coef H_t)
     """
 
     config: AlgorithmConfig
@@ -107,11 +100,9 @@ class ConfiguredLoss:
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Stats]:
         """The weighted sum over trained tokens (scalar), and its statistics (detached scalars).
 
-        Statistics, sums over trained tokens but for the suffixes above: `tokens`; of the tokens' ratios to
-        the old policy `ratio`, `ratio_max`, `ratio_min` and `ratio_dev_max`, the largest |ratio - 1|;
-        `clip_fraction_low`, `clip_fraction_high`, `clip_fraction` (both) and `dual_clip_fraction`, the tokens
-        that the loss clips; `approx_kl` from the old policy (k3); `policy_loss`. With a reference `kl` by the
-        estimator in use; with a KL term `kl_loss`; with an entropy `entropy`.
+        `ratio` is the tokens' to the old policy, `ratio_dev_max` the largest |ratio - 1|, `approx_kl` from the old policy
+        (k3); `clip_fraction*` and `dual_clip_fraction` count the tokens that the loss clips. With a reference there is `kl`
+        by the estimator in use; with a KL term `kl_loss`; with an entropy `entropy`.
 
         Raises ValueError if a term with a coefficient lacks its input.
         """
@@ -206,12 +197,10 @@ def policy_loss(config: AlgorithmConfig) -> LossFunction:
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
     """The geometric mean of pi / pi_old over a sequence's trained tokens, at each of them; else 1.
 
-    [rows, width], as are `mask`, bool, and `sequences`, int64: the number of a token's sequence, below
-    rows x width, read where `mask` is True. The value is the sequence's, the gradient goes to the token
-    alone: s_t = sg(s) pi_t / sg(pi_t). With one advantage for all of a sequence's tokens loss and gradient
-    are those of GSPO; otherwise each token keeps its own advantage (GSPO-token, arXiv 2507.18071).
-
-    All trained tokens of a sequence must be there: a sequence is not to be cut over ranks.
+    All are [rows, width]; `sequences`, a token's sequence, is below rows x width and read where `mask` is True. The value
+    is the sequence's, the gradient goes to the token alone: s_t = sg(s) pi_t / sg(pi_t). With one advantage for all of a
+    sequence's tokens loss and gradient are those of GSPO; otherwise each token keeps its own advantage (GSPO-token, arXiv
+    2507.18071). All trained tokens of a sequence must be there: a sequence is not to be cut over ranks.
     """
     # A token that is not trained adds zeros to number 0. There are no more sequences than tokens, so that
     # their number need not be fetched from the device.
@@ -326,8 +315,7 @@ def join_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float
 def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
     """Join statistics, turn sums into means: losses over `divisor`, which is left out, others over `tokens`.
 
-    `tokens` itself is the sum. With no trained token at all everything else is NaN: there is nothing it
-    could say. Raises ValueError if there are losses and nobody has added a divisor.
+    `tokens` itself is the sum; without any, all else is NaN. Raises ValueError for losses without a divisor.
     """
     totals = {TOKENS: 0.0, **join_stats(parts)}
     tokens, divisor = totals[TOKENS], totals.pop(DIVISOR, None)

@@ -1,11 +1,10 @@
-"""Questions: the rows that they are read from, the prompts that they are asked with, and the order in which they are asked.
+"""Questions: the rows that they are read from, their prompts, and the order in which they are asked.
 
 A row is Search-R1's (a prompt, and answers in `reward_model`), RLinf's (a prompt, and `solutions`) or FlashRAG's (a raw
 `question`, which gets Search-R1's prompt, and `golden_answers`). Each gets a unique id (file stem and row number, since
 merged data sets repeat their own `index`), or a `UserError` names the file, the line and the field.
 
-A prompt is that of Search-R1 (arXiv 2503.09516, table 1; one text for base and for chat models), the same with tools, or a
-user's own.
+A prompt is Search-R1's (arXiv 2503.09516, table 1; one for base and chat models), the same with tools, or a user's own.
 """
 
 from __future__ import annotations

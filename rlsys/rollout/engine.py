@@ -28,7 +28,7 @@ import logging
 import re
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -77,10 +77,6 @@ CPU_WIDTH_PADDING = 32
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<module>\w+)\.weight")
-_CUT_ROWS = (*_FUSED, "w13_weight")
-_CUT_COLUMNS = ("o_proj", "down_proj", "w2_weight")
-_OF_MLP = ("gate_up_proj", "down_proj", "w13_weight", "w2_weight")
-_VOCABULARY = ("embed_tokens", "lm_head")
 
 _log = logging.getLogger(__name__)
 
@@ -97,10 +93,9 @@ class EngineCounts:
     busy_s: float = 0.0
     """Wall time in which at least one request ran."""
     updates: int = 0
+    update_bytes: int = 0
     update_s: float = 0.0
     """Wall time of updates, from `begin_update` to the verified end; mostly beside generation."""
-    update_bytes: int = 0
-    """Staged."""
     pause_s: float = 0.0
     """Wall time in which generation was held back by the switch."""
 
@@ -119,7 +114,8 @@ class Engine:
         self._device = device
         self._seed = seed
         self._process: SglangProcess | None = None
-        self._liveness: Liveness | None = None
+        self._liveness: Liveness
+        """There is one as soon as there is a process."""
         self._hasher: Hasher = sha256_prefix
         self._eos_id: int = AutoTokenizer.from_pretrained(model_path).eos_token_id
         model = AutoConfig.from_pretrained(model_path)
@@ -131,9 +127,8 @@ class Engine:
             experts=getattr(model, "num_experts", 0),
             width_padding=CPU_WIDTH_PADDING if device is Device.cpu else 1,
         )
-        self._context_tokens: int = min(
-            model.max_position_embeddings, config.kv_cache_tokens or model.max_position_embeddings
-        )
+        longest: int = model.max_position_embeddings
+        self._context_tokens = min(longest, config.kv_cache_tokens or longest)
         self._rids = itertools.count()
         self._open = asyncio.Event()
         self._open.set()
@@ -227,7 +222,7 @@ class Engine:
         self._update_began = perf_counter()
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Check a bucket and stage it. Raises RunError, and fails the update, if it is not what was sent or finds no room."""
+        """Check and stage a bucket. Raises RunError, and fails the update, if it is not as sent or finds no room."""
         update = self._staged()
         try:
             async with self._staging:
@@ -237,13 +232,19 @@ class Engine:
         except ChecksumError as error:
             self._refuse(str(error))
         except torch.OutOfMemoryError as error:
-            self._refuse(self._no_room(update, bucket, error))
+            fix = f"lower rollout.engine.memory_fraction={self._config.memory_fraction:g}"
+            if isinstance(bucket.data, Tensor):
+                fix += ", or stage in host memory with cluster.sync_mode=tensor"
+            self._refuse(
+                f"after {update.nbytes} bytes of version {update.version} the engine's GPU had no room for more beside "
+                f"weights and KV cache; {fix} ({error})"
+            )
 
     async def finish_update(self, version: int, expected_digest: str) -> None:
         """Switch to the staged weights and verify every tensor; generation is held back meanwhile.
 
-        `expected_digest` is the sender's over all tensors. Raises RunError if what came or what the engine holds is anything
-        else, and while asleep: then the update stays staged and can be finished after `wake`.
+        `expected_digest` is the sender's over all tensors. Raises RunError if what came or what the engine holds is
+        anything else, and while asleep: then the update stays staged and can be finished after `wake`.
         """
         update = self._staged()
         if self._asleep:
@@ -264,9 +265,8 @@ class Engine:
         self.counts.update_s += seconds
         self.counts.update_bytes += update.nbytes
         _log.info(
-            "version %d: %d bytes in %.3f s, of it %.3f s paused; verified",
-            version, update.nbytes, seconds, pause_s,
-        )  # fmt: skip
+            "version %d: %d bytes in %.3f s, of it %.3f s paused; verified", version, update.nbytes, seconds, pause_s
+        )
 
     async def sleep(self) -> None:
         """Empty the prefix cache and give the device's memory back; see `frees_memory`.
@@ -301,10 +301,9 @@ class Engine:
     async def stop(self) -> None:
         """End SGLang's processes and wait until they are gone. May be called again, or without a start."""
         self._refusal = f"{self._name} is not running."
-        if self._liveness is not None:
-            self._liveness.stop()
         process, self._process = self._process, None
         if process is not None:
+            self._liveness.stop()
             await asyncio.to_thread(process.shutdown)
 
     @property
@@ -323,22 +322,16 @@ class Engine:
             raise RunError(f"{self._name} is not running.")
         return self._process
 
-    @property
-    def _running(self) -> Liveness:
-        if self._liveness is None:
-            raise RunError(f"{self._name} is not running.")
-        return self._liveness
-
     async def _outcome(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
         """Await `request`. Raises RunError for one that `_reject` has ended."""
-        await self._running.first_of(request)
+        await self._liveness.first_of(request)
         if request.cancelled():
             raise RunError(self._refusal)
         return request.result()
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await SGLang's answer to `call`. Raises RunError once one of its processes is gone."""
-        return await self._running.guard(call)
+        """Await SGLang's answer to `call`. Raises EngineDied once one of its processes is gone."""
+        return await self._liveness.guard(call)
 
     def _launch(self) -> SglangProcess:
         """Blocking part of `start`; runs in a thread."""
@@ -436,16 +429,6 @@ class Engine:
         if not success:
             self._refuse(message)
 
-    def _no_room(self, update: StagedVersion, bucket: Bucket, error: torch.OutOfMemoryError) -> str:
-        """The reason why `bucket` was not staged, and the way out."""
-        fix = f"lower rollout.engine.memory_fraction={self._config.memory_fraction:g}"
-        if isinstance(bucket.data, torch.Tensor):
-            fix += ", or stage in host memory with cluster.sync_mode=tensor"
-        return (
-            f"after {update.nbytes} bytes of version {update.version} the engine's GPU had no room for more beside "
-            f"weights and KV cache; {fix} ({error})"
-        )
-
     def _refuse(self, reason: str) -> NoReturn:
         """Fail the update with `reason`."""
         self._reject(reason)
@@ -472,16 +455,8 @@ def _children() -> list[psutil.Process]:
 
 def sampling_params(sampling: TurnSampling, eos_id: int) -> dict[str, Any]:
     """SGLang's parameters for a turn, which its stop strings or `eos_id` end."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop": list(sampling.stop),
-        "no_stop_trim": True,
-        "stop_token_ids": [eos_id],
-        "spaces_between_special_tokens": False,
-    }
+    fixed = {"no_stop_trim": True, "stop_token_ids": [eos_id], "spaces_between_special_tokens": False}
+    return {**asdict(sampling), "stop": list(sampling.stop), **fixed}
 
 
 def _token_ids(output: dict[str, Any]) -> list[int]:
@@ -649,11 +624,8 @@ class StagedVersion:
             return
         tensor = tensor.to(self._layout.dtype)
         target, index, parts = _place(name, self._layout.experts)
-        if parts == 1:
-            self._hash(target, [tensor])
-            return
         known = self._parts.setdefault(target, {})
-        known[index] = tensor.clone()
+        known[index] = tensor if parts == 1 else tensor.clone()
         if len(known) == parts:
             del self._parts[target]
             self._hash(target, [known[index] for index in range(parts)])
@@ -675,21 +647,22 @@ class StagedVersion:
     def _piece(self, target: str, index: int, part: Tensor, rank: int) -> Tensor:
         """Rank `rank`'s share of one part of the engine's tensor `target`."""
         tp = self._layout.tp
-        module = _module(target)
-        if module in _VOCABULARY:
+        *_, module, leaf = target.rsplit(".", 2)
+        module = leaf if leaf in _OF_EXPERTS else module
+        if module in ("embed_tokens", "lm_head"):
             return _padded(part, VOCAB_PADDING, dim=0).chunk(tp)[rank]
         if module == "qkv_proj" and index > 0 and self._layout.kv_heads < tp:
             return part.chunk(self._layout.kv_heads)[rank * self._layout.kv_heads // tp]
-        multiple = tp * self._layout.width_padding if module in _OF_MLP else 1
-        if module in _CUT_ROWS:
+        multiple = tp * self._layout.width_padding if module in ("gate_up_proj", "down_proj", *_OF_EXPERTS) else 1
+        if module in (*_FUSED, "w13_weight"):
             return _padded(part, multiple, dim=0).chunk(tp)[rank]
-        if module in _CUT_COLUMNS and part.dim() == 2:
+        if module in ("o_proj", "down_proj", "w2_weight") and part.dim() == 2:
             return _padded(part, multiple, dim=1).chunk(tp, dim=1)[rank]
         return part
 
 
 def _place(name: str, experts: int) -> tuple[str, int, int]:
-    """Name of the engine's tensor that holds the Hugging Face tensor `name`, as part `index` of so many; of `experts` a layer."""
+    """The engine's tensor with the Hugging Face tensor `name`, its index among the parts, and their number."""
     if expert := _EXPERT.fullmatch(name):
         for fused, modules in _OF_EXPERTS.items():
             if expert["module"] in modules:
@@ -700,12 +673,6 @@ def _place(name: str, experts: int) -> tuple[str, int, int]:
             if f".{module}." in name:
                 return (name.replace(f".{module}.", f".{fused}."), index, len(modules))
     return (name, 0, 1)
-
-
-def _module(target: str) -> str:
-    """The module of the engine's tensor `target`; of experts, the tensor itself."""
-    *_, module, leaf = target.rsplit(".", 2)
-    return leaf if leaf in _OF_EXPERTS else module
 
 
 def _padded(matrix: Tensor, multiple: int, dim: int) -> Tensor:
@@ -774,10 +741,7 @@ class RolloutWorker:
         memory_saver: bool = False,
         sampled_answers: bool = False,
     ) -> None:
-        """`memory_saver` lets `sleep` free the device's memory, for groups that share devices.
-
-        `sampled_answers` draws answers as in training, whatever temperature is asked for.
-        """
+        """`memory_saver` lets `sleep` free the device's memory; `sampled_answers` draws answers as in training."""
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update

@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from time import perf_counter, time_ns
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -44,16 +44,14 @@ CANCEL_GRACE_S = 1.0
 MOST_CHARS = 100_000
 """Of a tool's answer: more is cut before anybody looks at it."""
 SEARCH = "search"
-"""Names the search among what is awaited; the other names are those of tools."""
-NOTHING_FOUND = "No results found."
-NOTHING_SAID = "No result."
+"""The search's name among what is awaited; the other names are those of tools."""
 _CHARS_A_TOKEN = 8
 """More than most texts have, so that their beginning is tokenised once."""
 _LOOK_AHEAD = 1024
 """Characters behind a token which cannot change it: four of the longest tokens that are in use, and any forgery."""
 
 Heard = Callable[[list[int]], None]
-"""Told all tokens of a turn so far, each time that there are more."""
+"""Gets all tokens of a turn so far, each time that there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +188,12 @@ def render_search(contents: Iterable[str], error: str) -> str:
         return f"Search failed: {error}"
     parts = (content.partition("\n") for content in contents)
     lines = [f"Doc {number}(Title: {title}) {rest}\n" for number, (title, _, rest) in enumerate(parts, start=1)]
-    return "".join(lines) or NOTHING_FOUND
+    return "".join(lines) or "No results found."
 
 
 def render_call(tool: str, text: str, error: str) -> str:
     """The answer `text` of `tool`, or an `error` that is not empty."""
-    return f"{tool} failed: {error}" if error else text or NOTHING_SAID
+    return f"{tool} failed: {error}" if error else text or "No result."
 
 
 class Observer:
@@ -215,10 +213,7 @@ class Observer:
         """Tokens of an observation without content: no limit can be below that."""
 
     def observe(self, body: str, max_tokens: int) -> str:
-        """The observation that holds `body`, at most `max_tokens` tokens when tokenised alone.
-
-        Raises `ValueError` below `wrapper_tokens`.
-        """
+        """The observation that holds `body`, at most `max_tokens` tokens when tokenised alone: `wrapper_tokens` or more."""
         if max_tokens < self.wrapper_tokens:
             raise ValueError(f"an observation needs {self.wrapper_tokens} tokens, {max_tokens} given")
         chars = _CHARS_A_TOKEN * max_tokens + _LOOK_AHEAD
@@ -316,10 +311,7 @@ class EpisodeTools:
 async def run_episode(
     question: Question, sample: int, tools: EpisodeTools, sampling: TurnSampling, timeout_s: float | None = None
 ) -> Trajectory:
-    """Run one episode to its end or for `timeout_s` seconds.
-
-    Raises `UserError` for a prompt above `task.max_prompt_tokens`.
-    """
+    """Run one episode to its end or for `timeout_s` seconds. Raises UserError for a prompt that is too long."""
     episode = Episode(question, sample, tools, sampling)
     finish = await within(episode.run(), timeout_s=timeout_s)
     return episode.trajectory(finish or Finish.ABORTED)
@@ -441,15 +433,13 @@ class Episode:
                 f"Sample {self._sample} of question {self._question.uid} cannot go on from sample "
                 f"{progress.sample} of question {progress.question_uid}."
             )
-        for turn, part, ended_itself in progress.generations():
-            sampled = SampledTurn(
-                input_ids=self._context.input_ids(),
-                output_ids=progress.token_ids[part].tolist(),
-                logprobs=progress.logprobs[part].tolist(),
-                versions=progress.versions[part].tolist(),
-                ended_itself=ended_itself,
-            )
-            self._add(turn, sampled)
+        ends = accumulate((turn.generated_tokens for turn in progress.turns), initial=0)
+        sampled = (progress.token_ids, progress.logprobs, progress.versions)
+        for turn, (start, end), ended in zip(
+            progress.turns, pairwise(ends), progress.ended_itself.tolist(), strict=True
+        ):
+            ids, logprobs, versions = (array[start:end].tolist() for array in sampled)
+            self._add(turn, SampledTurn(self._context.input_ids(), ids, logprobs, versions, ended))
             self._context.add_observation(turn.observation)
         self._whole = len(self._turns)
 
@@ -522,28 +512,27 @@ class EpisodeGroup:
                 f"Samples {[episode.sample for episode in progress]} were begun, of the samples {list(samples)} of "
                 f"question {question.uid}."
             )
-        self._episodes: dict[int, Episode] = {}
-        """Those that have to be played."""
-        self._ended: dict[int, Trajectory] = {}
-        self._samples = tuple(samples)
+        self._episodes: dict[int, Episode | Trajectory] = {}
+        """By sample, in order; a trajectory is of an episode that has ended."""
         for sample in samples:
-            episode = known.get(sample)
-            if not isinstance(episode, Trajectory):
-                self._episodes[sample] = Episode(question, sample, tools, sampling, episode)
-            elif episode.question_uid == question.uid:
-                self._ended[sample] = episode
+            begun = known.get(sample)
+            if not isinstance(begun, Trajectory):
+                self._episodes[sample] = Episode(question, sample, tools, sampling, begun)
+            elif begun.question_uid == question.uid:
+                self._episodes[sample] = begun
             else:
-                raise ValueError(f"An episode of question {episode.question_uid} is none of {question.uid}.")
+                raise ValueError(f"An episode of question {begun.question_uid} is none of {question.uid}.")
 
     async def play(self, slots: asyncio.Semaphore, timeout_s: float) -> None:
         """Run each episode to its end, or for `timeout_s` seconds from when one of the `slots` is free for it."""
 
         async def play(sample: int, episode: Episode) -> None:
             async with slots:
-                finish = await within(asyncio.ensure_future(episode.run()), timeout_s=timeout_s)
-            self._ended[sample] = episode.trajectory(finish or Finish.ABORTED)
+                finish = await within(episode.run(), timeout_s=timeout_s)
+            self._episodes[sample] = episode.trajectory(finish or Finish.ABORTED)
 
-        tasks = [asyncio.create_task(play(sample, episode)) for sample, episode in self._episodes.items()]
+        waiting = [(sample, each) for sample, each in self._episodes.items() if isinstance(each, Episode)]
+        tasks = [asyncio.create_task(play(sample, episode)) for sample, episode in waiting]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -554,14 +543,13 @@ class EpisodeGroup:
 
     def progress(self) -> tuple[EpisodeProgress, ...]:
         """Samples that have ended or have a whole turn, in order."""
-        known = (self._ended.get(sample) or self._episodes[sample].progress() for sample in self._samples)
+        known = (each.progress() if isinstance(each, Episode) else each for each in self._episodes.values())
         return tuple(episode for episode in known if episode is not None)
 
     def trajectories(self) -> list[Trajectory]:
         """All samples, in order; an episode that has not ended is aborted."""
-        return [
-            self._ended.get(sample) or self._episodes[sample].trajectory(Finish.ABORTED) for sample in self._samples
-        ]
+        every = self._episodes.values()
+        return [each.trajectory(Finish.ABORTED) if isinstance(each, Episode) else each for each in every]
 
 
 class EngineDied(RunError):
@@ -579,7 +567,7 @@ class EngineActivity:
 
 
 def common_wait(activities: Sequence[EngineActivity]) -> str:
-    """Names of all that episodes wait for; empty where an engine is busy, or nothing is awaited."""
+    """The names of all that episodes wait for; empty where an engine is busy, or nothing is awaited."""
     if any(activity.busy for activity in activities):
         return ""
     return " and ".join(sorted({name for each in activities for name, waiting in each.awaited.items() if waiting}))
@@ -595,8 +583,8 @@ class Called(NamedTuple):
 
 async def call_tool(tool: Tool, text: str) -> Called:
     """Give `text` to `tool` and return its answer within its time-out: failures are returned, not raised."""
-    called = await within(_attempt(tool, text), timeout_s=tool.timeout_s)
-    return called or Called("", f"no answer within {tool.timeout_s:g} s")
+    late = Called("", f"no answer within {tool.timeout_s:g} s")
+    return await within(_attempt(tool, text), timeout_s=tool.timeout_s) or late
 
 
 async def _attempt(tool: Tool, text: str) -> Called:
@@ -627,20 +615,14 @@ def _encodable(text: str) -> str:
     return text[:MOST_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
-async def within(
-    call: Coroutine[Any, Any, T] | asyncio.Task[T],
-    *,
-    timeout_s: float | None = None,
-    stop: asyncio.Future[None] | None = None,
-) -> T | None:
-    """Return the result of `call`, or None after `timeout_s` seconds or once `stop` is done.
+async def within(call: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T | None:
+    """Return the result of `call`, or None after `timeout_s` seconds.
 
     The call is then cancelled. One that ignores this is left behind after `CANCEL_GRACE_S`.
     """
     task = asyncio.ensure_future(call)
     try:
-        waits: list[asyncio.Future[Any]] = [task] if stop is None else [task, stop]
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task], timeout=timeout_s)
         return task.result() if task.done() else None
     finally:
         if not task.done():
