@@ -285,13 +285,13 @@ def _record(
     versions = np.full(length, UNSAMPLED, dtype=np.int32)
     differing = 0
     for index, turn in enumerate(turns):
-        own = owner == index
-        versions[own] = min(turn.versions, default=UNSAMPLED)
-        differing += _count_differing(turn.output_ids, final[own].tolist())
+        of_turn = owner == index
+        versions[of_turn] = min(turn.versions, default=UNSAMPLED)
+        differing += _count_differing(turn.output_ids, final[of_turn].tolist())
         start = len(turn.input_ids)
         end = _common_prefix([*turn.input_ids, *turn.output_ids], final)
         if end > start:
-            as_sampled = start + np.flatnonzero(own[start:end])
+            as_sampled = start + np.flatnonzero(of_turn[start:end])
             logprobs[as_sampled] = np.array(turn.logprobs, dtype=np.float32)[as_sampled - start]
             versions[as_sampled] = np.array(turn.versions, dtype=np.int32)[as_sampled - start]
     if closing_eos is not None and length < limit:

@@ -89,8 +89,8 @@ def open_tools(task: TaskConfig) -> tuple[Tool, ...]:
 def check_tools(task: TaskConfig) -> Iterator[str]:
     """One sentence for each problem of `task.tools`."""
     tags = task.tags
-    taken = {"think": "reasoning"}
-    taken |= {getattr(tags, key).lower(): f"task.tags.{key}" for key in ("search", "answer", "information")}
+    taken = {"think": "reasoning", tags.search.lower(): "task.tags.search", tags.answer.lower(): "task.tags.answer"}
+    taken[tags.information.lower()] = "task.tags.information"
     names: dict[str, str] = {}
     for path in task.tools:
         try:
