@@ -35,8 +35,7 @@ from rich.table import Table
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.data.group import Sample
-from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.data.trajectory import Finish, Sample, Trajectory
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
 from rlsys.trainer.batches.sharding import BatchSharder, flops_of

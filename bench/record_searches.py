@@ -26,7 +26,7 @@ from rlsys.apps.cli.search import cassette as show
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError
-from rlsys.rollout.search_tool import open_tool
+from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.cassette import Cassette, CassetteTool
 from rlsys.search.index.dense import Manifest
 from rlsys.search.retrieval import differences

@@ -44,10 +44,8 @@ from rlsys.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
-from rlsys.data.group import Sample, Scores
-from rlsys.data.prompt_source import PromptSource
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Sample, Scores, Trajectory
 from rlsys.files import sha256_of
 from rlsys.observe.spans import Tracer
 from rlsys.observe.status import Progress

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from rlsys.algorithms.kl import kl_control
 from rlsys.config.schema import Packing, RunConfig
-from rlsys.data.group import Group, Sample, Scores
-from rlsys.data.prompt_source import PromptSource
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.pipeline.grouping import finish

@@ -17,7 +17,7 @@ import yaml
 
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import CheckpointConfig, RunConfig, TaskConfig, TrainerConfig
-from rlsys.data.prompt_source import SourceState
+from rlsys.data.question import SourceState
 from rlsys.errors import UserError
 from rlsys.files import claim, sha256_of
 from rlsys.observe.environment import environment

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import rlsys.orchestrator.saving
-from rlsys.data.prompt_source import SourceState
+from rlsys.data.question import SourceState
 from rlsys.errors import RunError
 from rlsys.orchestrator.saving import Saver
 from rlsys.weights.checkpoint.state_file import save_values

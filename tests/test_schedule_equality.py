@@ -43,10 +43,8 @@ from rlsys.config.schema import (
     ScheduleConfig,
     TrainerConfig,
 )
-from rlsys.data.group import Sample, Scores
-from rlsys.data.prompt_source import PromptSource
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Sample, Scores, Trajectory
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.hosts import ANSWER_S, hosts

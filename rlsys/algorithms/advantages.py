@@ -1,8 +1,8 @@
-"""Advantages: how much better a token's episode, turn or rest went than was to be expected; returns and comparisons.
+"""Computes advantages: by how much a token's episode, turn or rest went better than was to be expected.
 
-Three choices make one. `credit` says what has a return of its own, here called a unit: the episode, a turn or a
-trained token. `baseline` says what a unit's return is compared with, `advantage_scale` what the difference is
-divided by. A token's advantage is that of its unit.
+`credit` says what has a return of its own, here called a unit: the episode, a turn or a trained token. `baseline` says
+what a unit's return is compared with, `advantage_scale` what the difference is divided by. A token's advantage is that
+of its unit.
 
 | unit | return | peers, whose mean is a baseline |
 |---|---|---|
@@ -19,16 +19,15 @@ Names for what comes out, as credit, baseline, scale: GRPO (arXiv 2402.03300) tr
 (arXiv 2501.03262) token, none, whiten, and with a baseline trajectory, group, whiten; Lite PPO (arXiv 2508.08221)
 trajectory, group, batch; PPO token, critic, whiten.
 
-Pure numpy in float64, and nothing depends on what was computed before. Only tokens of a turn take part: what stands
-on others, be it NaN, changes nothing, and their advantage is 0. Which tokens those are is the caller's: with
-`compat.observations_in_values` observation tokens get the number of the turn before them, and are then as good as
-any. A group's part is known with its last episode; the rest waits for the mini-batch. Returns that do not differ
-among peers give exact zeros under every baseline that is a mean.
+Pure numpy in float64. Only tokens of a turn take part: what stands on others, be it NaN, changes nothing, and their
+advantage is 0. Which tokens those are is the caller's: with `compat.observations_in_values` observation tokens get the
+number of the turn before them, and are then as good as any. A group's part is known with its last episode; the rest
+waits for the mini-batch.
 
-Arrays marked [trained] are over the trained tokens of one episode alone, in order: nothing that stands on prompt or
-observation tokens can enter, the token after a turn's last is the next turn's first, and neither gamma nor lambda counts
-what lies between. Every standard deviation is the sample one, with n - 1. Values that do not differ by more than
-rounding deviate by exactly zero, and so does one alone; nothing is divided where nothing differs.
+Arrays marked [trained] are over the trained tokens of one episode alone, in order: the token after a turn's last is the
+next turn's first, and neither gamma nor lambda counts what lies between. Every standard deviation is the sample one,
+with n - 1. Values that do not differ by more than rounding deviate by exactly zero, and so does one alone; nothing is
+divided where nothing differs.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ Ints = NDArray[np.int64]
 EPS = 1e-6
 """Added to a standard deviation before dividing by it."""
 ROUNDING = 1e-12
-"""What sums of the same rewards may differ by, in units of the largest: the mean of equal floats is off by less."""
+"""Difference that sums of the same rewards may have, in units of the largest: the mean of equal floats is off by less."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardedEpisode:
-    """What advantages follow from."""
+    """One episode as far as advantages follow from it."""
 
     turn_rewards: Sequence[float]
     """[turns], whose sum is the episode's score; also of turns that have no trained token."""
@@ -94,7 +93,7 @@ class AdvantageEstimate:
 
 
 def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig) -> list[AdvantageEstimate]:
-    """All that the episodes of one question settle alone.
+    """Estimate what the episodes of one question settle alone.
 
     With credit `trajectory` an episode without trained tokens counts in its siblings' baseline and spread: its
     score was drawn like theirs. An episode without siblings has an advantage of 0 where those are its baseline.
@@ -124,11 +123,9 @@ def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig
 def batch_advantages(groups: Sequence[Sequence[Units]], config: AlgorithmConfig) -> list[list[Floats]]:
     """Advantages [seq] of one whole mini-batch, with what only all of its groups together settle.
 
-    `groups` are the `AdvantageEstimate.units` of each; where the config needs nothing of the mini-batch this gives the
-    advantages that `group_estimates` gave.
-
-    The scale `batch` is the spread among siblings, not that between easy and hard questions, for it is of centred
-    returns: REINFORCE++ with baseline takes it so; Lite PPO's authors' code takes it of rewards as they are.
+    `groups` are the `AdvantageEstimate.units` of each. The scale `batch` is the spread among siblings, not that between
+    easy and hard questions, for it is of centred returns: REINFORCE++ with baseline takes it so; Lite PPO's authors' code
+    takes it of rewards as they are.
     """
     flat = list(chain.from_iterable(groups))
     if not flat:
@@ -216,14 +213,14 @@ def _values(episode: RewardedEpisode) -> Floats:
 
 
 def _whitened(tokens: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> list[Floats]:
-    """Advantages [seq] of each episode, whitened over all that is in the masks; 0 elsewhere."""
+    """[seq] advantages of each episode, whitened over all that is in the masks; 0 elsewhere."""
     every, mask = np.concatenate(tokens), np.concatenate(masks)
     every[mask] = whitened(every[mask])
     return np.split(every, np.cumsum([len(own) for own in tokens])[:-1])
 
 
 def _split(values: Floats, episodes: Sequence[Units]) -> list[Floats]:
-    """What belongs to the units of each episode."""
+    """Cut `values` into those of each episode's units."""
     return np.split(values, np.cumsum([len(one.values) for one in episodes])[:-1])
 
 

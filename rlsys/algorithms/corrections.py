@@ -10,10 +10,9 @@ As w is not negative it may be multiplied into A, which is what `Sample.weights`
 change. A KL or entropy term beside it is not weighted. A dropped token still counts in the token mean's
 denominator, so that dropping weakens an update instead of raising what is left.
 
-Sources: decoupled PPO: Hilton et al. (arXiv 2110.00641), AReaL (arXiv 2505.24298). Ratios cut at a bound:
-V-trace in IMPALA (arXiv 1802.01561); between engine and trainer: Yao et al., "Your Efficient RL Framework
-Secretly Brings You Off-Policy RL Training" (2025), truncated importance sampling. Two-sided masking: IcePop,
-in Ring-1T (arXiv 2510.18855).
+Sources: decoupled PPO: Hilton et al. (arXiv 2110.00641), AReaL (arXiv 2505.24298). Ratios cut at a bound: V-trace in
+IMPALA (arXiv 1802.01561); between engine and trainer: Yao et al., "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training" (2025), truncated importance sampling. Two-sided masking: IcePop, in Ring-1T (arXiv 2510.18855).
 
 Pure numpy. Invariants: weights are finite and not negative; they are exactly 1 where the two policies agree,
 where mu is unknown (token level) and where a token is not trained, whatever stands in that token's log-probs.
@@ -37,10 +36,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class CorrectionStats:
-    """Sums over trained tokens; those of several samples are added.
-
-    "Known" are the trained tokens whose mu is known; every sum but `unknown` is over them.
-    """
+    """Sums over the known tokens, trained ones whose mu is known; those of several samples are added."""
 
     known: int = 0
     unknown: int = 0
@@ -57,15 +53,13 @@ class CorrectionStats:
     k3_sum: float = 0.0
 
     def __add__(self, other: CorrectionStats) -> CorrectionStats:
-        """The statistics of both."""
         return CorrectionStats(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
     @property
     def effective_share(self) -> float:
-        """Effective sample size, (sum w)^2 / sum w^2, as a share of the known tokens.
+        """Effective sample size (Kish, 1965), (sum w)^2 / sum w^2, as a share of the known tokens.
 
         In (0, 1], and 1 if all weights are equal; 0 if every known token was dropped, 1 if none is known.
-        Source: Kish (1965), Survey Sampling.
         """
         if not self.known:
             return 1.0
@@ -74,7 +68,7 @@ class CorrectionStats:
 
     @property
     def cut_share(self) -> float:
-        """Share of the known tokens whose weight is not their ratio."""
+        """Cut tokens as a share of the known."""
         return _share(self.cut, self.known)
 
     @property
@@ -99,10 +93,7 @@ class CorrectionStats:
 
     @property
     def k3(self) -> float:
-        """KL(mu || pi_prox) in nats per known token, by ratio - 1 - log ratio: unbiased, never negative.
-
-        Source of both: J. Schulman, "Approximating KL divergence" (2020).
-        """
+        """KL(mu || pi_prox) in nats per known token, by ratio - 1 - log ratio: unbiased, never negative; see `kl`."""
         return _share(self.k3_sum, self.known)
 
 
@@ -165,7 +156,7 @@ def _ratios(log_ratios: NDArray[np.float64], known: Mask, mask: Mask, level: Cor
 
 
 def _stats(log_ratios: NDArray[np.float64], ratios: Floats, weights: Floats, mask: Mask) -> CorrectionStats:
-    """Sums over the known tokens, of which the first three are [known]; `mask` is [seq]."""
+    """Statistics of a sample: the first three are [known], `mask` is [seq]."""
     uncut, exact = ratios.astype(np.float64), weights.astype(np.float64)
     return CorrectionStats(
         known=len(weights),

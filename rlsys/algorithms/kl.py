@@ -1,7 +1,7 @@
 """KL divergences: from sampled tokens, from whole distributions or their top k, and the weight of the KL in the reward.
 
-Estimators from the log-probs of sampled tokens are elementwise. For a token that the policy sampled let w = other / policy, r = policy / sg(policy), which is 1 and carries a
-gradient, and sg(x) the constant x:
+Estimators are elementwise. For a token that the policy sampled let w = other / policy, sg(x) the constant x, and
+r = policy / sg(policy), which is 1 and carries a gradient:
 
 | estimator | form                | of                | value unbiased | gradient unbiased          |
 |-----------|---------------------|-------------------|----------------|----------------------------|
@@ -85,8 +85,7 @@ def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -
 def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | None, upper: float | None) -> Tensor:
     """policy / old policy of each token as a constant, cut to [`lower`, `upper`] where these are given.
 
-    Weighs a KL term that was sampled by the old policy as if the policy had sampled it. The log-ratio is
-    clamped to +-20. Source: EMA-PG (arXiv 2602.04417).
+    Weighs a KL term that was sampled by the old policy as if the policy had sampled it. The log-ratio is clamped to +-20.
     """
     log_ratio = (logprobs - old_logprobs).detach()
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -126,7 +125,7 @@ class TopKKl:
 
 
 def shares(logprobs: Tensor, ref_logprobs: Tensor, forward_kl: bool) -> Tensor:
-    """What each token adds to the KL; their sum over the vocabulary is the KL. Elementwise.
+    """Each token's addend of the KL, which is their sum over the vocabulary. Elementwise.
 
     reverse: p (log p - log r)        forward: r (log r - log p)
     """
@@ -158,7 +157,7 @@ def join_parts(log_masses: Tensor, ref_log_masses: Tensor, within: Tensor, forwa
 
 
 def tail(sampled: Sampled, kind: KlTail, forward_kl: bool) -> Tensor:
-    """What the sampled token stands for, 0 where it was picked: [n]. With w = r(y) / p(y), sg for a constant,
+    """[n] the addend of the sampled token, 0 where it was picked. With w = r(y) / p(y), sg for a constant,
 
                 exact                          upstream
     reverse     p / sg(p) * -log w             p / sg(p) * sg(-log w)
@@ -185,8 +184,8 @@ def tail(sampled: Sampled, kind: KlTail, forward_kl: bool) -> Tensor:
 class KlController:
     """The weight of the KL term in the reward, fixed or steered towards a target.
 
-    `coef` is in force when a step's rewards are worked out; what the step's KL turned out to be is observed afterwards and
-    moves the weight of the next one. A steered weight grows while the KL is above the target and shrinks while it is below:
+    `coef` is in force when a step's rewards are worked out; the step's KL is observed afterwards and moves the weight of
+    the next one. A steered weight grows while the KL is above the target and shrinks while it is below:
 
         coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon
 

@@ -6,10 +6,9 @@ The policy's loss is a weighted sum, the critic's a plain one:
 
 Statistics are sums, maxima and minima. Whoever accumulates micro-batches divides once, by the sum of their divisors over
 all ranks (`divisor`; of the critic's loss, the number of trained tokens). A token's weight depends on its own sequence
-alone, and a micro-batch adds its own part to the divisor. So the result is that of one batch for any split into
-micro-batches and ranks, and for any cut of a sequence over ranks; only `gspo`, whose ratio is the sequence's, needs all of
-a sequence's trained tokens in one call. Whoever cuts a sequence takes its weight from the whole of it and counts its
-divisor once. A sequence without a trained token counts nowhere.
+alone. So the result is that of one batch for any split into micro-batches and ranks, and for any cut of a sequence over
+ranks, except with `gspo`, whose ratio is the sequence's. Whoever cuts a sequence takes its weight from the whole of it and counts its divisor once. A
+sequence without a trained token counts nowhere.
 
 Invariant: a masked token adds nothing to a loss and gets a gradient of exactly zero, whatever stands in its place in any
 input, NaN and infinity included. A trained token that is NaN makes the loss NaN: it is not hidden here, nor in the maxima
@@ -47,7 +46,7 @@ TOKEN_MEAN = Aggregation("token-mean")
 TOKENS = "tokens"
 """The statistic that counts trained tokens; every mean is over it."""
 DIVISOR = "divisor"
-"""The statistic that whoever computes a loss adds to it: what the micro-batch adds to the divisor."""
+"""The statistic that whoever computes a loss adds: the micro-batch's part of the divisor."""
 LOSS_SUFFIX = "_loss"
 """Statistics with this suffix are weighted sums, as the loss is, and become what was minimised."""
 MAX_SUFFIX = "_max"
@@ -57,10 +56,7 @@ MIN_SUFFIX = "_min"
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What the loss needs besides the policy's own output; no gradient flows into it but by `divergence`.
-
-    All are [rows, width].
-    """
+    """Inputs of the loss besides the policy's output, all [rows, width]; gradient flows only into `divergence`."""
 
     old_logprobs: Tensor
     """Log-probs of the policy that the update sets out from (the proximal policy)."""
@@ -70,7 +66,7 @@ class LossInputs:
     mask: Tensor
     """Bool, True where a token is trained."""
     weights: Tensor
-    """What a token's loss counts for: `token_weights`, spread over the tokens."""
+    """`token_weights`, spread over the tokens."""
     sequences: Tensor
     """int64 number of the token's sequence within the micro-batch, -1 for padding."""
     divergence: Tensor | None = None
@@ -84,25 +80,19 @@ LossFunction = Callable[[Tensor, Tensor | None, LossInputs], tuple[Tensor, Stats
 
 @dataclass(frozen=True, slots=True)
 class _Surrogate:
-    """The loss of each token, and which bounds it met."""
+    """The loss of each token, and whether the lower, the upper or the dual bound met its ratio. All [rows, width]."""
 
     loss: Tensor
-    """[rows, width], to be minimised."""
     low: Tensor
-    """[rows, width] bool: the lower bound of the ratio stood in for it."""
     high: Tensor
-    """[rows, width] bool: the upper bound did."""
     dual: Tensor
-    """[rows, width] bool: the dual clip's bound did."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
     """The policy loss of a config, a KL penalty to the reference, and an entropy bonus:
 
-        sum_t w_t (surrogate_t + kl_coef KL_t - entropy_coef H_t)
-
-    Decoupled PPO (arXiv 2505.24298) is `ppo` with advantages that off-policy weights were multiplied into.
+    sum_t w_t (surrogate_t + kl_coef KL_t - entropy_coef H_t)
     """
 
     config: AlgorithmConfig
@@ -110,11 +100,9 @@ class ConfiguredLoss:
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Stats]:
         """The weighted sum over trained tokens (scalar), and its statistics (detached scalars).
 
-        Statistics, sums over trained tokens but for the suffixes above: `tokens`; of the tokens' ratios to
-        the old policy `ratio`, `ratio_max`, `ratio_min` and `ratio_dev_max`, the largest |ratio - 1|;
-        `clip_fraction_low`, `clip_fraction_high`, `clip_fraction` (both) and `dual_clip_fraction`, the tokens
-        that the loss clips; `approx_kl` from the old policy (k3); `policy_loss`. With a reference `kl` by the
-        estimator in use; with a KL term `kl_loss`; with an entropy `entropy`.
+        `ratio` is the tokens' to the old policy, `ratio_dev_max` the largest |ratio - 1|, `approx_kl` from the old policy
+        (k3); `clip_fraction*` and `dual_clip_fraction` count the tokens that the loss clips. With a reference there is `kl`
+        by the estimator in use; with a KL term `kl_loss`; with an entropy `entropy`.
 
         Raises ValueError if a term with a coefficient lacks its input.
         """
@@ -143,7 +131,7 @@ class ConfiguredLoss:
 
     @property
     def _penalises(self) -> bool:
-        """Whether the loss has a KL term."""
+        """The loss has a KL term."""
         return self.config.kl_coef > 0 and self.config.kl_in is KlPlace.loss
 
     def _surrogate(self, logprobs: Tensor, inputs: LossInputs) -> _Surrogate:
@@ -209,12 +197,10 @@ def policy_loss(config: AlgorithmConfig) -> LossFunction:
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
     """The geometric mean of pi / pi_old over a sequence's trained tokens, at each of them; else 1.
 
-    [rows, width], as are `mask`, bool, and `sequences`, int64: the number of a token's sequence, below
-    rows x width, read where `mask` is True. The value is the sequence's, the gradient goes to the token
-    alone: s_t = sg(s) pi_t / sg(pi_t). With one advantage for all of a sequence's tokens loss and gradient
-    are those of GSPO; otherwise each token keeps its own advantage (GSPO-token, arXiv 2507.18071).
-
-    All trained tokens of a sequence must be there: a sequence is not to be cut over ranks.
+    All are [rows, width]; `sequences`, a token's sequence, is below rows x width and read where `mask` is True. The value
+    is the sequence's, the gradient goes to the token alone: s_t = sg(s) pi_t / sg(pi_t). With one advantage for all of a
+    sequence's tokens loss and gradient are those of GSPO; otherwise each token keeps its own advantage (GSPO-token, arXiv
+    2507.18071). All trained tokens of a sequence must be there: a sequence is not to be cut over ranks.
     """
     # A token that is not trained adds zeros to number 0. There are no more sequences than tokens, so that
     # their number need not be fetched from the device.
@@ -253,10 +239,9 @@ def token_weights(aggregation: Aggregation, trained_lengths: NDArray[np.integer]
 
 
 def divisor(aggregation: Aggregation, trained_lengths: NDArray[np.integer], loss_length: int) -> int:
-    """What sequences of these [sequences] trained lengths add to the mini-batch's divisor.
+    """The part of the mini-batch's divisor that sequences of these [sequences] trained lengths add.
 
-    `loss_length`, in tokens, is the constant of `fixed-length`. Raises ValueError if it is asked for and
-    is not positive.
+    `loss_length`, in tokens, is the constant of `fixed-length`. Raises ValueError if it is needed and not positive.
     """
     lengths = np.asarray(trained_lengths)
     sequences = int(np.count_nonzero(lengths))
@@ -287,9 +272,8 @@ class ValueLoss:
         """The loss summed over trained tokens (scalar), and sums of its statistics (detached scalars).
 
         All [rows, width]; gradient flows into `values` alone. `vf_clipfrac` counts tokens whose loss the clip has
-        raised, whose gradient is zero; `value_error` is return less value. The names are veRL's.
+        raised, whose gradient is zero. The names are veRL's.
         """
-
         values, old, returns = (_filled(tensor, mask) for tensor in (values, old_values, returns))
         squared = (values - returns).square()
         clipped = squared
@@ -331,8 +315,7 @@ def join_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float
 def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
     """Join statistics, turn sums into means: losses over `divisor`, which is left out, others over `tokens`.
 
-    `tokens` itself is the sum. With no trained token at all everything else is NaN: there is nothing it
-    could say. Raises ValueError if there are losses and nobody has added a divisor.
+    `tokens` itself is the sum; without any, all else is NaN. Raises ValueError for losses without a divisor.
     """
     totals = {TOKENS: 0.0, **join_stats(parts)}
     tokens, divisor = totals[TOKENS], totals.pop(DIVISOR, None)
@@ -352,7 +335,7 @@ def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, flo
 
 
 def _join(name: str, one: float, other: float) -> float:
-    """Of two NaN is kept: Python's own max and min may drop it."""
+    # Python's own max and min may drop a NaN.
     if name.endswith(MAX_SUFFIX):
         return float(np.maximum(one, other))
     return float(np.minimum(one, other)) if name.endswith(MIN_SUFFIX) else one + other
@@ -378,7 +361,7 @@ def _all_filled(inputs: LossInputs) -> LossInputs:
 
 
 def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
-    """A micro-batch without a trained token has the extrema of nothing, which the others' outdo."""
+    """Statistics of the ratios; a micro-batch without a trained token has extrema that any other's outdo."""
     current, old, mask = logprobs.detach(), inputs.old_logprobs, inputs.mask
     ratio = _exp(current - old)
 

@@ -1,4 +1,4 @@
-"""What flows between the stages: questions, trajectories, prompt groups; and the prompts they begin with.
+"""Data that flows between the stages: questions, trajectories, prompt groups; and the prompts they begin with.
 
 Process: every one. May import: algorithms, config, errors, files.
 """

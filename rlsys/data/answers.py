@@ -1,4 +1,4 @@
-"""How far a predicted text agrees with the accepted answers: exact match, containment, F1. Pure.
+"""Compares a predicted text with the accepted answers: exact match, containment, F1. Pure.
 
 All compare after the normalisation of SQuAD as Search-R1 applies it. Only the answer of the last turn counts, which the
 protocol read from generated text, so the example answer of a prompt and the tags quoted in an invalid-action message can
@@ -26,7 +26,7 @@ def normalize(text: str) -> str:
 
 
 def exact_match(prediction: str, answers: Iterable[str]) -> bool:
-    """Whether the normalised prediction equals any normalised answer."""
+    """The normalised prediction equals one of the normalised answers."""
     return normalize(prediction) in map(normalize, answers)
 
 
@@ -37,7 +37,7 @@ def score(trajectory: Trajectory, question: Question) -> float:
 
 
 def contains(text: str, answers: Iterable[str]) -> bool:
-    """Whether the normalised text has any normalised answer in it, as a run of characters."""
+    """The normalised text has one of the normalised answers in it, as a run of characters."""
     normalized = normalize(text)
     return any(answer and answer in normalized for answer in map(normalize, answers))
 

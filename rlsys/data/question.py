@@ -1,21 +1,44 @@
-"""A question as the pipeline sees it, and how it is read from jsonl or parquet, every row checked.
+"""Questions: the rows that they are read from, their prompts, and the order in which they are asked.
 
 A row is Search-R1's (a prompt, and answers in `reward_model`), RLinf's (a prompt, and `solutions`) or FlashRAG's (a raw
 `question`, which gets Search-R1's prompt, and `golden_answers`). Each gets a unique id (file stem and row number, since
 merged data sets repeat their own `index`), or a `UserError` names the file, the line and the field.
+
+A prompt is Search-R1's (arXiv 2503.09516, table 1; one for base and chat models), the same with tools, or a user's own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlsys.data.template import search_prompt
 from rlsys.errors import UserError
+
+QUESTION, TOOLS = "{question}", "{tools}"
+"""Places in a user's prompt: of the question, and of the sentences about the tools."""
+
+_REASON = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. "
+)
+_SEARCH = (
+    "After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query </search> and "
+    "it will return the top searched results between <information> and </information>. You can search as many times as "
+    "your want. "
+)
+_ANSWER = (
+    "If you find no further external knowledge needed, you can directly provide the answer inside <answer> and </answer>, "
+    "without detailed illustrations. For example, <answer> Beijing </answer>. Question: {question}\n"
+)
+
+Template = Callable[[str], str]
+"""The prompt of a raw question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +47,7 @@ class Question:
 
     uid: str
     prompt: str
-    """What the policy is given, template applied, before tokenisation."""
+    """The policy's input as text, template applied."""
     answers: tuple[str, ...]
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -129,3 +152,89 @@ def _prompt_and_answers(row: Mapping[str, Any], text: str, where: str) -> tuple[
         f'{where} is no question: give "prompt" and "reward_model" (Search-R1), "prompt" and "solutions" (RLinf), or '
         '"question" and "golden_answers" (FlashRAG).'
     )
+
+
+def as_asked(question: str) -> str:
+    """`question` without space around it, and with a question mark at its end."""
+    text = question.strip()
+    return text if text.endswith("?") else f"{text}?"
+
+
+def tool_template(tools: str, *, searches: bool = True) -> Template:
+    """Search-R1's prompt with `tools`, sentences about them, behind the one about the search, or in its place."""
+    about = f"{_SEARCH if searches else ''}{tools} " if tools else _SEARCH if searches else ""
+    return lambda question: (_REASON + about + _ANSWER).replace(QUESTION, as_asked(question))
+
+
+search_prompt = tool_template("")
+"""Search-R1's prompt of a raw question."""
+
+
+def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) -> Template:
+    """The prompt that a text file holds: {question} is the question as it is written, {tools} are sentences about tools.
+
+    Raises UserError for a file without exactly one {question}, with {tools} where there are none to speak of, and, unless
+    it `may_tell_itself` of them in words of its own, without {tools} where there are some.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"--prompt {file} cannot be read ({problem.strerror}): give a text file.") from problem
+    except UnicodeDecodeError as problem:
+        raise UserError(f"--prompt {file} is not UTF-8: save the file as UTF-8.") from problem
+    if text.count(QUESTION) != 1:
+        raise UserError(
+            f"--prompt {file} has {QUESTION} {text.count(QUESTION)} times: put it once where the question goes."
+        )
+    if TOOLS in text and not tools:
+        raise UserError(
+            f"--prompt {file} has {TOOLS}, and no tool is named: name each (--tool, or task.tools of a config), or take it out."
+        )
+    if tools and TOOLS not in text and not may_tell_itself:
+        raise UserError(f"--prompt {file} does not say where the tools go: put {TOOLS} there, or leave --tool out.")
+    before, _, after = text.replace(TOOLS, tools).partition(QUESTION)
+    return lambda question: f"{before}{question.strip()}{after}"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """The place of a source. Questions are whole: one that the data file has no more is asked all the same."""
+
+    position: int
+    given_back: tuple[Question, ...]
+
+
+class PromptSource:
+    """Hands out questions in an endless, seeded shuffle.
+
+    Invariants: every epoch hands out each question exactly once, in an order that depends on the seed and the epoch alone;
+    a question that was given back is handed out again before new ones. `position` counts new ones; a source that is given
+    the state of another goes on where that was.
+    """
+
+    def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None = None) -> None:
+        self._questions = list(questions)
+        self._seed = seed
+        self._given_back = deque(state.given_back if state else ())
+        self._epoch = -1
+        self._order: list[int] = []
+        self.position = state.position if state else 0
+
+    def state(self) -> SourceState:
+        """For another source of the same questions and seed to go on from."""
+        return SourceState(self.position, tuple(self._given_back))
+
+    def next(self) -> Question:
+        """The next question, from the next epoch where one ends."""
+        if self._given_back:
+            return self._given_back.popleft()
+        epoch, index = divmod(self.position, len(self._questions))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._questions)))
+            random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
+        self.position += 1
+        return self._questions[self._order[index]]
+
+    def give_back(self, question: Question) -> None:
+        """Ask `question` again, after those that were given back before it."""
+        self._given_back.append(question)

@@ -27,8 +27,7 @@ import orjson
 from numpy.typing import NDArray
 
 from rlsys.data.answers import exact_match
-from rlsys.data.group import Group, Sample
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import Group, Sample, Trajectory
 from rlsys.files import (
     PACKED_BYTES,
     forget_parts,

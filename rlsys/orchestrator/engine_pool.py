@@ -37,9 +37,8 @@ from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
 from rlsys.observe.spans import Arg, Span, Tracer, episode_spans
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
-from rlsys.rollout.agent.episode import EngineActivity, common_wait
+from rlsys.rollout.agent.episode import EngineActivity, EngineDied, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from rlsys.rollout.liveness import EngineDied
 
 MARGIN_S = 30.0
 """Beyond the episodes' own time-out: for their abort, the way there and back, and a pause to switch weights."""

@@ -24,7 +24,7 @@ import yaml
 
 from rlsys.config.compose import as_dict, differences
 from rlsys.config.schema import RunConfig
-from rlsys.data.prompt_source import SourceState
+from rlsys.data.question import SourceState
 from rlsys.errors import RunError, UserError
 from rlsys.files import Claimed, claim, read_yaml, sha256_of, write_atomically
 from rlsys.observe.environment import RUN, changes, environment

@@ -22,10 +22,8 @@ from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.derived import max_staleness, moves_reference
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Mode, Packing, RunConfig
-from rlsys.data.group import Group
-from rlsys.data.prompt_source import PromptSource
-from rlsys.data.question import read_questions
-from rlsys.data.trajectory import MaskOf, trained_tokens, value_mask
+from rlsys.data.question import PromptSource, read_questions
+from rlsys.data.trajectory import Group, MaskOf, trained_tokens, value_mask
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from rlsys.algorithms.losses import MAX_SUFFIX, MIN_SUFFIX
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
-from rlsys.data.group import Group
+from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
 from rlsys.files import forget_parts, json_safe, write_atomically
 from rlsys.observe.environment import begin_life, tree_cpu_seconds

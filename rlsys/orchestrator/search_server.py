@@ -12,7 +12,7 @@ from pathlib import Path
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError
-from rlsys.rollout.search_tool import open_client
+from rlsys.rollout.tools.search_tool import open_client
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.retrieval import Failure
 from rlsys.search.server_process import SearchServer

@@ -29,7 +29,7 @@ from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.derived import has_critic
 from rlsys.config.schema import Device, Mode, RunConfig
-from rlsys.data.group import Floats, Sample, Scores, TopkLogprobs
+from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe import status
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.trainer.batches.micro_batch import MicroBatch

@@ -1,6 +1,9 @@
-"""One SGLang engine: generation, abort, and weight updates that are proven to have arrived.
+"""A rollout process: groups of episodes on one SGLang engine, and weight updates that are proven to have arrived.
 
-Contract:
+`RolloutWorker` runs the episodes and receives new weights. `Engine` drives SGLang; under it are the values of a request,
+the watch over SGLang's processes (`Liveness`) and the weights of one version beside the engine (`StagedVersion`).
+
+Contract of an engine:
 - All methods belong to one event loop, the one that first generates.
 - An update is staged while generation goes on: in host memory, or on the engine's first device if it comes on
   GPUs (`cluster.sync_mode=ipc`) and the engine is awake. `finish_update` switches: generation pauses,
@@ -19,16 +22,20 @@ Contract:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import re
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import psutil
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoTokenizer
 
 from rlsys.config.schema import Device, EngineConfig, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
@@ -36,29 +43,47 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError, UserError
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.agent.episode import EngineActivity, EpisodeGroup, EpisodeTools, Generation, TurnSampling
+from rlsys.rollout.agent.episode import (
+    EngineActivity,
+    EngineDied,
+    EpisodeGroup,
+    EpisodeTools,
+    Generation,
+    Heard,
+    TurnSampling,
+    evaluation_sampling,
+    training_sampling,
+)
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
-from rlsys.rollout.liveness import EngineDied, Liveness
-from rlsys.rollout.requests import Heard, as_generation, followed, in_training, of_answers, sampling_params
-from rlsys.rollout.search_tool import open_tool, search_metrics
-from rlsys.rollout.staged_weights import CPU_WIDTH_PADDING, Hasher, Layout, StagedVersion, sha256_prefix
-from rlsys.weights.buckets import Bucket, ChecksumError
+from rlsys.rollout.tools.search_tool import open_tool, search_metrics
+from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
 from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
 
 if TYPE_CHECKING:
     from rlsys.rollout.sglang_process import Answer, SglangProcess
 
 T = TypeVar("T")
+Hasher = Callable[[Tensor], str]
 
 FLUSH_TIMEOUT_S = 30.0
 """For aborted requests to leave the scheduler before it sleeps."""
+POLL_S = 0.5
+"""Between two looks at SGLang's processes."""
+VOCAB_PADDING = 64
+"""Rows; SGLang's default."""
+CPU_WIDTH_PADDING = 32
+"""Columns or rows of an MLP, on each tensor-parallel rank of an engine on a CPU."""
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<module>\w+)\.weight")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class EngineCounts:
-    """Sums since the start."""
+    """Sums since the start of an engine."""
 
     requests: int = 0
     aborted: int = 0
@@ -68,10 +93,9 @@ class EngineCounts:
     busy_s: float = 0.0
     """Wall time in which at least one request ran."""
     updates: int = 0
+    update_bytes: int = 0
     update_s: float = 0.0
     """Wall time of updates, from `begin_update` to the verified end; mostly beside generation."""
-    update_bytes: int = 0
-    """Staged."""
     pause_s: float = 0.0
     """Wall time in which generation was held back by the switch."""
 
@@ -90,7 +114,8 @@ class Engine:
         self._device = device
         self._seed = seed
         self._process: SglangProcess | None = None
-        self._liveness: Liveness | None = None
+        self._liveness: Liveness
+        """There is one as soon as there is a process."""
         self._hasher: Hasher = sha256_prefix
         self._eos_id: int = AutoTokenizer.from_pretrained(model_path).eos_token_id
         model = AutoConfig.from_pretrained(model_path)
@@ -102,9 +127,8 @@ class Engine:
             experts=getattr(model, "num_experts", 0),
             width_padding=CPU_WIDTH_PADDING if device is Device.cpu else 1,
         )
-        self._context_tokens: int = min(
-            model.max_position_embeddings, config.kv_cache_tokens or model.max_position_embeddings
-        )
+        longest: int = model.max_position_embeddings
+        self._context_tokens = min(longest, config.kv_cache_tokens or longest)
         self._rids = itertools.count()
         self._open = asyncio.Event()
         self._open.set()
@@ -118,7 +142,7 @@ class Engine:
         self._asleep = False
         self._resting = asyncio.Lock()
         self.frees_memory = memory_saver and device is Device.gpu
-        """Whether the device's memory is free for others while the engine is asleep."""
+        """The device's memory is free for others while the engine is asleep."""
         self.version = 0
         """Policy version of the weights."""
         self.counts = EngineCounts()
@@ -134,12 +158,14 @@ class Engine:
     async def start(self) -> None:
         """Start SGLang's processes and load the model. Raises RunError after `start_timeout_s`."""
         sglang_cpu.prepare(self._device)
-        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        before = {child.pid for child in _children()}
         starting = asyncio.create_task(asyncio.to_thread(self._launch))
         done, _ = await asyncio.wait({starting}, timeout=self._config.start_timeout_s)
         if not done:
-            while not starting.done():  # Its processes may be yet to come.
-                _kill_children_except(before)
+            while not starting.done():  # Its processes may be yet to come; without them the start returns.
+                for child in _children():
+                    if child.pid not in before:
+                        child.kill()
                 await asyncio.wait({starting}, timeout=0.2)
             raise RunError(
                 f"{self._name} was not ready after rollout.engine.start_timeout_s={self._config.start_timeout_s:g} s."
@@ -148,8 +174,7 @@ class Engine:
             self._process = starting.result()
         except Exception as error:
             raise RunError(f"{self._name} did not start: {error}") from error
-        children = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
-        self._liveness = Liveness(self._name, children)
+        self._liveness = Liveness(self._name, [child for child in _children() if child.pid not in before])
         await self._process.freeze_gc()
 
     async def generate(
@@ -157,7 +182,7 @@ class Engine:
     ) -> Generation:
         """Continue `input_ids`; on cancellation the request is aborted in the engine.
 
-        `rid` names the request in logs and for `abort`; it is made unique. `heard` follows it token by token.
+        `rid` names the request in logs; it is made unique. `heard` follows it token by token.
         Waits while weights are switched. Raises RunError while the engine is asleep, and once an update has failed.
         """
         while not self._open.is_set():  # A switch may begin between the event and this task's turn.
@@ -168,13 +193,12 @@ class Engine:
         call = self._sglang.engine.async_generate(
             input_ids=input_ids, sampling_params=params, return_logprob=True, rid=unique, stream=heard is not None
         )
-        request = asyncio.create_task(followed(call, heard) if heard else call)
+        request = asyncio.create_task(read_stream(call, heard) if heard else call)
         if not self._requests:
             self._busy_since = perf_counter()
         self._requests.add(request)
         try:
-            await self._running.first_of(request)
-            generation = as_generation(self._outcome(request))
+            generation = as_generation(await self._outcome(request))
         except BaseException:
             self.counts.aborted += 1
             raise
@@ -190,27 +214,15 @@ class Engine:
         self.counts.generated_tokens += len(generation.token_ids)
         return generation
 
-    def abort(self, rid: str) -> None:
-        """End the requests that were made as `rid`; they return what they have, `finish` "abort"."""
-        for running in self._sglang.running():
-            if running.rpartition("~")[0] == rid:
-                self._sglang.abort(running)
-
     async def begin_update(self, version: int) -> None:
-        """Open an update to `version`; what one that broke off has staged is forgotten. Generation goes on.
-
-        Raises RunError while another version is being switched to.
-        """
+        """Open an update to `version` and forget what is staged. Raises RunError while another is being switched to."""
         if not self._open.is_set():
             raise RunError(f"The update to version {version} began before the last one had ended.")
         self._update = StagedVersion(version, self._layout, self._hasher)
         self._update_began = perf_counter()
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Check a bucket and stage it; generation goes on.
-
-        Raises RunError for a bucket that is not what was sent or finds no room; the update has then failed.
-        """
+        """Check and stage a bucket. Raises RunError, and fails the update, if it is not as sent or finds no room."""
         update = self._staged()
         try:
             async with self._staging:
@@ -220,14 +232,19 @@ class Engine:
         except ChecksumError as error:
             self._refuse(str(error))
         except torch.OutOfMemoryError as error:
-            self._refuse(self._no_room(update, bucket, error))
+            fix = f"lower rollout.engine.memory_fraction={self._config.memory_fraction:g}"
+            if isinstance(bucket.data, Tensor):
+                fix += ", or stage in host memory with cluster.sync_mode=tensor"
+            self._refuse(
+                f"after {update.nbytes} bytes of version {update.version} the engine's GPU had no room for more beside "
+                f"weights and KV cache; {fix} ({error})"
+            )
 
     async def finish_update(self, version: int, expected_digest: str) -> None:
         """Switch to the staged weights and verify every tensor; generation is held back meanwhile.
 
-        `expected_digest` is the sender's digest over all tensors. Raises RunError, and generates no
-        more, if what came or what the engine holds is anything else. Raises RunError while asleep; the
-        update stays staged and can be finished after `wake`.
+        `expected_digest` is the sender's over all tensors. Raises RunError if what came or what the engine holds is
+        anything else, and while asleep: then the update stays staged and can be finished after `wake`.
         """
         update = self._staged()
         if self._asleep:
@@ -248,9 +265,8 @@ class Engine:
         self.counts.update_s += seconds
         self.counts.update_bytes += update.nbytes
         _log.info(
-            "version %d: %d bytes in %.3f s, of it %.3f s paused; verified",
-            version, update.nbytes, seconds, pause_s,
-        )  # fmt: skip
+            "version %d: %d bytes in %.3f s, of it %.3f s paused; verified", version, update.nbytes, seconds, pause_s
+        )
 
     async def sleep(self) -> None:
         """Empty the prefix cache and give the device's memory back; see `frees_memory`.
@@ -285,10 +301,9 @@ class Engine:
     async def stop(self) -> None:
         """End SGLang's processes and wait until they are gone. May be called again, or without a start."""
         self._refusal = f"{self._name} is not running."
-        if self._liveness is not None:
-            self._liveness.stop()
         process, self._process = self._process, None
         if process is not None:
+            self._liveness.stop()
             await asyncio.to_thread(process.shutdown)
 
     @property
@@ -307,15 +322,16 @@ class Engine:
             raise RunError(f"{self._name} is not running.")
         return self._process
 
-    @property
-    def _running(self) -> Liveness:
-        if self._liveness is None:
-            raise RunError(f"{self._name} is not running.")
-        return self._liveness
+    async def _outcome(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        """Await `request`. Raises RunError for one that `_reject` has ended."""
+        await self._liveness.first_of(request)
+        if request.cancelled():
+            raise RunError(self._refusal)
+        return request.result()
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await SGLang's answer to `call`. Raises RunError once one of its processes is gone."""
-        return await self._running.guard(call)
+        """Await SGLang's answer to `call`. Raises EngineDied once one of its processes is gone."""
+        return await self._liveness.guard(call)
 
     def _launch(self) -> SglangProcess:
         """Blocking part of `start`; runs in a thread."""
@@ -413,16 +429,6 @@ class Engine:
         if not success:
             self._refuse(message)
 
-    def _no_room(self, update: StagedVersion, bucket: Bucket, error: torch.OutOfMemoryError) -> str:
-        """Why `bucket` was not staged, and the way out."""
-        fix = f"lower rollout.engine.memory_fraction={self._config.memory_fraction:g}"
-        if isinstance(bucket.data, torch.Tensor):
-            fix += ", or stage in host memory with cluster.sync_mode=tensor"
-        return (
-            f"after {update.nbytes} bytes of version {update.version} the engine's GPU had no room for more beside "
-            f"weights and KV cache; {fix} ({error})"
-        )
-
     def _refuse(self, reason: str) -> NoReturn:
         """Fail the update with `reason`."""
         self._reject(reason)
@@ -435,12 +441,6 @@ class Engine:
         for request in self._requests:
             request.cancel()
 
-    def _outcome(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-        """The answer to an ended request. Raises RunError for one that `_reject` has ended."""
-        if request.cancelled():
-            raise RunError(self._refusal)
-        return request.result()
-
 
 def _give_back() -> None:
     """Return GPU memory that this process has freed to the device: torch keeps it, and what SGLang had a handle to."""
@@ -449,18 +449,240 @@ def _give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _kill_children_except(before: set[int]) -> None:
-    """End the processes that a failed start has left, so that the start returns."""
-    for child in psutil.Process().children(recursive=True):
-        if child.pid not in before:
-            child.kill()
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def sampling_params(sampling: TurnSampling, eos_id: int) -> dict[str, Any]:
+    """SGLang's parameters for a turn, which its stop strings or `eos_id` end."""
+    fixed = {"no_stop_trim": True, "stop_token_ids": [eos_id], "spaces_between_special_tokens": False}
+    return {**asdict(sampling), "stop": list(sampling.stop), **fixed}
+
+
+def _token_ids(output: dict[str, Any]) -> list[int]:
+    """The sampled tokens of an answer, or of a part of one, in which SGLang repeats what it said before."""
+    return [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
+
+
+async def read_stream(call: Awaitable[AsyncIterable[dict[str, Any]]], heard: Heard) -> dict[str, Any]:
+    """The last part of a streamed answer, which is the whole; `heard` is told of each.
+
+    Raises RunError, with SGLang's reason, for a request that was refused or given up, and where nothing came. One that
+    was aborted here is an answer, as far as it came.
+    """
+    output: dict[str, Any] = {}
+    async for output in await call:
+        finish = output["meta_info"].get("finish_reason") or {}
+        if finish.get("status_code"):
+            raise RunError(f"SGLang has not answered: {str(finish.get('message')).rstrip('.')}.")
+        if "output_token_logprobs" in output["meta_info"]:
+            heard(_token_ids(output))
+    if not output:
+        raise RunError("SGLang has not answered: its stream ended before it began.")
+    return output
+
+
+def as_generation(output: dict[str, Any]) -> Generation:
+    """Read a whole answer. Raises RunError where SGLang does not say which version sampled each token."""
+    meta, sampled = output["meta_info"], _token_ids(output)
+    # A version that is guessed would hide a stale token, so the spans [start, end) must cover all.
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(sampled)}]
+    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    if len(versions) != len(sampled):
+        raise RunError(f"SGLang names versions for {len(versions)} of the {len(sampled)} tokens of {meta['id']}.")
+    return Generation(
+        token_ids=sampled,
+        logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
+        finish=meta["finish_reason"]["type"],
+        # SGLang leaves it out for a request that was aborted while it waited.
+        cached_tokens=meta.get("cached_tokens", 0),
+        versions=versions,
+    )
+
+
+class Liveness:
+    """Waits on processes that may die: an answer, or an error that says they are gone. Never a hang.
+
+    Watches `processes` from construction to `stop`; belongs to one running event loop. SGLang's own watchdog signals the
+    main thread, which in a Ray worker runs no Python: nobody would hear it.
+    """
+
+    def __init__(self, name: str, processes: Sequence[psutil.Process]) -> None:
+        self._name = name
+        self._processes = processes
+        self._death = asyncio.create_task(self._watch())
+
+    async def guard(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await `call`. Raises EngineDied, and cancels it, as soon as a process is gone."""
+        task = asyncio.ensure_future(call)
+        try:
+            await self.first_of(task)
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def first_of(self, task: asyncio.Task[Any]) -> None:
+        """Wait until `task` has ended, in whatever way. Raises EngineDied if a process is gone before."""
+        await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise EngineDied(f"{self._name} died: its process {self._death.result()} is gone.")
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._death.cancel()
+
+    async def _watch(self) -> int:
+        """The id of the first process that is gone."""
+        while True:
+            for process in self._processes:
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    return process.pid
+            await asyncio.sleep(POLL_S)
+
+
+def sha256_prefix(tensor: Tensor) -> str:
+    """SGLang's hash of a tensor in host memory: 8 bytes of SHA-256 over its bytes, in hex."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data.data).digest()[:8].hex()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The form in which an engine holds a model of the Llama, Qwen2, Qwen3 or Qwen3-MoE family."""
+
+    tp: int
+    kv_heads: int
+    tied: bool
+    """The output layer is the embedding; a separate `lm_head.weight` is ignored."""
+    dtype: torch.dtype
+    experts: int = 0
+    """Experts of a layer; 0 is a dense model."""
+    width_padding: int = 1
+    """An MLP's width on a rank is padded to a multiple of this."""
+
+
+class StagedVersion:
+    """The buckets of one version beside the engine, and the hashes that the engine must report once it holds them.
+
+    Contract: `take` copies a bucket once and checks the copy, so that nothing that happens to the sender's
+    memory afterwards can change what is loaded. `check` passes only for exactly the tensors that were sent.
+    Handing the buckets out frees them one by one.
+
+    Buckets are kept where they come: in host memory, or on a device, where a whole copy of the model then lies beside
+    the engine. A bucket that comes on a device can be moved to host memory. Then it is checked before, for a device hashes
+    much faster; that the move changed nothing, as that the load did not, shows in what the engine reports (`mismatches`).
+
+    SGLang's weight checker reports one hash for each of the engine's own tensors on each tensor-parallel rank. They are
+    predicted: the Hugging Face tensors are fused and cut as SGLang does (`qkv_proj` is q, k, v; `gate_up_proj` is gate, up;
+    `w13_weight` is gate, up of expert 0, then of expert 1 and so on, `w2_weight` is down of each; rows are cut over ranks
+    before they are fused; the vocabulary is padded with zeros to a multiple of 64, and on a CPU the width of an MLP to one
+    of 32) and hashed. A prediction that comes true for every tensor means that the engine holds what was sent. A fused
+    tensor is kept until its parts are in, which for experts is a layer's worth of them; nothing else is kept.
+    """
+
+    def __init__(self, version: int, layout: Layout, hasher: Hasher) -> None:
+        self.version = version
+        self.nbytes = 0
+        """Taken so far."""
+        self.hashes: list[dict[str, str]] = [{} for _ in range(layout.tp)]
+        """For each tensor-parallel rank: the engine's tensor name -> its hash."""
+        self._layout = layout
+        self._hasher = hasher
+        self._parts: dict[str, dict[int, Tensor]] = {}
+        self._checksums: dict[str, str] = {}
+        self._buckets: list[Bucket] = []
+
+    def take(self, bucket: Bucket, to_host: bool = False) -> None:
+        """Copy and check a bucket, `to_host` if it is not there. Raises ChecksumError for a tensor that is not as sent."""
+        moves = to_host and isinstance(bucket.data, Tensor)
+        staged = bucket.copy(to_host)
+        for record, tensor in unpack(bucket if moves else staged):
+            self.predict(record.name, tensor)
+            self._checksums[record.name] = record.checksum
+        self._buckets.append(staged)
+        self.nbytes += staged.flat.nbytes
+
+    def check(self, version: int, expected_digest: str) -> None:
+        """Raise ChecksumError unless this is `version`, and all of what the sender's digest speaks of."""
+        if version != self.version:
+            raise ChecksumError(f"version {version} was finished while version {self.version} was staged")
+        if digest(self._checksums) != expected_digest:
+            raise ChecksumError(f"{len(self._checksums)} tensors came, and they are not the ones that were sent")
+
+    def leave_device(self) -> None:
+        """Move what lies on a device to host memory."""
+        self._buckets = [each.copy(to_host=True) if isinstance(each.data, Tensor) else each for each in self._buckets]
+
+    def hand_out(self) -> Iterator[Bucket]:
+        """The buckets in the order in which they came; each is forgotten when the next is asked for."""
+        while self._buckets:
+            yield self._buckets.pop(0)
+
+    def predict(self, name: str, tensor: Tensor) -> None:
+        """Hash a whole Hugging Face tensor as the engine will hold it, once all that it is fused with is there."""
+        if self._layout.tied and name == "lm_head.weight":
+            return
+        tensor = tensor.to(self._layout.dtype)
+        target, index, parts = _place(name, self._layout.experts)
+        known = self._parts.setdefault(target, {})
+        known[index] = tensor if parts == 1 else tensor.clone()
+        if len(known) == parts:
+            del self._parts[target]
+            self._hash(target, [known[index] for index in range(parts)])
+
+    def mismatches(self, reported: Sequence[Mapping[str, str]]) -> list[str]:
+        """Names of tensors that were not sent, are not held, or differ, on any rank; `reported` is as `hashes`."""
+        if len(reported) != len(self.hashes):
+            raise ValueError(f"{len(reported)} ranks reported, {len(self.hashes)} expected")
+        wrong = set(self._parts)
+        for expected, held in zip(self.hashes, reported, strict=True):
+            wrong |= {name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name)}
+        return sorted(wrong)
+
+    def _hash(self, target: str, parts: Sequence[Tensor]) -> None:
+        for rank, hashes in enumerate(self.hashes):
+            pieces = [self._piece(target, index, part, rank) for index, part in enumerate(parts)]
+            hashes[target] = self._hasher(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+
+    def _piece(self, target: str, index: int, part: Tensor, rank: int) -> Tensor:
+        """Rank `rank`'s share of one part of the engine's tensor `target`."""
+        tp = self._layout.tp
+        *_, module, leaf = target.rsplit(".", 2)
+        module = leaf if leaf in _OF_EXPERTS else module
+        if module in ("embed_tokens", "lm_head"):
+            return _padded(part, VOCAB_PADDING, dim=0).chunk(tp)[rank]
+        if module == "qkv_proj" and index > 0 and self._layout.kv_heads < tp:
+            return part.chunk(self._layout.kv_heads)[rank * self._layout.kv_heads // tp]
+        multiple = tp * self._layout.width_padding if module in ("gate_up_proj", "down_proj", *_OF_EXPERTS) else 1
+        if module in (*_FUSED, "w13_weight"):
+            return _padded(part, multiple, dim=0).chunk(tp)[rank]
+        if module in ("o_proj", "down_proj", "w2_weight") and part.dim() == 2:
+            return _padded(part, multiple, dim=1).chunk(tp, dim=1)[rank]
+        return part
+
+
+def _place(name: str, experts: int) -> tuple[str, int, int]:
+    """The engine's tensor with the Hugging Face tensor `name`, its index among the parts, and their number."""
+    if expert := _EXPERT.fullmatch(name):
+        for fused, modules in _OF_EXPERTS.items():
+            if expert["module"] in modules:
+                index = int(expert["number"]) * len(modules) + modules.index(expert["module"])
+                return (f"{expert['experts']}.{fused}", index, experts * len(modules))
+    for fused, modules in _FUSED.items():
+        for index, module in enumerate(modules):
+            if f".{module}." in name:
+                return (name.replace(f".{module}.", f".{fused}."), index, len(modules))
+    return (name, 0, 1)
+
+
+def _padded(matrix: Tensor, multiple: int, dim: int) -> Tensor:
+    """`matrix` with zeros behind, up to the next `multiple` along `dim`."""
+    missing = -matrix.shape[dim] % multiple
+    return matrix if not missing else pad(matrix, [0, 0] * (matrix.dim() - 1 - dim) + [0, missing])
 
 
 class DrainLock:
-    """Reader-drain lock: calls go through side by side; who closes it blocks new calls and waits for those in flight.
-
-    Open from the start. It opens again however the closing ends.
-    """
+    """Lets calls through side by side; closing it blocks new ones, waits for those inside, and always opens again."""
 
     def __init__(self) -> None:
         self._gate = asyncio.Lock()
@@ -490,18 +712,8 @@ class DrainLock:
             yield
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _InFlight:
-    """A group that has not been returned."""
-
-    key: str
-    group: EpisodeGroup
-    until_aborted: asyncio.Timeout
-    """Expires when it is aborted."""
-
-
 class RolloutWorker:
-    """The worker of one rollout process: groups of episodes on its own engine. `start` it first; `stop` leaves no process.
+    """Runs groups of episodes on its own engine. `start` it first; `stop` leaves no process.
 
     Contract:
     - All methods belong to one event loop and may be called concurrently.
@@ -510,9 +722,8 @@ class RolloutWorker:
     - `run_group` returns as many trajectories as were asked for, or raises. An episode that takes longer than
       `episode_timeout_s`, or whose group is aborted, comes back with what it had, whatever the engine does. Episodes
       that were begun elsewhere go on, with all of that time before them.
-    - A new version is taken in and staged while episodes run. At the switch, `on_update` says what becomes of
-      groups in flight: with `finish` they end on the old version, new groups wait, and all tokens of a group
-      have one version; with `continue` they pause, and each token tells its version.
+    - At the switch to a new version, `on_update` says what becomes of groups in flight: with `finish` they end on the old
+      one, new groups wait, and all tokens of a group have one version; with `continue` they pause.
 
     `search.url` must name a running server, unless `search.enabled` is false. Workers with different `seed` sample differently.
     """
@@ -530,10 +741,7 @@ class RolloutWorker:
         memory_saver: bool = False,
         sampled_answers: bool = False,
     ) -> None:
-        """`memory_saver` lets `sleep` free the device's memory, for groups that share devices.
-
-        `sampled_answers` draws answers as in training, whatever temperature is asked for.
-        """
+        """`memory_saver` lets `sleep` free the device's memory; `sampled_answers` draws answers as in training."""
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
@@ -546,7 +754,8 @@ class RolloutWorker:
         self._draining = DrainLock()
         self._receiver: Receiver | None = None
         self._receiving = asyncio.Lock()
-        self._in_flight: set[_InFlight] = set()
+        self._in_flight: dict[asyncio.Timeout, tuple[str, EpisodeGroup]] = {}
+        """Key and group of each that has not been returned, by what expires when it is aborted."""
         self._episodes = 0
         self._aborted = 0
         self._drain_s = 0.0
@@ -563,56 +772,47 @@ class RolloutWorker:
         first: int = 0,
         sampling: TurnSampling | None = None,
     ) -> list[Trajectory]:
-        """`n_samples` episodes of one question, side by side, drawn as in training unless `sampling` says otherwise.
+        """Run `n_samples` episodes of one question, side by side, drawn as in training unless `sampling` says otherwise.
 
         They are its samples from `first` on. `key` names the group for `abort_group` and `in_flight`; `progress` has the
         episodes of it that were begun elsewhere, each at most once. Raises UserError for a question that is too long and
         RunError for an engine that has refused.
         """
-        drawn = sampling or in_training(self._rollout.sampling)
+        drawn = sampling or training_sampling(self._rollout.sampling)
         group = EpisodeGroup(question, range(first, first + n_samples), self._tools, drawn, progress)
-        running: _InFlight | None = None
+        until_aborted = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as until_aborted:
-                running = _InFlight(key, group, until_aborted)
-                self._in_flight.add(running)
+            async with until_aborted:
+                self._in_flight[until_aborted] = (key, group)
                 async with self._draining.inside():
                     await group.play(self._slots, self._rollout.episode_timeout_s)
         except TimeoutError:
             if not until_aborted.expired():
                 raise
         finally:
-            if running:
-                self._in_flight.remove(running)
+            self._in_flight.pop(until_aborted, None)
         trajectories = group.trajectories()
         self._episodes += len(trajectories)
         self._aborted += sum(trajectory.finish is Finish.ABORTED for trajectory in trajectories)
         return trajectories
 
     async def answer(self, question: Question, sample: int = 0, temperature: float = 0.0, key: str = "") -> Trajectory:
-        """One episode of an evaluation, as number `sample` of its question. Temperature 0 is greedy.
-
-        Otherwise as `run_group`; with `sampled_answers` it is drawn as in training.
-        """
-        sampling = of_answers(self._rollout.sampling, temperature, as_rollouts=self._sampled_answers)
+        """Run one episode of an evaluation, as number `sample` of its question. Temperature 0 is greedy."""
+        sampling = evaluation_sampling(self._rollout.sampling, temperature, as_rollouts=self._sampled_answers)
         return (await self.run_group(question, 1, key, first=sample, sampling=sampling))[0]
 
     async def abort_group(self, key: str) -> None:
-        """End the groups and answers that were started as `key`, if any: their calls return at once.
-
-        Episodes that had ended stay as they are; the others are `Finish.ABORTED` and hold the turns that
-        were complete.
-        """
-        for running in self._in_flight:
-            if running.key == key and not running.until_aborted.expired():
-                running.until_aborted.reschedule(asyncio.get_running_loop().time())
+        """End the groups and answers that were started as `key`: their calls return at once, with what there is."""
+        for until_aborted, (started_as, _) in self._in_flight.items():
+            if started_as == key and not until_aborted.expired():
+                until_aborted.reschedule(asyncio.get_running_loop().time())
 
     def in_flight(self, keys: Sequence[str]) -> dict[str, tuple[EpisodeProgress, ...]]:
-        """Those groups of `keys` that run here, with their episodes that have ended or have a whole turn."""
-        return {running.key: running.group.progress() for running in self._in_flight if running.key in keys}
+        """The groups of `keys` that run here, with their episodes that have ended or have a whole turn."""
+        return {key: group.progress() for key, group in self._in_flight.values() if key in keys}
 
     def activity(self) -> EngineActivity:
-        """The engine's state, and what episodes wait for, at this moment."""
+        """The engine's state, and what episodes wait for, right now."""
         return EngineActivity(self.engine.busy, dict(+self._tools.awaited))
 
     async def open_transport(self, spec: TransportSpec) -> None:
@@ -631,10 +831,7 @@ class RolloutWorker:
             await asyncio.to_thread(self._receiver.release)
 
     async def finish_update(self, version: int, digest: str) -> None:
-        """Switch to the new version; see `Engine.finish_update`.
-
-        With `OnUpdate.finish` it first waits for the groups in flight, each turn of which may still run.
-        """
+        """Switch to the new version, with `OnUpdate.finish` after the groups in flight; see `Engine.finish_update`."""
         if self._on_update is not OnUpdate.finish:
             await self.engine.finish_update(version, digest)
             return
@@ -644,10 +841,9 @@ class RolloutWorker:
             await self.engine.finish_update(version, digest)
 
     def metrics(self) -> dict[str, float]:
-        """Sums since the start, and ratios of them. Seconds end in `_s`, shares are of 1.
+        """`EngineCounts`, sums of the worker's own, and ratios of them. Seconds end in `_s`, shares are of 1.
 
-        `pause_s` is time in which nothing was generated because of a switch; `drain_s` time before it in
-        which groups in flight ended and no group began. `asleep_frees_memory` is 0 where sleep frees none.
+        `drain_s` is time before a switch in which groups in flight ended and no group began.
         """
         counts = self.engine.counts
         return {

@@ -1,4 +1,4 @@
-"""The calls into SGLang, and nothing else. Import it only after `sglang_cpu.prepare`.
+"""Calls SGLang, and does nothing else. Import it only after `sglang_cpu.prepare`.
 
 SGLang's engine object offers weight updates only as blocking calls that run an event loop of their own,
 which a running loop refuses. The coroutines behind them, on its tokenizer manager, are awaited instead.
@@ -35,12 +35,11 @@ from rlsys.weights.buckets import Bucket
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 
 _LOGGING = Path(__file__).with_name("sglang_logging.json")
-"""What SGLang may log, here and in its processes, whatever `log_level` it is given.
+"""Log settings of SGLang, here and in its processes, whatever `log_level` it is given.
 
 Without it, it takes the handlers off this process's root logger, and silences the warnings of all others here.
 """
 _HERE = "127.0.0.1"
-_SHARED_MEMORY = Path("/dev/shm")
 Answer = tuple[bool, str]
 """Success and, without it, why."""
 
@@ -59,7 +58,13 @@ class SglangProcess:
         # An engine's ranks are on one machine. SGLang's own store would listen on all interfaces.
         descriptor, port = listener(_HERE, 0)
         self._store = dist.TCPStore(_HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-        with _environment(_on_loopback(port)):
+        at_the_store = {
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+            "MASTER_ADDR": _HERE,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        with _environment(at_the_store | dict(zip(INTERFACE_VARIABLES, ("lo", "=lo"), strict=True))):
             self.engine = (_CpuEngine if on_cpu else Engine)(**arguments)
         self._manager = self.engine.tokenizer_manager
 
@@ -70,16 +75,8 @@ class SglangProcess:
         """
         await self._manager.freeze_gc()
 
-    def running(self) -> list[str]:
-        """Ids of the requests under way."""
-        return list(self._manager.rid_to_state)
-
-    def abort(self, rid: str) -> None:
-        """End one request; it returns what it has."""
-        self._manager.abort_request(rid)
-
     def abort_all(self) -> None:
-        """End all requests."""
+        """End all requests; each returns what it has."""
         self._manager.abort_request(abort_all=True)
 
     async def pause(self) -> None:
@@ -92,8 +89,7 @@ class SglangProcess:
 
     async def begin_update(self) -> Answer:
         """Open a weight update."""
-        answer: Answer = await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
-        return answer
+        return await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
 
     async def load_bucket(self, bucket: Bucket, version: int, ranks: int) -> Answer:
         """Load the tensors of a bucket on every tensor-parallel rank."""
@@ -103,8 +99,7 @@ class SglangProcess:
             flush_cache=False,
             weight_version=str(version),
         )
-        answer: Answer = await self._manager.update_weights_from_tensor(request)
-        return answer
+        return await self._manager.update_weights_from_tensor(request)
 
     async def end_update(self) -> Answer:
         """Close the update and empty the prefix cache, which speaks of the old weights; after `pause`."""
@@ -143,25 +138,14 @@ class SglangProcess:
         # SGLang kills and does not join; asking for the living joins the dead.
         multiprocessing.active_children()
         # The killed could not remove what they shared: how busy the engine was, and semaphores, which bear their number.
-        left = [path for pid in ended for path in _SHARED_MEMORY.glob(f"sem.loky-{pid}-*")]
+        left = [path for pid in ended for path in Path("/dev/shm").glob(f"sem.loky-{pid}-*")]
         for path in (Path(self._manager.load_snapshot_reader.path), *left):
             path.unlink(missing_ok=True)
 
 
-def _on_loopback(port: int) -> dict[str, str]:
-    """Variables with which SGLang's processes meet at the store at `port`, and at no other interface."""
-    met = {
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
-        "MASTER_ADDR": _HERE,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    return met | dict(zip(INTERFACE_VARIABLES, ("lo", "=lo"), strict=True))
-
-
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets `variables` for the processes that are started meanwhile."""
+    """Set `variables` for the processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from rlsys.config.schema import TagsConfig
-from rlsys.rollout.agent.observation import Observer, render_search
+from rlsys.rollout.agent.episode import Observer, render_search
 from rlsys.rollout.agent.tokens import Codec, Encoded
 from tests.agent.bpe import build_tokenizer
 

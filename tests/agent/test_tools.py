@@ -23,12 +23,13 @@ from rlsys.rollout.agent.episode import (
     Episode,
     EpisodeTools,
     Generation,
+    Observer,
     TurnRules,
     TurnSampling,
     call_tool,
+    render_search,
     run_episode,
 )
-from rlsys.rollout.agent.observation import Observer, render_search
 from rlsys.rollout.agent.tokens import Codec, PartialEpisode
 from rlsys.rollout.tools.interface import Tool
 from rlsys.search.retrieval import SearchResult

@@ -13,8 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from rlsys.apps.api.questions import Files, read_data, training_files
-from rlsys.data.question import Question, read_questions
-from rlsys.data.template import search_prompt
+from rlsys.data.question import Question, read_questions, search_prompt
 from rlsys.errors import UserError
 
 HAMLET: dict[str, Any] = {"question": "who wrote Hamlet", "golden_answers": ["Shakespeare"]}

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from rlsys.apps.chat.conversation import Conversation
 from rlsys.config.schema import TaskConfig
-from rlsys.rollout.agent.episode import Generation, TurnSampling
+from rlsys.rollout.agent.episode import Generation, Heard, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
-from rlsys.rollout.requests import Heard
 from rlsys.search.retrieval import SearchResult
 from tests.agent.bpe import build_tokenizer
 from tests.agent.found import result_of

@@ -12,7 +12,7 @@ import yaml
 from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of, template_of
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
-from rlsys.data.template import own_template, search_prompt
+from rlsys.data.question import own_template, search_prompt
 from rlsys.errors import UserError
 from rlsys.rollout.tools.interface import described
 

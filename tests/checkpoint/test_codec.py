@@ -21,10 +21,8 @@ from hypothesis.strategies import SearchStrategy
 from numpy.typing import NDArray
 
 from rlsys.algorithms.advantages import Units
-from rlsys.data.group import Group, Sample, TopkLogprobs
-from rlsys.data.prompt_source import SourceState
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.data.question import Question, SourceState
+from rlsys.data.trajectory import Action, Finish, Group, Sample, TopkLogprobs, Trajectory, Turn
 from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
 from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, SchedulerState

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from rlsys.apps.cli.data import app
 from rlsys.apps.data.download import Hub
 from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file
-from rlsys.data.question import read_questions
-from rlsys.data.template import search_prompt
+from rlsys.data.question import read_questions, search_prompt
 from rlsys.errors import UserError
 from rlsys.rollout.tools.interface import described
 from tests.data.fake_hub import FakeHub, running

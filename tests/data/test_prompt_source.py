@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.data.prompt_source import PromptSource, SourceState
-from rlsys.data.question import Question
+from rlsys.data.question import PromptSource, Question, SourceState
 
 SIZE = st.integers(1, 20)
 SEED = st.integers(0, 10**6)

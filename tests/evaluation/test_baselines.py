@@ -6,8 +6,7 @@ import pytest
 
 from rlsys.apps.evaluation.baselines import Baseline, limits_of, prompted, require_texts, with_passages
 from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
-from rlsys.data.question import Question
-from rlsys.data.template import search_prompt
+from rlsys.data.question import Question, search_prompt
 from rlsys.errors import RunError, UserError, root_cause
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.retrieval import Failure, SearchResult

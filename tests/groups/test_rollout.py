@@ -17,8 +17,7 @@ from rlsys.errors import RunError
 from rlsys.observe.spans import Span, Tracer
 from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, EnginePool, NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
-from rlsys.rollout.agent.episode import EngineActivity
-from rlsys.rollout.liveness import EngineDied
+from rlsys.rollout.agent.episode import EngineActivity, EngineDied
 from tests.groups.engines import NEVER, Engines
 from tests.pipeline.build import question
 from tests.pipeline.virtual_time import now, run_virtually

@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.data.group import Floats, Sample, Scores
+from rlsys.data.trajectory import Floats, Sample, Scores
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import CriticGroup, EngineLogprobs, InferenceGroup, WithValues, scores_of
 from rlsys.trainer.batches.micro_batch import MicroBatch

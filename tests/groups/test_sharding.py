@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.data.group import Sample
-from rlsys.data.trajectory import response_tokens
+from rlsys.data.trajectory import Sample, response_tokens
 from rlsys.trainer.batches.sharding import BatchLoad, BatchSharder
 from tests.pipeline.build import sample
 

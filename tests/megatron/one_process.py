@@ -17,7 +17,7 @@ from torch.linalg import vector_norm
 from transformers import AutoModelForCausalLM
 
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlTail, PolicyLoss
-from rlsys.data.group import Sample
+from rlsys.data.trajectory import Sample
 from tests.megatron import reference
 from tests.pipeline.build import sample
 

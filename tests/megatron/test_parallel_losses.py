@@ -31,7 +31,7 @@ from rlsys.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from rlsys.data.group import Sample
+from rlsys.data.trajectory import Sample
 from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective

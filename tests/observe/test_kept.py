@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rlsys.data.group import Group, Sample
-from rlsys.data.trajectory import Action, Turn
+from rlsys.data.trajectory import Action, Group, Sample, Turn
 from rlsys.observe.kept import (
     Kept,
     forget_kept,

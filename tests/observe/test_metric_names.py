@@ -20,8 +20,7 @@ import rlsys
 from rlsys.algorithms.losses import DIVISOR, LossInputs, ValueLoss, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RunConfig, TrackingConfig
-from rlsys.data.group import Group
-from rlsys.data.trajectory import Action, Turn
+from rlsys.data.trajectory import Action, Group, Turn
 from rlsys.observe.records import read_metrics
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation

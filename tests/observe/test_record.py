@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import GuardsConfig, RunConfig, TrackingConfig
-from rlsys.data.group import Group
+from rlsys.data.trajectory import Group
 from rlsys.observe.environment import read_lives
 from rlsys.observe.guards import Alarm
 from rlsys.observe.kept import kept_steps, write_row

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.data.group import Sample
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Finish, Trajectory, Turn
+from rlsys.data.trajectory import Finish, Sample, Trajectory, Turn
 
 
 def trajectory(

@@ -7,9 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from rlsys.data.group import Group, Sample, Scores
-from rlsys.data.prompt_source import PromptSource, SourceState
-from rlsys.data.question import Question
+from rlsys.data.question import PromptSource, Question, SourceState
+from rlsys.data.trajectory import Group, Sample, Scores
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import PromptGroup, Reason, SchedulerState, Stage, StalenessScheduler
 from rlsys.rollout.agent.tokens import EpisodeProgress

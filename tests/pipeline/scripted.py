@@ -14,15 +14,14 @@ from functools import cache, partial
 
 import numpy as np
 
-from rlsys.data.group import Floats, Group, Sample, Scores
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.engine_pool import Router
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
 from rlsys.orchestrator.worker_groups import OffloadManager
+from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
-from rlsys.rollout.liveness import EngineDied
 from tests.pipeline.build import rewarded
 from tests.pipeline.script import Script
 from tests.pipeline.watched import GROUPS, Property, Record

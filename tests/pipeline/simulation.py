@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from rlsys.data.prompt_source import PromptSource, SourceState
+from rlsys.data.question import PromptSource, SourceState
 from rlsys.errors import root_cause
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.rollout_pipeline import (

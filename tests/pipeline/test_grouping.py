@@ -27,9 +27,17 @@ from rlsys.config.algorithm import (
     KlPlace,
 )
 from rlsys.config.schema import CompatConfig
-from rlsys.data.group import Group, Sample, Scores, TopkLogprobs
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory, response_tokens, trained_tokens, value_mask
+from rlsys.data.trajectory import (
+    Group,
+    Sample,
+    Scores,
+    TopkLogprobs,
+    Trajectory,
+    response_tokens,
+    trained_tokens,
+    value_mask,
+)
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, turns_of
 from rlsys.orchestrator.rewards.reward import Scored, reward_group

@@ -11,7 +11,7 @@ import pytest
 
 from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import RunConfig, TrainerConfig
-from rlsys.data.group import Group, Sample
+from rlsys.data.trajectory import Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, mini_batches
 from tests.pipeline.build import question, rewarded, trajectory

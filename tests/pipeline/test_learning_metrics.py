@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config.algorithm import CorrectionLevel
-from rlsys.data.group import Group, Sample
+from rlsys.data.trajectory import Group, Sample
 from rlsys.orchestrator.pipeline.step_metrics import (
     advantage_metrics,
     critic_metrics,

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from rlsys.data.group import Sample, TopkLogprobs
-from rlsys.data.trajectory import response_tokens
+from rlsys.data.trajectory import Sample, TopkLogprobs, response_tokens
 from rlsys.trainer.batches.micro_batch import collate, round_up
 from tests.pipeline.build import sample
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.data.group import Group, Sample, Scores
-from rlsys.data.prompt_source import SourceState
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.question import Question, SourceState
+from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss, PipelineState, RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, SchedulerState, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.data.group import Group
-from rlsys.data.prompt_source import PromptSource
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Group, Trajectory
 from rlsys.errors import root_cause
 from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler

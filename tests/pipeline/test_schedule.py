@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rlsys.algorithms.kl import KlController
 from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig
 from rlsys.config.schema import CompatConfig, CriticConfig, RunConfig, TrainerConfig
-from rlsys.data.group import Group, Scores
-from rlsys.data.trajectory import value_mask
+from rlsys.data.trajectory import Group, Scores, value_mask
 from rlsys.orchestrator.pipeline.grouping import finish
 from rlsys.orchestrator.pipeline.training_step import learning, mini_batches, score_batch_size
 from tests.pipeline.build import question, rewarded, trajectory

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from rlsys.data.group import Group, Sample, Scores
-from rlsys.data.prompt_source import PromptSource
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from rlsys.config.algorithm import CorrectionLevel
-from rlsys.data.group import Group, Sample
-from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.orchestrator.pipeline.step_metrics import (
     answer_metrics,
     correction_metrics,

@@ -12,8 +12,8 @@ from copy import deepcopy
 from enum import StrEnum
 from functools import cache
 
-from rlsys.data.group import Group
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Group
 from rlsys.orchestrator.pipeline.scheduler import PromptGroup, Reason, SchedulerState, Stage, StalenessScheduler
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.pipeline.script import Script

@@ -154,7 +154,7 @@ async def test_abort_returns_what_there_is(bench: Bench) -> None:
     ids = bench.encode("zzz")
     long = asyncio.create_task(bench.engine.generate(ids, greedy(4000), "long"))
     await bench.until_generating(requests=1)
-    bench.engine.abort("long")
+    bench.engine._sglang.abort_all()
     generation = await long
     assert generation.finish == "abort"
     assert 50 <= len(generation.token_ids) < 4000
@@ -228,7 +228,7 @@ async def test_it_does_not_fall_asleep_over_its_work(bench: Bench) -> None:
     await bench.until_generating(requests=1)
     with pytest.raises(RunError, match="sent to sleep while 1 requests ran"):
         await bench.worker.sleep()
-    bench.engine.abort("long")
+    bench.engine._sglang.abort_all()
     assert (await long).finish == "abort"
     await bench.worker.sleep()
     await bench.worker.wake()
@@ -257,7 +257,7 @@ async def test_who_listens_and_leaves_ends_the_request(bench: Bench) -> None:
         await asyncio.sleep(0.01)
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
-    while bench.engine._sglang.running():
+    while bench.engine._sglang._manager.rid_to_state:
         await asyncio.sleep(0.01)
     assert bench.engine.running == 0
     assert len(heard[-1]) < 4000

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from rlsys.rollout.staged_weights import Layout, StagedVersion, sha256_prefix
+from rlsys.rollout.engine import Layout, StagedVersion, sha256_prefix
 
 PREFIX = "model.layers.0"
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rlsys.errors import RunError
-from rlsys.rollout.liveness import Liveness
+from rlsys.rollout.engine import Liveness
 
 
 async def test_a_killed_process_ends_the_wait_and_an_answer_passes() -> None:

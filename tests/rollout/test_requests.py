@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlsys.errors import RunError
-from rlsys.rollout.requests import followed
+from rlsys.rollout.engine import read_stream
 
 
 def part(*tokens: int, finish: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -28,13 +28,13 @@ async def stream(*parts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
 async def test_the_last_part_is_the_answer_and_all_are_heard() -> None:
     heard: list[list[int]] = []
     last = part(1, 2, 3, finish={"type": "stop"})
-    assert await followed(stream(part(1), last), heard.append) == last
+    assert await read_stream(stream(part(1), last), heard.append) == last
     assert heard == [[1], [1, 2, 3]]
 
 
 async def test_one_that_was_aborted_here_is_what_there_is() -> None:
     last = part(1, finish={"type": "abort", "message": "Aborted", "status_code": None})
-    assert await followed(stream(part(1), last), lambda _: None) == last
+    assert await read_stream(stream(part(1), last), lambda _: None) == last
 
 
 @pytest.mark.parametrize("status", [400, 500, 503])
@@ -42,9 +42,9 @@ async def test_a_refusal_is_raised_with_its_reason(status: int) -> None:
     reason = {"type": "abort", "message": "The input is too long.", "status_code": status}
     refused = {"meta_info": {"finish_reason": reason}}
     with pytest.raises(RunError, match=r"^SGLang has not answered: The input is too long\.$"):
-        await followed(stream(part(1), refused), lambda _: None)
+        await read_stream(stream(part(1), refused), lambda _: None)
 
 
 async def test_nothing_at_all_is_raised() -> None:
     with pytest.raises(RunError, match="ended before it began"):
-        await followed(stream(), lambda _: None)
+        await read_stream(stream(), lambda _: None)

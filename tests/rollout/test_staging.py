@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.rollout.staged_weights import Layout, StagedVersion, sha256_prefix
+from rlsys.rollout.engine import Layout, StagedVersion, sha256_prefix
 from rlsys.weights.buckets import ChecksumError, digest, pack, pack_into
 
 TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]

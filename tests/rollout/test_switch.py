@@ -13,10 +13,8 @@ import torch
 
 from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
-from rlsys.rollout.agent.episode import TurnSampling
-from rlsys.rollout.engine import Engine
-from rlsys.rollout.liveness import EngineDied, Liveness
-from rlsys.rollout.staged_weights import StagedVersion, sha256_prefix
+from rlsys.rollout.agent.episode import EngineDied, TurnSampling
+from rlsys.rollout.engine import Engine, Liveness, StagedVersion, sha256_prefix
 from rlsys.weights.buckets import Bucket, digest, pack, pack_into, unpack
 from tests.rollout import tiny
 

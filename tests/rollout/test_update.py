@@ -61,7 +61,7 @@ async def test_requests_in_flight_go_on_with_the_new_weights(bench: Bench) -> No
     late = asyncio.create_task(bench.engine.generate(prompts[0], greedy(60), "late"))
     held = max(len(state.output_ids) for state in bench.engine._sglang._manager.rid_to_state.values())
     await bench.until_generating(requests=3, tokens=held + 100)
-    bench.engine.abort("long")
+    bench.engine._sglang.abort_all()
     for ids, generation in zip(prompts, await asyncio.gather(*tasks), strict=True):
         tokens, versions = generation.token_ids, generation.versions
         boundary = versions.count(old)

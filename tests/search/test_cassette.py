@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.errors import UserError
-from rlsys.rollout.search_tool import open_tool, search_metrics
+from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.search.cassette import Cassette, Header, RecordedCall, drawn_rank
 from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import VectorRetriever

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from rlsys.config.schema import TaskConfig, schema_keys
-from rlsys.rollout.agent.episode import call_tool
-from rlsys.rollout.agent.observation import render_call
+from rlsys.rollout.agent.episode import call_tool, render_call
 from rlsys.rollout.tools.calculator import Calculator
 from rlsys.rollout.tools.interface import check_tools, open_tools
 from tests.reward.episodes import episode, question

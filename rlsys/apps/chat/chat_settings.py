@@ -24,8 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import load_config
 from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
-from rlsys.data.question import Question, read_questions
-from rlsys.data.template import Template, as_asked, own_template, search_prompt
+from rlsys.data.question import Question, Template, as_asked, own_template, read_questions, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import read_yaml
 from rlsys.observe.environment import RUN

@@ -48,13 +48,14 @@ from rlsys.rollout.agent.episode import (
     EpisodeTools,
     Generation,
     SearchTool,
+    Streaming,
     TurnSampling,
+    evaluation_sampling,
     within,
 )
 from rlsys.rollout.agent.tokens import Codec
-from rlsys.rollout.requests import Streaming, of_answers
-from rlsys.rollout.search_tool import open_tool
 from rlsys.rollout.tools.interface import Tool, open_tools
+from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
 _THOUGHT_TAG = "think"
@@ -109,7 +110,7 @@ async def opened(
                 await _require(server)
             search = await stack.enter_async_context(open_tool(server.search))
         temperature = config.eval.temperature
-        sampling = of_answers(config.rollout.sampling, temperature, as_rollouts=False)
+        sampling = evaluation_sampling(config.rollout.sampling, temperature, as_rollouts=False)
         timeout_s = config.rollout.episode_timeout_s
         conversation = Conversation(generator, search, codec, config.task, sampling, settings.prompt, timeout_s)
         url = (server.search.url or "") if server is not None else ""

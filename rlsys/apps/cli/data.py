@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlsys.apps.data.prepare import REPOSITORY, SETS, Prepared, QuestionSet, merge, prepare_file, split_file
-from rlsys.data.template import Template, own_template, tool_template
+from rlsys.data.question import Template, own_template, tool_template
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.tools.interface import described
 

@@ -30,8 +30,7 @@ import typer
 from rlsys.apps.data.prepare import apart, divide, json_line, prepare_file, split
 from rlsys.config.compose import as_dict, load_config
 from rlsys.config.schema import RunConfig
-from rlsys.data.question import read_rows
-from rlsys.data.template import own_template, tool_template
+from rlsys.data.question import own_template, read_rows, tool_template
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.files import parse_json, read_regular, read_yaml, sha256_of
 from rlsys.orchestrator.validate import find_problems

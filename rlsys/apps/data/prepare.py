@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlsys.data.question import Question, question_of, read_rows
-from rlsys.data.template import Template, search_prompt
+from rlsys.data.question import Question, Template, question_of, read_rows, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import sha256_of, write_atomically
 

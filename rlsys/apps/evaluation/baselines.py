@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rlsys.config.schema import RunConfig, TagsConfig
-from rlsys.data.question import Question
-from rlsys.data.template import as_asked, search_prompt
+from rlsys.data.question import Question, as_asked, search_prompt
 from rlsys.errors import RunError, UserError
-from rlsys.rollout.agent.episode import SearchTool
-from rlsys.rollout.agent.observation import Observer, render_search
+from rlsys.rollout.agent.episode import Observer, SearchTool, render_search
 from rlsys.rollout.agent.tokens import Codec
 
 

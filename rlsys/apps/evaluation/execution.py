@@ -34,10 +34,9 @@ from rlsys.data.trajectory import Trajectory
 from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.search_server import serving
-from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, run_episode
+from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, Streaming, evaluation_sampling, run_episode
 from rlsys.rollout.agent.tokens import Codec
-from rlsys.rollout.requests import Streaming, of_answers
-from rlsys.rollout.search_tool import open_tool
+from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
 T = TypeVar("T")
@@ -110,7 +109,9 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
         tools = EpisodeTools(generator, search, codec, config.task)
 
         async def ask(question: Question, sample: int, temperature: float) -> Trajectory:
-            sampling = of_answers(config.rollout.sampling, temperature, as_rollouts=config.compat.sampled_validation)
+            sampling = evaluation_sampling(
+                config.rollout.sampling, temperature, as_rollouts=config.compat.sampled_validation
+            )
             return await run_episode(question, sample, tools, sampling, config.rollout.episode_timeout_s)
 
         yield ask

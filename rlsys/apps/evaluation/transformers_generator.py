@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlsys.config.schema import Device, Dtype
 from rlsys.errors import UserError
-from rlsys.rollout.agent.episode import Generation, TurnSampling
-from rlsys.rollout.requests import Heard
+from rlsys.rollout.agent.episode import Generation, Heard, TurnSampling
 
 GATHER_S = 0.02  # How long a batch waits for further requests
 

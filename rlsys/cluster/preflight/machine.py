@@ -258,7 +258,7 @@ async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
 
 
 async def _compare(settings: SearchConfig) -> None:
-    from rlsys.rollout.search_tool import open_client
+    from rlsys.rollout.tools.search_tool import open_client
 
     quick = replace(settings, retries=0, hedge_after_s=None, timeout_s=min(settings.timeout_s, _SEARCH_S))
     async with open_client(quick, topk=settings.topk) as client:

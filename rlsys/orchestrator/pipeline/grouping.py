@@ -19,8 +19,7 @@ from rlsys.algorithms.corrections import correct
 from rlsys.algorithms.kl import KlController, estimate
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
-from rlsys.data.group import Group, Sample
-from rlsys.data.trajectory import MaskOf, Trajectory, trained_tokens
+from rlsys.data.trajectory import Group, MaskOf, Sample, Trajectory, trained_tokens
 
 T = TypeVar("T")
 

@@ -25,10 +25,8 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from rlsys.data.group import Group, Sample, Scores
-from rlsys.data.prompt_source import SourceState
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.question import Question, SourceState
+from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.errors import RunError
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.scheduler import (

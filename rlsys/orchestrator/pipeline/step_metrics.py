@@ -21,8 +21,7 @@ from rlsys.algorithms.kl import DISTINCT, estimate
 from rlsys.algorithms.losses import explained_variance
 from rlsys.config.algorithm import CorrectionLevel
 from rlsys.data.answers import normalize, score
-from rlsys.data.group import Group, Sample
-from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.orchestrator.pipeline.grouping import mean_kl
 from rlsys.orchestrator.rewards.reward import count_answer_tags
 from rlsys.trainer.batches.sharding import Flops

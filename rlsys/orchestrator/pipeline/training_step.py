@@ -16,7 +16,7 @@ from typing import Protocol
 
 from rlsys.config.derived import has_critic, max_staleness, mini_batch_sizes, needs_whole_mini_batch
 from rlsys.config.schema import RunConfig, Schedule
-from rlsys.data.group import Group, Sample
+from rlsys.data.trajectory import Group, Sample
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.grouping import over_mini_batch
 from rlsys.orchestrator.pipeline.rollout_pipeline import Devices, RolloutPipeline, ScoreBatchSize

@@ -37,9 +37,8 @@ import numpy as np
 
 from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig, TagsConfig, TaskConfig
 from rlsys.data.answers import contains, exact_match, f1, sub_exact_match
-from rlsys.data.group import ANSWER_TERMS, Group, Sample
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Action, Trajectory, Turn
+from rlsys.data.trajectory import ANSWER_TERMS, Action, Group, Sample, Trajectory, Turn
 from rlsys.errors import RunError, UserError
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.rewards.judge import PLACEHOLDERS, Judge

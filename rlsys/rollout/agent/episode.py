@@ -1,13 +1,18 @@
-"""One episode: generation and search or a tool's call in turn, until the protocol or a limit ends it.
+"""Runs episodes: generation and search or a tool's call in turn, until the protocol or a limit ends it.
 
 The engine, the search and the task's custom tools come in as protocols, so this module knows none. It owns the
 limits: tokens of a turn, of an observation and of the whole, and the time of the whole.
 
-Invariants: a trajectory never holds more than `max_total_tokens` tokens; an episode that runs out of
-time is returned with what it had, `Finish.ABORTED`, and its running generation is cancelled (a
-`Generator` must then free its request; one that does not is left behind, and the episode returns all the
-same); a search or a call that fails becomes an observation, not an exception. At any moment an episode can be taken
-out as of its last whole turn and go on later, elsewhere: see `PartialEpisode`.
+Invariants:
+- A trajectory never holds more than `max_total_tokens` tokens.
+- An episode that runs out of time is returned with what it had, `Finish.ABORTED`, and its running generation is
+  cancelled (a `Generator` must then free its request; one that does not is left behind, and the episode returns
+  all the same).
+- A search or a call that fails becomes an observation, not an exception.
+- An observation always begins and ends with its own tags, however long the text is; no passage, title, result or
+  error can forge a tag of the protocol or of a tool, or a special token of the tokenizer. The time of the event
+  loop that an observation takes follows from its limit: of a longer text only the beginning is looked at.
+- At any moment an episode can be taken out as of its last whole turn and resumed elsewhere: see `PartialEpisode`.
 """
 
 from __future__ import annotations
@@ -15,20 +20,19 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from time import perf_counter, time_ns
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.config.schema import TaskConfig
+from rlsys.config.schema import SamplingConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
-from rlsys.errors import UserError
-from rlsys.rollout.agent.observation import Observer, render_call, render_search
+from rlsys.errors import RunError, UserError
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode, SampledTurn, open_context
 from rlsys.rollout.tools.interface import Tool, ToolError, open_tools
 from rlsys.search.retrieval import SearchResult
@@ -40,7 +44,14 @@ CANCEL_GRACE_S = 1.0
 MOST_CHARS = 100_000
 """Of a tool's answer: more is cut before anybody looks at it."""
 SEARCH = "search"
-"""Names the search among what is awaited; the other names are those of tools."""
+"""The search's name among what is awaited; the other names are those of tools."""
+_CHARS_A_TOKEN = 8
+"""More than most texts have, so that their beginning is tokenised once."""
+_LOOK_AHEAD = 1024
+"""Characters behind a token which cannot change it: four of the longest tokens that are in use, and any forgery."""
+
+Heard = Callable[[list[int]], None]
+"""Gets all tokens of a turn so far, each time that there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,19 @@ class TurnSampling:
     """Strings that end the generation and stay in it."""
     max_new_tokens: int = 0
     """Set by the episode for every turn."""
+
+
+def training_sampling(rollouts: SamplingConfig) -> TurnSampling:
+    """The sampling of turns of rollouts."""
+    return TurnSampling(rollouts.temperature, rollouts.top_p, rollouts.top_k, tuple(rollouts.stop))
+
+
+def evaluation_sampling(rollouts: SamplingConfig, temperature: float, *, as_rollouts: bool) -> TurnSampling:
+    """The sampling of turns of an evaluation: at `temperature`, 0 is greedy, from the whole vocabulary.
+
+    `as_rollouts`, which is `compat.sampled_validation`, draws them as in training, whatever temperature is asked for.
+    """
+    return training_sampling(rollouts) if as_rollouts else TurnSampling(temperature, stop=tuple(rollouts.stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +100,15 @@ class Generator(Protocol):
 
     async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
         """Continue `input_ids`; on cancellation, free the request `rid` and re-raise."""
+
+
+class Streaming(Protocol):
+    """A `Generator` that can be followed."""
+
+    async def generate(
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+    ) -> Generation:
+        """As `Generator.generate`; `heard` is called in the event loop while the tokens come."""
 
 
 class SearchTool(Protocol):
@@ -149,6 +182,93 @@ class TurnRules:
         return turn, Finish.TURN_LIMIT if turns >= self._max_turns else None
 
 
+def render_search(contents: Iterable[str], error: str) -> str:
+    """Passages as `Doc {i}(Title: {first line}) {rest}`, one a line, numbered from 1; or an `error` that is not empty."""
+    if error:
+        return f"Search failed: {error}"
+    parts = (content.partition("\n") for content in contents)
+    lines = [f"Doc {number}(Title: {title}) {rest}\n" for number, (title, _, rest) in enumerate(parts, start=1)]
+    return "".join(lines) or "No results found."
+
+
+def render_call(tool: str, text: str, error: str) -> str:
+    """The answer `text` of `tool`, or an `error` that is not empty."""
+    return f"{tool} failed: {error}" if error else text or "No result."
+
+
+class Observer:
+    """Wraps untrusted text into observations of limited length."""
+
+    def __init__(self, tags: TagsConfig, codec: Codec, tools: Sequence[str] = ()) -> None:
+        """`tools` are the tags of tools."""
+        self._codec = codec
+        self._open = f"\n\n<{tags.information}>"
+        self._close = f"</{tags.information}>\n\n"
+        names = (tags.search, tags.answer, tags.information, *tools)
+        words = "|".join(re.escape(word.strip()) for word in names)
+        specials = "".join(f"|{re.escape(text)}" for text in codec.special_texts)
+        # Possessive: a "<" before n spaces would otherwise take n * n steps.
+        self._forgery = re.compile(rf"<\s*+/?\s*+(?:{words})\s*+>{specials}", re.IGNORECASE)
+        self.wrapper_tokens = len(codec.encode(self._open + self._close))
+        """Tokens of an observation without content: no limit can be below that."""
+
+    def observe(self, body: str, max_tokens: int) -> str:
+        """The observation that holds `body`, at most `max_tokens` tokens when tokenised alone: `wrapper_tokens` or more."""
+        if max_tokens < self.wrapper_tokens:
+            raise ValueError(f"an observation needs {self.wrapper_tokens} tokens, {max_tokens} given")
+        chars = _CHARS_A_TOKEN * max_tokens + _LOOK_AHEAD
+        while chars < len(body):
+            head = self._neutralise(self._beginning(body, chars)).lstrip()
+            spans = self._codec.encode_spans(head).spans
+            if len(spans) > max_tokens and spans[max_tokens][1] <= len(head) - _LOOK_AHEAD:
+                return self._cut(head, spans, max_tokens)
+            chars *= 2
+        whole = self._neutralise(body).strip()
+        observation = self._wrap(whole)
+        if len(self._codec.encode(observation)) <= max_tokens:
+            return observation
+        return self._cut(whole, self._codec.encode_spans(whole).spans, max_tokens)
+
+    def _beginning(self, text: str, chars: int) -> str:
+        """The first characters of `text`, with a tag that is only closed behind them broken as in all of it."""
+        start = text.rfind("<", 0, chars)
+        tag = self._forgery.match(text, start) if start >= 0 else None
+        if tag is None or tag.end() <= chars:
+            return text[:chars]
+        return f"{text[:start]}{_broken(tag.group())}"[:chars]
+
+    def _neutralise(self, text: str) -> str:
+        """Break every tag and special token by a space after its first character, until none is left."""
+        while True:
+            broken = self._forgery.sub(lambda match: _broken(match.group()), text)
+            if broken == text:
+                return text
+            text = broken
+
+    def _cut(self, body: str, spans: Sequence[tuple[int, int]], max_tokens: int) -> str:
+        """The longest beginning of `body` that keeps the limit together with the tags. `spans` are its tokens."""
+        keep = min(max_tokens - self.wrapper_tokens, len(spans))
+        while keep > 0:
+            # A cut may split a character's tokens or merge anew with the tag, so the result is counted.
+            observation = self._wrap(body[: spans[keep - 1][1]].rstrip())
+            if len(self._codec.encode(observation)) <= max_tokens:
+                return observation
+            keep -= 1
+        return self._wrap("")
+
+    def _wrap(self, body: str) -> str:
+        return f"{self._open}{body}{self._close}"
+
+
+def _broken(marker: str) -> str:
+    """`marker` so that it is none any more: `</search>` becomes `(/search)`, `[INST]` becomes `[ INST]`."""
+    if marker.startswith("<") and marker.endswith(">"):
+        return f"({marker[1:-1]})"
+    # Behind the first character that shows: a marker that begins or ends with white space would come back for ever.
+    first = len(marker) - len(marker.lstrip()) + 1
+    return f"{marker[:first]} {marker[first:]}" if marker[first:].strip() else " "
+
+
 class EpisodeTools:
     """Engine, search, tools and rules that all episodes of one engine share.
 
@@ -191,10 +311,7 @@ class EpisodeTools:
 async def run_episode(
     question: Question, sample: int, tools: EpisodeTools, sampling: TurnSampling, timeout_s: float | None = None
 ) -> Trajectory:
-    """Run one episode to its end or for `timeout_s` seconds.
-
-    Raises `UserError` for a prompt above `task.max_prompt_tokens`.
-    """
+    """Run one episode to its end or for `timeout_s` seconds. Raises UserError for a prompt that is too long."""
     episode = Episode(question, sample, tools, sampling)
     finish = await within(episode.run(), timeout_s=timeout_s)
     return episode.trajectory(finish or Finish.ABORTED)
@@ -316,15 +433,13 @@ class Episode:
                 f"Sample {self._sample} of question {self._question.uid} cannot go on from sample "
                 f"{progress.sample} of question {progress.question_uid}."
             )
-        for turn, part, ended_itself in progress.generations():
-            sampled = SampledTurn(
-                input_ids=self._context.input_ids(),
-                output_ids=progress.token_ids[part].tolist(),
-                logprobs=progress.logprobs[part].tolist(),
-                versions=progress.versions[part].tolist(),
-                ended_itself=ended_itself,
-            )
-            self._add(turn, sampled)
+        ends = accumulate((turn.generated_tokens for turn in progress.turns), initial=0)
+        sampled = (progress.token_ids, progress.logprobs, progress.versions)
+        for turn, (start, end), ended in zip(
+            progress.turns, pairwise(ends), progress.ended_itself.tolist(), strict=True
+        ):
+            ids, logprobs, versions = (array[start:end].tolist() for array in sampled)
+            self._add(turn, SampledTurn(self._context.input_ids(), ids, logprobs, versions, ended))
             self._context.add_observation(turn.observation)
         self._whole = len(self._turns)
 
@@ -397,28 +512,27 @@ class EpisodeGroup:
                 f"Samples {[episode.sample for episode in progress]} were begun, of the samples {list(samples)} of "
                 f"question {question.uid}."
             )
-        self._episodes: dict[int, Episode] = {}
-        """Those that have to be played."""
-        self._ended: dict[int, Trajectory] = {}
-        self._samples = tuple(samples)
+        self._episodes: dict[int, Episode | Trajectory] = {}
+        """By sample, in order; a trajectory is of an episode that has ended."""
         for sample in samples:
-            episode = known.get(sample)
-            if not isinstance(episode, Trajectory):
-                self._episodes[sample] = Episode(question, sample, tools, sampling, episode)
-            elif episode.question_uid == question.uid:
-                self._ended[sample] = episode
+            begun = known.get(sample)
+            if not isinstance(begun, Trajectory):
+                self._episodes[sample] = Episode(question, sample, tools, sampling, begun)
+            elif begun.question_uid == question.uid:
+                self._episodes[sample] = begun
             else:
-                raise ValueError(f"An episode of question {episode.question_uid} is none of {question.uid}.")
+                raise ValueError(f"An episode of question {begun.question_uid} is none of {question.uid}.")
 
     async def play(self, slots: asyncio.Semaphore, timeout_s: float) -> None:
         """Run each episode to its end, or for `timeout_s` seconds from when one of the `slots` is free for it."""
 
         async def play(sample: int, episode: Episode) -> None:
             async with slots:
-                finish = await within(asyncio.ensure_future(episode.run()), timeout_s=timeout_s)
-            self._ended[sample] = episode.trajectory(finish or Finish.ABORTED)
+                finish = await within(episode.run(), timeout_s=timeout_s)
+            self._episodes[sample] = episode.trajectory(finish or Finish.ABORTED)
 
-        tasks = [asyncio.create_task(play(sample, episode)) for sample, episode in self._episodes.items()]
+        waiting = [(sample, each) for sample, each in self._episodes.items() if isinstance(each, Episode)]
+        tasks = [asyncio.create_task(play(sample, episode)) for sample, episode in waiting]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -429,14 +543,17 @@ class EpisodeGroup:
 
     def progress(self) -> tuple[EpisodeProgress, ...]:
         """Samples that have ended or have a whole turn, in order."""
-        known = (self._ended.get(sample) or self._episodes[sample].progress() for sample in self._samples)
+        known = (each.progress() if isinstance(each, Episode) else each for each in self._episodes.values())
         return tuple(episode for episode in known if episode is not None)
 
     def trajectories(self) -> list[Trajectory]:
         """All samples, in order; an episode that has not ended is aborted."""
-        return [
-            self._ended.get(sample) or self._episodes[sample].trajectory(Finish.ABORTED) for sample in self._samples
-        ]
+        every = self._episodes.values()
+        return [each.trajectory(Finish.ABORTED) if isinstance(each, Episode) else each for each in every]
+
+
+class EngineDied(RunError):
+    """An engine is gone although the process that drives it may live: one sentence that says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +567,7 @@ class EngineActivity:
 
 
 def common_wait(activities: Sequence[EngineActivity]) -> str:
-    """Names of all that episodes wait for; empty where an engine is busy, or nothing is awaited."""
+    """The names of all that episodes wait for; empty where an engine is busy, or nothing is awaited."""
     if any(activity.busy for activity in activities):
         return ""
     return " and ".join(sorted({name for each in activities for name, waiting in each.awaited.items() if waiting}))
@@ -466,8 +583,8 @@ class Called(NamedTuple):
 
 async def call_tool(tool: Tool, text: str) -> Called:
     """Give `text` to `tool` and return its answer within its time-out: failures are returned, not raised."""
-    called = await within(_attempt(tool, text), timeout_s=tool.timeout_s)
-    return called or Called("", f"no answer within {tool.timeout_s:g} s")
+    late = Called("", f"no answer within {tool.timeout_s:g} s")
+    return await within(_attempt(tool, text), timeout_s=tool.timeout_s) or late
 
 
 async def _attempt(tool: Tool, text: str) -> Called:
@@ -498,20 +615,14 @@ def _encodable(text: str) -> str:
     return text[:MOST_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
-async def within(
-    call: Coroutine[Any, Any, T] | asyncio.Task[T],
-    *,
-    timeout_s: float | None = None,
-    stop: asyncio.Future[None] | None = None,
-) -> T | None:
-    """Return the result of `call`, or None after `timeout_s` seconds or once `stop` is done.
+async def within(call: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T | None:
+    """Return the result of `call`, or None after `timeout_s` seconds.
 
     The call is then cancelled. One that ignores this is left behind after `CANCEL_GRACE_S`.
     """
     task = asyncio.ensure_future(call)
     try:
-        waits: list[asyncio.Future[Any]] = [task] if stop is None else [task, stop]
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task], timeout=timeout_s)
         return task.result() if task.done() else None
     finally:
         if not task.done():

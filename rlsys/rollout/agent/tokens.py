@@ -1,9 +1,8 @@
-"""Tokens of an episode: those that are trained, and their relation to those that the engine sampled.
+"""Keeps the tokens of an episode: those that are trained, and their relation to those that the engine sampled.
 
-Two modes. `retokenize`: the context is text; each turn and the training sequence tokenise all of it
-anew, and a token is trained only if it lies wholly within generated text. `append`: sampled ids are
-kept up to and including the token that completes the stop tag; observations are tokenised alone and
-appended.
+Two modes. `retokenize`: the context is text; each turn and the training sequence tokenise all of it anew, and a token is
+trained only if it lies wholly within generated text. `append`: sampled ids are kept up to and including the token that
+completes the stop tag; observations are tokenised alone and appended.
 
 Invariants, in both modes:
 - No token that holds a character of the prompt or of an observation is trained.
@@ -20,10 +19,9 @@ Invariants, in both modes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +70,7 @@ class Codec:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
-        return cast("list[int]", self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def encode_spans(self, text: str) -> Encoded:
         """Token ids of `text` with their character spans."""
@@ -81,8 +79,7 @@ class Codec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return cast("str", text)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def prompt(self, question: str) -> str:
         """`question` as one user message where the tokenizer has a chat template, else as it stands.
@@ -92,7 +89,7 @@ class Codec:
         if self._tokenizer.chat_template is None or any(text in question for text in self.special_texts):
             return question
         message = [{"role": "user", "content": question}]
-        return cast("str", self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        return self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
 
 def _close_gaps(offsets: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
@@ -107,14 +104,13 @@ def _close_gaps(offsets: Sequence[tuple[int, int]], length: int) -> list[tuple[i
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """One call to the engine, token by token."""
+    """One call to the engine, token by token: log-probs and versions are aligned with `output_ids`."""
 
     input_ids: Sequence[int]
     output_ids: Sequence[int]
     logprobs: Sequence[float]
-    """As many as `output_ids`."""
     versions: Sequence[int]
-    """Policy version that sampled each; as many as `output_ids`."""
+    """Policy version that sampled each token."""
     ended_itself: bool
     """The engine stopped at a stop string or an end-of-sequence token, not at a limit."""
 
@@ -139,13 +135,13 @@ class Context(Protocol):
     """An episode's context while it grows."""
 
     def input_ids(self) -> list[int]:
-        """What the engine is given for the next turn."""
+        """The engine's input for the next turn."""
 
     def add_turn(self, turn: SampledTurn, text: str) -> None:
         """Append a generation of which `text` is what the protocol kept."""
 
     def add_observation(self, text: str) -> None:
-        """Append what the environment said."""
+        """Append what the environment answered."""
 
     def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
         """The finished sequence, at most `limit` tokens, ended by a trained EOS if `end_with_eos`."""
@@ -156,7 +152,7 @@ def open_context(mode: TokenMode, codec: Codec, prompt: str) -> Context:
     return Retokenized(codec, prompt) if mode is TokenMode.retokenize else Appended(codec, prompt)
 
 
-class Retokenized:
+class Retokenized(Context):
     """A context kept as text."""
 
     def __init__(self, codec: Codec, prompt: str) -> None:
@@ -169,13 +165,11 @@ class Retokenized:
         self._whole = False
 
     def input_ids(self) -> list[int]:
-        """The text so far, tokenised as one string."""
         if self._ids is None:
             self._ids = self._codec.encode(self._text)
         return list(self._ids)
 
     def add_turn(self, turn: SampledTurn, text: str) -> None:
-        """Append the text that the protocol kept."""
         start = len(self._text)
         self.add_observation(text)
         self._turns.append(turn)
@@ -183,12 +177,10 @@ class Retokenized:
         self._whole = text == self._codec.decode(turn.output_ids)
 
     def add_observation(self, text: str) -> None:
-        """Append an observation's text."""
         self._text += text
         self._ids = None
 
     def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
-        """See `Context.close`."""
         encoded = self._codec.encode_spans(self._text)
         owners = _owners(encoded.spans, self._ranges)
         prompt_length = sum(start < len(self._prompt) for start, _ in encoded.spans)
@@ -202,7 +194,7 @@ class Retokenized:
         return _record(tokens, owners, self._turns, prompt_length, response, closing, limit)
 
 
-class Appended:
+class Appended(Context):
     """A context kept as tokens."""
 
     def __init__(self, codec: Codec, prompt: str) -> None:
@@ -215,7 +207,6 @@ class Appended:
         self._eos: int | None = None
 
     def input_ids(self) -> list[int]:
-        """The tokens so far."""
         return list(self._tokens)
 
     def add_turn(self, turn: SampledTurn, text: str) -> None:
@@ -236,7 +227,6 @@ class Appended:
         self._response += text
 
     def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
-        """See `Context.close`."""
         closing = self._codec.eos_id if end_with_eos and self._eos is None else None
         return _record(self._tokens, self._owners, self._turns, self._prompt_length, self._response, closing, limit)
 
@@ -295,13 +285,13 @@ def _record(
     versions = np.full(length, UNSAMPLED, dtype=np.int32)
     differing = 0
     for index, turn in enumerate(turns):
-        own = owner == index
-        versions[own] = min(turn.versions, default=UNSAMPLED)
-        differing += _count_differing(turn.output_ids, final[own].tolist())
+        of_turn = owner == index
+        versions[of_turn] = min(turn.versions, default=UNSAMPLED)
+        differing += _count_differing(turn.output_ids, final[of_turn].tolist())
         start = len(turn.input_ids)
         end = _common_prefix([*turn.input_ids, *turn.output_ids], final)
         if end > start:
-            as_sampled = start + np.flatnonzero(own[start:end])
+            as_sampled = start + np.flatnonzero(of_turn[start:end])
             logprobs[as_sampled] = np.array(turn.logprobs, dtype=np.float32)[as_sampled - start]
             versions[as_sampled] = np.array(turn.versions, dtype=np.int32)[as_sampled - start]
     if closing_eos is not None and length < limit:
@@ -341,7 +331,7 @@ def _count_differing(sampled: Sequence[int], trained: Sequence[int]) -> int:
 
 
 def _common_prefix(sampled: Sequence[int], final: NDArray[np.int32]) -> int:
-    """How many leading tokens two sequences share."""
+    """The number of leading tokens that two sequences share."""
     length = min(len(sampled), len(final))
     unequal = np.flatnonzero(np.asarray(sampled[:length], dtype=np.int32) != final[:length])
     return int(unequal[0]) if len(unequal) else length
@@ -370,12 +360,6 @@ class PartialEpisode:
     """[sampled] policy version that sampled each."""
     ended_itself: NDArray[np.bool_]
     """[turns] as `SampledTurn.ended_itself`."""
-
-    def generations(self) -> Iterator[tuple[Turn, slice, bool]]:
-        """Each turn, where its tokens are, and whether it ended itself."""
-        ends = accumulate((turn.generated_tokens for turn in self.turns), initial=0)
-        for turn, (start, end), ended in zip(self.turns, pairwise(ends), self.ended_itself.tolist(), strict=True):
-            yield turn, slice(start, end), ended
 
 
 EpisodeProgress = Trajectory | PartialEpisode

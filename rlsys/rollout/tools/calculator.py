@@ -1,8 +1,8 @@
 """A calculator: exact arithmetic on what the policy wrote, without ever running it.
 
 Contract: numbers, + - * / // % ** and parentheses; `^`, `×`, `÷` and `−` are taken for what they mean. Rational numbers
-are exact, digit by digit as they are written, so that 0.1 + 0.2 is 0.3; a root is as good as a float. An expression is parsed, never evaluated as code, and
-takes bounded time and memory: its length and the size of every number in between are limited.
+are exact, digit by digit as they are written, so that 0.1 + 0.2 is 0.3; a root is as good as a float. An expression is
+parsed, never evaluated as code; bounds on its length and on every number in between bound its time and memory.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def tool_tags(paths: Sequence[str]) -> dict[str, str]:
 
 
 def open_tools(task: TaskConfig) -> tuple[Tool, ...]:
-    """Make one of each tool of `task`. Raises UserError with one line for each problem."""
+    """Make each tool of `task`. Raises UserError with one line for each problem."""
     if problems := list(check_tools(task)):
         raise UserError("\n".join(problems))
     return tuple(_made(path) for path in task.tools)
@@ -89,12 +89,8 @@ def open_tools(task: TaskConfig) -> tuple[Tool, ...]:
 def check_tools(task: TaskConfig) -> Iterator[str]:
     """One sentence for each problem of `task.tools`."""
     tags = task.tags
-    taken = {
-        tags.search: "task.tags.search",
-        tags.answer: "task.tags.answer",
-        tags.information: "task.tags.information",
-    }
-    taken = {tag.lower(): owner for tag, owner in ({"think": "reasoning"} | taken).items()}
+    taken = {"think": "reasoning", tags.search.lower(): "task.tags.search", tags.answer.lower(): "task.tags.answer"}
+    taken[tags.information.lower()] = "task.tags.information"
     names: dict[str, str] = {}
     for path in task.tools:
         try:
@@ -120,8 +116,9 @@ def described(paths: Sequence[str]) -> str:
 
 
 def _made(path: str) -> Tool:
+    tool = find_tool(path)
     try:
-        return find_tool(path)()
+        return tool()
     except UserError:
         raise
     except Exception as error:

@@ -18,8 +18,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.data.group import Floats, Sample
-from rlsys.data.trajectory import MaskOf, trained_tokens
+from rlsys.data.trajectory import Floats, MaskOf, Sample, trained_tokens
 
 _NARROWEST = 2
 """Tokens of the narrowest row: one to predict from, one to predict."""

@@ -19,8 +19,7 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.data.group import Sample
-from rlsys.data.trajectory import MaskOf, trained_tokens
+from rlsys.data.trajectory import MaskOf, Sample, trained_tokens
 from rlsys.trainer.batches.micro_batch import MicroBatch, collate, round_up, sequence_chunks
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The search tool of a rollout worker, as its config says: a client of a server, or a cassette before it."""
+"""Opens the search tool that a config names: a client of a server, or a cassette before it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from rlsys.search.client import SearchClient
 
 
 def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
-    """The tool of one worker process.
+    """Open the tool of one worker process; all processes that record together do so before the first search.
 
-    Raises UserError where a server is needed and `search.url` is null, for a cassette that cannot be played
-    with these settings, and for one that `record` finds there already. So all processes that record together
-    open their tools before the first search.
+    Raises UserError where a server is needed and `search.url` is null, for a cassette that cannot be played with these
+    settings, and for one that `record` finds there already.
     """
     cassette = search.cassette
     if cassette.path is None:
