@@ -12,6 +12,7 @@ import psutil
 from rlsys.errors import UserError
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
+RANK = "rlsys-node-"  # How the resource of Ray's begins whose name ends with a machine's rank.
 RAY_PORT = 6379  # Of the head of a Ray cluster, where nobody says otherwise.
 _LOOPBACK = "127."
 _OUTSIDE = "192.0.2.1"  # An address that nobody has (RFC 5737): the way to it is the way out.

@@ -25,16 +25,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rlsys.cluster.auth import require_token
 from rlsys.cluster.child_processes import adopt_orphans, descendants, end
-from rlsys.cluster.folders import ray_folder, rays_own
-from rlsys.cluster.network import require_listener
+from rlsys.cluster.network import RANK, require_listener
+from rlsys.cluster.ray_files import ray_folder, rays_own, require_token
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
-RANK = "rlsys-node-"  # How the resource begins whose name ends with a machine's rank.
 SILENCE_S = 20.0  # For an answer of a cluster's head.
 LOOK_S = 0.5  # Between two looks for machines that are not there yet.
 _SLIVER = 0.001  # Of the resource that every machine has of its own: enough to be there.
@@ -45,12 +43,18 @@ _HEAD = "node:__internal_head__"
 class Machine:
     """One machine of the cluster."""
 
-    rank: int | None  # That it was brought with; None if it came otherwise.
+    rank: int  # That it was brought with, else its place.
+    came_with_rank: bool
     host: str
     address: str
     node_id: str  # Ray's name of it.
     resource: str  # That this machine alone has, 1 of it.
     devices: Mapping[str, float]  # CPU and GPU slots.
+
+    @property
+    def name(self) -> str:
+        """The machine as messages call it."""
+        return f"node {self.rank} ({self.host}, {self.address})"
 
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
@@ -99,15 +103,15 @@ def machines() -> list[Machine]:
     A machine that `rlsys launch` has brought has a resource that names its rank. One that came otherwise has none: then
     the head is the first, and the others follow in the order of their host names.
     """
-    there = [(_machine(node), _HEAD in node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    ranked = any(machine.rank is not None for machine, _ in there)
+    found = [(_rank_of(node), node) for node in ray.nodes() if node["Alive"]]
+    ranked = any(rank is not None for rank, _ in found)
 
-    def place(item: tuple[Machine, bool]) -> tuple[float, list[tuple[int, str]]]:
-        machine, head = item
-        unranked = float("inf") if ranked else not head
-        return unranked if machine.rank is None else machine.rank, natural(machine.host)
+    def place(item: tuple[int | None, Mapping[str, Any]]) -> tuple[float, list[tuple[int, str]]]:
+        rank, node = item
+        unranked = float("inf") if ranked else _HEAD not in node["Resources"]
+        return unranked if rank is None else rank, natural(node["NodeManagerHostname"])
 
-    return [machine for machine, _ in sorted(there, key=place)]
+    return [_machine(position, rank, node) for position, (rank, node) in enumerate(sorted(found, key=place))]
 
 
 def lost(known: Sequence[Machine]) -> list[Machine]:
@@ -229,17 +233,19 @@ def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: floa
         time.sleep(LOOK_S)
 
 
-def _machine(node: Mapping[str, Any]) -> Machine:
-    resources: Mapping[str, float] = node["Resources"]
-    rank = next((int(name.removeprefix(RANK)) for name in resources if name.startswith(RANK)), None)
-    address = node["NodeManagerAddress"]
+def _rank_of(node: Mapping[str, Any]) -> int | None:
+    return next((int(name.removeprefix(RANK)) for name in node["Resources"] if name.startswith(RANK)), None)
+
+
+def _machine(position: int, rank: int | None, node: Mapping[str, Any]) -> Machine:
     return Machine(
-        rank=rank,
+        rank=position if rank is None else rank,
+        came_with_rank=rank is not None,
         host=node["NodeManagerHostname"],
-        address=address,
+        address=node["NodeManagerAddress"],
         node_id=node["NodeID"],
-        resource=f"node:{address}" if rank is None else f"{RANK}{rank}",
-        devices={name: resources.get(name, 0.0) for name in ("CPU", "GPU")},
+        resource=f"node:{node['NodeManagerAddress']}" if rank is None else f"{RANK}{rank}",
+        devices={name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU")},
     )
 
 

@@ -26,8 +26,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlsys.cluster.bundles import DeviceSlot
 from rlsys.cluster.network import interface_settings, own_addresses, promised_port
+from rlsys.cluster.planning.placement import DeviceSlot
 from rlsys.cluster.runtime import RESOURCE, device_ids, hosts_of, within
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError

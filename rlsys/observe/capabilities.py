@@ -99,28 +99,24 @@ def lacking(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
 
 def _layers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     if config.model.layers is Layers.te and config.cluster.device is Device.cpu:
-        yield Problem(
-            "model.layers",
+        yield Problem.of(
             "model.layers=te with cluster.device=cpu: Transformer Engine computes on GPUs alone; use "
-            "model.layers=local.",
+            "model.layers=local."
         )
     elif config.model.layers is Layers.te and here.transformer_engine is None:
-        yield Problem(
-            "model.layers",
+        yield Problem.of(
             "model.layers=te, and Transformer Engine is not installed: install transformer-engine[pytorch] as "
-            "requirements/gpu.txt says, or use model.layers=local.",
+            "requirements/gpu.txt says, or use model.layers=local."
         )
     if config.model.attention is not Attention.auto and _resolved(config, here) is Layers.local:
-        yield Problem(
-            "model.attention",
+        yield Problem.of(
             f"model.attention={config.model.attention} chooses among Transformer Engine's kernels, and the layers are "
-            "Megatron's own, which have torch's attention alone: use model.attention=auto, or model.layers=te.",
+            "Megatron's own, which have torch's attention alone: use model.attention=auto, or model.layers=te."
         )
     if config.model.fp8 and _resolved(config, here) is Layers.local:
-        yield Problem(
-            "model.fp8",
+        yield Problem.of(
             "model.fp8=true needs Transformer Engine's layers, and these are Megatron's own: use model.layers=te on "
-            "GPUs, or model.fp8=false.",
+            "GPUs, or model.fp8=false."
         )
 
 
@@ -128,27 +124,23 @@ def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     """Devices and packages without which the gpu profile, or a part of it, does not start."""
     if not here.cuda_devices:
         build = f"built for CUDA {here.cuda}" if here.cuda else "built without CUDA"
-        yield Problem(
-            "cluster.device",
+        yield Problem.of(
             f"cluster.device=gpu, and torch {here.torch}, {build}, finds no CUDA device here: run on a machine with "
-            "NVIDIA GPUs, look at CUDA_VISIBLE_DEVICES and the driver, or set cluster.device=cpu.",
+            "NVIDIA GPUs, look at CUDA_VISIBLE_DEVICES and the driver, or set cluster.device=cpu."
         )
     if not here.nccl:
-        yield Problem(
-            "cluster.device",
-            f"cluster.device=gpu, and torch {here.torch} has no NCCL: install torch as requirements/gpu.txt says.",
+        yield Problem.of(
+            f"cluster.device=gpu, and torch {here.torch} has no NCCL: install torch as requirements/gpu.txt says."
         )
     if here.sglang_kernel is None:
-        yield Problem(
-            "cluster.device",
+        yield Problem.of(
             "cluster.device=gpu, and SGLang's kernels are not installed: install sglang-kernel as requirements/gpu.txt "
-            "says.",
+            "says."
         )
     if config.cluster.mode is Mode.collocated and here.torch_memory_saver is None:
-        yield Problem(
-            "cluster.mode",
+        yield Problem.of(
             "cluster.mode=collocated has engines give their memory to the trainer in turns, and torch-memory-saver is "
-            "not installed: install it as requirements/gpu.txt says, or place the groups apart.",
+            "not installed: install it as requirements/gpu.txt says, or place the groups apart."
         )
     if config.model.fusions and here.foreign_apex is not None:
         yield Problem(
@@ -164,47 +156,41 @@ def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
         return
     asked, dtype = config.model.attention, config.model.dtype
     if asked in (Attention.flash, Attention.fused) and dtype is Dtype.float32:
-        yield Problem(
-            "model.attention",
-            f"model.attention={asked} computes in bfloat16, and model.dtype is float32: use model.attention=unfused.",
+        yield Problem.of(
+            f"model.attention={asked} computes in bfloat16, and model.dtype is float32: use model.attention=unfused."
         )
     if asked is Attention.flash and not here.flash_kernels:
-        yield Problem(
-            "model.attention",
+        yield Problem.of(
             f"model.attention=flash, and no FlashAttention that runs on compute capability {_spoken(here)} is "
-            "installed: install flash-attn-4 (9.0 and newer) or flash-attn (8.0 and newer), or use model.attention=auto.",
+            "installed: install flash-attn-4 (9.0 and newer) or flash-attn (8.0 and newer), or use model.attention=auto."
         )
     if asked is Attention.fused and not here.at_least(AMPERE):
-        yield Problem(
-            "model.attention",
+        yield Problem.of(
             f"model.attention=fused needs compute capability 8.0, and this machine has {_spoken(here)}: use "
-            "model.attention=unfused.",
+            "model.attention=unfused."
         )
     # Packed sequences over several ranks, the padding of each a part of it, every FlashAttention takes.
     for group, settings in megatron_groups(config).items():
         key, cp = f"{group}.parallel.cp", settings.parallel.cp
         if cp > 1 and (asked is Attention.unfused or dtype is Dtype.float32):
-            yield Problem(
-                key,
+            yield Problem.of(
                 f"{key}={cp}: of Transformer Engine's attention kernels the unfused one, all that there is for "
                 f"model.attention={asked} with model.dtype={dtype}, knows no context parallelism: use "
-                "model.attention=fused with model.dtype=bfloat16, or model.layers=local.",
+                "model.attention=fused with model.dtype=bfloat16, or model.layers=local."
             )
 
 
 def _numbers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     for key, dtype in (("model.dtype", config.model.dtype), ("rollout.engine.dtype", config.rollout.engine.dtype)):
         if dtype is Dtype.bfloat16 and not here.at_least(AMPERE):
-            yield Problem(
-                key,
+            yield Problem.of(
                 f"{key}=bfloat16 needs compute capability 8.0, and this machine has {_spoken(here)}: use float32, or "
-                "newer GPUs.",
+                "newer GPUs."
             )
     if config.model.fp8 and not here.at_least(ADA):
-        yield Problem(
-            "model.fp8",
+        yield Problem.of(
             f"model.fp8=true needs compute capability 8.9 (Ada, Hopper or newer), and this machine has {_spoken(here)}: "
-            "set it to false.",
+            "set it to false."
         )
 
 

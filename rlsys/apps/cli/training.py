@@ -119,8 +119,8 @@ def launch(
 
 
 def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
-    from rlsys.cluster.auth import require_token
     from rlsys.cluster.launch.ray_node import patience
+    from rlsys.cluster.ray_files import require_token
 
     # Ray reads them once, when it is loaded.
     os.environ.update(patience(os.environ))
@@ -129,7 +129,7 @@ def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
 
     # Ray takes seconds to load, which a mistake need not wait for.
     from rlsys.cluster.launch.head import lead, lead_cluster
-    from rlsys.cluster.launch.worker import work
+    from rlsys.cluster.launch.ray_node import work
 
     def notify(text: str) -> None:
         with suppress(OSError):  # Of a terminal that has been closed.

@@ -1,31 +1,46 @@
 """Looks at everything that a run needs before anything starts: what is wrong is said all at once.
 
-Contract: nothing is started that stays, no weights are read, and every wait ends by itself. What is wrong with the
-config already is not looked at again in the world: a path that is not there is said once.
+Contract: nothing is started that stays, of weights only headers are read, and every wait ends by itself. What is wrong with
+the config already is not looked at again in the world: a path that is not there is said once.
+
+What is seen is a list of findings, which are rows of a table for people and plain data for programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from safetensors import SafetensorError, safe_open
 
-from rlsys.cluster.folders import ray_parent
 from rlsys.cluster.network import RAY_PORT
 from rlsys.cluster.planning.memory import BYTES, GIB
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, parse_placement
 from rlsys.cluster.planning.plan import make_plan
-from rlsys.cluster.preflight.findings import Finding, note, ok, unknown, wrong
-from rlsys.cluster.preflight.inputs import MODEL, data_findings, model_findings, search_findings, spoken
-from rlsys.cluster.preflight.machine import Gpus, RayCluster, ThisMachine, Unseen
-from rlsys.config.derived import has_critic, has_reference, moves_reference
+from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
+from rlsys.cluster.ray_files import ray_parent
+from rlsys.config.derived import has_critic, has_reference, moves_reference, needs_server
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Device, Layers, RunConfig, SyncMode
+from rlsys.config.schema import Device, Layers, RunConfig, SearchConfig, SyncMode
+from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 from rlsys.observe.capabilities import Capabilities, lacking
+from rlsys.search.address import DEFAULT_PORT
+from rlsys.search.index.manifest import read_manifest
+from rlsys.weights.bijection import WeightMap
+from rlsys.weights.families import read_architecture
+from rlsys.weights.hf_io import INDEX, HfReader
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements"
@@ -47,6 +62,81 @@ _OPTIMIZER_BYTES = 12
 _BUCKET_FILES = 3  # Most files of weights that cluster.sync_mode=disk has at a time.
 _RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 RAY = "Ray"
+MODEL, SEARCH_INDEX, SERVER = "model.path", "search.index", "search server"
+_TOKENIZER, _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+_AGAIN = "get the model again, such as with `hf download NAME --local-dir FOLDER`"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_QUESTION = "Who wrote Hamlet?"
+_STYLE = {"ok": "green", "wrong": "bold red", "note": "yellow", "unknown": "cyan"}
+_NARROW = 56  # Columns below which a table of three is no table any more.
+
+
+class FindingState(StrEnum):
+    """State of one thing."""
+
+    ok = "ok"
+    wrong = "wrong"  # The run would not start, or would not end well.
+    note = "note"  # Worth to know; the run can start.
+    unknown = "unknown"  # It cannot be seen from here.
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at."""
+
+    state: FindingState
+    what: str
+    found: str
+    fix: str = ""  # What to do; never empty where it is wrong, unless `found` says it already.
+
+
+ok = partial(Finding, FindingState.ok)
+wrong = partial(Finding, FindingState.wrong)
+note = partial(Finding, FindingState.note)
+unknown = partial(Finding, FindingState.unknown)
+
+
+def is_right(findings: Iterable[Finding]) -> bool:
+    """Whether nothing is wrong, as far as could be seen."""
+    return all(finding.state is not FindingState.wrong for finding in findings)
+
+
+def as_data(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Plain data, which `--json` prints."""
+    rows = [{key: str(getattr(finding, key)) for key in ("what", "state", "found", "fix")} for finding in findings]
+    return {"config": name, "right": is_right(findings), "findings": rows}
+
+
+def show(name: str, findings: Sequence[Finding], console: Console) -> None:
+    """Print a row for each thing, with what to do below what was found, and a sentence at the end."""
+    table = Table(title=f"rlsys doctor --for {name}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("what", overflow="fold", max_width=22)
+    table.add_column("found", overflow="fold")
+    for finding in findings:
+        mark = Text(str(finding.state), _STYLE[finding.state])
+        told = Text(finding.found)
+        if finding.fix:
+            told.append(f"\n-> {finding.fix}", "bold")
+        if console.width < _NARROW:
+            console.print(mark, finding.what, highlight=False)
+            console.print(told)
+        table.add_row(mark, Text(finding.what), told)
+    if console.width >= _NARROW:
+        console.print(table)
+    console.print(verdict(name, findings), markup=False, highlight=False)
+
+
+def verdict(name: str, findings: Sequence[Finding]) -> str:
+    """Sum the findings up in one sentence."""
+    wrong = [finding.what for finding in findings if finding.state is FindingState.wrong]
+    hidden = sum(finding.state is FindingState.unknown for finding in findings)
+    if wrong:
+        things = "1 thing is" if len(wrong) == 1 else f"{len(wrong)} things are"
+        return f"{things} to be mended before {name} can run: {', '.join(dict.fromkeys(wrong))}."
+    if hidden:
+        return f"{name} can run as far as it is seen from here; {hidden} could not be looked at (unknown)."
+    return f"{name} can run here."
 
 
 def examine(
@@ -442,3 +532,192 @@ def _shared(device: Device, machine: ThisMachine) -> Finding:
     if device is Device.gpu:
         return wrong(what, f"{found}, and NCCL wants {needed:g}", fix)
     return note(what, f"{found}, so Ray's object store of {needed:g} goes to the slower disk", fix)
+
+
+def spoken(gib: float) -> str:
+    """Write a size as people read it."""
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
+
+
+def model_findings(folder: Path) -> Iterator[Finding]:
+    """Look at a model's folder whose config.json has been found good."""
+    problems = list(_weight_problems(folder))
+    yield from (wrong(MODEL, sentence, _AGAIN) for sentence in problems)
+    if not problems:
+        size = sum(file.stat().st_size for file in HfReader(folder).files()) / GIB
+        tensors = len(WeightMap(read_architecture(folder)).hf_names())
+        yield ok(MODEL, f"{folder}: all {tensors} tensors, {spoken(size)}")
+    yield _tokenizer(folder)
+
+
+def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
+    """Look at a file of questions; its first one."""
+    try:
+        question = read_questions(path, limit=1)[0]
+    except UserError as problem:
+        return wrong(key, str(problem)), None
+    except OSError as problem:
+        return wrong(key, f"{path} cannot be read ({problem.strerror})", "make it readable for this user"), None
+    size = path.stat().st_size / GIB
+    return ok(key, f"{path}: {spoken(size)}, the first row is a question with an answer"), question
+
+
+def _weight_problems(folder: Path) -> Iterator[str]:
+    """All files that are missing or cut short; where there are none, what the tensors in them lack."""
+    try:
+        files = _files(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        yield f"{folder / INDEX} is damaged"
+        return
+    missing = [file.name for file in files if not file.is_file()]
+    if not files:
+        yield f"{folder} holds no weights (*.safetensors)"
+    if missing:
+        named = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        yield f"{folder} lacks {len(missing)} of {len(files)} files that its index names: {named}"
+    damaged = [reason for file in files if file.is_file() and (reason := _damage(file))]
+    yield from damaged
+    if not files or missing or damaged:
+        return
+    try:
+        reader, weights = HfReader(folder), WeightMap(read_architecture(folder))
+        weights.check_hf_names(reader.names())
+    except UserError as problem:
+        yield str(problem)
+        return
+    for entry in weights.entries():
+        for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
+            if (found := reader.spec(name).shape) != shape:
+                yield f"{name} has shape {list(found)}, and config.json says {list(shape)}: they are of two models"
+                return
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that the index names, or all where there is none."""
+    index = folder / INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return sorted(folder / str(name) for name in set(names))
+
+
+def _damage(file: Path) -> str:
+    """Why a file of weights cannot be read; empty where it can."""
+    try:
+        with safe_open(file, framework="np"):
+            return ""
+    except SafetensorError as problem:
+        return f"{file.name} is not whole ({problem})"
+    except OSError as problem:
+        return f"{file.name} cannot be read ({problem.strerror or problem})"
+
+
+def _tokenizer(folder: Path) -> Finding:
+    """Look for a tokenizer as an episode needs it: fast, with an end of sequence."""
+    from tokenizers import Tokenizer
+
+    what, file = "tokenizer", folder / _TOKENIZER
+    if not file.is_file():
+        return wrong(what, f"{file} is missing", _AGAIN)
+    try:
+        words = Tokenizer.from_file(str(file)).get_vocab_size()
+    except Exception as problem:  # noqa: BLE001 - the library raises nothing narrower
+        return wrong(what, f"{file} cannot be read ({problem})", _AGAIN)
+    settings, older = folder / _TOKENIZER_CONFIG, folder / _SPECIAL_TOKENS
+    naming = [settings, older] if older.is_file() else [settings]
+    try:
+        ends = [json.loads(each.read_text(encoding="utf-8")).get("eos_token") for each in naming]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return wrong(what, f"{settings} is missing or damaged", _AGAIN)
+    if not any(ends):
+        return wrong(what, f"{settings} has no eos_token", "set it to the token that ends an answer")
+    return ok(what, f"{words} tokens")
+
+
+def search_findings(config: RunConfig, question: str, machines: int, machine: ThisMachine) -> Iterator[Finding]:
+    """Look whether searches will be answered: by servers that are there, or by one that the run or its launcher starts.
+
+    `question` is one of the run's own, empty where none could be read; `machines` take part in the run.
+    """
+    search = config.search
+    if not search.enabled:
+        yield ok(SERVER, "none is needed, search.enabled is false")
+    elif not needs_server(search):
+        yield ok(SERVER, f"none is needed, searches are played from {search.cassette.path}")
+    elif search.url is None:
+        if search.index is not None:
+            yield _index_there(config, Path(search.index))
+        yield _later(config, machine)
+    else:
+        answers = machine.search(search, question or _QUESTION)
+        yield from (_answered(search, answer) for answer in answers)
+        compared = len(answers) > 1 and not any(answer.error for answer in answers)
+        if compared and (differs := machine.search_differs(search)):
+            yield wrong(SERVER, differs)
+        if machines > 1:
+            yield _from_elsewhere(search)
+
+
+def _answered(search: SearchConfig, answer: SearchAnswer) -> Finding:
+    if answer.error:
+        return wrong(SERVER, f"{answer.url}: {answer.error}", _command(search, answer.url))
+    if answer.passages < search.topk:
+        found = f"{answer.url} gives {answer.passages} of search.topk={search.topk} passages of a question"
+        return wrong(SERVER, found, f"look at its index, or set search.topk={max(answer.passages, 1)}")
+    return ok(SERVER, f"{answer.url} answers with {answer.passages} passages")
+
+
+def _command(search: SearchConfig, url: str) -> str:
+    """The command that starts a server at `url`."""
+    parts = urlsplit(url)
+    port = parts.port or DEFAULT_PORT
+    away = parts.hostname not in _LOOPBACK
+    listen = f"--port {port}" + (" --host 0.0.0.0" if away else "")
+    place = f" on {parts.hostname}" if away else ""
+    return f"start it{place}: rlsys search serve {search.index or 'INDEX'} --topk {search.topk} {listen}"
+
+
+def _index_there(config: RunConfig, folder: Path) -> Finding:
+    """The index, which other machines may have and this one not."""
+    serving = config.cluster.search.nodes
+    if config.cluster.nodes > 1 and serving and not folder.exists():
+        where = ", ".join(serving)
+        return unknown(SEARCH_INDEX, f"{folder} is not here; machine {where}, on which it is served, must have it")
+    try:
+        manifest = read_manifest(folder)
+    except UserError as problem:
+        return wrong(SEARCH_INDEX, str(problem))
+    except OSError as problem:
+        return wrong(SEARCH_INDEX, f"{folder} cannot be read ({problem.strerror})", "make it readable for this user")
+    files = [file for file in folder.iterdir() if file.is_file()]
+    empty = [file.name for file in files if not file.stat().st_size]
+    if empty:
+        return wrong(SEARCH_INDEX, f"{folder / empty[0]} is empty", "build the index again with `rlsys search index`")
+    size = sum(file.stat().st_size for file in files) / GIB
+    rows = manifest.get("rows")
+    passages = f", {rows:,} passages" if isinstance(rows, int) else ""
+    return ok(SEARCH_INDEX, f"{folder}: {manifest['kind']}{passages}, {spoken(size)}")
+
+
+def _later(config: RunConfig, machine: ThisMachine) -> Finding:
+    """A server that is not there yet."""
+    settings = config.cluster.search
+    if not settings.nodes:
+        return ok(SERVER, f"the run starts one on {config.search.index}")
+    where = f"the launcher starts one on machine {', '.join(settings.nodes)}, at port {settings.port}"
+    if config.cluster.nodes > 1:
+        return unknown(SERVER, f"{where}; whether it is free there is not seen from here")
+    if machine.port_is_free(settings.port):
+        return ok(SERVER, where)
+    return wrong(
+        SERVER, f"{where}, which another program has taken here", "end it, or give another cluster.search.port"
+    )
+
+
+def _from_elsewhere(search: SearchConfig) -> Finding:
+    """Rollout workers of other machines ask too."""
+    own = [url for url in [search.url, *search.replicas] if url and urlsplit(url).hostname in _LOOPBACK]
+    if not own:
+        return note(SERVER, "seen from this machine; the others must reach it too")
+    found = f"{own[0]} is, for rollout workers of other machines, their own machine"
+    return wrong(SERVER, found, "give the address that other machines know it by, and serve with --host 0.0.0.0")

@@ -2,19 +2,29 @@
 
 Contract: nothing that is asked here starts anything that stays, and each answer comes, or `Unseen` is raised, within a
 minute at most. Tests ask another machine, a subclass.
+
+Ray tries for minutes to join a cluster that is silent or that wants another token, and cannot be told not to. So a cluster
+is looked at from a process of its own: `python -m rlsys.cluster.preflight.machine ADDRESS` joins it, prints what it sees as
+JSON, and leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -155,16 +165,11 @@ class ThisMachine:
 
     def ray(self, address: str) -> RayCluster:
         """The cluster at `address`. Raises Unseen where it cannot be joined."""
-        from rlsys.cluster.look import cluster_at
-
         try:
             require_listener(address, _CONNECT_S)
-            seen = cluster_at(address, _RAY_S)
         except OSError as problem:
             raise Unseen(f"nobody listens there ({problem.strerror or problem})") from problem
-        except RunError as problem:
-            raise Unseen(str(problem)) from problem
-        return RayCluster(tuple(RayMachine(**node) for node in seen["nodes"]), seen["free"])
+        return cluster_at(address, _RAY_S)
 
     def search(self, settings: SearchConfig, question: str) -> tuple[SearchAnswer, ...]:
         """Answers of `url` and each of `replicas`."""
@@ -177,13 +182,51 @@ class ThisMachine:
 
     def search_differs(self, settings: SearchConfig) -> str:
         """A sentence on how the servers differ; empty where they are replicas of each other."""
-        try:
-            asyncio.run(_compare(settings))
-        except UserError as problem:
-            return str(problem)
-        except RunError:  # None answers, which `search` has said of each.
-            return ""
+        from rlsys.rollout.search_tool import open_client
+
+        quick = replace(settings, retries=0, hedge_after_s=None, timeout_s=min(settings.timeout_s, _SEARCH_S))
+
+        async def compare() -> None:
+            async with open_client(quick, topk=settings.topk) as client:
+                await client.health()
+
+        with suppress(RunError):  # None answers, which `search` has said of each.
+            try:
+                asyncio.run(compare())
+            except UserError as problem:
+                return str(problem)
         return ""
+
+
+def cluster_at(address: str, timeout_s: float) -> RayCluster:
+    """Look at the Ray cluster at `address`. Raises Unseen where this machine cannot join it within `timeout_s`."""
+    command = [sys.executable, "-m", "rlsys.cluster.preflight.machine", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        out, complaints = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, complaints = "", process.communicate()[1]
+    if "InvalidAuthToken" in complaints:
+        raise Unseen("the cluster wants a token: export RAY_AUTH_MODE as on the machine that started it")
+    if process.returncode == 0:
+        seen = json.loads(out)
+        return RayCluster(tuple(RayMachine(**node) for node in seen["nodes"]), seen["free"])
+    said = complaints.strip().splitlines()
+    if process.returncode < 0 or not said:
+        raise Unseen(f"it did not let this machine join within {timeout_s:g} s")
+    raise Unseen(said[-1].rstrip("."))
+
+
+def _join_and_look(address: str) -> dict[str, Any]:
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return {
+        "nodes": [{"address": node["NodeManagerAddress"], "resources": node["Resources"]} for node in alive],
+        "free": ray.available_resources(),
+    }
 
 
 def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
@@ -257,9 +300,5 @@ async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
         await wire.close()
 
 
-async def _compare(settings: SearchConfig) -> None:
-    from rlsys.rollout.search_tool import open_client
-
-    quick = replace(settings, retries=0, hedge_after_s=None, timeout_s=min(settings.timeout_s, _SEARCH_S))
-    async with open_client(quick, topk=settings.topk) as client:
-        await client.health()
+if __name__ == "__main__":
+    print(json.dumps(_join_and_look(sys.argv[1])))

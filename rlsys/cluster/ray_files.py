@@ -1,0 +1,136 @@
+"""Files of Ray's on this machine: the token of its user, and the folder of one Ray.
+
+Whoever reaches Ray's ports runs code as this user, unless Ray asks for a token, which is kept where only this user can read
+it. The folder lies below a short path, since the sockets among its files have short names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rlsys.errors import UserError
+from rlsys.files import LOCK, working_folder
+
+MODE = "RAY_AUTH_MODE"
+_TOKEN = "RAY_AUTH_TOKEN"
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+MOST_BYTES = 107  # Of a socket's path: sun_path of unix(7) without its end.
+_COMMON = Path("/tmp")
+_PREFIX, _RAYS = "rlsys-ray-", "ray"
+_LONGEST = f"{_PREFIX}12345678/{_RAYS}/session_2026-01-31_00-00-00_000000_4194304/sockets/plasma_store"
+"""That Ray makes in a folder of `ray_folder`, whose process has at most the number 2^22."""
+_log = logging.getLogger(__name__)
+
+
+def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, str]:
+    """Return the variables with which Ray asks for this user's token.
+
+    There are none where `environment` says RAY_AUTH_MODE=disabled, which is logged as a warning. `make` writes a new
+    token to ~/.ray/auth_token where the user has none. Raises UserError where there is none, or it cannot be kept.
+    """
+    mode = environment.get(MODE, "token").lower()
+    if mode == "disabled":
+        _log.warning(
+            "%s=disabled: whoever reaches Ray's ports on this machine can run code as you. Unset it to have Ray ask for "
+            "a token.",
+            MODE,
+        )
+        return {}
+    if mode != "token":
+        raise UserError(f"{MODE}={mode} in the environment: set it to token or disabled, or unset it.")
+    if not environment.get(_TOKEN):
+        given = environment.get("RAY_AUTH_TOKEN_PATH")
+        _require_file(Path(given) if given else token_file(), make=make and not given)
+    return {MODE: "token"}
+
+
+def token_file() -> Path:
+    """The file in which Ray looks for the user's token."""
+    return Path.home() / ".ray" / "auth_token"
+
+
+def _require_file(file: Path, *, make: bool) -> None:
+    try:
+        if make and not file.exists():
+            _write(file)
+        with file.open() as opened:
+            status = os.fstat(opened.fileno())
+            if status.st_mode & _OTHERS and status.st_uid == os.getuid():
+                os.fchmod(opened.fileno(), stat.S_IMODE(status.st_mode) & ~_OTHERS)
+            if opened.read(1):
+                return
+    except OSError as problem:
+        raise UserError(
+            f"Ray's token {file} cannot be {'made' if make else 'read'} ({problem.strerror}): "
+            + ("make the folder writable" if make else "copy the one of the head there, readable by you alone")
+            + f", or set {_TOKEN}."
+        ) from None
+    raise UserError(f"Ray's token {file} is empty: remove the file, or set {_TOKEN}.")
+
+
+def _write(file: Path) -> None:
+    """Write a new token. Of two processes that do so at once, both end with the token of one."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent) as new, suppress(FileExistsError):
+        new.write(secrets.token_hex(32))
+        new.flush()
+        os.link(new.name, file)
+
+
+def ray_parent() -> Path:
+    """The folder in which Ray's own is made: TMPDIR, or /tmp where Ray's sockets would not fit into that.
+
+    Raises UserError if neither will do.
+    """
+    wanted = Path(tempfile.gettempdir())
+    for folder in (wanted, _COMMON):
+        if len(os.fsencode(folder / _LONGEST)) <= MOST_BYTES and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    most = MOST_BYTES - len(_LONGEST) - 1
+    raise UserError(
+        f"TMPDIR={wanted} is too long for Ray's sockets, and {_COMMON} cannot be written: set TMPDIR to a folder "
+        f"whose path has at most {most} bytes."
+    )
+
+
+@contextmanager
+def ray_folder() -> Iterator[Path]:
+    """A new folder that only this user can enter, with `rays_own` in it; removed afterwards.
+
+    Also removes the folders of this user's processes that were killed before they could.
+    """
+    parent = ray_parent()
+    for other in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if other.lstat().st_uid == os.getuid() and (other / LOCK).is_file():
+                with working_folder(other):
+                    _empty(other)
+    folder = parent / f"{_PREFIX}{secrets.token_hex(4)}"
+    folder.mkdir(mode=0o700)
+    with working_folder(folder):
+        try:
+            yield folder
+        finally:
+            _empty(folder)
+
+
+def rays_own(folder: Path) -> Path:
+    """The folder within a `ray_folder` that Ray is given. Ray lets every user into it."""
+    return folder / _RAYS
+
+
+def _empty(folder: Path) -> None:
+    """Remove all but the lock by which `folder` is held."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != LOCK:
+            path.unlink(missing_ok=True)
