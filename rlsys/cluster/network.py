@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 import psutil
@@ -48,24 +48,18 @@ def address_here(host: str) -> str:
         if not named:
             raise UserError(f"--head {host} has no IPv4 address ({problem}): give one of {', '.join(own)}.") from None
         meant = []
-    for address in meant:
-        if address in own and not address.startswith(_LOOPBACK):
-            return address
-    if named or all(address.startswith(_LOOPBACK) for address in meant):
-        return _outward(host, own)
-    raise UserError(
-        f"--head {host} is {', '.join(meant)}, and this machine of rank 0 has {', '.join(own)}: give one of "
-        "these on every machine, or start rank 0 on that one."
-    )
-
-
-def _outward(host: str, own: Sequence[str]) -> str:
-    """The address of `own` on the way out, else the first that is not a loopback."""
+    outer = [address for address in own if not address.startswith(_LOOPBACK)]
+    if here := [address for address in meant if address in outer]:
+        return here[0]
+    if not named and not all(address.startswith(_LOOPBACK) for address in meant):
+        raise UserError(
+            f"--head {host} is {', '.join(meant)}, and this machine of rank 0 has {', '.join(own)}: give one of "
+            "these on every machine, or start rank 0 on that one."
+        )
     with suppress(OSError):  # Of a network without a way out.
         return address_towards(_OUTSIDE)
-    for address in own:
-        if not address.startswith(_LOOPBACK):
-            return address
+    if outer:
+        return outer[0]
     raise UserError(
         f"--head {host} is this machine, which has no IPv4 address that others could reach it by: connect it, or "
         "run on one machine."
@@ -81,8 +75,8 @@ def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, 
     if interface is None:
         return {}
     # NCCL takes a bare name for the beginning of one: eth1 would be eth10 too.
-    settings = dict(zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True))
-    return {name: value for name, value in settings.items() if not os.environ.get(name)}
+    settings = zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True)
+    return {name: value for name, value in settings if not os.environ.get(name)}
 
 
 def promised_port() -> socket.socket:
@@ -100,11 +94,10 @@ def promised_port() -> socket.socket:
 
 def answers(host: str, port: int, timeout_s: float) -> bool:
     """Whether something listens at `port` of `host`."""
-    try:
+    with suppress(OSError):
         require_listener(f"{host}:{port}", timeout_s)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def require_listener(address: str, timeout_s: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.cluster.launch.head import GatheredLogs, LogChunk, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
-from rlsys.cluster.ray_files import rays_own
+from rlsys.cluster.local_ray import rays_own
 from rlsys.cluster.worker_group import RankSilent
 from rlsys.errors import RunError
 

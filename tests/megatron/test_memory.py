@@ -32,7 +32,7 @@ from rlsys.config.schema import (
     Packing,
     RunConfig,
 )
-from rlsys.observe.capabilities import Capabilities
+from rlsys.observe.environment import Capabilities
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Learner
 from rlsys.trainer.batches.micro_batch import MicroBatch

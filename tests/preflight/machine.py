@@ -14,7 +14,7 @@ from torch import zeros
 
 from rlsys.cluster.preflight.machine import Disk, Gpu, Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.schema import SearchConfig
-from rlsys.observe.capabilities import Capabilities
+from rlsys.observe.environment import Capabilities
 from rlsys.weights.bijection import WeightMap
 from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import INDEX

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rlsys.observe.capabilities import version_of
+from rlsys.observe.environment import version_of
 from rlsys.search.address import DEFAULT_PORT
 
 MIN_PYTHON = (3, 11)

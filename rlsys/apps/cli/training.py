@@ -120,7 +120,7 @@ def launch(
 
 def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
     from rlsys.cluster.launch.ray_node import patience
-    from rlsys.cluster.ray_files import require_token
+    from rlsys.cluster.local_ray import require_token
 
     # Ray reads them once, when it is loaded.
     os.environ.update(patience(os.environ))

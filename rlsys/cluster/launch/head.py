@@ -28,12 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE, Ending, RayNode, ray_node, rlsys_command, tell_ending
 from rlsys.cluster.launch.role import LaunchTask, Notify, Role, search_settings, serving_positions
+from rlsys.cluster.local_ray import rays_own
 from rlsys.cluster.network import RANK, address_here, answers, promised_port
-from rlsys.cluster.ray_files import rays_own
 from rlsys.cluster.runtime import LOOK_S as MACHINES_LOOK_S
-from rlsys.cluster.runtime import Machine, answer, joined, lost, machines, resident
+from rlsys.cluster.runtime import SEES_ALL_GPUS, Machine, answer, joined, lost, machines, remote_shell
 from rlsys.cluster.worker_group import GATHERED, Rank, RankDied, RankSilent, SyncHost, WorkerGroup
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import TOKEN_VARIABLE
@@ -45,8 +47,6 @@ START_S = 120.0  # For an agent to start.
 GATHER_TIMEOUT_S = 10.0  # For a machine to hand its logs out.
 PREFLIGHT_S = 180.0  # For one machine's look at itself.
 CALL_TIMEOUT_S = 60.0  # For a machine to do what takes a moment.
-_SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""A search server takes no device of the run's, so Ray would hide them all from it."""
 MOST_BYTES = 4 * 1024**2  # Of logs in one answer.
 _RAYS_DEFAULT = Path("/tmp/ray")
 _OF_THE_HEAD = ("search", "task.")
@@ -108,7 +108,9 @@ class Crew:
         self.task, self.machines, self.node, self.notify = task, there, node, notify
         group = []
         for number, machine in enumerate(there):
-            handle = resident(SyncHost, machine, Path(os.devnull), _SEES_ALL_GPUS)
+            strategy = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
+            # A search server takes no device of the run's, so Ray would hide them all from it.
+            handle = remote_shell(SyncHost, strategy, Path(os.devnull), {SEES_ALL_GPUS: "1"})
             group.append(Rank(number, machine.name, handle, logs / str(machine.rank) / "node" / "search.log"))
         self.agents = WorkerGroup("node", group, START_S)
         self.logs = GatheredLogs(self.agents, [machine.rank for machine in there], logs)

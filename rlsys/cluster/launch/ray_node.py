@@ -20,11 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlsys.cluster import LOOPBACK_VARIABLE
-from rlsys.cluster.child_processes import adopt_orphans, descendants, end, ends_with_parent
 from rlsys.cluster.launch.role import Notify, Role
+from rlsys.cluster.local_ray import ends_with_parent, local_ray, rays_own, require_token
 from rlsys.cluster.network import RANK, address_towards, answers
 from rlsys.cluster.planning.placement import parse_placement
-from rlsys.cluster.ray_files import ray_folder, rays_own, require_token
 from rlsys.config.derived import has_critic
 from rlsys.config.schema import Device, RunConfig
 from rlsys.errors import RunError
@@ -39,8 +38,7 @@ LOOK_S = 1.0  # Between two looks at the head.
 LOST_S = 20.0  # The head is lost when it has answered nothing for so long.
 FAREWELL_S = 90.0
 """For a head that was told to end at the same time, as by Slurm, to close the run, which needs this machine."""
-_END = "end.json"
-_OUTPUT = "ray-start.log"
+_END, _OUTPUT = "end.json", "ray-start.log"
 _LOG_LINES = 15
 _PATIENCE = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -73,12 +71,12 @@ class RayNode:
         status = self._process.poll()
         if status is None:
             return
-        said = (self.folder / _OUTPUT).read_text(errors="replace")
-        hint = (
-            " The machines have different tokens of Ray: copy the file ~/.ray/auth_token of the head to all, or set the "
-            "same RAY_AUTH_TOKEN everywhere."
-        )
-        hint = hint if "InvalidAuthToken" in said else ""
+        said, hint = (self.folder / _OUTPUT).read_text(errors="replace"), ""
+        if "InvalidAuthToken" in said:
+            hint = (
+                " The machines have different tokens of Ray: copy the file ~/.ray/auth_token of the head to all, or set the "
+                "same RAY_AUTH_TOKEN everywhere."
+            )
         lines = "\n".join(f"    {line}" for line in said.splitlines()[-_LOG_LINES:])
         raise RunError(f"Ray ended on this machine with status {status}.{hint} It said last:\n{lines}")
 
@@ -99,11 +97,22 @@ def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alon
 
     `alone` keeps it to this machine's loopback interface.
     """
-    adopt_orphans()
-    strangers = {process.pid for process in descendants()}
+    process: subprocess.Popen[bytes] | None = None
+
+    def stop() -> None:
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style", "record"]
     command += ["--disable-usage-stats", "--resources", json.dumps({resource: 1}), *arguments, *_slots(config)]
-    with ray_folder() as folder:
+    with local_ray(stop) as folder:
         told = {LOOPBACK_VARIABLE: "0" if alone else "1", FOLDER_VARIABLE: str(folder)}
         with (folder / _OUTPUT).open("wb") as output:
             process = subprocess.Popen(
@@ -114,10 +123,7 @@ def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alon
                 env=child_environment() | patience(os.environ) | told,
                 process_group=0,
             )
-        try:
-            yield RayNode(process, folder)
-        finally:
-            _stop(process, strangers)
+        yield RayNode(process, folder)
 
 
 def _slots(config: RunConfig) -> list[str]:
@@ -133,19 +139,6 @@ def _slots(config: RunConfig) -> list[str]:
 def patience(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables for how long Ray waits for what is silent, where `environment` does not say it."""
     return {name: value for name, value in _PATIENCE.items() if name not in environment}
-
-
-def _stop(process: subprocess.Popen[bytes], strangers: set[int]) -> None:
-    ours = [child for child in descendants() if child.pid not in strangers]
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    ours += [child for child in descendants() if child.pid not in strangers]
-    end(ours)
 
 
 @asynccontextmanager
@@ -188,13 +181,12 @@ async def work(role: Role, config: RunConfig, wait_s: float, notify: Notify) -> 
 async def _await_head(role: Role, wait_s: float) -> str:
     """This machine's address on the way to the head, once that answers."""
     until = time.monotonic() + wait_s
-    problem = "nothing listens there"
     while True:
+        problem = "nothing listens there"
         try:
             address = await asyncio.to_thread(address_towards, role.host)
             if await asyncio.to_thread(answers, role.host, role.port, LOOK_S):
                 return address
-            problem = "nothing listens there"
         except OSError as error:  # The name may be known later, as a pod's is.
             problem = str(error)
         if time.monotonic() > until:

@@ -110,7 +110,15 @@ def machine_count(given: int | None, wanted: int) -> int:
 def expand_hosts(listed: str) -> Iterator[str]:
     """Host names of Slurm's short form: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7 and login."""
     for part in re.findall(r"(?:[^,\[]|\[[^]]*\])+", listed):
-        yield from _expanded(part)
+        prefix, bracket, rest = part.partition("[")
+        if not bracket:
+            yield part
+            continue
+        inner, _, suffix = rest.partition("]")
+        for item in inner.split(","):
+            first, _, last = item.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                yield from (f"{prefix}{number:0{len(first)}d}{tail}" for tail in [*expand_hosts(suffix)] or [""])
 
 
 def check_searching(config: RunConfig) -> None:
@@ -127,9 +135,7 @@ def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> li
 
     Raises UserError for one that is not there.
     """
-    if not needs_server(config.search):
-        return []
-    return [_position(wanted, hosts) for wanted in config.cluster.search.nodes]
+    return [_position(wanted, hosts) for wanted in config.cluster.search.nodes if needs_server(config.search)]
 
 
 def search_settings(
@@ -150,17 +156,17 @@ def _head(head: str | None, environment: Mapping[str, str], names: Sequence[str]
         raise UserError(
             f"{given} is an IPv6 address, and machines meet over IPv4: give the machine's name or its IPv4 address."
         )
-    if head is not None:
-        parts = re.fullmatch(r"(?P<host>[^:]+)(:(?P<port>\d+))?", head)
-        if parts is None:
-            raise UserError(f"--head {head} is not HOST or HOST:PORT.")
-        port = int(parts["port"] or RAY_PORT)
-        if not 0 < port < 65536:
-            raise UserError(f"--head {head}: a port is from 1 to 65535.")
-        return parts["host"], port
-    if master:
+    if head is None and master:
         return master, _number(environment, ("MASTER_PORT",)) or RAY_PORT
-    return (names[0] if names else ""), RAY_PORT
+    if head is None:
+        return (names[0] if names else ""), RAY_PORT
+    parts = re.fullmatch(r"([^:]+)(?::(\d+))?", head)
+    if parts is None:
+        raise UserError(f"--head {head} is not HOST or HOST:PORT.")
+    port = int(parts[2] or RAY_PORT)
+    if not 0 < port < 65536:
+        raise UserError(f"--head {head}: a port is from 1 to 65535.")
+    return parts[1], port
 
 
 def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | None:
@@ -171,19 +177,6 @@ def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | N
                 raise UserError(f"{variable}={text} in the environment is not a number: set it right, or unset it.")
             return int(text)
     return None
-
-
-def _expanded(part: str) -> Iterator[str]:
-    prefix, bracket, rest = part.partition("[")
-    if not bracket:
-        yield part
-        return
-    inner, _, suffix = rest.partition("]")
-    for item in inner.split(","):
-        first, _, last = item.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            for tail in _expanded(suffix):
-                yield f"{prefix}{number:0{len(first)}d}{tail}"
 
 
 def _position(wanted: str, hosts: Sequence[tuple[int, str]]) -> int:

@@ -18,9 +18,9 @@ micro-batch to be a target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -133,14 +133,6 @@ class StageRank:
         self._choose_kernels()
         self._count_parameters()
 
-    @cached_property
-    def shard(self) -> float:
-        """Parameters whose optimiser state it keeps: an equal share with the ranks that hold the same ones."""
-        if self.optimizer is None or not self.optimizer.distributed:
-            return self.parameters
-        copies, copies_of_experts = self.stage_size / self.parallel.tp, self.stage_size / self.parallel.ep
-        return self.shared / copies + self.experts / copies_of_experts
-
     def _choose_kernels(self) -> None:
         """Set which kernels compute, as far as memory depends on it."""
         model, on_gpu = self.config.model, self.config.cluster.device is Device.gpu
@@ -148,9 +140,9 @@ class StageRank:
         self.fused_norm = on_gpu  # One kernel for RMSNorm, which keeps its input alone. torch has none for a CPU.
         self.fused_swiglu = on_gpu and model.fusions  # One kernel for SwiGLU, which keeps its input alone.
         self.fused_rope = self.engine and model.fusions  # One kernel for rotary positions, which keeps no tables.
-        self.chunk_bytes = 128 * MIB if on_gpu else MIB  # Of the float32 pieces in which logits are worked off.
         # Attention needs a mask where a chunk's queries see keys before it: torch has that in one kernel on a GPU alone.
         self.masks = not on_gpu
+        self.chunks = _CHUNKS * min(128 * MIB if on_gpu else MIB, self.targets * self.columns * 4)  # Of the logits.
         self.norm_keeps_input = self.fused_norm or self.item == 4  # The residual stream, and no float32 copy of it.
 
     def _count_parameters(self) -> None:
@@ -163,7 +155,10 @@ class StageRank:
             else:
                 self.shared += size * count
             self.largest = max(self.largest, size if count else 0.0)
-        self.parameters = self.shared + self.experts
+        self.parameters = self.shard = self.shared + self.experts
+        if self.optimizer is not None and self.optimizer.distributed:
+            # Whose optimiser state it keeps: an equal share with the ranks that hold the same ones.
+            self.shard = (self.shared * self.parallel.tp + self.experts * self.parallel.ep) / self.stage_size
 
     def _rules(self) -> Iterator[tuple[Rule, int]]:
         """Each tensor of the model, and how many of its kind the stage has; an expert's count as one."""
@@ -191,11 +186,7 @@ def stage_memory(rank: StageRank) -> GroupMemory:
     passing, peak = _scoring(rank) if rank.optimizer is None else _training(rank)
     later = {"step": _optimizer_step(rank), "weight_sync": _weight_sync(rank)}
     total = sum(always.values()) + max(peak, _left(rank) + max(later.values()))
-    return _present({**always, **passing, **later}, total)
-
-
-def _present(parts: dict[str, float], total: float) -> GroupMemory:
-    return GroupMemory({name: size for name, size in parts.items() if size}, total)
+    return GroupMemory({name: size for name, size in (always | passing | later).items() if size}, total)
 
 
 def holds_reference(config: RunConfig, group: str) -> bool:
@@ -224,7 +215,9 @@ def _training(rank: StageRank) -> tuple[dict[str, float], float]:
     """Parts of forward and backward passes, and their fullest moment together."""
     steps, last_norm = _layer_steps(rank), _norm(rank)
     recompute = rank.config.model.recompute
-    of_layer = rank.stream if recompute else _kept(steps)
+    kept = list(accumulate(step.keeps for step in steps))  # Up to each step, itself included.
+    backward_peak = max(below + step.backward for below, step in zip(kept, steps, strict=True))
+    of_layer = rank.stream if recompute else kept[-1]
     # A stage's output waits for its gradient, and what came from the stage before for that of the first layer.
     ends = rank.stream * ((not rank.last) + (rank.stage > 0 and not rank.norm_keeps_input))
     # The buffer in which Megatron's own layers gather a sequence where weights are trained stays.
@@ -236,10 +229,11 @@ def _training(rank: StageRank) -> tuple[dict[str, float], float]:
     matrix = rank.columns * rank.model.hidden * rank.item
     tied = matrix if rank.tied_here else 0
     arriving = 0 if rank.last else rank.stream
-    layer = _backward_peak(steps) - of_layer
+    layer = backward_peak - of_layer
     if recompute:
         # The gradient of its output is there while a layer runs forward again.
-        layer = max(_backward_peak(steps), _recompute_peak(steps) + rank.stream)
+        forward_peak = max(below + step.ahead for below, step in zip(kept, steps, strict=True))
+        layer = max(backward_peak, forward_peak + rank.stream)
         # A norm that keeps a copy does so beside the sum behind attention.
         layer += 0 if rank.norm_keeps_input else rank.stream
     left = _left(rank)
@@ -280,7 +274,7 @@ def _read_out_and_back(rank: StageRank) -> float:
     logits = rank.targets * rank.columns * rank.item
     # A KL between distributions has a gradient of its own.
     extra = logits if rank.group == "actor" and sums_over_vocabulary(rank.config.algorithm) else 0
-    at_loss = 2 * logits + extra + _chunks(rank)
+    at_loss = 2 * logits + extra + rank.chunks
     weight = rank.columns * rank.model.hidden * rank.item
     return hidden * rank.item + max(at_loss, logits + weight + hidden * rank.item)
 
@@ -293,12 +287,8 @@ def _scoring(rank: StageRank) -> tuple[dict[str, float], float]:
     if not rank.last:
         return {"activations": activations}, activations
     hidden = rank.model.hidden * rank.item
-    logits = rank.targets * (hidden + rank.columns * rank.item) + _chunks(rank)
+    logits = rank.targets * (hidden + rank.columns * rank.item) + rank.chunks
     return {"activations": activations, "logits": logits}, max(activations, logits + rank.tokens * hidden)
-
-
-def _chunks(rank: StageRank) -> float:
-    return _CHUNKS * min(rank.chunk_bytes, rank.targets * rank.columns * 4)
 
 
 def _optimizer_step(rank: StageRank) -> float:
@@ -338,22 +328,7 @@ def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
         cache = max(0.0, engine.memory_fraction * cluster.device_memory_gib * GIB - parameters)
     staged = parameters * engine.tp if cluster.sync_mode is SyncMode.ipc else 0.0
     parts = {"parameters": parameters, "kv_cache": cache, "weight_sync": staged}
-    return _present(parts, sum(parts.values()))
-
-
-def _kept(steps: Sequence[Step]) -> float:
-    """Bytes that a forward pass leaves for the backward pass."""
-    return sum(step.keeps for step in steps)
-
-
-def _backward_peak(steps: Sequence[Step]) -> float:
-    """Most bytes alive in the backward pass, what is kept of `steps` included."""
-    return max(_kept(steps[: number + 1]) + step.backward for number, step in enumerate(steps))
-
-
-def _recompute_peak(steps: Sequence[Step]) -> float:
-    """Most bytes alive in a forward pass with gradients of `steps` alone."""
-    return max(_kept(steps[: number + 1]) + step.ahead for number, step in enumerate(steps))
+    return GroupMemory({name: size for name, size in parts.items() if size}, sum(parts.values()))
 
 
 def _layer_steps(rank: StageRank) -> list[Step]:

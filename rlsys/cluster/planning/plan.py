@@ -29,11 +29,8 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     model = read_architecture(config.model.path)
     trainer, algorithm = config.trainer, config.algorithm
     sizes = mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)
-    groups: dict[str, Any] = {
-        name: {"ranks": list(ranks[name]), **_sizes(config, ranks[name], name), **_memory(config, model, name)}
-        for name in ("actor", "inference", "critic", "rollout")
-        if name in ranks
-    }
+    order = ("actor", "inference", "critic", "rollout")
+    groups = {name: _group(config, model, name, ranks[name]) for name in order if name in ranks}
     return {
         "name": config.name,
         "device": str(config.cluster.device),
@@ -105,17 +102,15 @@ def _search(search: SearchConfig) -> str:
     return ", ".join([search.url, *search.replicas])
 
 
-def _sizes(config: RunConfig, ranks: tuple[int, ...], name: str) -> dict[str, int]:
+def _group(config: RunConfig, model: Architecture, name: str, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """Ranks, sizes, and memory of one rank: at its fullest, and by parts, which are not all there at once."""
     if name == "rollout":
         tp = config.rollout.engine.tp
-        return {"engines": len(ranks) // tp, "tp": tp}
-    parallel = megatron_groups(config)[name].parallel
-    dp = len(ranks) // (parallel.tp * parallel.pp * parallel.cp)
-    return {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep, "dp": dp}
-
-
-def _memory(config: RunConfig, model: Architecture, name: str) -> dict[str, Any]:
-    """Memory of one rank of the group: at its fullest, and by parts, which are not all there at once."""
+        sizes = {"engines": len(ranks) // tp, "tp": tp}
+    else:
+        parallel = megatron_groups(config)[name].parallel
+        sizes = {size: getattr(parallel, size) for size in ("tp", "pp", "cp", "ep")}
+        sizes["dp"] = len(ranks) // (parallel.tp * parallel.pp * parallel.cp)
     memory = group_memory(config, model, name)
     parts = {part: round(size / GIB, 4) for part, size in memory.parts.items()}
-    return {"memory_gib_per_rank": round(memory.total / GIB, 4), "memory_gib": parts}
+    return {"ranks": list(ranks), **sizes, "memory_gib_per_rank": round(memory.total / GIB, 4), "memory_gib": parts}

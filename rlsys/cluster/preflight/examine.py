@@ -24,18 +24,18 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError, safe_open
 
+from rlsys.cluster.local_ray import ray_parent
 from rlsys.cluster.network import RAY_PORT
 from rlsys.cluster.planning.memory import BYTES, GIB
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, parse_placement
 from rlsys.cluster.planning.plan import make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
-from rlsys.cluster.ray_files import ray_parent
 from rlsys.config.derived import has_critic, has_reference, moves_reference, needs_server
 from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Layers, RunConfig, SearchConfig, SyncMode
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
-from rlsys.observe.capabilities import Capabilities, lacking
+from rlsys.observe.environment import lacking
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.manifest import read_manifest
 from rlsys.weights.bijection import WeightMap
@@ -61,9 +61,7 @@ _LOGS_GIB = 1.0  # Logs, figures and Ray's session.
 _OPTIMIZER_BYTES = 12
 _BUCKET_FILES = 3  # Most files of weights that cluster.sync_mode=disk has at a time.
 _RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
-RAY = "Ray"
-MODEL, SEARCH_INDEX, SERVER = "model.path", "search.index", "search server"
-_TOKENIZER, _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+RAY, MODEL, SEARCH_INDEX, SERVER = "Ray", "model.path", "search.index", "search server"
 _AGAIN = "get the model again, such as with `hf download NAME --local-dir FOLDER`"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _QUESTION = "Who wrote Hamlet?"
@@ -94,6 +92,10 @@ ok = partial(Finding, FindingState.ok)
 wrong = partial(Finding, FindingState.wrong)
 note = partial(Finding, FindingState.note)
 unknown = partial(Finding, FindingState.unknown)
+
+
+def _ok_or_wrong(good: bool, what: str, found: str, fix: str) -> Finding:
+    return ok(what, found) if good else wrong(what, found, fix)
 
 
 def is_right(findings: Iterable[Finding]) -> bool:
@@ -148,7 +150,7 @@ def examine(
     search servers before the run.
     """
     problems = [*known, *(() if launched else launch_problems(config))]
-    yield from _said(problems) or [ok("config", f"{config.name}: its settings go together")]
+    yield from _problem_findings(problems) or [ok("config", f"{config.name}: its settings go together")]
     bad = {problem.key for problem in problems}
     ranks, ray = _ranks(config), _look_at_ray(config, machine)
     machines = max(config.cluster.nodes, len(ray.nodes) if isinstance(ray, RayCluster) else 1)
@@ -176,7 +178,7 @@ def examine(
         )
 
 
-def _said(problems: Sequence[Problem]) -> list[Finding]:
+def _problem_findings(problems: Sequence[Problem]) -> list[Finding]:
     return [wrong(problem.key, problem.sentence) for problem in problems]
 
 
@@ -209,10 +211,8 @@ def _version_findings(device: Device, version: Callable[[str], str | None]) -> I
         f"{each.name} is not installed" if found is None else f"{each.name} {found} is not {each.specifier}"
         for each, found in _unmet(needed, version)
     ]
-    if problems:
-        yield wrong("versions", "; ".join(problems), f"pip install -r {profile}")
-    else:
-        yield ok("versions", f"all {len(needed)} packages that rlsys needs are there")
+    all_there = f"all {len(needed)} packages that rlsys needs are there"
+    yield _ok_or_wrong(not problems, "versions", "; ".join(problems) or all_there, f"pip install -r {profile}")
     # Of the profile's pins, those that differ may do, and were not tested.
     pins = [pin for file in files for pin in read_requirements(file)]
     other = [
@@ -234,14 +234,10 @@ def read_requirements(file: Path) -> list[Requirement]:
     return [each for each in needed if each.marker is None or each.marker.evaluate()]
 
 
-def _unmet(
-    needed: Sequence[Requirement], version: Callable[[str], str | None]
-) -> Iterator[tuple[Requirement, str | None]]:
+def _unmet(needed: Sequence[Requirement], version: Callable[[str], str | None]) -> list[tuple[Requirement, str | None]]:
     """Those that are absent (None) or there in another version."""
-    for each in needed:
-        found = version(each.name)
-        if found is None or not each.specifier.contains(found, prereleases=True):
-            yield each, found
+    there = [(each, version(each.name)) for each in needed]
+    return [(each, has) for each, has in there if has is None or not each.specifier.contains(has, prereleases=True)]
 
 
 def _devices_here(config: RunConfig, ranks: int, ray: RayCluster | Unseen | None, machine: ThisMachine) -> int:
@@ -264,7 +260,7 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
         # Before torch looks: it takes memory of the cards.
         yield from _gpu_findings(config, wanted, machine)
     problems = list(lacking(config, machine.capabilities))
-    yield from _said(problems) or [ok("capabilities", "nothing that the settings ask for is missing")]
+    yield from _problem_findings(problems) or [ok("capabilities", "nothing that the settings ask for is missing")]
     if on_gpus and machine.capabilities.nccl:
         reach = "whether cards and machines reach each other shows at the start"
         yield note("NCCL", f"in torch {machine.capabilities.torch}; {reach}")
@@ -283,26 +279,21 @@ def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Itera
     names = ", ".join(sorted({card.name for card in seen.cards}))
     found = f"{len(seen.cards)} of {wanted}" + (f": {names}" if names else "")
     fewer = "place the groups on fewer (cluster.placement), look at CUDA_VISIBLE_DEVICES, or use a machine with more"
-    yield ok("GPUs", found) if len(seen.cards) >= wanted else wrong("GPUs", found, fewer)
+    yield _ok_or_wrong(len(seen.cards) >= wanted, "GPUs", found, fewer)
     # Only now: torch takes memory of the cards that it looks at.
     here = machine.capabilities
     yield _driver(seen.driver, here.cuda)
     if not seen.cards:
         return
+    # With the memory of these cards for the stated one, and what `model.layers=auto` is here.
     smallest = min(card.total_gib for card in seen.cards)
-    real = _on_these(config, smallest, here)
-    if (plan := _plan(real)) is None:
-        return
-    groups, needed = fullest_device(real, plan)
-    yield _gpu_memory(groups, needed, smallest, config.cluster.device_memory_gib)
-    yield from _used_gpus(seen, needed)
-
-
-def _on_these(config: RunConfig, card_gib: float, here: Capabilities) -> RunConfig:
-    """`config` with the memory of these cards for the stated one, and what `model.layers=auto` is here."""
     layers = here.layers if config.model.layers is Layers.auto else config.model.layers
-    cluster = replace(config.cluster, device_memory_gib=card_gib)
-    return replace(config, model=replace(config.model, layers=layers), cluster=cluster)
+    cluster = replace(config.cluster, device_memory_gib=smallest)
+    real = replace(config, model=replace(config.model, layers=layers), cluster=cluster)
+    if (plan := _plan(real)) is not None:
+        groups, needed = fullest_device(real, plan)
+        yield _gpu_memory(groups, needed, smallest, config.cluster.device_memory_gib)
+        yield from _used_gpus(seen, needed)
 
 
 def _driver(driver: str, cuda: str | None) -> Finding:
@@ -357,11 +348,9 @@ def _interface_findings(machine: ThisMachine) -> Iterator[Finding]:
         value = machine.variable(variable)
         if not value:
             continue
-        if any(_lets_through(value, interface, variable) for interface in present):
-            yield ok(variable, value)
-        else:
-            found = f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}"
-            yield wrong(variable, found, f"export {variable} with one of them, or unset it")
+        good = any(_lets_through(value, interface, variable) for interface in present)
+        found = value if good else f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}"
+        yield _ok_or_wrong(good, variable, found, f"export {variable} with one of them, or unset it")
 
 
 def _lets_through(value: str, interface: str, variable: str) -> bool:
@@ -369,16 +358,12 @@ def _lets_through(value: str, interface: str, variable: str) -> bool:
 
     gloo takes whole names. NCCL takes prefixes; behind `=` whole names, behind `^` all but these and the loopback.
     """
-    if variable != "NCCL_SOCKET_IFNAME":
-        return interface in _listed(value)
-    but, prefixes = value.startswith("^"), value.removeprefix("^")
-    names = _listed(prefixes.removeprefix("="))
+    of_nccl = variable == "NCCL_SOCKET_IFNAME"
+    but = of_nccl and value.startswith("^")
+    prefixes = value.removeprefix("^") if of_nccl else f"={value}"
+    names = [name.strip() for name in prefixes.removeprefix("=").split(",")]
     matches = interface in names if prefixes.startswith("=") else interface.startswith(tuple(names))
     return not matches and interface != "lo" if but else matches
-
-
-def _listed(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",")]
 
 
 def _look_at_ray(config: RunConfig, machine: ThisMachine) -> RayCluster | Unseen | None:
@@ -397,13 +382,10 @@ def _ray_findings(
     """Look at the cluster that the run joins, or the one that it starts; `ranks` devices are to be there."""
     cluster = config.cluster
     if isinstance(seen, RayCluster):
+        good = len(seen.nodes) >= cluster.nodes
         found = f"{len(seen.nodes)} of {cluster.nodes} machines at {cluster.address}"
-        if len(seen.nodes) >= cluster.nodes:
-            yield ok(RAY, found)
-        else:
-            there = ", ".join(node.address for node in seen.nodes)
-            fix = f"run `ray start --address={cluster.address}` on those missing"
-            yield wrong(RAY, f"{found}: {there}", fix)
+        found += "" if good else f": {', '.join(node.address for node in seen.nodes)}"
+        yield _ok_or_wrong(good, RAY, found, f"run `ray start --address={cluster.address}` on those missing")
         yield _ray_devices(config, seen, ranks)
     elif isinstance(seen, Unseen):
         fix = "start it with `ray start --head` or `rlsys launch`, or set cluster.address=null"
@@ -411,9 +393,8 @@ def _ray_findings(
     elif cluster.nodes == 1:
         yield ok(RAY, "the run starts its own on this machine")
     elif machine.port_is_free(RAY_PORT):
-        found = f"cluster.address is null, and {cluster.nodes} machines are wanted"
         fix = "start on all of them with `rlsys launch`, or give cluster.address of a running cluster"
-        yield unknown(RAY, found, fix)
+        yield unknown(RAY, f"cluster.address is null, and {cluster.nodes} machines are wanted", fix)
     else:
         found = f"port {RAY_PORT}, which the head of a cluster takes, is taken on this machine"
         yield wrong(RAY, found, "end what runs there (`ray stop`), or give its address as cluster.address")
@@ -450,7 +431,7 @@ def _room_findings(config: RunConfig, plan: Mapping[str, Any] | None, machine: T
         needed = float(sum(len(group["ranks"]) * group["memory_gib_per_rank"] for group in groups))
         found = f"{free:.1f} GiB free, and models and optimisers take about {needed:.1f}"
         fix = "free some, take a smaller model, or place the groups on fewer ranks"
-        yield ok("memory", found) if free > needed else wrong("memory", found, fix)
+        yield _ok_or_wrong(free > needed, "memory", found, fix)
 
 
 def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding:
@@ -468,11 +449,10 @@ def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding
     needed = count * each + weights + _LOGS_GIB
     checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {spoken(each)}"
     found = f"{disk.free_gib:.1f} GiB free in {disk.folder}, and {needed:.1f} may be written, {checkpoints} among it"
-    if disk.free_gib >= needed:
-        return ok(what, found)
     room = int((disk.free_gib - _LOGS_GIB) / each)
     fewer = f"set checkpoint.keep_last={room - 1}, or " if room > 1 else ""
-    return wrong(what, found, f"{fewer}free {needed - disk.free_gib:.1f} GiB, or give another output_dir")
+    fix = f"{fewer}free {needed - disk.free_gib:.1f} GiB, or give another output_dir"
+    return _ok_or_wrong(disk.free_gib >= needed, what, found, fix)
 
 
 def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
@@ -565,7 +545,11 @@ def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
 def _weight_problems(folder: Path) -> Iterator[str]:
     """All files that are missing or cut short; where there are none, what the tensors in them lack."""
     try:
-        files = _files(folder)
+        # Those that the index names, or all where there is none.
+        files = sorted(folder.glob("*.safetensors"))
+        if (index := folder / INDEX).is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files = sorted(folder / str(name) for name in set(names))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         yield f"{folder / INDEX} is damaged"
         return
@@ -592,15 +576,6 @@ def _weight_problems(folder: Path) -> Iterator[str]:
                 return
 
 
-def _files(folder: Path) -> list[Path]:
-    """Those that the index names, or all where there is none."""
-    index = folder / INDEX
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return sorted(folder / str(name) for name in set(names))
-
-
 def _damage(file: Path) -> str:
     """Why a file of weights cannot be read; empty where it can."""
     try:
@@ -616,22 +591,21 @@ def _tokenizer(folder: Path) -> Finding:
     """Look for a tokenizer as an episode needs it: fast, with an end of sequence."""
     from tokenizers import Tokenizer
 
-    what, file = "tokenizer", folder / _TOKENIZER
+    what, file = "tokenizer", folder / "tokenizer.json"
     if not file.is_file():
         return wrong(what, f"{file} is missing", _AGAIN)
     try:
         words = Tokenizer.from_file(str(file)).get_vocab_size()
     except Exception as problem:  # noqa: BLE001 - the library raises nothing narrower
         return wrong(what, f"{file} cannot be read ({problem})", _AGAIN)
-    settings, older = folder / _TOKENIZER_CONFIG, folder / _SPECIAL_TOKENS
+    settings, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     naming = [settings, older] if older.is_file() else [settings]
     try:
         ends = [json.loads(each.read_text(encoding="utf-8")).get("eos_token") for each in naming]
     except (OSError, ValueError, AttributeError, RecursionError):
         return wrong(what, f"{settings} is missing or damaged", _AGAIN)
-    if not any(ends):
-        return wrong(what, f"{settings} has no eos_token", "set it to the token that ends an answer")
-    return ok(what, f"{words} tokens")
+    found = f"{words} tokens" if any(ends) else f"{settings} has no eos_token"
+    return _ok_or_wrong(any(ends), what, found, "set it to the token that ends an answer")
 
 
 def search_findings(config: RunConfig, question: str, machines: int, machine: ThisMachine) -> Iterator[Finding]:
@@ -671,10 +645,8 @@ def _command(search: SearchConfig, url: str) -> str:
     """The command that starts a server at `url`."""
     parts = urlsplit(url)
     port = parts.port or DEFAULT_PORT
-    away = parts.hostname not in _LOOPBACK
-    listen = f"--port {port}" + (" --host 0.0.0.0" if away else "")
-    place = f" on {parts.hostname}" if away else ""
-    return f"start it{place}: rlsys search serve {search.index or 'INDEX'} --topk {search.topk} {listen}"
+    place, host = ("", "") if parts.hostname in _LOOPBACK else (f" on {parts.hostname}", " --host 0.0.0.0")
+    return f"start it{place}: rlsys search serve {search.index or 'INDEX'} --topk {search.topk} --port {port}{host}"
 
 
 def _index_there(config: RunConfig, folder: Path) -> Finding:
@@ -707,17 +679,14 @@ def _later(config: RunConfig, machine: ThisMachine) -> Finding:
     where = f"the launcher starts one on machine {', '.join(settings.nodes)}, at port {settings.port}"
     if config.cluster.nodes > 1:
         return unknown(SERVER, f"{where}; whether it is free there is not seen from here")
-    if machine.port_is_free(settings.port):
-        return ok(SERVER, where)
-    return wrong(
-        SERVER, f"{where}, which another program has taken here", "end it, or give another cluster.search.port"
-    )
+    free = machine.port_is_free(settings.port)
+    found = where if free else f"{where}, which another program has taken here"
+    return _ok_or_wrong(free, SERVER, found, "end it, or give another cluster.search.port")
 
 
 def _from_elsewhere(search: SearchConfig) -> Finding:
     """Rollout workers of other machines ask too."""
-    own = [url for url in [search.url, *search.replicas] if url and urlsplit(url).hostname in _LOOPBACK]
-    if not own:
-        return note(SERVER, "seen from this machine; the others must reach it too")
-    found = f"{own[0]} is, for rollout workers of other machines, their own machine"
-    return wrong(SERVER, found, "give the address that other machines know it by, and serve with --host 0.0.0.0")
+    if own := [url for url in [search.url, *search.replicas] if url and urlsplit(url).hostname in _LOOPBACK]:
+        found = f"{own[0]} is, for rollout workers of other machines, their own machine"
+        return wrong(SERVER, found, "give the address that other machines know it by, and serve with --host 0.0.0.0")
+    return note(SERVER, "seen from this machine; the others must reach it too")

@@ -31,7 +31,7 @@ import psutil
 from rlsys.cluster.network import require_listener
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError, UserError
-from rlsys.observe.capabilities import Capabilities, detect, version_of
+from rlsys.observe.environment import Capabilities, detect, version_of
 
 _GIB = 1024**3
 _DRIVER_S, _CONNECT_S, _RAY_S, _SEARCH_S = 15.0, 3.0, 60.0, 10.0

@@ -1,20 +1,29 @@
-"""Files of Ray's on this machine: the token of its user, and the folder of one Ray.
+"""A Ray on this machine: the token of its user, the folder of its files, and its processes, certainly ended.
 
 Whoever reaches Ray's ports runs code as this user, unless Ray asks for a token, which is kept where only this user can read
 it. The folder lies below a short path, since the sockets among its files have short names.
+
+`python -m rlsys.cluster.local_ray PARENT COMMAND ...` becomes a command that the kernel sends SIGTERM when the process
+PARENT ends, however that ends. The kernel goes by the thread that started it (prctl(2)), which must be the parent's main
+one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
 import shutil
+import signal
 import stat
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from rlsys.errors import UserError
 from rlsys.files import LOCK, working_folder
@@ -27,7 +36,23 @@ _COMMON = Path("/tmp")
 _PREFIX, _RAYS = "rlsys-ray-", "ray"
 _LONGEST = f"{_PREFIX}12345678/{_RAYS}/session_2026-01-31_00-00-00_000000_4194304/sockets/plasma_store"
 """That Ray makes in a folder of `ray_folder`, whose process has at most the number 2^22."""
+STOP_S = 3.0  # How long processes may take to end by themselves.
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # From linux/prctl.h.
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def local_ray(stop: Callable[[], None]) -> Iterator[Path]:
+    """A `ray_folder` for a Ray that the body starts; then `stop` ends it, and what it leaves of processes is killed."""
+    adopt_orphans()
+    strangers = {process.pid for process in descendants()}
+    with ray_folder() as folder:
+        try:
+            yield folder
+        finally:
+            before = descendants()
+            stop()
+            end(process for process in {*before, *descendants()} if process.pid not in strangers)
 
 
 def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, str]:
@@ -55,6 +80,40 @@ def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, st
 def token_file() -> Path:
     """The file in which Ray looks for the user's token."""
     return Path.home() / ".ray" / "auth_token"
+
+
+def ends_with_parent(command: Sequence[str]) -> list[str]:
+    """`command` as this process's main thread starts it to have it end with this process."""
+    return [sys.executable, "-m", "rlsys.cluster.local_ray", str(os.getpid()), *command]
+
+
+def adopt_orphans() -> None:
+    """Make orphans of this process's descendants its own children, so that `descendants` finds them.
+
+    A worker that is killed leaves an engine's processes behind, which would otherwise go to init.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants() -> list[psutil.Process]:
+    """All that this process has started, and what that has started, but multiprocessing's own helper."""
+    return [child for child in psutil.Process().children(recursive=True) if not _is_helper(child)]
+
+
+def end(processes: Iterable[psutil.Process], timeout_s: float = STOP_S) -> None:
+    """Wait until `processes` have ended, and kill those that take longer than `timeout_s`."""
+    _, alive = psutil.wait_procs(list(processes), timeout=timeout_s)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=timeout_s)
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # Or dead and not yet taken note of, which remains to be done.
+        return False
 
 
 def _require_file(file: Path, *, make: bool) -> None:
@@ -134,3 +193,19 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif path.name != LOCK:
             path.unlink(missing_ok=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _become(parent: int, command: list[str]) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if sys.platform == "linux" and os.getppid() != parent:  # It ended before the kernel knew.
+        sys.exit(128 + signal.SIGTERM)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), sys.argv[2:])
