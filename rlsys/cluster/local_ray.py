@@ -119,7 +119,12 @@ def _is_helper(process: psutil.Process) -> bool:
 def _require_file(file: Path, *, make: bool) -> None:
     try:
         if make and not file.exists():
-            _write(file)
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Of two processes that do so at once, both end with the token of one.
+            with tempfile.NamedTemporaryFile("w", dir=file.parent) as new, suppress(FileExistsError):
+                new.write(secrets.token_hex(32))
+                new.flush()
+                os.link(new.name, file)
         with file.open() as opened:
             status = os.fstat(opened.fileno())
             if status.st_mode & _OTHERS and status.st_uid == os.getuid():
@@ -135,15 +140,6 @@ def _require_file(file: Path, *, make: bool) -> None:
     raise UserError(f"Ray's token {file} is empty: remove the file, or set {_TOKEN}.")
 
 
-def _write(file: Path) -> None:
-    """Write a new token. Of two processes that do so at once, both end with the token of one."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent) as new, suppress(FileExistsError):
-        new.write(secrets.token_hex(32))
-        new.flush()
-        os.link(new.name, file)
-
-
 def ray_parent() -> Path:
     """The folder in which Ray's own is made: TMPDIR, or /tmp where Ray's sockets would not fit into that.
 
@@ -153,10 +149,9 @@ def ray_parent() -> Path:
     for folder in (wanted, _COMMON):
         if len(os.fsencode(folder / _LONGEST)) <= MOST_BYTES and os.access(folder, os.W_OK | os.X_OK):
             return folder
-    most = MOST_BYTES - len(_LONGEST) - 1
     raise UserError(
         f"TMPDIR={wanted} is too long for Ray's sockets, and {_COMMON} cannot be written: set TMPDIR to a folder "
-        f"whose path has at most {most} bytes."
+        f"whose path has at most {MOST_BYTES - len(_LONGEST) - 1} bytes."
     )
 
 
@@ -200,12 +195,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _become(parent: int, command: list[str]) -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if sys.platform == "linux" and os.getppid() != parent:  # It ended before the kernel knew.
-        sys.exit(128 + signal.SIGTERM)
-    os.execvp(command[0], command)
-
-
 if __name__ == "__main__":
-    _become(int(sys.argv[1]), sys.argv[2:])
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if sys.platform == "linux" and os.getppid() != int(sys.argv[1]):  # It ended before the kernel knew.
+        sys.exit(128 + signal.SIGTERM)
+    os.execvp(sys.argv[2], sys.argv[2:])

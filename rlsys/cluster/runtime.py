@@ -104,7 +104,11 @@ def machines() -> list[Machine]:
     A machine that `rlsys launch` has brought has a resource that names its rank. One that came otherwise has none: then
     the head is the first, and the others follow in the order of their host names.
     """
-    found = [(_rank_of(node), node) for node in ray.nodes() if node["Alive"]]
+
+    def rank_of(node: Mapping[str, Any]) -> int | None:
+        return next((int(name.removeprefix(RANK)) for name in node["Resources"] if name.startswith(RANK)), None)
+
+    found = [(rank_of(node), node) for node in ray.nodes() if node["Alive"]]
     ranked = any(rank is not None for rank, _ in found)
 
     def place(item: tuple[int | None, Mapping[str, Any]]) -> tuple[float, list[tuple[int, str]]]:
@@ -116,7 +120,7 @@ def machines() -> list[Machine]:
 
 
 def lost(known: Sequence[Machine]) -> list[Machine]:
-    """Those of `known` that the cluster has given up."""
+    """Those of `known` that the cluster has given up, in their order."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return [machine for machine in known if machine.node_id not in alive]
 
@@ -225,10 +229,6 @@ def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: floa
                 "start Ray on the missing ones, or place the groups on fewer."
             )
         time.sleep(LOOK_S)
-
-
-def _rank_of(node: Mapping[str, Any]) -> int | None:
-    return next((int(name.removeprefix(RANK)) for name in node["Resources"] if name.startswith(RANK)), None)
 
 
 def _machine(position: int, rank: int | None, node: Mapping[str, Any]) -> Machine:

@@ -183,7 +183,10 @@ class WorkerGroup:
                 if not waits[0].done() and until.done():
                     raise RankDied(until.result(), ranks[0].number)
                 done, missing = done - {until}, missing - {until}
-            if any(_may_be_bereaved(wait.exception()) for wait in done):
+            problems = [wait.exception() for wait in done]
+            causes = [problem.cause for problem in problems if isinstance(problem, ray.exceptions.RayTaskError)]
+            # A rank may have failed because another one, which it exchanges tensors with, is gone.
+            if not all(isinstance(cause, UserError | RunError | None) for cause in causes):
                 later, missing = await _until_death(missing)
                 done |= later
             for wait in sorted(done, key=lambda wait: not isinstance(wait.exception(), _DEATHS)):
@@ -264,12 +267,6 @@ def _environment(threads: int | None, device_ids: Sequence[str] | None) -> dict[
     if level := os.environ.get("RLSYS_LOG"):
         environment["RLSYS_LOG"] = level
     return environment | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-
-
-def _may_be_bereaved(problem: BaseException | None) -> bool:
-    """Whether a rank may have failed because another one, which it exchanges tensors with, is gone."""
-    cause = problem.cause if isinstance(problem, ray.exceptions.RayTaskError) else None
-    return cause is not None and not isinstance(cause, UserError | RunError)
 
 
 async def _until_death(waits: set[asyncio.Future[Any]]) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:

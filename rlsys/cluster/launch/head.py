@@ -22,15 +22,14 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE, Ending, RayNode, ray_node, rlsys_command, tell_ending
+from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE, RayNode, ray_node, rlsys_command, tell_ending
 from rlsys.cluster.launch.role import LaunchTask, Notify, Role, search_settings, serving_positions
 from rlsys.cluster.local_ray import rays_own
 from rlsys.cluster.network import RANK, address_here, answers, promised_port
@@ -48,7 +47,6 @@ GATHER_TIMEOUT_S = 10.0  # For a machine to hand its logs out.
 PREFLIGHT_S = 180.0  # For one machine's look at itself.
 CALL_TIMEOUT_S = 60.0  # For a machine to do what takes a moment.
 MOST_BYTES = 4 * 1024**2  # Of logs in one answer.
-_RAYS_DEFAULT = Path("/tmp/ray")
 _OF_THE_HEAD = ("search", "task.")
 """How the names of findings begin on what the first machine alone must have, or those that serve searches."""
 
@@ -120,12 +118,12 @@ class Crew:
         if self.node is not None:
             self.node.require_alive()
         try:
-            gone = {machine.node_id for machine in await answer(lambda: lost(self.machines))}
+            gone = await answer(lambda: lost(self.machines))
         except RunError:
             if self.node is not None:
                 self.node.require_alive()  # Its end explains the silence.
             raise
-        self.require(*(number for number, machine in enumerate(self.machines) if machine.node_id in gone))
+        self.require(*map(self.machines.index, gone))
 
     def require(self, *gone: int) -> None:
         """Raise RunError, naming them, if there are machines that are lost."""
@@ -224,10 +222,10 @@ async def _searching(crew: Crew, serving: Sequence[int]) -> list[str]:
     async def serve(position: int) -> str:
         machine, port = crew.machines[position], cluster.search.port
         crew.notify(f"{machine.name} serves {search.index} at {machine.address}:{port}")
-        arguments = (search.index, machine.address, port, search.topk, cluster.search.device, cluster.threads, token)
-        url: str = await crew.call(position, "serve", *arguments, timeout_s=CALL_TIMEOUT_S)
         limit = search.start_timeout_s
-        await crew.call(position, "await_server", limit, timeout_s=limit + CALL_TIMEOUT_S)
+        how = {"host": machine.address, "port": port, "device": cluster.search.device, "threads": cluster.threads}
+        arguments = (search.index, how | {"topk": search.topk, "token": token}, limit)
+        url: str = await crew.call(position, "serve", *arguments, timeout_s=limit + CALL_TIMEOUT_S)
         return url
 
     async with asyncio.TaskGroup() as starts:
@@ -238,7 +236,7 @@ async def _searching(crew: Crew, serving: Sequence[int]) -> list[str]:
 async def _preflight(crew: Crew, settings: Sequence[str]) -> int:
     """0 if the run can start as far as all machines see; what is wrong has been said then."""
     crew.notify("the preflight looks at everything first, on every machine")
-    doctor = crew.task.doctor(settings)
+    doctor = crew.task.arguments(["doctor", "--launched", "--for"], settings)
 
     async def look_there(position: int) -> bool:
         try:
@@ -262,7 +260,8 @@ async def _train(crew: Crew, settings: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="rlsys-launch-") as scratch:
         folder = Path(scratch) / "folder"
         crew.notify("the run starts")
-        async with rlsys_command([*crew.task.train(settings), "--folder-to", str(folder)]) as train:
+        arguments = crew.task.arguments(["train", "--config-name"], settings)
+        async with rlsys_command([*arguments, "--folder-to", str(folder)]) as train:
             await _watch(crew, train, folder)
             status = await train.wait()
     if status:
@@ -293,12 +292,11 @@ async def _watch(crew: Crew, train: Process, folder: Path) -> None:
         ended.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class LogChunk:
-    """Some bytes of a log."""
+class LogChunk(NamedTuple):
+    """Some bytes of a log, whose `name` is relative to all of the machine's; they begin at its byte `start`."""
 
-    name: str  # Of the log, relative to all of the machine's.
-    start: int  # Of the bytes in the log.
+    name: str
+    start: int
     data: bytes
 
 
@@ -306,10 +304,10 @@ class NodeAgent:
     """The launcher's hand on one machine."""
 
     def __init__(self) -> None:
-        ray_node = os.environ.get(FOLDER_VARIABLE)
-        self._folder = Path(tempfile.mkdtemp(prefix="rlsys-node-", dir=ray_node))
+        launched = os.environ.get(FOLDER_VARIABLE)
+        self._folder = Path(tempfile.mkdtemp(prefix="rlsys-node-", dir=launched))
         self._server: SearchServer | None = None
-        rays = rays_own(Path(ray_node)) if ray_node else _RAYS_DEFAULT
+        rays = rays_own(Path(launched)) if launched else Path("/tmp/ray")
         self._logs = {"node": self._folder, "ray": rays / "session_latest" / "logs"}
 
     def examine(self, arguments: Sequence[str], timeout_s: float) -> list[str]:
@@ -335,21 +333,14 @@ class NodeAgent:
             if finding["state"] == "wrong" and not finding["what"].startswith(_OF_THE_HEAD)
         ]
 
-    def serve(self, index: str, host: str, port: int, topk: int, device: str, threads: int | None, token: str) -> str:
-        """Start a search server that asks for `token`; its address. It may not answer yet.
+    def serve(self, index: str, settings: Mapping[str, Any], timeout_s: float) -> str:
+        """Start a search server; its address, once it answers.
 
-        Raises UserError if the port is taken.
+        Raises UserError if the port is taken, RunError if it dies or takes longer.
         """
-        log = self._folder / "search.log"
-        self._server = SearchServer(
-            index, log, topk=topk, host=host, port=port, threads=threads, device=device, token=token
-        )
-        return self._server.url
-
-    def await_server(self, timeout_s: float) -> None:
-        """Return once the search server answers. Raises RunError if it dies or takes longer."""
-        assert self._server is not None
+        self._server = SearchServer(index, self._folder / "search.log", **settings)
         self._server.wait_healthy(timeout_s)
+        return self._server.url
 
     def follow(self, logs: str) -> None:
         """Read the logs of the run's workers in `logs` too, unless that is the folder that the head has."""
@@ -358,39 +349,29 @@ class NodeAgent:
 
     def read(self, since: Mapping[str, int], most_bytes: int = MOST_BYTES) -> list[LogChunk]:
         """Read what logs have beyond the bytes `since` of each; a little at a time, empty in the end."""
-        chunks = []
-        for name, file in self._files():
-            if most_bytes <= 0:
-                break
-            start = since.get(name, 0)
-            try:
-                size = file.stat().st_size
-                if size == start:
-                    continue
-                start = 0 if size < start else start  # It was begun anew.
-                with file.open("rb") as log:
-                    log.seek(start)
-                    data = log.read(most_bytes)
-            except OSError:
-                continue  # Ray renames logs that have grown long.
-            if data:
-                chunks.append(LogChunk(name, start, data))
-                most_bytes -= len(data)
+        chunks: list[LogChunk] = []
+        for kind, folder in self._logs.items():
+            for file in sorted(folder.rglob("*")):
+                name = f"{kind}/{file.relative_to(folder)}"
+                start = since.get(name, 0)
+                with suppress(OSError):  # Ray renames logs that have grown long.
+                    if most_bytes <= 0 or file.is_symlink() or not file.is_file() or file.stat().st_size == start:
+                        continue
+                    start = 0 if file.stat().st_size < start else start  # It was begun anew.
+                    with file.open("rb") as log:
+                        log.seek(start)
+                        data = log.read(most_bytes)
+                    chunks += [LogChunk(name, start, data)] if data else []
+                    most_bytes -= len(data)
         return chunks
 
     def close(self, status: int, sentence: str) -> None:
         """Let this machine's launcher know how the run ended, then end the search server, which takes a while."""
         if folder := os.environ.get(FOLDER_VARIABLE):
-            tell_ending(Path(folder), Ending(status, sentence))
+            tell_ending(Path(folder), status, sentence)
         if self._server is not None:
             self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _files(self) -> Iterator[tuple[str, Path]]:
-        for kind, folder in self._logs.items():
-            for file in sorted(folder.rglob("*")):
-                if file.is_file() and not file.is_symlink():
-                    yield f"{kind}/{file.relative_to(folder)}", file
 
 
 class GatheredLogs:
@@ -398,9 +379,7 @@ class GatheredLogs:
 
     def __init__(self, agents: WorkerGroup, ranks: Sequence[int], folder: Path) -> None:
         """`ranks` are the machines' of `agents`."""
-        self._agents = agents
-        self._ranks = tuple(ranks)
-        self._folder = folder
+        self._agents, self._ranks, self._folder = agents, ranks, folder
         self._read: list[dict[str, int]] = [{} for _ in ranks]
 
     def move_to(self, parent: Path) -> None:
@@ -419,15 +398,12 @@ class GatheredLogs:
         return [agent for agent, did in enumerate(answered) if not did]
 
     async def _gather_from(self, agent: int, timeout_s: float) -> bool:
-        """Whether the agent answered."""
         more = True
         while more:
             try:
                 chunks = await self._agents.call_rank(agent, "read", self._read[agent], timeout_s=timeout_s)
-            except (RankSilent, RankDied):
-                return False
-            except RunError:
-                return True  # Its machine is there.
+            except RunError as problem:
+                return not isinstance(problem, RankSilent | RankDied)  # Else its machine is there.
             for chunk in chunks:
                 file = self._folder / str(self._ranks[agent]) / chunk.name
                 file.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.cluster import LOOPBACK_VARIABLE
@@ -59,12 +59,12 @@ class Ending:
     sentence: str
 
 
+@dataclass(frozen=True, slots=True)
 class RayNode:
     """A handle of `ray start`, which runs until `ray_node` is left."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self._process = process
-        self.folder = folder
+    _process: subprocess.Popen[bytes]
+    folder: Path
 
     def require_alive(self) -> None:
         """Raise RunError, with the end of what Ray said, if it has ended."""
@@ -86,9 +86,9 @@ class RayNode:
         return Ending(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def tell_ending(folder: Path, ending: Ending) -> None:
-    """Let whoever has started Ray in `folder` know how the run ended."""
-    write_atomically(folder / _END, json.dumps(asdict(ending)) + "\n")
+def tell_ending(folder: Path, status: int, sentence: str) -> None:
+    """Let whoever has started Ray in `folder` know how the run ended; see `Ending`."""
+    write_atomically(folder / _END, json.dumps({"status": status, "sentence": sentence}) + "\n")
 
 
 @contextmanager

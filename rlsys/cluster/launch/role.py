@@ -37,17 +37,10 @@ class LaunchTask:
     preflight: bool  # Whether `rlsys doctor --for` decides if it is started.
     wait_s: float  # For all machines to come.
 
-    def train(self, settings: Sequence[str]) -> list[str]:
-        """Arguments of `rlsys` that train, with further `settings`."""
-        return ["train", "--config-name", self.name, *self._rest(settings)]
-
-    def doctor(self, settings: Sequence[str]) -> list[str]:
-        """Arguments of `rlsys` that say what is missing for it."""
-        return ["doctor", "--launched", "--for", self.name, *self._rest(settings)]
-
-    def _rest(self, settings: Sequence[str]) -> list[str]:
+    def arguments(self, command: Sequence[str], settings: Sequence[str]) -> list[str]:
+        """Arguments of `rlsys` for a `command` that ends with the config's option, with further `settings`."""
         folder = [] if self.config_dir is None else ["--config-dir", str(self.config_dir)]
-        return [*folder, *self.overrides, *settings]
+        return [*command, self.name, *folder, *self.overrides, *settings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +128,18 @@ def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> li
 
     Raises UserError for one that is not there.
     """
-    return [_position(wanted, hosts) for wanted in config.cluster.search.nodes if needs_server(config.search)]
+    # A host's own name may have its domain with it.
+    names = [{str(rank), host, host.partition(".")[0]} for rank, host in hosts]
+    positions = []
+    for wanted in config.cluster.search.nodes if needs_server(config.search) else ():
+        position = next((position for position, known in enumerate(names) if wanted in known), None)
+        if position is None:
+            there = ", ".join(f"{rank} ({host})" for rank, host in hosts)
+            raise UserError(
+                f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name."
+            )
+        positions.append(position)
+    return positions
 
 
 def search_settings(
@@ -177,12 +181,3 @@ def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | N
                 raise UserError(f"{variable}={text} in the environment is not a number: set it right, or unset it.")
             return int(text)
     return None
-
-
-def _position(wanted: str, hosts: Sequence[tuple[int, str]]) -> int:
-    for position, (rank, host) in enumerate(hosts):
-        # A host's own name may have its domain with it.
-        if wanted in (str(rank), host, host.partition(".")[0]):
-            return position
-    there = ", ".join(f"{rank} ({host})" for rank, host in hosts)
-    raise UserError(f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name.")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 from math import floor
@@ -105,8 +105,17 @@ def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> I
             f"cluster.placement names rank {highest}, but cluster.nodes={cluster.nodes} of cluster.devices_per_node="
             f"{cluster.devices_per_node} have ranks 0 to {have - 1}: place the groups on those, or give more machines."
         )
-    yield from _engines_within(config, ranks[ROLLOUT], cluster.devices_per_node)
-    yield from _reach(config, ranks, cluster.devices_per_node)
+    tp, held, per_node = max(config.rollout.engine.tp, 1), sorted(ranks[ROLLOUT]), cluster.devices_per_node
+    for start in range(0, len(held) - len(held) % tp, tp):
+        machines = {rank // per_node for rank in held[start : start + tp]}
+        if len(machines) > 1:
+            yield Problem.of(
+                f"cluster.placement.rollout puts one engine of rollout.engine.tp={tp} on ranks {held[start]} to "
+                f"{held[start + tp - 1]}, which are on {len(machines)} machines of cluster.devices_per_node={per_node}: "
+                "an engine lies on one; change the placement or rollout.engine.tp."
+            )
+            break
+    yield from _reach(config, ranks, per_node)
 
 
 def launch_problems(config: RunConfig) -> Iterator[Problem]:
@@ -147,34 +156,18 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
     groups = plan["groups"]
     sizes = {name: group["memory_gib_per_rank"] for name, group in groups.items()}
     ranks = {rank for group in groups.values() for rank in group["ranks"]}
+    turns: tuple[tuple[str, ...], ...] = (
+        ("actor", "inference", CRITIC, ROLLOUT),
+    )  # Groups that are on their devices at the same time.
+    if config.cluster.mode is Mode.collocated:
+        # The actor hands its weights to the inference group while both are there; what learns, learns together.
+        turns = ((ROLLOUT,), ("actor", "inference"), ("actor", CRITIC), ("inference", CRITIC))
     together = {
-        tuple(name for name in turn if rank in groups.get(name, {"ranks": ()})["ranks"])
+        tuple(name for name in turn if name in groups and rank in groups[name]["ranks"])
         for rank in ranks
-        for turn in _turns(config)
+        for turn in turns
     }
     return max(((names, sum(sizes[name] for name in names)) for names in together), key=lambda pair: pair[1])
-
-
-def _turns(config: RunConfig) -> tuple[tuple[str, ...], ...]:
-    """Groups that are on their devices at the same time."""
-    if config.cluster.mode is not Mode.collocated:
-        return (("actor", "inference", CRITIC, ROLLOUT),)
-    # The actor hands its weights to the inference group while both are there; what learns, learns together.
-    return ((ROLLOUT,), ("actor", "inference"), ("actor", CRITIC), ("inference", CRITIC))
-
-
-def _engines_within(config: RunConfig, rollout: Sequence[int], per_node: int) -> Iterator[Problem]:
-    """Every engine lies on one machine."""
-    tp, held = config.rollout.engine.tp, sorted(rollout)
-    for start in range(0, len(held) - len(held) % max(tp, 1), max(tp, 1)):
-        machines = {rank // per_node for rank in held[start : start + tp]}
-        if len(machines) > 1:
-            yield Problem.of(
-                f"cluster.placement.rollout puts one engine of rollout.engine.tp={tp} on ranks {held[start]} to "
-                f"{held[start + tp - 1]}, which are on {len(machines)} machines of cluster.devices_per_node={per_node}: "
-                "an engine lies on one; change the placement or rollout.engine.tp."
-            )
-            return
 
 
 def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[Problem]:
@@ -254,7 +247,18 @@ def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: A
         yield Problem.of(f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it.")
     if parallel.sequence_parallel and parallel.tp == 1:
         yield Problem.of(f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp.")
-    yield from _stages(f"{key}.pp", parallel, model.layers)
+    if parallel.pp_layers is not None:
+        if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != model.layers:
+            yield Problem.of(
+                f"{key}.pp_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
+                f"model's {model.layers} layers."
+            )
+        elif min(parallel.pp_layers) < 1:
+            yield Problem.of(f"{key}.pp_layers={parallel.pp_layers}: every stage needs at least one layer.")
+    elif model.layers % parallel.pp:
+        yield Problem.of(
+            f"{key}.pp={parallel.pp} does not divide the model's {model.layers} layers: set {key}.pp_layers."
+        )
     if model.heads % parallel.tp:
         yield Problem.of(
             f"{key}.tp={parallel.tp} does not divide the model's {model.heads} attention heads: choose a divisor."
@@ -284,19 +288,6 @@ def context_problems(config: RunConfig, group: str) -> Iterator[Problem]:
             f"{group}.micro_batch_tokens={settings.micro_batch_tokens} cannot hold one episode, which "
             f"{group}.parallel.cp={cp} rounds up to {needed} tokens: raise it to that at least."
         )
-
-
-def _stages(key: str, parallel: ParallelConfig, layers: int) -> Iterator[Problem]:
-    if parallel.pp_layers is not None:
-        if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != layers:
-            yield Problem.of(
-                f"{key}_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
-                f"model's {layers} layers."
-            )
-        elif min(parallel.pp_layers) < 1:
-            yield Problem.of(f"{key}_layers={parallel.pp_layers}: every stage needs at least one layer.")
-    elif layers % parallel.pp:
-        yield Problem.of(f"{key}={parallel.pp} does not divide the model's {layers} layers: set {key}_layers.")
 
 
 def engine_problems(config: RunConfig, world: int, model: Architecture) -> Iterator[Problem]:
@@ -361,7 +352,12 @@ def plan_bundles(holdings: Mapping[str, Sequence[Ranks]], per_machine: int | Non
     held = [ranks for processes in holdings.values() for ranks in processes]
     holders = Counter(rank for ranks in held for rank in ranks)
     if per_machine is None:
-        bundles = _tied_together(held)
+        # The finest partition in which each of `held` lies within one part.
+        parts: list[set[int]] = []
+        for ranks in held:
+            touched = [part for part in parts if part & set(ranks)]
+            parts = [part for part in parts if part not in touched] + [set(ranks).union(*touched)]
+        bundles = sorted(tuple(sorted(part)) for part in parts)
     else:
         bundles = [tuple(here) for _, here in groupby(sorted(holders), lambda rank: rank // per_machine)]
     bundle_of = {rank: number for number, ranks in enumerate(bundles) for rank in ranks}
@@ -376,13 +372,3 @@ def plan_bundles(holdings: Mapping[str, Sequence[Ranks]], per_machine: int | Non
     on = None if per_machine is None else tuple(ranks[0] // per_machine for ranks in bundles)
     slots = {group: tuple(map(slot, processes)) for group, processes in holdings.items()}
     return BundlePlan(tuple(map(len, bundles)), on, slots)
-
-
-def _tied_together(held: Iterable[Ranks]) -> list[Ranks]:
-    """The finest partition of all ranks in which each of `held` lies within one part; in order."""
-    parts: list[set[int]] = []
-    for ranks in held:
-        touched = [part for part in parts if part & set(ranks)]
-        parts = [part for part in parts if part not in touched]
-        parts.append(set(ranks).union(*touched))
-    return sorted(tuple(sorted(part)) for part in parts)

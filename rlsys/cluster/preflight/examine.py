@@ -26,9 +26,8 @@ from safetensors import SafetensorError, safe_open
 
 from rlsys.cluster.local_ray import ray_parent
 from rlsys.cluster.network import RAY_PORT
-from rlsys.cluster.planning.memory import BYTES, GIB
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, parse_placement
-from rlsys.cluster.planning.plan import make_plan
+from rlsys.cluster.planning.plan import BYTES, GIB, make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.derived import has_critic, has_reference, moves_reference, needs_server
 from rlsys.config.problems import Problem
@@ -152,7 +151,8 @@ def examine(
     problems = [*known, *(() if launched else launch_problems(config))]
     yield from _problem_findings(problems) or [ok("config", f"{config.name}: its settings go together")]
     bad = {problem.key for problem in problems}
-    ranks, ray = _ranks(config), _look_at_ray(config, machine)
+    ranks, address = _ranks(config), config.cluster.address
+    ray = None if address is None else machine.ray(address)
     machines = max(config.cluster.nodes, len(ray.nodes) if isinstance(ray, RayCluster) else 1)
     yield from _version_findings(config.cluster.device, machine.version)
     yield from _device_findings(config, _devices_here(config, ranks, ray, machine), machine)
@@ -242,12 +242,13 @@ def _unmet(needed: Sequence[Requirement], version: Callable[[str], str | None]) 
 
 def _devices_here(config: RunConfig, ranks: int, ray: RayCluster | Unseen | None, machine: ThisMachine) -> int:
     """Count those of the run's `ranks` devices that this machine is to give."""
+    cluster, here = config.cluster, float(ranks)
     if isinstance(ray, RayCluster):
         own = {address for addresses in machine.interfaces().values() for address in addresses}
-        mine = [node.resources for node in ray.nodes if node.address in own]
-        return min(ranks, int(sum(node.get(_RESOURCE[config.cluster.device], 0) for node in mine)))
-    per_node = config.cluster.devices_per_node
-    return ranks if config.cluster.nodes == 1 or per_node is None else min(ranks, per_node)
+        here = sum(node.resources.get(_RESOURCE[cluster.device], 0) for node in ray.nodes if node.address in own)
+    elif cluster.nodes > 1 and cluster.devices_per_node is not None:
+        here = cluster.devices_per_node
+    return min(ranks, int(here))
 
 
 def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Iterator[Finding]:
@@ -342,7 +343,6 @@ def _used_gpus(seen: Gpus, needed: float) -> Iterator[Finding]:
 
 
 def _interface_findings(machine: ThisMachine) -> Iterator[Finding]:
-    """Look for the network interfaces that the environment names, if any."""
     present = machine.interfaces()
     for variable in INTERFACE_VARIABLES:
         value = machine.variable(variable)
@@ -364,16 +364,6 @@ def _lets_through(value: str, interface: str, variable: str) -> bool:
     names = [name.strip() for name in prefixes.removeprefix("=").split(",")]
     matches = interface in names if prefixes.startswith("=") else interface.startswith(tuple(names))
     return not matches and interface != "lo" if but else matches
-
-
-def _look_at_ray(config: RunConfig, machine: ThisMachine) -> RayCluster | Unseen | None:
-    """The cluster that the run joins, or why it cannot; None where it starts its own."""
-    if config.cluster.address is None:
-        return None
-    try:
-        return machine.ray(config.cluster.address)
-    except Unseen as problem:
-        return problem
 
 
 def _ray_findings(
@@ -479,7 +469,6 @@ def _checkpoints_at_once(config: RunConfig) -> int:
 
 
 def _spill(machine: ThisMachine) -> Finding:
-    """Look at the disk where Ray keeps its session, and what it spills."""
     what = "disk for Ray"
     try:
         scratch = ray_parent()
@@ -628,25 +617,25 @@ def search_findings(config: RunConfig, question: str, machines: int, machine: Th
         compared = len(answers) > 1 and not any(answer.error for answer in answers)
         if compared and (differs := machine.search_differs(search)):
             yield wrong(SERVER, differs)
-        if machines > 1:
-            yield _from_elsewhere(search)
+        # Rollout workers of other machines ask too.
+        own = [answer.url for answer in answers if urlsplit(answer.url).hostname in _LOOPBACK]
+        if machines > 1 and own:
+            found = f"{own[0]} is, for rollout workers of other machines, their own machine"
+            yield wrong(SERVER, found, "give the address that other machines know it by, and serve with --host 0.0.0.0")
+        elif machines > 1:
+            yield note(SERVER, "seen from this machine; the others must reach it too")
 
 
 def _answered(search: SearchConfig, answer: SearchAnswer) -> Finding:
     if answer.error:
-        return wrong(SERVER, f"{answer.url}: {answer.error}", _command(search, answer.url))
+        parts = urlsplit(answer.url)
+        place, host = ("", "") if parts.hostname in _LOOPBACK else (f" on {parts.hostname}", " --host 0.0.0.0")
+        start = f"rlsys search serve {search.index or 'INDEX'} --topk {search.topk} --port {parts.port or DEFAULT_PORT}"
+        return wrong(SERVER, f"{answer.url}: {answer.error}", f"start it{place}: {start}{host}")
     if answer.passages < search.topk:
         found = f"{answer.url} gives {answer.passages} of search.topk={search.topk} passages of a question"
         return wrong(SERVER, found, f"look at its index, or set search.topk={max(answer.passages, 1)}")
     return ok(SERVER, f"{answer.url} answers with {answer.passages} passages")
-
-
-def _command(search: SearchConfig, url: str) -> str:
-    """The command that starts a server at `url`."""
-    parts = urlsplit(url)
-    port = parts.port or DEFAULT_PORT
-    place, host = ("", "") if parts.hostname in _LOOPBACK else (f" on {parts.hostname}", " --host 0.0.0.0")
-    return f"start it{place}: rlsys search serve {search.index or 'INDEX'} --topk {search.topk} --port {port}{host}"
 
 
 def _index_there(config: RunConfig, folder: Path) -> Finding:
@@ -672,7 +661,6 @@ def _index_there(config: RunConfig, folder: Path) -> Finding:
 
 
 def _later(config: RunConfig, machine: ThisMachine) -> Finding:
-    """A server that is not there yet."""
     settings = config.cluster.search
     if not settings.nodes:
         return ok(SERVER, f"the run starts one on {config.search.index}")
@@ -682,11 +670,3 @@ def _later(config: RunConfig, machine: ThisMachine) -> Finding:
     free = machine.port_is_free(settings.port)
     found = where if free else f"{where}, which another program has taken here"
     return _ok_or_wrong(free, SERVER, found, "end it, or give another cluster.search.port")
-
-
-def _from_elsewhere(search: SearchConfig) -> Finding:
-    """Rollout workers of other machines ask too."""
-    if own := [url for url in [search.url, *search.replicas] if url and urlsplit(url).hostname in _LOOPBACK]:
-        found = f"{own[0]} is, for rollout workers of other machines, their own machine"
-        return wrong(SERVER, found, "give the address that other machines know it by, and serve with --host 0.0.0.0")
-    return note(SERVER, "seen from this machine; the others must reach it too")

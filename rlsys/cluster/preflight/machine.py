@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +164,15 @@ class ThisMachine:
                 return False
         return True
 
-    def ray(self, address: str) -> RayCluster:
-        """The cluster at `address`. Raises Unseen where it cannot be joined."""
+    def ray(self, address: str) -> RayCluster | Unseen:
+        """The cluster at `address`, or why it cannot be joined."""
         try:
             require_listener(address, _CONNECT_S)
+            return cluster_at(address, _RAY_S)
         except OSError as problem:
-            raise Unseen(f"nobody listens there ({problem.strerror or problem})") from problem
-        return cluster_at(address, _RAY_S)
+            return Unseen(f"nobody listens there ({problem.strerror or problem})")
+        except Unseen as problem:
+            return problem
 
     def search(self, settings: SearchConfig, question: str) -> tuple[SearchAnswer, ...]:
         """Answers of `url` and each of `replicas`."""
@@ -238,28 +241,21 @@ def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
         rows = [[cell.strip() for cell in line.split(",")] for line in cards.splitlines() if line.strip()]
         driver = rows[0][5] if rows else ""
         found = [Gpu(int(index), uuid, name, _mib(total), _mib(used)) for index, uuid, name, total, used, _ in rows]
-        running = tuple(_process(line) for line in processes.splitlines() if line.strip())
+        running = []
+        for line in filter(str.strip, processes.splitlines()):
+            uuid, pid, rest = line.split(",", 2)
+            name, used = rest.rsplit(",", 1)  # The name may have commas.
+            running.append(GpuProcess(uuid.strip(), int(pid), Path(name.strip()).name, _mib(used.strip())))
     except (ValueError, IndexError) as problem:
         raise Unseen(f"nvidia-smi printed what is not understood ({problem})") from problem
-    return Gpus(driver, _visible(found, visible), running)
-
-
-def _process(line: str) -> GpuProcess:
-    uuid, pid, rest = line.split(",", 2)
-    name, used = rest.rsplit(",", 1)  # The name may have commas.
-    return GpuProcess(uuid.strip(), int(pid), Path(name.strip()).name, _mib(used.strip()))
-
-
-def _visible(cards: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    if visible is None:
-        return tuple(cards)
-    chosen: list[Gpu] = []
-    for name in filter(None, map(str.strip, visible.split(","))):
-        card = next((card for card in cards if name == str(card.index) or card.uuid.startswith(name)), None)
-        if card is None:
-            break
-        chosen.append(card)
-    return tuple(chosen)
+    if visible is not None:
+        names = filter(None, map(str.strip, visible.split(",")))
+        chosen = (
+            next((card for card in found if name == str(card.index) or card.uuid.startswith(name)), None)
+            for name in names
+        )
+        found = [card for card in takewhile(bool, chosen) if card]
+    return Gpus(driver, tuple(found), tuple(running))
 
 
 def _mib(text: str) -> float:
