@@ -28,8 +28,7 @@ import psutil
 from rlsys.errors import UserError
 from rlsys.files import LOCK, working_folder
 
-MODE = "RAY_AUTH_MODE"
-_TOKEN = "RAY_AUTH_TOKEN"
+MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 MOST_BYTES = 107  # Of a socket's path: sun_path of unix(7) without its end.
 _COMMON = Path("/tmp")
@@ -63,11 +62,8 @@ def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, st
     """
     mode = environment.get(MODE, "token").lower()
     if mode == "disabled":
-        _log.warning(
-            "%s=disabled: whoever reaches Ray's ports on this machine can run code as you. Unset it to have Ray ask for "
-            "a token.",
-            MODE,
-        )
+        told = "%s=disabled: whoever reaches Ray's ports on this machine can run code as you. Unset it to have Ray ask for a token."
+        _log.warning(told, MODE)
         return {}
     if mode != "token":
         raise UserError(f"{MODE}={mode} in the environment: set it to token or disabled, or unset it.")

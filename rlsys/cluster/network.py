@@ -82,9 +82,8 @@ def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, 
 def promised_port() -> socket.socket:
     """A socket whose port, of all IPv4 addresses, the system gives to nobody who asks for any while it is open.
 
-    Whoever is told the port may listen at it all the same, once at an address: it is bound with SO_REUSEADDR and never
-    listened at, and Linux then lets another socket with that option, which servers set, have it as well. A port that is
-    found free and let go of may be taken before its server has come up.
+    Whoever is told the port may listen at it all the same: it is bound with SO_REUSEADDR and never listened at, and Linux
+    then lets another socket with that option, which servers set, have it as well.
     """
     promise = socket.socket()
     promise.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -32,7 +32,6 @@ from rlsys.errors import RunError, UserError
 
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
-SILENCE_S = 20.0  # For an answer of a cluster's head.
 LOOK_S = 0.5  # Between two looks for machines that are not there yet.
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Variable by which Ray leaves a process the GPUs that it sees, also where it takes up none of them."""
@@ -131,7 +130,7 @@ def remote_shell(shell: type, strategy: Any, log: Path, environment: Mapping[str
     return ray.remote(shell).options(scheduling_strategy=strategy, **settings).remote(str(log), list(sys.path))
 
 
-async def answer(ask: Callable[[], T], timeout_s: float = SILENCE_S) -> T:
+async def answer(ask: Callable[[], T], timeout_s: float = 20.0) -> T:
     """Ask something of a Ray whose head may be dead, for which Ray itself waits for minutes.
 
     It is called in a thread, which stays behind and does not keep the process where it takes longer than `timeout_s`.

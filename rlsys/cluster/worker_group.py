@@ -1,11 +1,9 @@
 """A group of worker processes, one Ray actor a rank, called together.
 
-Contract: every wait has a time-out and names the ranks that are missing; a rank that dies or raises
-ends the call at once with the last lines of its log; calls to one rank are carried out in order.
-Where a death makes other ranks fail, it is the death that is told.
-A rank that died (`RankDied`), one that does not answer in time (`RankSilent`) and one whose worker raised
-(its UserError or RunError as it is, else a RunError) are told apart.
-The workers themselves are plain objects that know nothing of Ray.
+Contract: every wait has a time-out and names the ranks that are missing; a rank that dies or raises ends the call at once
+with the last lines of its log; calls to one rank are carried out in order. Where a death makes other ranks fail, it is the
+death that is told. A rank that died (`RankDied`), one that does not answer in time (`RankSilent`) and one whose worker
+raised (its UserError or RunError as it is, else a RunError) are told apart. Workers are plain objects that know no Ray.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from rlsys.cluster.runtime import RESOURCE, SEES_ALL_GPUS, device_ids, hosts_of,
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
-LOG_LINES = 15
 DEATH_S = 10.0
 """In which the death of a process becomes known, later than to those that it was connected with."""
 GATHERED = "nodes"
@@ -212,10 +209,9 @@ class _Shell:
     def __init__(self, log: str, path: list[str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         Path(log).parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
         faulthandler.enable(file=2)
         self._worker: Any = None
         self._promised: list[socket.socket] = []
@@ -301,5 +297,5 @@ def _tail(rank: Rank) -> str:
     log = next((file for file in (rank.log, *gathered) if file.is_file()), None)
     if log is None:
         return f"Its log would be {rank.log} on its own machine."
-    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    lines = log.read_text(errors="replace").splitlines()[-15:]
     return "\n".join([f"The last lines of {log}:", *(f"    {line}" for line in lines)])

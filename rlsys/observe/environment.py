@@ -27,7 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -103,8 +103,18 @@ def detect() -> Capabilities:
     # Built from source, one package holds all parts of Transformer Engine.
     built = version_of("transformer-engine") if _is_there("transformer_engine_torch") else None
     apex = all(map(_is_there, _APEX_KERNELS))
-    return replace(
-        _devices(),
+    devices: dict[str, Any] = {}
+    if torch_version := version_of("torch"):
+        import torch
+
+        nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        properties = map(torch.cuda.get_device_properties, range(count))
+        oldest = min(((device.major, device.minor) for device in properties), default=None)
+        devices = {"cuda_devices": count, "compute_capability": oldest, "nccl": nccl, "cuda": torch.version.cuda}
+    return Capabilities(
+        **devices,
+        torch=torch_version,
         transformer_engine=version_of("transformer-engine-torch") or built,
         flash_attn=version_of("flash-attn"),
         flash_attn_3=version_of("flash-attn-3"),
@@ -233,19 +243,6 @@ def _resolved(config: RunConfig, here: Capabilities) -> Layers:
 
 def _spoken(here: Capabilities) -> str:
     return "none" if here.compute_capability is None else ".".join(map(str, here.compute_capability))
-
-
-def _devices() -> Capabilities:
-    installed = version_of("torch")
-    if installed is None:
-        return Capabilities()
-    import torch
-
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [torch.cuda.get_device_properties(index) for index in range(count)]
-    oldest = min(((device.major, device.minor) for device in devices), default=None)
-    return Capabilities(count, oldest, nccl, torch=installed, cuda=torch.version.cuda)
 
 
 def version_of(package: str) -> str | None:

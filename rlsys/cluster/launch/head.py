@@ -4,9 +4,9 @@ In order: Ray, all machines, the preflight on each, search servers where the con
 While that goes on, logs are gathered and the machines are watched: the loss of one ends the run with a sentence that
 names it. On the way out, whatever the reason, every machine is told how the run ended.
 
-A `NodeAgent` is the launcher's hand on a machine: a plain object in a process of Ray's that takes up no device and ends
-with the cluster, its search server with it. `GatheredLogs` copies what agents read into one folder of the launch,
-`<folder>/<rank>/...`: a log is copied as it grows, so that of a machine that is lost all is there but its last seconds.
+A `NodeAgent` is the launcher's hand on a machine, in a process of Ray's that takes up no device and ends with the cluster.
+`GatheredLogs` copies what agents read to `<folder>/<rank>/...` of the launch: a log is copied as it grows, so that of a
+machine that is lost all is there but its last seconds.
 """
 
 from __future__ import annotations

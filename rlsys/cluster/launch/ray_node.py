@@ -31,7 +31,6 @@ from rlsys.files import write_atomically
 from rlsys.search.server_process import child_environment
 
 FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"  # Where processes that Ray starts learn the folder.
-OBJECT_STORE_BYTES = 512 * 1024**2  # On CPUs; on GPUs Ray's own choice, a share of the memory.
 STOP_S = 10.0  # For Ray to end by itself.
 PATIENCE_S = 60.0  # For a command that is told to end: a run closes what it has opened.
 LOOK_S = 1.0  # Between two looks at the head.
@@ -102,8 +101,7 @@ def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alon
     def stop() -> None:
         if process is None:
             return
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        process.terminate()
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -133,7 +131,7 @@ def _slots(config: RunConfig) -> list[str]:
         return [] if cluster.devices_per_node is None else ["--num-gpus", str(cluster.devices_per_node)]
     placed = parse_placement(cluster.placement, has_critic(config.algorithm))
     number = cluster.devices_per_node or 1 + max(max(ranks) for ranks in placed.values())
-    return ["--num-cpus", str(number), "--object-store-memory", str(OBJECT_STORE_BYTES)]
+    return ["--num-cpus", str(number), "--object-store-memory", str(512 * 1024**2)]  # Else a share of the memory.
 
 
 def patience(environment: Mapping[str, str]) -> dict[str, str]:
@@ -198,12 +196,8 @@ async def _await_head(role: Role, wait_s: float) -> str:
 
 
 async def _stay(role: Role, node: RayNode, notify: Notify) -> Ending:
-    """Wait until the head says how the run ended, or is lost.
-
-    SIGTERM does not end it before the head has had its time; a second one does, and Ctrl-C.
-    """
-    heard, leave = time.monotonic(), float("inf")
-    task = asyncio.current_task()
+    """Wait until the head says how the run ended, or is lost. A first SIGTERM lets the head have its time."""
+    heard, leave, task = time.monotonic(), float("inf"), asyncio.current_task()
     assert task is not None
 
     def asked() -> None:

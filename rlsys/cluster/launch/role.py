@@ -93,11 +93,9 @@ def find_role(
 
 def machine_count(given: int | None, wanted: int) -> int:
     """Count the machines: as many as are given, else as the config wants. Raises UserError for fewer."""
-    if given is not None and given < wanted:
-        raise UserError(
-            f"--nodes {given} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer."
-        )
-    return wanted if given is None else given
+    if given is None or given >= wanted:
+        return given or wanted
+    raise UserError(f"--nodes {given} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer.")
 
 
 def expand_hosts(listed: str) -> Iterator[str]:
@@ -116,10 +114,10 @@ def expand_hosts(listed: str) -> Iterator[str]:
 
 def check_searching(config: RunConfig) -> None:
     """Raise UserError where servers are asked for that nobody would use."""
-    nodes, search = config.cluster.search.nodes, config.search
-    if nodes and needs_server(search) and search.url is not None:
+    nodes, url = config.cluster.search.nodes, config.search.url
+    if nodes and needs_server(config.search) and url is not None:
         raise UserError(
-            f"search.url={search.url} and cluster.search.nodes={nodes} both say who answers searches: leave one out."
+            f"search.url={url} and cluster.search.nodes={nodes} both say who answers searches: leave one out."
         )
 
 

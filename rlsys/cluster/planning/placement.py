@@ -3,17 +3,11 @@
 A group's ranks are read from text such as "0-3" or "0-1,4"; they are distinct, and their order is the order of its
 worker ranks. A critic that is not placed lives on the actor's ranks.
 
-Memory is compared with the plan's estimate of what is on a device at the same time: all groups that share it where
-they work side by side; where they take turns (collocated), those that are there together.
-
 A bundle is what one machine reserves as a whole. Ranks that one process holds together are in one bundle, and so are all
-processes that hold one of its ranks; ranks that nothing ties together are apart. Bundles stand in the order of their
-lowest ranks, so groups lie on a cluster as the placement says. On a cluster of several machines of known size a bundle is
-all that is held of one machine: what the placement puts side by side is.
-
-Ray gives a process a share of one device of the bundle, of its own choice: right where the bundle has one device, wrong
-where it has several that are shared, since two processes may then land on the same one. The slots of such a bundle are
-`pinned`: their devices are named, and Ray is asked for none.
+processes that hold one of its ranks; ranks that nothing ties together are apart. On several machines of known size it is
+all that is held of one machine. Bundles stand in the order of their lowest ranks, so groups lie as the placement says.
+Ray itself chooses the device of a bundle that a process gets a share of. Where a bundle has several that are shared, two
+processes could land on the same one: its slots are `pinned`, their devices are named, and Ray is asked for none.
 """
 
 from __future__ import annotations
@@ -171,13 +165,11 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
 
 
 def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[Problem]:
-    """Weights get from the ranks of the actor that send them to everybody in the way that is chosen.
-
-    Its first rank sends; with `ipc` so does the first rank of every pipeline stage.
-    """
+    """Refuse a way for weights that does not get from the actor's sending ranks to everybody."""
     mode = config.cluster.sync_mode
     if mode not in (SyncMode.tensor, SyncMode.ipc):
         return
+    # Its first rank sends; with `ipc` so does the first rank of every pipeline stage.
     actor, stages = ranks["actor"], config.actor.parallel.pp if mode is SyncMode.ipc else 1
     senders = actor[:: max(1, len(actor) // max(1, stages))]
     concerned = {"actor": senders, "inference": ranks["inference"], "rollout": ranks["rollout"]}

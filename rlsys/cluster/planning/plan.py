@@ -37,7 +37,6 @@ _SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 MIB, GIB = 1024**2, 1024**3
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _CHUNKS = 4  # Float32 pieces of logits alive at a time: two that are worked on, and two of the piece before.
-_MOMENTS = 8  # Bytes of Adam's two moments of a parameter.
 
 
 def make_plan(config: RunConfig) -> dict[str, Any]:
@@ -279,11 +278,11 @@ class StageRank:
 
 def stage_memory(rank: StageRank) -> GroupMemory:
     """Estimate one rank of one pipeline stage."""
-    # Parts that are there at every moment. Float32 weights are their own master.
+    # Parts that are there at every moment. Float32 weights are their own master; Adam's two moments have 8 bytes.
     master = 0 if rank.config.model.dtype is Dtype.float32 else 4
     always = {"parameters": rank.parameters * rank.item}
     if rank.optimizer is not None:
-        always |= {"gradients": rank.parameters * 4, "optimizer": rank.shard * (_MOMENTS + master)}
+        always |= {"gradients": rank.parameters * 4, "optimizer": rank.shard * (8 + master)}
     if holds_reference(rank.config, rank.group):
         average = master if rank.config.algorithm.ref_policy_ema_tau < 1 else 0
         always["reference"] = rank.parameters * (rank.item + average)

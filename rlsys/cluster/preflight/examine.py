@@ -43,21 +43,15 @@ from rlsys.weights.hf_io import INDEX, HfReader
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements"
-_PROFILE = {Device.cpu: ("cpu", "cpu-nodeps"), Device.gpu: ("gpu",)}
-_NEEDED = ("torch", "sglang")  # What rlsys needs beside base.txt, in every profile.
 _SHOWN = 4  # Packages that a finding names.
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""Major version of CUDA -> of the driver that programs built for it need at least.
-
-https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-"""
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # Major version of CUDA -> of the driver that it needs at least.
 _RESERVED_GIB = 1.0  # Of a card that a driver may hold for itself and a desktop.
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_GIB = {Device.gpu: 1.0, Device.cpu: 0.5}
 """NCCL's buffers between cards of a machine (NVIDIA's documentation asks containers for 1 GiB); Ray's object store."""
 _FULL = 0.95  # Share of a file system from which on Ray writes no more of its objects to it.
 _LOGS_GIB = 1.0  # Logs, figures and Ray's session.
-_OPTIMIZER_BYTES = 12
 _BUCKET_FILES = 3  # Most files of weights that cluster.sync_mode=disk has at a time.
 _RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 RAY, MODEL, SEARCH_INDEX, SERVER = "Ray", "model.path", "search.index", "search server"
@@ -204,9 +198,9 @@ def _version_findings(device: Device, version: Callable[[str], str | None]) -> I
     if not (REQUIREMENTS / "base.txt").is_file():
         yield unknown("versions", f"{REQUIREMENTS} is not there, so there is nothing to compare them with")
         return
-    files = [REQUIREMENTS / f"{name}.txt" for name in _PROFILE[device]]
+    files = [REQUIREMENTS / f"{name}.txt" for name in (("gpu",) if device is Device.gpu else ("cpu", "cpu-nodeps"))]
     profile = f"requirements/{files[0].name}"
-    needed = [*read_requirements(REQUIREMENTS / "base.txt"), *map(Requirement, _NEEDED)]
+    needed = [*read_requirements(REQUIREMENTS / "base.txt"), Requirement("torch"), Requirement("sglang")]
     problems = [
         f"{each.name} is not installed" if found is None else f"{each.name} {found} is not {each.specifier}"
         for each, found in _unmet(needed, version)
@@ -301,7 +295,7 @@ def _driver(driver: str, cuda: str | None) -> Finding:
     what = "CUDA driver"
     if cuda is None:
         return wrong(what, f"{driver}, and torch is built without CUDA", "install torch as requirements/gpu.txt says")
-    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]))
     if oldest is None:
         return unknown(what, f"{driver}; what CUDA {cuda} needs is not known here", "look at NVIDIA's release notes")
     if int(driver.split(".")[0]) < oldest:
@@ -343,27 +337,21 @@ def _used_gpus(seen: Gpus, needed: float) -> Iterator[Finding]:
 
 
 def _interface_findings(machine: ThisMachine) -> Iterator[Finding]:
+    def lets_through(interface: str) -> bool:
+        # gloo takes whole names. NCCL takes prefixes; behind `=` whole names, behind `^` all but these and the loopback.
+        of_nccl = variable == "NCCL_SOCKET_IFNAME"
+        but = of_nccl and value.startswith("^")
+        prefixes = value.removeprefix("^") if of_nccl else f"={value}"
+        names = [name.strip() for name in prefixes.removeprefix("=").split(",")]
+        matches = interface in names if prefixes.startswith("=") else interface.startswith(tuple(names))
+        return not matches and interface != "lo" if but else matches
+
     present = machine.interfaces()
     for variable in INTERFACE_VARIABLES:
-        value = machine.variable(variable)
-        if not value:
-            continue
-        good = any(_lets_through(value, interface, variable) for interface in present)
-        found = value if good else f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}"
-        yield _ok_or_wrong(good, variable, found, f"export {variable} with one of them, or unset it")
-
-
-def _lets_through(value: str, interface: str, variable: str) -> bool:
-    """Whether `value` lets `interface` through.
-
-    gloo takes whole names. NCCL takes prefixes; behind `=` whole names, behind `^` all but these and the loopback.
-    """
-    of_nccl = variable == "NCCL_SOCKET_IFNAME"
-    but = of_nccl and value.startswith("^")
-    prefixes = value.removeprefix("^") if of_nccl else f"={value}"
-    names = [name.strip() for name in prefixes.removeprefix("=").split(",")]
-    matches = interface in names if prefixes.startswith("=") else interface.startswith(tuple(names))
-    return not matches and interface != "lo" if but else matches
+        if value := machine.variable(variable) or "":
+            good = any(map(lets_through, present))
+            found = value if good else f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}"
+            yield _ok_or_wrong(good, variable, found, f"export {variable} with one of them, or unset it")
 
 
 def _ray_findings(
@@ -455,7 +443,7 @@ def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
     weight = BYTES[config.model.dtype]
     trained = 1 + has_critic(config.algorithm)
     moved = has_reference(config.algorithm) and moves_reference(config.algorithm)
-    return parameters * (trained * (weight + _OPTIMIZER_BYTES) + moved * (weight + 4)) / GIB
+    return parameters * (trained * (weight + 12) + moved * (weight + 4)) / GIB
 
 
 def _checkpoints_at_once(config: RunConfig) -> int:

@@ -36,8 +36,6 @@ from rlsys.observe.environment import Capabilities, detect, version_of
 
 _GIB = 1024**3
 _DRIVER_S, _CONNECT_S, _RAY_S, _SEARCH_S = 15.0, 3.0, 60.0, 10.0
-_CARD_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
-_PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
 
 class Unseen(Exception):
@@ -119,8 +117,8 @@ class ThisMachine:
 
     def gpus(self) -> Gpus:
         """Raises Unseen where the driver gives no answer."""
-        cards = _nvidia_smi(f"--query-gpu={_CARD_FIELDS}")
-        processes = _nvidia_smi(f"--query-compute-apps={_PROCESS_FIELDS}")
+        cards = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.used,driver_version")
+        processes = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
         return read_gpus(cards, processes, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def version(self, package: str) -> str | None:
@@ -156,13 +154,11 @@ class ThisMachine:
 
     def port_is_free(self, port: int) -> bool:
         """Whether a server could listen there, on all interfaces."""
-        with socket.socket() as probe:
+        with suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                return False
-        return True
+            probe.bind(("", port))
+            return True
+        return False
 
     def ray(self, address: str) -> RayCluster | Unseen:
         """The cluster at `address`, or why it cannot be joined."""
@@ -267,15 +263,14 @@ def _nvidia_smi(query: str) -> str:
     """Run nvidia-smi, which can be ended where a driver hangs."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
     except FileNotFoundError as problem:
         raise Unseen("nvidia-smi is not here, so there is no NVIDIA driver") from problem
     except subprocess.TimeoutExpired as problem:
         raise Unseen(f"the NVIDIA driver gave no answer within {_DRIVER_S:g} s") from problem
-    if done.returncode:
-        said = (done.stdout or done.stderr).strip().splitlines()
-        raise Unseen(f"nvidia-smi failed: {said[0] if said else done.returncode}")
-    return done.stdout
+    except subprocess.CalledProcessError as failed:
+        said = (failed.stdout or failed.stderr).strip().splitlines()
+        raise Unseen(f"nvidia-smi failed: {said[0] if said else failed.returncode}") from failed
 
 
 async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
