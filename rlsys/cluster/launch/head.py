@@ -103,7 +103,8 @@ class Crew:
         self, task: LaunchTask, there: Sequence[Machine], logs: Path, node: RayNode | None, notify: Notify
     ) -> None:
         """`node` is Ray on this machine, where the launcher has started it."""
-        self.task, self.machines, self.node, self.notify = task, there, node, notify
+        self.task = task
+        self.machines, self.node, self.notify = there, node, notify
         group = []
         for number, machine in enumerate(there):
             strategy = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
