@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
-from rlsys.cluster.network import own_addresses
+from rlsys.cluster.local_ray import own_addresses
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from tests.ports import free_port
 from tests.runs import PROJECT, SETTINGS

@@ -25,8 +25,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlsys.cluster.local_ray import local_ray, rays_own, require_token
-from rlsys.cluster.network import RANK, require_listener
+from rlsys.cluster.local_ray import RANK, local_ray, rays_own, require_listener, require_token
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 

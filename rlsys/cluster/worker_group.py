@@ -24,7 +24,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlsys.cluster.network import interface_settings, own_addresses, promised_port
+from rlsys.cluster.local_ray import interface_settings, own_addresses, promised_port
 from rlsys.cluster.planning.placement import DeviceSlot
 from rlsys.cluster.runtime import RESOURCE, SEES_ALL_GPUS, device_ids, hosts_of, remote_shell, within
 from rlsys.config.schema import ClusterConfig, Device

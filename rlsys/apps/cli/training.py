@@ -13,7 +13,7 @@ import typer
 from rlsys.apps.cli.doctor import look
 from rlsys.apps.running import run_to_end
 from rlsys.cluster.launch.role import LaunchTask, Role, check_searching, find_role, machine_count
-from rlsys.cluster.network import RAY_PORT
+from rlsys.cluster.local_ray import RAY_PORT
 from rlsys.cluster.planning.plan import make_plan, render_plan
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig

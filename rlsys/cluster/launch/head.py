@@ -31,8 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE, RayNode, ray_node, rlsys_command, tell_ending
 from rlsys.cluster.launch.role import LaunchTask, Notify, Role, search_settings, serving_positions
-from rlsys.cluster.local_ray import rays_own
-from rlsys.cluster.network import RANK, address_here, answers, promised_port
+from rlsys.cluster.local_ray import RANK, address_here, answers, promised_port, rays_own
 from rlsys.cluster.runtime import LOOK_S as MACHINES_LOOK_S
 from rlsys.cluster.runtime import SEES_ALL_GPUS, Machine, answer, joined, lost, machines, remote_shell
 from rlsys.cluster.worker_group import GATHERED, Rank, RankDied, RankSilent, SyncHost, WorkerGroup

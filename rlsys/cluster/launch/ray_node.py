@@ -21,8 +21,7 @@ from pathlib import Path
 
 from rlsys.cluster import LOOPBACK_VARIABLE
 from rlsys.cluster.launch.role import Notify, Role
-from rlsys.cluster.local_ray import ends_with_parent, local_ray, rays_own, require_token
-from rlsys.cluster.network import RANK, address_towards, answers
+from rlsys.cluster.local_ray import RANK, address_towards, answers, ends_with_parent, local_ray, rays_own, require_token
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import has_critic
 from rlsys.config.schema import Device, RunConfig

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.cluster.network import RAY_PORT
+from rlsys.cluster.local_ray import RAY_PORT
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import RunConfig, SearchConfig
 from rlsys.errors import UserError

@@ -24,8 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError, safe_open
 
-from rlsys.cluster.local_ray import ray_parent
-from rlsys.cluster.network import RAY_PORT
+from rlsys.cluster.local_ray import RAY_PORT, ray_parent
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, parse_placement
 from rlsys.cluster.planning.plan import BYTES, GIB, make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from rlsys.cluster.network import require_listener
+from rlsys.cluster.local_ray import require_listener
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError, UserError
 from rlsys.observe.environment import Capabilities, detect, version_of
