@@ -47,6 +47,7 @@ __all__ = [
 
 _MOVED = {"rlsys.tools": "rlsys.rollout.tools", "rlsys.api": "rlsys.apps.api", "rlsys.cli": "rlsys.apps.cli"}
 """Old name of a package -> its name."""
+_OLD = tuple(_MOVED)
 
 
 class _OldNames(MetaPathFinder, Loader):
@@ -58,6 +59,8 @@ class _OldNames(MetaPathFinder, Loader):
         return _MOVED.get(old, old) + name[len(old) :]
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if not name.startswith(_OLD):  # Every import of every package comes by here.
+            return None
         new = self._new_name(name)
         found = None if new == name else find_spec(new)
         return None if found is None else spec_from_loader(name, self, origin=found.origin)

@@ -40,13 +40,8 @@ _PART = re.compile(r"\..+\.\d+\.part")
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file at `path` by `text`; a reader sees the old content or the new, never a part."""
-    write_bytes_atomically(path, text.encode())
-
-
-def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """As `write_atomically`, of bytes."""
     with open_atomically(path) as file:
-        file.write(content)
+        file.write(text.encode())
 
 
 @contextmanager
@@ -126,8 +121,8 @@ def require_shallow(value: Any) -> None:
     """Raise ValueError if lists and dicts of `value` are nested more than `DEPTH` levels deep."""
     level: list[Any] = [[value]]
     for _ in range(DEPTH + 1):
-        insides = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [one for inside in insides for one in inside if isinstance(one, dict | list)]
+        insides = (nested.values() if isinstance(nested, dict) else nested for nested in level)
+        level = [nested for inside in insides for nested in inside if isinstance(nested, dict | list)]
         if not level:
             return
     raise ValueError(f"It is nested more than {DEPTH} levels deep.")

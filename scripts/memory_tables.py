@@ -29,7 +29,7 @@ _COLUMNS = {
     "weight_sync": "sync",
     "kv_cache": "KV cache",
 }
-"""Part of `rlsys.cluster.planning.memory` -> its heading."""
+"""Part of `rlsys.cluster.planning.plan` -> its heading."""
 
 
 def gpu_experiments(folder: Path = PROJECT_CONFIGS) -> Iterator[RunConfig]:

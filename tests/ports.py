@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 
-from rlsys.cluster.network import promised_port
+from rlsys.cluster.local_ray import promised_port
 
 _PROMISES: deque[socket.socket] = deque(maxlen=200)
 """More would be too many open files. Those of long ago are listened at, or no longer needed."""

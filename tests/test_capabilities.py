@@ -24,7 +24,7 @@ from rlsys.config.schema import (
     RunConfig,
     SyncMode,
 )
-from rlsys.observe.capabilities import Capabilities, detect, lacking
+from rlsys.observe.environment import Capabilities, detect, lacking
 
 LAPTOP = Capabilities(torch="2.13.0+cpu")
 H100 = Capabilities(
@@ -156,7 +156,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
                 return packages[name]
             raise importlib.metadata.PackageNotFoundError(name)
 
-        monkeypatch.setattr("rlsys.observe.capabilities.version", version)
+        monkeypatch.setattr("rlsys.observe.environment.version", version)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in modules else None)
         return detect()
 

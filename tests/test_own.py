@@ -15,7 +15,7 @@ from rlsys.apps.cli.own import Wish, Words, command, commands
 from rlsys.apps.cli.search import app as search
 from rlsys.config.compose import load_config
 from rlsys.errors import RunError, UserError
-from rlsys.observe.capabilities import detect
+from rlsys.observe.environment import detect
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.run_logger import RunLogger
 

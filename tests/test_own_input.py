@@ -14,7 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rlsys.apps.cli.own import commands
 from rlsys.errors import UserError
-from rlsys.observe.capabilities import Capabilities
+from rlsys.observe.environment import Capabilities
 from tests.test_own import POLICY, World, names
 
 HUB = "Some/Model"

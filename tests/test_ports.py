@@ -21,9 +21,8 @@ import pytest
 from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
-from rlsys.cluster.look import cluster_at
-from rlsys.cluster.network import own_addresses
-from rlsys.errors import RunError
+from rlsys.cluster.local_ray import own_addresses
+from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from tests.ports import free_port
 from tests.runs import PROJECT, SETTINGS
 from tests.watch.folder import add_step, write_run
@@ -124,10 +123,10 @@ def require_token(gcs: Port, home: Path, stranger: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
         patch.setenv("RAY_AUTH_MODE", "token")
-        assert cluster_at(f"127.0.0.1:{gcs.number}", 120)["nodes"]
+        assert cluster_at(f"127.0.0.1:{gcs.number}", 120).nodes
         patch.setenv("HOME", str(stranger))
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        with pytest.raises(RunError):
+        with pytest.raises(Unseen):
             cluster_at(f"127.0.0.1:{gcs.number}", 20)
 
 

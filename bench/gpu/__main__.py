@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.gpu.figures import FULL, PROJECT, SMALL, Outcome, from_json
 from bench.gpu.part import PARTS
 from bench.gpu.random_model import write_random_model
-from rlsys.cluster.child_processes import adopt_orphans, descendants, end
+from rlsys.cluster.local_ray import adopt_orphans, descendants, end
 from rlsys.config.schema import Device
 from rlsys.observe.environment import environment
 

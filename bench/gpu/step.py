@@ -9,9 +9,9 @@ import torch
 
 from bench.gpu.figures import Figure, Scale
 from bench.gpu.trainer import make_actor, random_micro_batch
-from rlsys.cluster.planning.memory import MicroBatchLoad, group_memory
+from rlsys.cluster.planning.plan import MicroBatchLoad, group_memory
 from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
-from rlsys.observe.capabilities import detect
+from rlsys.observe.environment import detect
 from rlsys.observe.spans import peak_flops
 from rlsys.trainer.batches.sharding import flops_of
 from rlsys.weights.families import read_architecture

@@ -7,7 +7,6 @@ left; only the run's own actors end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
@@ -17,26 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlsys.cluster.auth import require_token
-from rlsys.cluster.child_processes import adopt_orphans, descendants, end
-from rlsys.cluster.folders import ray_folder, rays_own
-from rlsys.cluster.network import require_listener
+from rlsys.cluster.local_ray import RANK, local_ray, rays_own, require_listener, require_token
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
-RANK = "rlsys-node-"  # How the resource begins whose name ends with a machine's rank.
-SILENCE_S = 20.0  # For an answer of a cluster's head.
 LOOK_S = 0.5  # Between two looks for machines that are not there yet.
+SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Variable by which Ray leaves a process the GPUs that it sees, also where it takes up none of them."""
 _SLIVER = 0.001  # Of the resource that every machine has of its own: enough to be there.
 _HEAD = "node:__internal_head__"
 
@@ -45,18 +42,24 @@ _HEAD = "node:__internal_head__"
 class Machine:
     """One machine of the cluster."""
 
-    rank: int | None  # That it was brought with; None if it came otherwise.
+    rank: int  # That it was brought with, else its place.
+    came_with_rank: bool
     host: str
     address: str
     node_id: str  # Ray's name of it.
     resource: str  # That this machine alone has, 1 of it.
     devices: Mapping[str, float]  # CPU and GPU slots.
 
+    @property
+    def name(self) -> str:
+        """The machine as messages call it."""
+        return f"node {self.rank} ({self.host}, {self.address})"
+
     def __str__(self) -> str:
         return f"{self.host} ({self.address})"
 
 
-@contextlib.contextmanager
+@contextmanager
 def ray_runtime(
     cluster: ClusterConfig, bundle_sizes: Sequence[int], on: Sequence[int] | None = None
 ) -> Iterator[PlacementGroup]:
@@ -65,7 +68,7 @@ def ray_runtime(
     `on` says on which, by their numbers in the order of `machines`, counting those alone that have devices for the
     largest bundle; None leaves it to Ray. Raises RunError if the cluster has too few in time.
     """
-    with _joined_at(cluster) if cluster.address is not None else _local(cluster, sum(bundle_sizes)):
+    with _local(cluster, sum(bundle_sizes)) if cluster.address is None else _joined(cluster.address):
         until = time.monotonic() + cluster.start_timeout_s
         places = [{}] * len(bundle_sizes) if on is None else _places(cluster, max(bundle_sizes), on, until)
         resource = RESOURCE[cluster.device]
@@ -83,7 +86,7 @@ def ray_runtime(
             remove_placement_group(bundles)
 
 
-@contextlib.contextmanager
+@contextmanager
 def joined(address: str) -> Iterator[None]:
     """Be a member of the Ray cluster at `address`."""
     _connect(address=address)
@@ -99,35 +102,34 @@ def machines() -> list[Machine]:
     A machine that `rlsys launch` has brought has a resource that names its rank. One that came otherwise has none: then
     the head is the first, and the others follow in the order of their host names.
     """
-    there = [(_machine(node), _HEAD in node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    ranked = any(machine.rank is not None for machine, _ in there)
 
-    def place(item: tuple[Machine, bool]) -> tuple[float, list[tuple[int, str]]]:
-        machine, head = item
-        unranked = float("inf") if ranked else not head
-        return unranked if machine.rank is None else machine.rank, natural(machine.host)
+    def rank_of(node: Mapping[str, Any]) -> int | None:
+        return next((int(name.removeprefix(RANK)) for name in node["Resources"] if name.startswith(RANK)), None)
 
-    return [machine for machine, _ in sorted(there, key=place)]
+    found = [(rank_of(node), node) for node in ray.nodes() if node["Alive"]]
+    ranked = any(rank is not None for rank, _ in found)
+
+    def place(item: tuple[int | None, Mapping[str, Any]]) -> tuple[float, list[tuple[int, str]]]:
+        rank, node = item
+        unranked = float("inf") if ranked else _HEAD not in node["Resources"]
+        return unranked if rank is None else rank, natural(node["NodeManagerHostname"])
+
+    return [_machine(position, rank, node) for position, (rank, node) in enumerate(sorted(found, key=place))]
 
 
 def lost(known: Sequence[Machine]) -> list[Machine]:
-    """Those of `known` that the cluster has given up."""
+    """Those of `known` that the cluster has given up, in their order."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return [machine for machine in known if machine.node_id not in alive]
 
 
-def resident(shell: type, machine: Machine, log: Path, environment: Mapping[str, str]) -> Any:
-    """A handle to a new process of the shell class on `machine`, which takes up no device."""
-    options = {
-        "num_cpus": 0,
-        "max_restarts": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(machine.node_id, soft=False),
-        "runtime_env": {"env_vars": dict(environment)},
-    }
-    return ray.remote(shell).options(**options).remote(str(log), list(sys.path))
+def remote_shell(shell: type, strategy: Any, log: Path, environment: Mapping[str, str], **options: Any) -> Any:
+    """A handle to a new process of the shell class, where `strategy` says; without `options` it takes up no device."""
+    settings = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": dict(environment)}, **options}
+    return ray.remote(shell).options(scheduling_strategy=strategy, **settings).remote(str(log), list(sys.path))
 
 
-async def answer(ask: Callable[[], T], timeout_s: float = SILENCE_S) -> T:
+async def answer(ask: Callable[[], T], timeout_s: float = 20.0) -> T:
     """Ask something of a Ray whose head may be dead, for which Ray itself waits for minutes.
 
     It is called in a thread, which stays behind and does not keep the process where it takes longer than `timeout_s`.
@@ -187,9 +189,7 @@ def device_ids(bundles: PlacementGroup, indices: Iterable[int], timeout_s: float
         answers = ray.get(list(refs.values()), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as late:
         raise RunError(f"waited {timeout_s:.0f} s for the cluster to name the GPUs of its bundles.") from late
-    # As numbers are ordered: the shorter name first.
-    named = zip(refs, answers, strict=True)
-    return {index: tuple(sorted(ids, key=lambda name: (len(name), name))) for index, ids in named}
+    return {index: tuple(sorted(ids, key=natural)) for index, ids in zip(refs, answers, strict=True)}
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -229,47 +229,35 @@ def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: floa
         time.sleep(LOOK_S)
 
 
-def _machine(node: Mapping[str, Any]) -> Machine:
-    resources: Mapping[str, float] = node["Resources"]
-    rank = next((int(name.removeprefix(RANK)) for name in resources if name.startswith(RANK)), None)
-    address = node["NodeManagerAddress"]
+def _machine(position: int, rank: int | None, node: Mapping[str, Any]) -> Machine:
     return Machine(
-        rank=rank,
+        rank=position if rank is None else rank,
+        came_with_rank=rank is not None,
         host=node["NodeManagerHostname"],
-        address=address,
+        address=node["NodeManagerAddress"],
         node_id=node["NodeID"],
-        resource=f"node:{address}" if rank is None else f"{RANK}{rank}",
-        devices={name: resources.get(name, 0.0) for name in ("CPU", "GPU")},
+        resource=f"node:{node['NodeManagerAddress']}" if rank is None else f"{RANK}{rank}",
+        devices={name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU")},
     )
 
 
-@contextlib.contextmanager
-def _joined_at(cluster: ClusterConfig) -> Iterator[None]:
-    """Be a member of the cluster at `cluster.address`, if somebody listens there."""
+def _joined(address: str) -> AbstractContextManager[None]:
+    """`joined`, where somebody listens."""
     try:
-        require_listener(str(cluster.address), timeout_s=5)
+        require_listener(address, timeout_s=5)
     except OSError as problem:
         raise UserError(
-            f"cluster.address={cluster.address}: no Ray cluster answers there ({problem.strerror or problem}); start one "
+            f"cluster.address={address}: no Ray cluster answers there ({problem.strerror or problem}); start one "
             "with `ray start --head`, or set cluster.address=null for a local one."
         ) from problem
-    with joined(str(cluster.address)):
-        yield
+    return joined(address)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
     """Start a Ray that this machine alone reaches, with the user's token, and end all its processes."""
-    adopt_orphans()
-    strangers = {process.pid for process in descendants()}
     require_token(os.environ, make=True)
     on_cpus = {"num_cpus": slots, "object_store_memory": 512 * 1024 * 1024} if cluster.device is Device.cpu else {}
-    with ray_folder() as folder:
-        try:
-            _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
-            yield
-        finally:
-            ours = [process for process in descendants() if process.pid not in strangers]
-            ray.shutdown()
-            ours += [process for process in descendants() if process.pid not in strangers]
-            end(ours)
+    with local_ray(ray.shutdown) as folder:
+        _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
+        yield

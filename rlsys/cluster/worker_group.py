@@ -1,11 +1,9 @@
 """A group of worker processes, one Ray actor a rank, called together.
 
-Contract: every wait has a time-out and names the ranks that are missing; a rank that dies or raises
-ends the call at once with the last lines of its log; calls to one rank are carried out in order.
-Where a death makes other ranks fail, it is the death that is told.
-A rank that died (`RankDied`), one that does not answer in time (`RankSilent`) and one whose worker raised
-(its UserError or RunError as it is, else a RunError) are told apart.
-The workers themselves are plain objects that know nothing of Ray.
+Contract: every wait has a time-out and names the ranks that are missing; a rank that dies or raises ends the call at once
+with the last lines of its log; calls to one rank are carried out in order. Where a death makes other ranks fail, it is the
+death that is told. A rank that died (`RankDied`), one that does not answer in time (`RankSilent`) and one whose worker
+raised (its UserError or RunError as it is, else a RunError) are told apart. Workers are plain objects that know no Ray.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlsys.cluster.bundles import DeviceSlot
-from rlsys.cluster.network import interface_settings, own_addresses, promised_port
-from rlsys.cluster.runtime import RESOURCE, device_ids, hosts_of, within
+from rlsys.cluster.local_ray import interface_settings, own_addresses, promised_port
+from rlsys.cluster.planning.placement import DeviceSlot
+from rlsys.cluster.runtime import RESOURCE, SEES_ALL_GPUS, device_ids, hosts_of, remote_shell, within
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
-LOG_LINES = 15
 DEATH_S = 10.0
 """In which the death of a process becomes known, later than to those that it was connected with."""
 GATHERED = "nodes"
@@ -47,20 +44,19 @@ _DEATHS = (
 """What Ray raises when a worker's process is gone, or its machine with the answer."""
 
 
-class RankDied(RunError):
-    """The process of a worker is gone; `rank` is its number in the group."""
-
+class _RankLost(RunError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+        """Its number in the group."""
 
 
-class RankSilent(RunError):
-    """A worker has not answered in time; `rank` is its number in the group, the first of several."""
+class RankDied(_RankLost):
+    """The process of a worker is gone."""
 
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
+
+class RankSilent(_RankLost):
+    """A worker has not answered in time, the first of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +94,20 @@ class WorkerGroup:
         `concurrency` above 0 makes the workers asynchronous, with that many calls at a time. `variables` are set in
         their environment.
         """
-        host = AsyncHost if concurrency else SyncHost
-        across = cluster.nodes > 1
-        machines = hosts_of(bundles) if across else {}
+        machines = hosts_of(bundles) if cluster.nodes > 1 else {}
         pinned = {seat.bundle for seat in seats if seat.pinned and cluster.device is Device.gpu}
         named = device_ids(bundles, pinned, cluster.start_timeout_s)
         ranks = []
         for number, seat in enumerate(seats):
             log = (log_dir / f"{name}-{number}.log").resolve()
             ids = [named[seat.bundle][device] for device in seat.devices] if seat.bundle in named else None
-            options: dict[str, Any] = {
-                "num_cpus": 0,
-                "scheduling_strategy": within(bundles, seat.bundle),
-                "runtime_env": {"env_vars": {**(variables or {}), **_environment(cluster.threads, ids)}},
-                "max_restarts": 0,
-            }
+            options: dict[str, Any] = {"max_concurrency": concurrency} if concurrency else {}
             if ids is None:
                 options["num_cpus" if RESOURCE[cluster.device] == "CPU" else "num_gpus"] = seat.share
-            if concurrency:
-                options["max_concurrency"] = concurrency
-            handle = ray.remote(host).options(**options).remote(str(log), list(sys.path))
-            where = f" (on {machines[seat.bundle]})" if across else ""
+            environment = {**(variables or {}), **_environment(cluster.threads, ids)}
+            host = AsyncHost if concurrency else SyncHost
+            handle = remote_shell(host, within(bundles, seat.bundle), log, environment, **options)
+            where = f" (on {machines[seat.bundle]})" if machines else ""
             ranks.append(Rank(number, f"{name} rank {number}{where}", handle, log))
         return cls(name, ranks, cluster.call_timeout_s)
 
@@ -191,7 +180,10 @@ class WorkerGroup:
                 if not waits[0].done() and until.done():
                     raise RankDied(until.result(), ranks[0].number)
                 done, missing = done - {until}, missing - {until}
-            if any(_may_be_bereaved(wait.exception()) for wait in done):
+            problems = [wait.exception() for wait in done]
+            causes = [problem.cause for problem in problems if isinstance(problem, ray.exceptions.RayTaskError)]
+            # A rank may have failed because another one, which it exchanges tensors with, is gone.
+            if not all(isinstance(cause, UserError | RunError | None) for cause in causes):
                 later, missing = await _until_death(missing)
                 done |= later
             for wait in sorted(done, key=lambda wait: not isinstance(wait.exception(), _DEATHS)):
@@ -217,10 +209,9 @@ class _Shell:
     def __init__(self, log: str, path: list[str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
         Path(log).parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
         faulthandler.enable(file=2)
         self._worker: Any = None
         self._promised: list[socket.socket] = []
@@ -232,10 +223,6 @@ class _Shell:
         self._promised.append(promised_port())
         return ray.util.get_node_ip_address(), int(self._promised[-1].getsockname()[1])
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(self._worker, name)
-        return method
-
 
 class SyncHost(_Shell):
     """Carries out one call at a time."""
@@ -246,7 +233,7 @@ class SyncHost(_Shell):
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker."""
-        return self._method(method)(*args)
+        return getattr(self._worker, method)(*args)
 
 
 class AsyncHost(_Shell):
@@ -259,7 +246,7 @@ class AsyncHost(_Shell):
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker, awaiting what is awaitable."""
-        result = self._method(method)(*args)
+        result = getattr(self._worker, method)(*args)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -272,21 +259,13 @@ def _environment(threads: int | None, device_ids: Sequence[str] | None) -> dict[
     limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
     environment = {name: str(threads) for name in limits} if threads else {}
     if device_ids is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(device_ids)
-        environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-    log = {name: value for name, value in os.environ.items() if name == "RLSYS_LOG"}
-    return environment | log | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(device_ids), SEES_ALL_GPUS: "1"}
+    if level := os.environ.get("RLSYS_LOG"):
+        environment["RLSYS_LOG"] = level
+    return environment | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
-def _may_be_bereaved(problem: BaseException | None) -> bool:
-    """Whether a rank may have failed because another one, which it exchanges tensors with, is gone."""
-    cause = problem.cause if isinstance(problem, ray.exceptions.RayTaskError) else None
-    return cause is not None and not isinstance(cause, UserError | RunError)
-
-
-async def _until_death(
-    waits: set[asyncio.Future[Any]],
-) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
+async def _until_death(waits: set[asyncio.Future[Any]]) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
     """Those of `waits` that are done, and the others, once one of them is known to be of a dead rank, or soon."""
     until = time.monotonic() + DEATH_S
     done: set[asyncio.Future[Any]] = set()
@@ -318,5 +297,5 @@ def _tail(rank: Rank) -> str:
     log = next((file for file in (rank.log, *gathered) if file.is_file()), None)
     if log is None:
         return f"Its log would be {rank.log} on its own machine."
-    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    lines = log.read_text(errors="replace").splitlines()[-15:]
     return "\n".join([f"The last lines of {log}:", *(f"    {line}" for line in lines)])

@@ -7,7 +7,7 @@ number has passed its bound at once: nothing that comes after it can be trusted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isnan
 
@@ -22,17 +22,20 @@ _SAMPLED_KL = {
     KlEstimator["full_forward"]: "kl/k5",
 }
 """Estimator -> the figure of the sampled batch that has its value, or estimates it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    guard: str
-    """Name of the guard; `guard/<name>` in the row."""
-    figures: Sequence[str]
-    """The first that a row has is watched."""
-    bound: float | None
-    remedy: str
-    is_floor: bool = False
+_FLOORS = ("entropy",)
+"""Guards whose bounds are floors; those of the others are ceilings."""
+_REMEDIES = {
+    "entropy": "the policy hardly varies what it writes; begin again with a higher algorithm.entropy_coef or clip_high, or a "
+    "lower actor.optimizer.lr",
+    "kl": "the policy has left its reference; begin again with a higher algorithm.kl_coef or a lower actor.optimizer.lr",
+    "ratio": "an update moves single tokens too far; lower actor.optimizer.lr, or set algorithm.correction.kind where "
+    "rollouts run ahead",
+    "many_answers": "the policy writes several answers, hoping for one; look at the run's samples and set "
+    "reward.max_answer_tags",
+    "same_answer": "the policy gives different questions one and the same answer; look at the run's samples and at what the "
+    "reward pays for it",
+}
+"""Guard, `guard/<name>` in a row -> what to do about its alarm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +47,25 @@ class Alarm:
     figure: str
     value: float
     bound: float
-    is_floor: bool
     steps: int
     """Steps in a row that have passed the bound, this one included."""
     first: bool
     """Whether the alarm was not there in the step before."""
-    remedy: str
 
     @property
     def key(self) -> str:
         """The bound's key in the config."""
-        return f"guards.{self.guard}_{'floor' if self.is_floor else 'ceiling'}"
+        return f"guards.{self.guard}_{'floor' if self.guard in _FLOORS else 'ceiling'}"
 
     def __str__(self) -> str:
         """One sentence: what was seen, and what to do."""
         if isnan(self.value):
             seen = f"{self.figure} is not a number at step {self.step}, so that {self.key}={self.bound:g} cannot hold"
         else:
-            side = "below" if self.is_floor else "above"
+            side = "below" if self.guard in _FLOORS else "above"
             row = "" if self.steps == 1 else f", as in the {self.steps - 1} before it"
             seen = f"{self.figure} is {self.value:.4g} at step {self.step}, {side} {self.key}={self.bound:g}{row}"
-        return f"{seen}: {self.remedy}, or set {self.key}=null to watch it no more."
+        return f"{seen}: {_REMEDIES[self.guard]}, or set {self.key}=null to watch it no more."
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,16 @@ class Guards:
     def __init__(self, config: GuardsConfig, estimator: KlEstimator) -> None:
         """`estimator` is the run's, whose divergence from the reference policy is watched."""
         self._patience = config.patience
-        self._watches = [watch for watch in _watches(config, estimator) if watch.bound is not None]
-        self._steps = dict.fromkeys((watch.guard for watch in self._watches), 0)
+        # Guard -> the figures of which the first that a row has is watched, and their bound.
+        watches = {
+            "entropy": (("actor/entropy",), config.entropy_floor),
+            "kl": (("actor/kl", _SAMPLED_KL[estimator]), config.kl_ceiling),
+            "ratio": (("actor/ratio_max",), config.ratio_ceiling),
+            "many_answers": (("answers/many_share",), config.many_answers_ceiling),
+            "same_answer": (("answers/same_share",), config.same_answer_ceiling),
+        }
+        self._watches = [(name, figures, bound) for name, (figures, bound) in watches.items() if bound is not None]
+        self._steps = dict.fromkeys((name for name, _, _ in self._watches), 0)
         self._alarmed: set[str] = set()
 
     def state(self) -> GuardsState:
@@ -103,59 +112,14 @@ class Guards:
 
     def check(self, step: int, row: Mapping[str, float | None]) -> list[Alarm]:
         """The alarms of `step`, whose metrics are `row`. Steps come in order, each once."""
-        alarms = [alarm for watch in self._watches if (alarm := self._alarm(watch, step, row)) is not None]
+        alarms = []
+        for guard, figures, bound in self._watches:
+            figure = next((figure for figure in figures if figure in row), None)
+            found = None if figure is None else row[figure]
+            value = float("nan") if found is None else found  # A file has null for NaN.
+            passed = isnan(value) or (value < bound if guard in _FLOORS else value > bound)
+            self._steps[guard] = steps = self._steps[guard] + 1 if figure is not None and passed else 0
+            if figure is not None and steps and (steps >= self._patience or isnan(value)):
+                alarms.append(Alarm(guard, step, figure, value, bound, steps, guard not in self._alarmed))
         self._alarmed = {alarm.guard for alarm in alarms}
         return alarms
-
-    def _alarm(self, watch: _Watch, step: int, row: Mapping[str, float | None]) -> Alarm | None:
-        guard, bound, is_floor = watch.guard, watch.bound, watch.is_floor
-        figure = next((figure for figure in watch.figures if figure in row), None)
-        found = None if figure is None else row[figure]
-        value = float("nan") if found is None else found  # A file has null for NaN.
-        assert bound is not None
-        passed = isnan(value) or (value < bound if is_floor else value > bound)
-        self._steps[guard] = steps = self._steps[guard] + 1 if figure is not None and passed else 0
-        if figure is None or not steps or (steps < self._patience and not isnan(value)):
-            return None
-        return Alarm(guard, step, figure, value, bound, is_floor, steps, guard not in self._alarmed, watch.remedy)
-
-
-def _watches(config: GuardsConfig, estimator: KlEstimator) -> list[_Watch]:
-    return [
-        _Watch(
-            "entropy",
-            ("actor/entropy",),
-            config.entropy_floor,
-            "the policy hardly varies what it writes; begin again with a higher "
-            "algorithm.entropy_coef or clip_high, or a lower actor.optimizer.lr",
-            is_floor=True,
-        ),
-        _Watch(
-            "kl",
-            ("actor/kl", _SAMPLED_KL[estimator]),
-            config.kl_ceiling,
-            "the policy has left its reference; begin again with a higher algorithm.kl_coef or "
-            "a lower actor.optimizer.lr",
-        ),
-        _Watch(
-            "ratio",
-            ("actor/ratio_max",),
-            config.ratio_ceiling,
-            "an update moves single tokens too far; lower actor.optimizer.lr, or set algorithm.correction.kind where "
-            "rollouts run ahead",
-        ),
-        _Watch(
-            "many_answers",
-            ("answers/many_share",),
-            config.many_answers_ceiling,
-            "the policy writes several answers, hoping for one; look at the run's samples and set "
-            "reward.max_answer_tags",
-        ),
-        _Watch(
-            "same_answer",
-            ("answers/same_share",),
-            config.same_answer_ceiling,
-            "the policy gives different questions one and the same answer; look at the run's samples and at what the "
-            "reward pays for it",
-        ),
-    ]

@@ -287,8 +287,10 @@ def _read_kept(line: bytes | str) -> Kept:
     turns = tuple(_read_turn(turn) for turn in row.pop("turns"))
     row |= {"pieces": tuple(row["pieces"]), "golden_answers": tuple(row["golden_answers"]), "turns": turns}
     row |= {name: np.array(row[name], np.int32) for name in ("token_ids", "turn_of_token", "versions")}
-    row |= {name: _floats(row[name]) for name in ("rollout_logprobs", "old_logprobs", "advantages")}
-    row |= {name: None if row[name] is None else _floats(row[name]) for name in ("ref_logprobs", "weights")}
+    row |= {name: np.array(row[name], np.float32) for name in ("rollout_logprobs", "old_logprobs", "advantages")}
+    row |= {
+        name: None if row[name] is None else np.array(row[name], np.float32) for name in ("ref_logprobs", "weights")
+    }
     return Kept(**row | {"loss_mask": np.array(row["loss_mask"], np.bool_)})
 
 
@@ -397,22 +399,20 @@ class Pieces:
         return self._alone[token]
 
 
-def _plain(kept: Kept | KeptTurn) -> dict[str, Any]:
+def _plain(value: Any) -> Any:
     """JSON types, and arrays."""
-    return {field.name: _plain_value(getattr(kept, field.name)) for field in fields(kept)}
-
-
-def _plain_value(value: Any) -> Any:
+    if isinstance(value, Kept | KeptTurn):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value)
     if isinstance(value, tuple) and value and isinstance(value[0], KeptTurn):
-        return [_plain(turn) for turn in value]
+        return list(map(_plain, value))
     return json_safe(value)
 
 
 def _read_turn(row: dict[str, Any]) -> KeptTurn:
     _require_fields(row, KeptTurn)
-    ids, logprobs = np.array(row["sampled_ids"], np.int32), _floats(row["sampled_logprobs"])
+    ids, logprobs = np.array(row["sampled_ids"], np.int32), np.array(row["sampled_logprobs"], np.float32)
     if ids.ndim != 1 or ids.shape != logprobs.shape:
         raise ValueError("The log-probs of a turn are not as many as its tokens.")
     return KeptTurn(**row | {"sampled_ids": ids, "sampled_logprobs": logprobs})
@@ -448,7 +448,3 @@ def _require_aligned(kept: Kept) -> None:
         raise ValueError("Its tokens are not as many as their texts.")
     if any(isinstance(array, np.ndarray) and array.shape != (len(kept.token_ids),) for array in values):
         raise ValueError("Its figures are not as many as its tokens.")
-
-
-def _floats(values: list[float | None]) -> Floats:
-    return np.array(values, np.float32)

@@ -15,18 +15,9 @@ from typing import Any, TypeVar
 
 from rlsys.errors import UserError
 from rlsys.files import limited_lines, open_regular, read_regular, read_yaml
+from rlsys.observe import records
 from rlsys.observe.environment import RUN, Life, read_lives
 from rlsys.observe.kept import TRAJECTORIES, Kept, kept_steps, read_kept
-from rlsys.observe.records import (
-    METRICS,
-    SUMMARY,
-    TIMELINE,
-    StepTimeline,
-    read_object,
-    read_step_row,
-    read_timeline_row,
-    steps_of,
-)
 from rlsys.observe.status import STATUS
 
 T = TypeVar("T")
@@ -64,9 +55,11 @@ class RunFolder:
         """The folder's name."""
         return self.path.resolve().name
 
-    def timeline(self) -> tuple[StepTimeline, ...]:
+    def timeline(self) -> tuple[records.StepTimeline, ...]:
         """Read the work of the groups in each step."""
-        return steps_of(_parsed(self.path / TIMELINE, TIMELINE, read_timeline_row, self._report))
+        return records.steps_of(
+            _parsed(self.path / records.TIMELINE, records.TIMELINE, records.read_timeline_row, self._report)
+        )
 
     def trajectories(self) -> Iterator[Kept]:
         """Read the trajectories that were kept, by step."""
@@ -77,7 +70,7 @@ class RunFolder:
     def answers(self, step: int) -> list[dict[str, Any]]:
         """Read every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.heldout` writes it."""
         name = f"{EVALUATIONS}/step_{step:06d}.jsonl"
-        return list(_parsed(self.path / name, name, read_object, self._report))
+        return list(_parsed(self.path / name, name, records.read_object, self._report))
 
     def measured(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Read the name of each folder that `rlsys eval` has written into this one, and its results.json; by name."""
@@ -97,13 +90,15 @@ def open_run(path: Path) -> RunFolder:
     """Read the run at `path`. Raises UserError if it is none."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder: give the folder of a run, such as {_like(path.parent)}.")
-    if not any((path / name).is_file() for name in (CONFIG, METRICS)):
+    if not any((path / name).is_file() for name in (CONFIG, records.METRICS)):
         raise UserError(
-            f"{path} is no run: it has neither {CONFIG} nor {METRICS}; give the folder of a run, such as {_like(path)}."
+            f"{path} is no run: it has neither {CONFIG} nor {records.METRICS}; give the folder of a run, such as {_like(path)}."
         )
     problems: list[str] = []
     report = problems.append
-    by_step = {row["step"]: row for row in _parsed(path / METRICS, METRICS, read_step_row, report)}
+    by_step = {
+        row["step"]: row for row in _parsed(path / records.METRICS, records.METRICS, records.read_step_row, report)
+    }
     reference = _evaluations(path, "reference_", report)
     return RunFolder(
         path=path,
@@ -112,7 +107,7 @@ def open_run(path: Path) -> RunFolder:
         rows=tuple(by_step[step] for step in sorted(by_step)),
         evaluations=_evaluations(path, "", report),
         reference=reference[-1] if reference else None,
-        summary=_whole(path, SUMMARY, report),
+        summary=_whole(path, records.SUMMARY, report),
         status=_whole(path, STATUS, report),
         problems=problems,
     )
@@ -192,7 +187,7 @@ def _evaluations(path: Path, whose: str, report: Report) -> tuple[dict[str, Any]
 
 def _whole(path: Path, name: str, report: Report) -> dict[str, Any] | None:
     """A file of one object; None, without a word, where there is none: it comes later, or never."""
-    return _read(name, lambda: read_object(read_regular(path / name)), report, optional=True)
+    return _read(name, lambda: records.read_object(read_regular(path / name)), report, optional=True)
 
 
 def _unreadable(name: str, problem: OSError) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +22,6 @@ UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 WIDTH = 100
 
 
-@dataclass(frozen=True, slots=True)
-class ShownSample:
-    """One episode with what it answered and what it earned."""
-
-    question: Question
-    trajectory: Trajectory
-    reward: float
-
-
 def visible(text: str) -> str:
     r"""`text` with every character that a terminal could act on spelled out, such as \x1b for escape."""
     return "".join(
@@ -40,9 +30,8 @@ def visible(text: str) -> str:
     )
 
 
-def render_sample(sample: ShownSample) -> str:
+def render_sample(question: Question, trajectory: Trajectory, reward: float) -> str:
     """The episode as text: a header with figures, the prompt, then what was generated and what came back."""
-    question, trajectory = sample.question, sample.trajectory
     trained = int(trajectory.loss_mask.sum())
     response = len(trajectory.tokens) - trajectory.prompt_length
     calls = f" and {trajectory.tool_calls} calls of tools" if trajectory.tool_calls else ""
@@ -50,7 +39,7 @@ def render_sample(sample: ShownSample) -> str:
         "question": f"{question.uid} (sample {trajectory.sample})",
         "gold answers": " | ".join(question.answers),
         "answer": "none" if trajectory.answer is None else trajectory.answer.strip(),
-        "reward": f"{sample.reward:g}",
+        "reward": f"{reward:g}",
         "finish": f"{trajectory.finish.value} after {trajectory.searches} searches{calls}",
         "tokens": f"{trajectory.prompt_length} prompt, {trained} trained, {response - trained} masked",
         "trained at": _trained_runs(trajectory),
@@ -63,12 +52,10 @@ def render_sample(sample: ShownSample) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_samples(samples: Iterable[ShownSample], directory: Path) -> list[Path]:
-    """Write each sample to `directory/NN.txt`, counted from 00; returns the paths."""
-    files = {directory / f"{number:02d}.txt": sample for number, sample in enumerate(samples)}
-    for path, sample in files.items():
-        write_atomically(path, render_sample(sample))
-    return list(files)
+def write_samples(samples: Iterable[tuple[Question, Trajectory, float]], directory: Path) -> None:
+    """Write each sample, see `render_sample`, to `directory/NN.txt`, counted from 00."""
+    for number, sample in enumerate(samples):
+        write_atomically(directory / f"{number:02d}.txt", render_sample(*sample))
 
 
 def _turn_lines(number: int, turn: Turn) -> list[str]:

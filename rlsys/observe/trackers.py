@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _NAMES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 _STEP = "trainer/step"
+_QUIET: Any = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
 WANDB_START_TIMEOUT_S = 30.0
 WANDB_FINISH_TIMEOUT_S = 120.0
 """For the last upload; what is not sent by then stays on disk for `wandb sync`."""
@@ -128,13 +129,7 @@ class WandbTracker:
             id=known_as or None,
             resume="allow" if known_as and not anew else None,
             settings=wandb.Settings(
-                **{
-                    "silent": True,
-                    "console": "off",
-                    "disable_git": True,
-                    "disable_code": True,
-                    "x_disable_stats": True,
-                },
+                **_QUIET,
                 init_timeout=WANDB_START_TIMEOUT_S,
                 finish_timeout=WANDB_FINISH_TIMEOUT_S,
             ),

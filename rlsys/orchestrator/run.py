@@ -27,7 +27,7 @@ from rlsys.data.trajectory import Group, MaskOf, trained_tokens, value_mask
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status
-from rlsys.observe.capabilities import detect, lacking
+from rlsys.observe.environment import detect, lacking
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import peak_flops
 from rlsys.observe.status import STATUS, Progress, StatusFile

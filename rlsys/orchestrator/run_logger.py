@@ -32,7 +32,7 @@ from rlsys.observe.kept import Keeper, forget_kept
 from rlsys.observe.outcome import draw_curves
 from rlsys.observe.records import METRICS, SUMMARY, TIMELINE, LineLog, read_metrics, timeline_row
 from rlsys.observe.run_folder import EVALUATIONS
-from rlsys.observe.samples import ShownSample, write_samples
+from rlsys.observe.samples import write_samples
 from rlsys.observe.spans import (
     Interval,
     Span,
@@ -234,7 +234,7 @@ class RunLogger:
     def samples(self, groups: Sequence[Group]) -> None:
         """Write trajectories of the last step as readable text."""
         shown = [
-            ShownSample(group.question, sample.trajectory, sample.reward)
+            (group.question, sample.trajectory, sample.reward)
             for samples in zip(*(group.samples for group in groups), strict=False)
             for group, sample in zip(groups, samples, strict=True)
         ]

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.algorithms.losses import TOKENS, reduce_stats
-from rlsys.cluster.bundles import plan_bundles
-from rlsys.cluster.planning.placement import CRITIC, parse_placement
+from rlsys.cluster.planning.placement import CRITIC, parse_placement, plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.derived import has_critic

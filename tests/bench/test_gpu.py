@@ -78,7 +78,7 @@ time.sleep(600)
 CALLER = """
 import subprocess, sys
 from bench.gpu.__main__ import run_within
-from rlsys.cluster.child_processes import adopt_orphans
+from rlsys.cluster.local_ray import adopt_orphans
 adopt_orphans()
 try:
     run_within([sys.executable, "-c", sys.argv[1]], 6)

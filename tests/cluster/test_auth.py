@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.cluster.auth import MODE, require_token, token_file
+from rlsys.cluster.local_ray import MODE, require_token, token_file
 from rlsys.errors import UserError
 
 TOKEN = {MODE: "token"}
@@ -43,7 +43,7 @@ def test_a_token_is_made_once_for_the_user_alone() -> None:
 
 
 def test_processes_that_make_a_token_at_once_end_with_one() -> None:
-    code = "from rlsys.cluster.auth import *; require_token({}, make=True); print(token_file().read_text())"
+    code = "from rlsys.cluster.local_ray import *; require_token({}, make=True); print(token_file().read_text())"
     children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(6)]
     said = {child.communicate(timeout=60)[0] for child in children}
     assert said == {token_file().read_text() + "\n"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.cluster.bundles import DeviceSlot, Ranks, plan_bundles
+from rlsys.cluster.planning.placement import DeviceSlot, Ranks, plan_bundles
 
 Holdings = Mapping[str, Sequence[Ranks]]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlsys.cluster import folders
-from rlsys.cluster.folders import ray_folder, ray_parent, rays_own
+from rlsys.cluster import local_ray as folders
+from rlsys.cluster.local_ray import ray_folder, ray_parent, rays_own
 from rlsys.errors import UserError
 
 
@@ -49,7 +49,7 @@ def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", "/dev/shm" if len(str(tmp_path)) > 30 else str(tmp_path))
-    waits = "import time\nfrom rlsys.cluster.folders import ray_folder, rays_own\n"
+    waits = "import time\nfrom rlsys.cluster.local_ray import ray_folder, rays_own\n"
     waits += "with ray_folder() as f:\n  rays_own(f).mkdir(0o777); print(f, flush=True); time.sleep(300)"
     children = [subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     made = [Path(child.stdout.readline().strip()) for child in children if child.stdout]
@@ -75,7 +75,7 @@ def test_a_ends_with_parent_command_ends_with_a_parent_that_is_killed() -> None:
             sys.executable,
             "-c",
             "import subprocess, time\n"
-            "from rlsys.cluster.child_processes import ends_with_parent\n"
+            "from rlsys.cluster.local_ray import ends_with_parent\n"
             "subprocess.Popen(ends_with_parent(['sh', '-c', 'echo $$; exec sleep 300']))\n"
             "time.sleep(300)",
         ],

@@ -9,10 +9,9 @@ from contextlib import closing
 import pytest
 import ray
 
-from rlsys.cluster.look import cluster_at
+from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.config.schema import ClusterConfig, Device
-from rlsys.errors import RunError
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +23,21 @@ def address() -> Iterator[str]:
 
 def test_nodes_and_what_is_free_are_seen(address: str) -> None:
     seen = cluster_at(address, 60)
-    (node,) = seen["nodes"]
-    assert node["address"] == address.rpartition(":")[0]
-    assert node["resources"]["CPU"] == 2
-    assert seen["free"].get("CPU", 0) == 0, "the bundle has them"
+    (node,) = seen.nodes
+    assert node.address == address.rpartition(":")[0]
+    assert node.resources["CPU"] == 2
+    assert seen.free.get("CPU", 0) == 0, "the bundle has them"
 
 
 def test_a_cluster_that_wants_a_token_says_so(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(RunError, match="RAY_AUTH_MODE"):
+    with pytest.raises(Unseen, match="RAY_AUTH_MODE"):
         cluster_at(address, 6)
 
 
 def test_silence_ends_the_wait_and_the_process() -> None:
     with (
         closing(socket.create_server(("127.0.0.1", 0))) as silent,
-        pytest.raises(RunError, match="within 3 s"),
+        pytest.raises(Unseen, match="within 3 s"),
     ):
         cluster_at(f"127.0.0.1:{silent.getsockname()[1]}", 3)

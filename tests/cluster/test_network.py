@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from rlsys.cluster.network import (
+from rlsys.cluster.local_ray import (
     INTERFACE_VARIABLES,
     address_here,
     address_towards,
@@ -44,25 +44,25 @@ def test_addresses_of_this_machine() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.1.1", "127.0.0.1", "localhost", socket.gethostname()])
 def test_this_machine_by_whatever_name_has_an_address_for_others(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.cluster.network.own_addresses", lambda: ADDRESSES | {"fd00::1": "eth0"})
+    monkeypatch.setattr("rlsys.cluster.local_ray.own_addresses", lambda: ADDRESSES | {"fd00::1": "eth0"})
     resolve = socket.getaddrinfo
     debian = {socket.gethostname(): "127.0.1.1"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest: resolve(debian.get(name, name), *rest))
-    monkeypatch.setattr("rlsys.cluster.network.address_towards", lambda _: "192.168.1.5")
+    monkeypatch.setattr("rlsys.cluster.local_ray.address_towards", lambda _: "192.168.1.5")
     assert address_here(host) == "192.168.1.5", "the way out"
 
     def no_way(_: str) -> str:
         raise OSError
 
-    monkeypatch.setattr("rlsys.cluster.network.address_towards", no_way)
+    monkeypatch.setattr("rlsys.cluster.local_ray.address_towards", no_way)
     assert address_here(host) == "10.0.0.7", "the first"
-    monkeypatch.setattr("rlsys.cluster.network.own_addresses", lambda: {"127.0.0.1": "lo", "fd00::1": "eth0"})
+    monkeypatch.setattr("rlsys.cluster.local_ray.own_addresses", lambda: {"127.0.0.1": "lo", "fd00::1": "eth0"})
     with pytest.raises(UserError, match="no IPv4 address that others could reach"):
         address_here(host)
 
 
 def test_an_address_of_this_machine_is_taken_and_anothers_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.cluster.network.own_addresses", lambda: ADDRESSES)
+    monkeypatch.setattr("rlsys.cluster.local_ray.own_addresses", lambda: ADDRESSES)
     assert address_here("192.168.1.5") == "192.168.1.5"
     with pytest.raises(UserError, match=r"--head 10\.9\.9\.9 is 10\.9\.9\.9, and this machine of rank 0 has 127"):
         address_here("10.9.9.9")

@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from rlsys.cluster.bundles import DeviceSlot, plan_bundles
+from rlsys.cluster.planning.placement import DeviceSlot, plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlsys.cluster.planning.memory import GIB, MicroBatchLoad, group_memory
+from rlsys.cluster.planning.plan import GIB, MicroBatchLoad, group_memory
 from rlsys.config.compose import load_config
 from rlsys.config.schema import Layers, SyncMode
 from rlsys.errors import UserError

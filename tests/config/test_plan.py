@@ -20,8 +20,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.cluster.planning.memory import count_parameters
-from rlsys.cluster.planning.plan import make_plan, render_plan
+from rlsys.cluster.planning.plan import count_parameters, make_plan, render_plan
 from rlsys.config.schema import RunConfig
 from rlsys.weights.families import architecture_of
 

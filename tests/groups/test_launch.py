@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlsys.cluster.bundles import plan_bundles
-from rlsys.cluster.planning.placement import overlaps, parse_placement
+from rlsys.cluster.planning.placement import overlaps, parse_placement, plan_bundles
 from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, EngineConfig, RolloutConfig, RunConfig
 from rlsys.errors import UserError

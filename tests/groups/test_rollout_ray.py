@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.cluster.bundles import plan_bundles
+from rlsys.cluster.planning.placement import plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.algorithm import AlgorithmConfig

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlsys.cluster.folders import rays_own
-from rlsys.cluster.launch import agent as agents
-from rlsys.cluster.launch.agent import GatheredLogs, NodeAgent
+from rlsys.cluster.launch.head import GatheredLogs, LogChunk, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
+from rlsys.cluster.local_ray import rays_own
 from rlsys.cluster.worker_group import RankSilent
 from rlsys.errors import RunError
 
@@ -81,13 +80,13 @@ async def test_long_logs_come_a_little_at_a_time(
         (ray_logs / name).write_bytes(content)
     read, biggest = NodeAgent.read, []
 
-    def counted(self: NodeAgent, since: dict[str, int]) -> list[agents.LogChunk]:
+    def counted(self: NodeAgent, since: dict[str, int]) -> list[LogChunk]:
         pieces = read(self, since, 1000)
         biggest.append(sum(len(piece.data) for piece in pieces))
         return pieces
 
     monkeypatch.setattr(NodeAgent, "read", counted)
-    monkeypatch.setattr("rlsys.cluster.launch.agent.MOST_BYTES", 1000)
+    monkeypatch.setattr("rlsys.cluster.launch.head.MOST_BYTES", 1000)
     gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / "logs")  # type: ignore[arg-type]
     await gathering.gather(1)
     for name, content in contents.items():

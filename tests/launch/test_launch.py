@@ -81,7 +81,7 @@ def test_a_machine_without_the_token_runs_nothing_and_finds_nothing(hosts: Hosts
     settings = ["cluster.search.nodes=[node-0]", "trainer.steps=200"]
     head, worker = launch(hosts, tmp_path, *settings, home=homes[0])
     wait_until(lambda: "the run starts" in head.said(), 300, head, worker)
-    look = [sys.executable, "-m", "rlsys.cluster.look", f"{hosts[0].address}:6379"]
+    look = [sys.executable, "-m", "rlsys.cluster.preflight.machine", f"{hosts[0].address}:6379"]
     for home, mode, status in ((homes[0], "token", 0), (homes[1], "disabled", 1)):
         given = {"HOME": str(home), "RAY_AUTH_MODE": mode}
         looked = hosts[1].start(look, tmp_path / f"look-{mode}.log", given)

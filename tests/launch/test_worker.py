@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from rlsys.cluster.launch import worker
+from rlsys.cluster.launch import ray_node as worker
 from rlsys.cluster.launch.ray_node import Ending
 from rlsys.cluster.launch.role import Role
 

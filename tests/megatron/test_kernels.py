@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from rlsys.config.schema import Attention, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.observe.capabilities import Capabilities
+from rlsys.observe.environment import Capabilities
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.model import stage_model as models

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rlsys.algorithms.losses import ValueLoss
-from rlsys.cluster.planning.memory import GroupMemory, MicroBatchLoad, StageRank, holds_reference, stage_memory
+from rlsys.cluster.planning.plan import GroupMemory, MicroBatchLoad, StageRank, holds_reference, stage_memory
 from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
@@ -32,7 +32,7 @@ from rlsys.config.schema import (
     Packing,
     RunConfig,
 )
-from rlsys.observe.capabilities import Capabilities
+from rlsys.observe.environment import Capabilities
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Learner
 from rlsys.trainer.batches.micro_batch import MicroBatch

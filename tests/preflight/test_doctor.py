@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.apps.cli.main import app
-from rlsys.cluster.preflight.findings import Finding, as_data, ok, show, unknown, verdict, wrong
+from rlsys.cluster.preflight.examine import Finding, as_data, ok, show, unknown, verdict, wrong
 
 FINDINGS = [
     ok("config", "its settings go together"),

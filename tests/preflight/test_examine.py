@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.cluster.preflight.examine import REQUIREMENTS, examine, read_requirements
-from rlsys.cluster.preflight.findings import Finding, FindingState, is_right
+from rlsys.cluster.preflight.examine import REQUIREMENTS, Finding, FindingState, examine, is_right, read_requirements
 from rlsys.cluster.preflight.machine import GpuProcess, Gpus, RayCluster, RayMachine, SearchAnswer, Unseen
 from rlsys.config.schema import RunConfig
-from rlsys.observe.capabilities import Capabilities
+from rlsys.observe.environment import Capabilities
 from rlsys.orchestrator.validate import find_problems
 from tests.preflight.conftest import Compose
 from tests.preflight.machine import Machine, cards
@@ -287,5 +286,5 @@ def test_a_folder_too_deep_for_rays_sockets_is_replaced_or_refused(
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     assert "in /tmp" in found(node_run(), complete(), "disk for Ray").found
-    monkeypatch.setattr("rlsys.cluster.folders._COMMON", deep)
+    monkeypatch.setattr("rlsys.cluster.local_ray._COMMON", deep)
     assert "too long for Ray's sockets" in wrong_things(node_run(), complete())["disk for Ray"].found

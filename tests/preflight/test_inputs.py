@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.cluster.preflight.findings import FindingState
-from rlsys.cluster.preflight.inputs import data_findings, model_findings
+from rlsys.cluster.preflight.examine import FindingState, data_findings, model_findings
 from rlsys.weights.hf_io import INDEX
 
 

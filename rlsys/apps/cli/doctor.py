@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rlsys.observe.capabilities import version_of
+from rlsys.observe.environment import version_of
 from rlsys.search.address import DEFAULT_PORT
 
 MIN_PYTHON = (3, 11)
@@ -88,8 +88,7 @@ def look(
 
     `launched`: `rlsys launch` will bring machines together and start search servers before the run.
     """
-    from rlsys.cluster.preflight.examine import examine
-    from rlsys.cluster.preflight.findings import as_data, is_right, show
+    from rlsys.cluster.preflight.examine import as_data, examine, is_right, show
     from rlsys.cluster.preflight.machine import ThisMachine
     from rlsys.config.compose import load_config
     from rlsys.orchestrator.validate import find_problems

@@ -126,7 +126,7 @@ def _devices(given: str | None, config: str | None) -> int | str | None:
         return int(given) if given.isdecimal() else given
     if config is not None:
         return None
-    from rlsys.observe.capabilities import detect
+    from rlsys.observe.environment import detect
 
     return detect().cuda_devices or "cpu"
 

@@ -13,7 +13,7 @@ import typer
 from rlsys.apps.cli.doctor import look
 from rlsys.apps.running import run_to_end
 from rlsys.cluster.launch.role import LaunchTask, Role, check_searching, find_role, machine_count
-from rlsys.cluster.network import RAY_PORT
+from rlsys.cluster.local_ray import RAY_PORT
 from rlsys.cluster.planning.plan import make_plan, render_plan
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
@@ -119,8 +119,8 @@ def launch(
 
 
 def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
-    from rlsys.cluster.auth import require_token
     from rlsys.cluster.launch.ray_node import patience
+    from rlsys.cluster.local_ray import require_token
 
     # Ray reads them once, when it is loaded.
     os.environ.update(patience(os.environ))
@@ -129,7 +129,7 @@ def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
 
     # Ray takes seconds to load, which a mistake need not wait for.
     from rlsys.cluster.launch.head import lead, lead_cluster
-    from rlsys.cluster.launch.worker import work
+    from rlsys.cluster.launch.ray_node import work
 
     def notify(text: str) -> None:
         with suppress(OSError):  # Of a terminal that has been closed.

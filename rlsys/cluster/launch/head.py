@@ -3,31 +3,41 @@
 In order: Ray, all machines, the preflight on each, search servers where the config says, then `rlsys train` as a child.
 While that goes on, logs are gathered and the machines are watched: the loss of one ends the run with a sentence that
 names it. On the way out, whatever the reason, every machine is told how the run ended.
+
+A `NodeAgent` is the launcher's hand on a machine, in a process of Ray's that takes up no device and ends with the cluster.
+`GatheredLogs` copies what agents read to `<folder>/<rank>/...` of the launch: a log is copied as it grows, so that of a
+machine that is lost all is there but its last seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import secrets
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlsys.cluster.launch.agent import GatheredLogs, NodeAgent
-from rlsys.cluster.launch.ray_node import RayNode, ray_node, rlsys_command
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE, RayNode, ray_node, rlsys_command, tell_ending
 from rlsys.cluster.launch.role import LaunchTask, Notify, Role, search_settings, serving_positions
-from rlsys.cluster.network import address_here, answers, promised_port
+from rlsys.cluster.local_ray import RANK, address_here, answers, promised_port, rays_own
 from rlsys.cluster.runtime import LOOK_S as MACHINES_LOOK_S
-from rlsys.cluster.runtime import RANK, Machine, answer, joined, lost, machines, resident
+from rlsys.cluster.runtime import SEES_ALL_GPUS, Machine, answer, joined, lost, machines, remote_shell
 from rlsys.cluster.worker_group import GATHERED, Rank, RankDied, RankSilent, SyncHost, WorkerGroup
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import TOKEN_VARIABLE
+from rlsys.search.server_process import SearchServer, child_environment
 
 _LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0  # Between two looks at the machines and the run.
@@ -35,17 +45,17 @@ START_S = 120.0  # For an agent to start.
 GATHER_TIMEOUT_S = 10.0  # For a machine to hand its logs out.
 PREFLIGHT_S = 180.0  # For one machine's look at itself.
 CALL_TIMEOUT_S = 60.0  # For a machine to do what takes a moment.
-_SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""A search server takes no device of the run's, so Ray would hide them all from it."""
+MOST_BYTES = 4 * 1024**2  # Of logs in one answer.
+_OF_THE_HEAD = ("search", "task.")
+"""How the names of findings begin on what the first machine alone must have, or those that serve searches."""
 
 
 async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
     """Start Ray on this machine, bring the others together, and run `task`; its exit status.
 
-    Raises RunError naming the machines that do not come in time, or are lost.
+    Raises RunError naming the machines that do not come in time, or are lost; UserError where rank 0 is another machine.
     """
     only_here = role.nodes == 1 and role.host in ("", "localhost", _LOOPBACK)
-    # Raises UserError where rank 0 is another machine.
     outer = "" if only_here else address_here(role.host)
     host = outer if role.nodes > 1 else _LOOPBACK
     if answers(host, role.port, LOOK_S):
@@ -75,40 +85,49 @@ async def lead_cluster(
     Ray that has been started for it here, if any, whose end ends the run.
     """
     until = time.monotonic() + task.wait_s if until is None else until
-    with joined(address):
+    with joined(address), tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True) as logs:
         there = await _assemble(role, address, task.wait_s, until, node, notify)
-        async with _crew_of(there, node) as crew:
-            return await _run(task, crew, address, notify)
+        crew = Crew(task, there, Path(logs), node, notify)
+        try:
+            await crew.agents.build(NodeAgent, [()] * len(there), START_S)
+            return await _run(crew, address)
+        finally:
+            crew.agents.kill()
 
 
-@dataclass(slots=True)
 class Crew:
     """All machines, and the launcher's hand on each."""
 
-    machines: Sequence[Machine]
-    agents: WorkerGroup
-    logs: GatheredLogs
-    node: RayNode | None  # Ray on this machine, where the launcher has started it.
-
-    def name(self, position: int) -> str:
-        """A machine as messages call it."""
-        return _name(self.machines[position], position)
+    def __init__(
+        self, task: LaunchTask, there: Sequence[Machine], logs: Path, node: RayNode | None, notify: Notify
+    ) -> None:
+        """`node` is Ray on this machine, where the launcher has started it."""
+        self.task = task
+        self.machines, self.node, self.notify = there, node, notify
+        group = []
+        for number, machine in enumerate(there):
+            strategy = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
+            # A search server takes no device of the run's, so Ray would hide them all from it.
+            handle = remote_shell(SyncHost, strategy, Path(os.devnull), {SEES_ALL_GPUS: "1"})
+            group.append(Rank(number, machine.name, handle, logs / str(machine.rank) / "node" / "search.log"))
+        self.agents = WorkerGroup("node", group, START_S)
+        self.logs = GatheredLogs(self.agents, [machine.rank for machine in there], logs)
 
     async def require_all(self) -> None:
         """Raise RunError if Ray on this machine has ended, or a machine is lost."""
         if self.node is not None:
             self.node.require_alive()
         try:
-            gone = {machine.node_id for machine in await answer(lambda: lost(self.machines))}
+            gone = await answer(lambda: lost(self.machines))
         except RunError:
             if self.node is not None:
                 self.node.require_alive()  # Its end explains the silence.
             raise
-        self.require(*(number for number, machine in enumerate(self.machines) if machine.node_id in gone))
+        self.require(*map(self.machines.index, gone))
 
     def require(self, *gone: int) -> None:
         """Raise RunError, naming them, if there are machines that are lost."""
-        if names := [self.name(position) for position in gone]:
+        if names := [self.machines[position].name for position in gone]:
             one = len(names) == 1
             raise RunError(
                 f"{' and '.join(names)} {'is' if one else 'are'} lost: {'it does' if one else 'they do'} not answer any "
@@ -123,12 +142,12 @@ class Crew:
         except (RankDied, RankSilent):
             self.require(position)
 
-    async def dismiss(self, status: int, sentence: str, timeout_s: float) -> None:
+    async def dismiss(self, status: int, sentence: str) -> None:
         """Tell all machines how the run ended, as far as they can be told."""
 
         async def tell(position: int) -> None:
             with suppress(RunError):
-                await self.agents.call_rank(position, "close", status, sentence, timeout_s=timeout_s)
+                await self.agents.call_rank(position, "close", status, sentence, timeout_s=GATHER_TIMEOUT_S)
 
         await asyncio.gather(*map(tell, range(len(self.machines))))
 
@@ -145,15 +164,17 @@ async def _assemble(
     while True:
         if node is not None:
             node.require_alive()
-        there = await answer(machines)
-        for number, machine in enumerate(there):
+        there, given = await answer(machines), dict[int, Machine]()
+        for machine in there:
             if machine.node_id not in known:
                 known.add(machine.node_id)
-                notify(f"{_name(machine, number)} has come")
-        _require_distinct(there)
+                notify(f"{machine.name} has come")
+        for machine in there:
+            if machine.came_with_rank and given.setdefault(machine.rank, machine) is not machine:
+                both = f"{given[machine.rank]} and on {machine}"
+                raise UserError(f"--rank {machine.rank} was given on {both}: give every machine its own.")
         # Those that came without a rank take the places that are left.
-        ranks = {_rank_of(machine, number) for number, machine in enumerate(there)}
-        missing = [rank for rank in range(role.nodes) if rank not in ranks]
+        missing = sorted({*range(role.nodes)} - {machine.rank for machine in there})
         if not missing:
             return there
         if time.monotonic() > until:
@@ -165,53 +186,15 @@ async def _assemble(
         await asyncio.sleep(MACHINES_LOOK_S)
 
 
-@asynccontextmanager
-async def _crew_of(there: Sequence[Machine], node: RayNode | None) -> AsyncIterator[Crew]:
-    """Agents on all machines, ended on the way out."""
-    with tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True) as folder:
-        ranks = [_rank_of(machine, number) for number, machine in enumerate(there)]
-        group = []
-        for number, (machine, rank) in enumerate(zip(there, ranks, strict=True)):
-            handle = resident(SyncHost, machine, Path(os.devnull), _SEES_ALL_GPUS)
-            log = Path(folder) / str(rank) / "node" / "search.log"
-            group.append(Rank(number, _name(machine, number), handle, log))
-        agents = WorkerGroup("node", group, START_S)
-        try:
-            await agents.build(NodeAgent, [()] * len(group), START_S)
-            yield Crew(there, agents, GatheredLogs(agents, ranks, Path(folder)), node)
-        finally:
-            agents.kill()
-
-
-def _rank_of(machine: Machine, position: int) -> int:
-    """The machine's rank, which is its place where it came without one."""
-    return position if machine.rank is None else machine.rank
-
-
-def _name(machine: Machine, position: int) -> str:
-    return f"node {_rank_of(machine, position)} ({machine.host}, {machine.address})"
-
-
-def _require_distinct(there: Sequence[Machine]) -> None:
-    by_rank: dict[int, Machine] = {}
-    for machine in there:
-        if machine.rank is None:
-            continue
-        other = by_rank.setdefault(machine.rank, machine)
-        if other is not machine:
-            raise UserError(f"--rank {machine.rank} was given on {other} and on {machine}: give every machine its own.")
-
-
-async def _run(task: LaunchTask, crew: Crew, address: str, notify: Notify) -> int:
-    status, sentence = 1, "the head has broken off"
+async def _run(crew: Crew, address: str) -> int:
+    task, status, sentence = crew.task, 1, "the head has broken off"
     try:
         settings = [f"cluster.address={address}"]
-        hosts = [(_rank_of(machine, number), machine.host) for number, machine in enumerate(crew.machines)]
-        serving = serving_positions(task.config, hosts)
-        status = await _preflight(task, crew, settings, notify) if task.preflight else 0
+        serving = serving_positions(task.config, [(machine.rank, machine.host) for machine in crew.machines])
+        status = await _preflight(crew, settings) if task.preflight else 0
         if status == 0:
-            settings += await _searching(task, crew, serving, notify)
-            status = await _train(task, crew, settings, notify)
+            settings += await _searching(crew, serving)
+            status = await _train(crew, settings)
         sentence = "the run has ended" if status == 0 else f"the run has ended with status {status}"
     except asyncio.CancelledError:
         status, sentence = 130, "the run was interrupted"
@@ -221,29 +204,28 @@ async def _run(task: LaunchTask, crew: Crew, address: str, notify: Notify) -> in
         raise
     finally:
         await crew.logs.gather(GATHER_TIMEOUT_S)
-        await crew.dismiss(status, sentence, GATHER_TIMEOUT_S)
+        await crew.dismiss(status, sentence)
     return status
 
 
-async def _searching(task: LaunchTask, crew: Crew, serving: Sequence[int], notify: Notify) -> list[str]:
+async def _searching(crew: Crew, serving: Sequence[int]) -> list[str]:
     """Overrides that name the search servers, once those of the machines at `serving` answer.
 
     They ask for the token of the environment, or for a new one.
     """
-    config = task.config
     if not serving:
         return []
-    place, search = config.cluster.search, config.search
+    cluster, search = crew.task.config.cluster, crew.task.config.search
     # The run is a child of this process, and hands the token on to its workers.
     token = os.environ.setdefault(search.token_env or TOKEN_VARIABLE, secrets.token_urlsafe(32))
 
     async def serve(position: int) -> str:
-        host = crew.machines[position].address
-        notify(f"{crew.name(position)} serves {search.index} at {host}:{place.port}")
-        arguments = (search.index, host, place.port, search.topk, place.device, config.cluster.threads, token)
-        url: str = await crew.call(position, "serve", *arguments, timeout_s=CALL_TIMEOUT_S)
+        machine, port = crew.machines[position], cluster.search.port
+        crew.notify(f"{machine.name} serves {search.index} at {machine.address}:{port}")
         limit = search.start_timeout_s
-        await crew.call(position, "await_server", limit, timeout_s=limit + CALL_TIMEOUT_S)
+        how = {"host": machine.address, "port": port, "device": cluster.search.device, "threads": cluster.threads}
+        arguments = (search.index, how | {"topk": search.topk, "token": token}, limit)
+        url: str = await crew.call(position, "serve", *arguments, timeout_s=limit + CALL_TIMEOUT_S)
         return url
 
     async with asyncio.TaskGroup() as starts:
@@ -251,10 +233,10 @@ async def _searching(task: LaunchTask, crew: Crew, serving: Sequence[int], notif
     return search_settings(search, [url.result() for url in urls])
 
 
-async def _preflight(task: LaunchTask, crew: Crew, settings: Sequence[str], notify: Notify) -> int:
+async def _preflight(crew: Crew, settings: Sequence[str]) -> int:
     """0 if the run can start as far as all machines see; what is wrong has been said then."""
-    notify("the preflight looks at everything first, on every machine")
-    doctor = task.doctor(settings)
+    crew.notify("the preflight looks at everything first, on every machine")
+    doctor = crew.task.arguments(["doctor", "--launched", "--for"], settings)
 
     async def look_there(position: int) -> bool:
         try:
@@ -264,21 +246,22 @@ async def _preflight(task: LaunchTask, crew: Crew, settings: Sequence[str], noti
             await crew.require_all()
             wrong = [str(problem)]
         for finding in wrong:
-            notify(f"{crew.name(position)} is not right: {finding}")
+            crew.notify(f"{crew.machines[position].name} is not right: {finding}")
         return not wrong
 
     # This one's findings are a table of all, as those of `rlsys doctor`.
     async with rlsys_command(doctor) as here:
         status = await here.wait()
-    there = await asyncio.gather(*(look_there(number) for number in range(1, len(crew.machines))))
+    there = await asyncio.gather(*map(look_there, range(1, len(crew.machines))))
     return status or (0 if all(there) else 2)
 
 
-async def _train(task: LaunchTask, crew: Crew, settings: Sequence[str], notify: Notify) -> int:
+async def _train(crew: Crew, settings: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="rlsys-launch-") as scratch:
         folder = Path(scratch) / "folder"
-        notify("the run starts")
-        async with rlsys_command([*task.train(settings), "--folder-to", str(folder)]) as train:
+        crew.notify("the run starts")
+        arguments = crew.task.arguments(["train", "--config-name"], settings)
+        async with rlsys_command([*arguments, "--folder-to", str(folder)]) as train:
             await _watch(crew, train, folder)
             status = await train.wait()
     if status:
@@ -307,3 +290,126 @@ async def _watch(crew: Crew, train: Process, folder: Path) -> None:
             await asyncio.wait({ended}, timeout=LOOK_S)
     finally:
         ended.cancel()
+
+
+class LogChunk(NamedTuple):
+    """Some bytes of a log, whose `name` is relative to all of the machine's; they begin at its byte `start`."""
+
+    name: str
+    start: int
+    data: bytes
+
+
+class NodeAgent:
+    """The launcher's hand on one machine."""
+
+    def __init__(self) -> None:
+        launched = os.environ.get(FOLDER_VARIABLE)
+        self._folder = Path(tempfile.mkdtemp(prefix="rlsys-node-", dir=launched))
+        self._server: SearchServer | None = None
+        rays = rays_own(Path(launched)) if launched else Path("/tmp/ray")
+        self._logs = {"node": self._folder, "ray": rays / "session_latest" / "logs"}
+
+    def examine(self, arguments: Sequence[str], timeout_s: float) -> list[str]:
+        """List what `rlsys doctor` with `arguments` finds wrong with this machine, of what it is to have of its own.
+
+        Raises RunError if that ends otherwise than with findings, or takes longer.
+        """
+        command = [sys.executable, "-m", "rlsys.apps.cli.main", *arguments, "--json"]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=child_environment(),
+                timeout=timeout_s, check=False,
+            )  # fmt: skip
+            findings = json.loads(done.stdout)["findings"]
+        except subprocess.TimeoutExpired:
+            raise RunError(f"the preflight took longer than {timeout_s:.0f} s") from None
+        except (ValueError, LookupError):
+            last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+            raise RunError(f"the preflight ended with status {done.returncode}: {''.join(last)}") from None
+        return [
+            f"{finding['what']}: {finding['found']}{' -> ' if finding['fix'] else ''}{finding['fix']}"
+            for finding in findings
+            if finding["state"] == "wrong" and not finding["what"].startswith(_OF_THE_HEAD)
+        ]
+
+    def serve(self, index: str, settings: Mapping[str, Any], timeout_s: float) -> str:
+        """Start a search server; its address, once it answers.
+
+        Raises UserError if the port is taken, RunError if it dies or takes longer.
+        """
+        self._server = SearchServer(index, self._folder / "search.log", **settings)
+        self._server.wait_healthy(timeout_s)
+        return self._server.url
+
+    def follow(self, logs: str) -> None:
+        """Read the logs of the run's workers in `logs` too, unless that is the folder that the head has."""
+        if not (Path(logs) / GATHERED).is_dir():
+            self._logs["workers"] = Path(logs)
+
+    def read(self, since: Mapping[str, int], most_bytes: int = MOST_BYTES) -> list[LogChunk]:
+        """Read what logs have beyond the bytes `since` of each; a little at a time, empty in the end."""
+        chunks: list[LogChunk] = []
+        for kind, folder in self._logs.items():
+            for file in sorted(folder.rglob("*")):
+                name = f"{kind}/{file.relative_to(folder)}"
+                start = since.get(name, 0)
+                with suppress(OSError):  # Ray renames logs that have grown long.
+                    if most_bytes <= 0 or file.is_symlink() or not file.is_file() or file.stat().st_size == start:
+                        continue
+                    start = 0 if file.stat().st_size < start else start  # It was begun anew.
+                    with file.open("rb") as log:
+                        log.seek(start)
+                        data = log.read(most_bytes)
+                    chunks += [LogChunk(name, start, data)] if data else []
+                    most_bytes -= len(data)
+        return chunks
+
+    def close(self, status: int, sentence: str) -> None:
+        """Let this machine's launcher know how the run ended, then end the search server, which takes a while."""
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            tell_ending(Path(folder), status, sentence)
+        if self._server is not None:
+            self._server.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class GatheredLogs:
+    """Copies of what agents have of logs."""
+
+    def __init__(self, agents: WorkerGroup, ranks: Sequence[int], folder: Path) -> None:
+        """`ranks` are the machines' of `agents`."""
+        self._agents, self._ranks, self._folder = agents, ranks, folder
+        self._read: list[dict[str, int]] = [{} for _ in ranks]
+
+    def move_to(self, parent: Path) -> None:
+        """Keep everything in a new folder of `parent`, named by the time, from now on: a resumed run has many there."""
+        now = time.strftime("%Y-%m-%d_%H-%M-%S")
+        names = (now if number == 1 else f"{now}_{number}" for number in itertools.count(1))
+        folder = next(parent / name for name in names if not (parent / name).exists())
+        folder.mkdir(parents=True)
+        for part in self._folder.glob("*"):
+            shutil.move(part, folder / part.name)
+        self._folder = folder
+
+    async def gather(self, timeout_s: float) -> list[int]:
+        """Copy what is new, until nothing is. Positions of the agents that did not answer in time."""
+        answered = await asyncio.gather(*(self._gather_from(agent, timeout_s) for agent in range(len(self._ranks))))
+        return [agent for agent, did in enumerate(answered) if not did]
+
+    async def _gather_from(self, agent: int, timeout_s: float) -> bool:
+        more = True
+        while more:
+            try:
+                chunks = await self._agents.call_rank(agent, "read", self._read[agent], timeout_s=timeout_s)
+            except RunError as problem:
+                return not isinstance(problem, RankSilent | RankDied)  # Else its machine is there.
+            for chunk in chunks:
+                file = self._folder / str(self._ranks[agent]) / chunk.name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("ab") as log:
+                    log.write(chunk.data)
+                self._read[agent][chunk.name] = chunk.start + len(chunk.data)
+            # A log that is written all the time would otherwise keep us here.
+            more = sum(len(chunk.data) for chunk in chunks) >= MOST_BYTES
+        return True

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.cluster.network import RAY_PORT
+from rlsys.cluster.local_ray import RAY_PORT
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import RunConfig, SearchConfig
 from rlsys.errors import UserError
@@ -37,17 +37,10 @@ class LaunchTask:
     preflight: bool  # Whether `rlsys doctor --for` decides if it is started.
     wait_s: float  # For all machines to come.
 
-    def train(self, settings: Sequence[str]) -> list[str]:
-        """Arguments of `rlsys` that train, with further `settings`."""
-        return ["train", "--config-name", self.name, *self._rest(settings)]
-
-    def doctor(self, settings: Sequence[str]) -> list[str]:
-        """Arguments of `rlsys` that say what is missing for it."""
-        return ["doctor", "--launched", "--for", self.name, *self._rest(settings)]
-
-    def _rest(self, settings: Sequence[str]) -> list[str]:
+    def arguments(self, command: Sequence[str], settings: Sequence[str]) -> list[str]:
+        """Arguments of `rlsys` for a `command` that ends with the config's option, with further `settings`."""
         folder = [] if self.config_dir is None else ["--config-dir", str(self.config_dir)]
-        return [*folder, *self.overrides, *settings]
+        return [*command, self.name, *folder, *self.overrides, *settings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +93,31 @@ def find_role(
 
 def machine_count(given: int | None, wanted: int) -> int:
     """Count the machines: as many as are given, else as the config wants. Raises UserError for fewer."""
-    if given is not None and given < wanted:
-        raise UserError(
-            f"--nodes {given} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer."
-        )
-    return wanted if given is None else given
+    if given is None or given >= wanted:
+        return given or wanted
+    raise UserError(f"--nodes {given} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer.")
 
 
 def expand_hosts(listed: str) -> Iterator[str]:
     """Host names of Slurm's short form: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7 and login."""
     for part in re.findall(r"(?:[^,\[]|\[[^]]*\])+", listed):
-        yield from _expanded(part)
+        prefix, bracket, rest = part.partition("[")
+        if not bracket:
+            yield part
+            continue
+        inner, _, suffix = rest.partition("]")
+        for item in inner.split(","):
+            first, _, last = item.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                yield from (f"{prefix}{number:0{len(first)}d}{tail}" for tail in [*expand_hosts(suffix)] or [""])
 
 
 def check_searching(config: RunConfig) -> None:
     """Raise UserError where servers are asked for that nobody would use."""
-    nodes, search = config.cluster.search.nodes, config.search
-    if nodes and needs_server(search) and search.url is not None:
+    nodes, url = config.cluster.search.nodes, config.search.url
+    if nodes and needs_server(config.search) and url is not None:
         raise UserError(
-            f"search.url={search.url} and cluster.search.nodes={nodes} both say who answers searches: leave one out."
+            f"search.url={url} and cluster.search.nodes={nodes} both say who answers searches: leave one out."
         )
 
 
@@ -127,9 +126,18 @@ def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> li
 
     Raises UserError for one that is not there.
     """
-    if not needs_server(config.search):
-        return []
-    return [_position(wanted, hosts) for wanted in config.cluster.search.nodes]
+    # A host's own name may have its domain with it.
+    names = [{str(rank), host, host.partition(".")[0]} for rank, host in hosts]
+    positions = []
+    for wanted in config.cluster.search.nodes if needs_server(config.search) else ():
+        position = next((position for position, known in enumerate(names) if wanted in known), None)
+        if position is None:
+            there = ", ".join(f"{rank} ({host})" for rank, host in hosts)
+            raise UserError(
+                f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name."
+            )
+        positions.append(position)
+    return positions
 
 
 def search_settings(
@@ -150,17 +158,17 @@ def _head(head: str | None, environment: Mapping[str, str], names: Sequence[str]
         raise UserError(
             f"{given} is an IPv6 address, and machines meet over IPv4: give the machine's name or its IPv4 address."
         )
-    if head is not None:
-        parts = re.fullmatch(r"(?P<host>[^:]+)(:(?P<port>\d+))?", head)
-        if parts is None:
-            raise UserError(f"--head {head} is not HOST or HOST:PORT.")
-        port = int(parts["port"] or RAY_PORT)
-        if not 0 < port < 65536:
-            raise UserError(f"--head {head}: a port is from 1 to 65535.")
-        return parts["host"], port
-    if master:
+    if head is None and master:
         return master, _number(environment, ("MASTER_PORT",)) or RAY_PORT
-    return (names[0] if names else ""), RAY_PORT
+    if head is None:
+        return (names[0] if names else ""), RAY_PORT
+    parts = re.fullmatch(r"([^:]+)(?::(\d+))?", head)
+    if parts is None:
+        raise UserError(f"--head {head} is not HOST or HOST:PORT.")
+    port = int(parts[2] or RAY_PORT)
+    if not 0 < port < 65536:
+        raise UserError(f"--head {head}: a port is from 1 to 65535.")
+    return parts[1], port
 
 
 def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | None:
@@ -171,25 +179,3 @@ def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | N
                 raise UserError(f"{variable}={text} in the environment is not a number: set it right, or unset it.")
             return int(text)
     return None
-
-
-def _expanded(part: str) -> Iterator[str]:
-    prefix, bracket, rest = part.partition("[")
-    if not bracket:
-        yield part
-        return
-    inner, _, suffix = rest.partition("]")
-    for item in inner.split(","):
-        first, _, last = item.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            for tail in _expanded(suffix):
-                yield f"{prefix}{number:0{len(first)}d}{tail}"
-
-
-def _position(wanted: str, hosts: Sequence[tuple[int, str]]) -> int:
-    for position, (rank, host) in enumerate(hosts):
-        # A host's own name may have its domain with it.
-        if wanted in (str(rank), host, host.partition(".")[0]):
-            return position
-    there = ", ".join(f"{rank} ({host})" for rank, host in hosts)
-    raise UserError(f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name.")

@@ -1,17 +1,23 @@
-"""Placement: which device ranks each group has, and whether groups, model and machines fit together so. Pure.
+"""Placement: which device ranks each group has, whether groups, model and machines fit together so, and its bundles. Pure.
 
 A group's ranks are read from text such as "0-3" or "0-1,4"; they are distinct, and their order is the order of its
 worker ranks. A critic that is not placed lives on the actor's ranks.
 
-Memory is compared with the plan's estimate of what is on a device at the same time: all groups that share it where
-they work side by side; where they take turns (collocated), those that are there together.
+A bundle is what one machine reserves as a whole. Ranks that one process holds together are in one bundle, and so are all
+processes that hold one of its ranks; ranks that nothing ties together are apart. On several machines of known size it is
+all that is held of one machine. Bundles stand in the order of their lowest ranks, so groups lie as the placement says.
+Ray itself chooses the device of a bundle that a process gets a share of. Where a bundle has several that are shared, two
+processes could land on the same one: its slots are `pinned`, their devices are named, and Ray is asked for none.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from dataclasses import dataclass
+from itertools import combinations, groupby
+from math import floor
 from typing import Any
 
 from rlsys.config.derived import megatron_groups, needs_server
@@ -24,12 +30,13 @@ GROUPS = ("actor", "inference", "rollout")
 CRITIC = "critic"
 ROLLOUT = "rollout"
 USABLE = 0.9  # Of a device's memory; the rest is for the driver's context, communication buffers and fragmentation.
+RESOLUTION = 10_000  # Ray counts devices in ten-thousandths, and rounds: 6 x 1/6 would be more than 1.
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 
-Ranks = Mapping[str, Sequence[int]]
+Ranks = tuple[int, ...]
 
 
-def parse_ranks(text: str, key: str) -> tuple[int, ...]:
+def parse_ranks(text: str, key: str) -> Ranks:
     """Read device ranks; `key` names the setting in the error's sentence."""
     ranks: list[int] = []
     for part in str(text).split(","):
@@ -45,7 +52,7 @@ def parse_ranks(text: str, key: str) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> dict[str, tuple[int, ...]]:
+def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> dict[str, Ranks]:
     """Ranks of every group; all must be placed but the critic, where there is one, and no other."""
     groups = (*GROUPS, CRITIC)
     if unknown := sorted(set(placement) - set(groups)):
@@ -64,7 +71,7 @@ def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> 
     return ranks
 
 
-def overlaps(ranks: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, list[int]]]:
+def overlaps(ranks: Mapping[str, Ranks]) -> list[tuple[str, str, list[int]]]:
     """Pairs of groups that share devices, with the shared ranks.
 
     A critic on all of the actor's ranks and no other is as one group with it.
@@ -75,7 +82,7 @@ def overlaps(ranks: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, list[
     return [(a, b, both) for a, b, both in shared if both]
 
 
-def machine_problems(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
+def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
     """Refuse a placement that the machines and their devices do not have room for."""
     cluster = config.cluster
     if cluster.devices_per_node is None:
@@ -88,13 +95,21 @@ def machine_problems(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
     have = cluster.nodes * cluster.devices_per_node
     highest = max(rank for held in ranks.values() for rank in held)
     if highest >= have:
-        yield Problem(
-            "cluster.placement",
+        yield Problem.of(
             f"cluster.placement names rank {highest}, but cluster.nodes={cluster.nodes} of cluster.devices_per_node="
-            f"{cluster.devices_per_node} have ranks 0 to {have - 1}: place the groups on those, or give more machines.",
+            f"{cluster.devices_per_node} have ranks 0 to {have - 1}: place the groups on those, or give more machines."
         )
-    yield from _engines_within(config, ranks[ROLLOUT], cluster.devices_per_node)
-    yield from _reach(config, ranks, cluster.devices_per_node)
+    tp, held, per_node = max(config.rollout.engine.tp, 1), sorted(ranks[ROLLOUT]), cluster.devices_per_node
+    for start in range(0, len(held) - len(held) % tp, tp):
+        machines = {rank // per_node for rank in held[start : start + tp]}
+        if len(machines) > 1:
+            yield Problem.of(
+                f"cluster.placement.rollout puts one engine of rollout.engine.tp={tp} on ranks {held[start]} to "
+                f"{held[start + tp - 1]}, which are on {len(machines)} machines of cluster.devices_per_node={per_node}: "
+                "an engine lies on one; change the placement or rollout.engine.tp."
+            )
+            break
+    yield from _reach(config, ranks, per_node)
 
 
 def launch_problems(config: RunConfig) -> Iterator[Problem]:
@@ -107,10 +122,9 @@ def launch_problems(config: RunConfig) -> Iterator[Problem]:
             "machine, or give the address of a Ray cluster that has them.",
         )
     if cluster.search.nodes and config.search.url is None and needs_server(config.search):
-        yield Problem(
-            "cluster.search.nodes",
+        yield Problem.of(
             f"cluster.search.nodes={cluster.search.nodes} and search.url is null: servers are started there by `rlsys "
-            "launch` alone; start the run with it, give search.url of a running one, or set cluster.search.nodes=[].",
+            "launch` alone; start the run with it, give search.url of a running one, or set cluster.search.nodes=[]."
         )
 
 
@@ -136,45 +150,26 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
     groups = plan["groups"]
     sizes = {name: group["memory_gib_per_rank"] for name, group in groups.items()}
     ranks = {rank for group in groups.values() for rank in group["ranks"]}
+    turns: tuple[tuple[str, ...], ...] = (
+        ("actor", "inference", CRITIC, ROLLOUT),
+    )  # Groups that are on their devices at the same time.
+    if config.cluster.mode is Mode.collocated:
+        # The actor hands its weights to the inference group while both are there; what learns, learns together.
+        turns = ((ROLLOUT,), ("actor", "inference"), ("actor", CRITIC), ("inference", CRITIC))
     together = {
-        tuple(name for name in turn if rank in groups.get(name, {"ranks": ()})["ranks"])
+        tuple(name for name in turn if name in groups and rank in groups[name]["ranks"])
         for rank in ranks
-        for turn in _turns(config)
+        for turn in turns
     }
     return max(((names, sum(sizes[name] for name in names)) for names in together), key=lambda pair: pair[1])
 
 
-def _turns(config: RunConfig) -> tuple[tuple[str, ...], ...]:
-    """Groups that are on their devices at the same time."""
-    if config.cluster.mode is not Mode.collocated:
-        return (("actor", "inference", CRITIC, ROLLOUT),)
-    # The actor hands its weights to the inference group while both are there; what learns, learns together.
-    return ((ROLLOUT,), ("actor", "inference"), ("actor", CRITIC), ("inference", CRITIC))
-
-
-def _engines_within(config: RunConfig, rollout: Sequence[int], per_node: int) -> Iterator[Problem]:
-    """Every engine lies on one machine."""
-    tp, held = config.rollout.engine.tp, sorted(rollout)
-    for start in range(0, len(held) - len(held) % max(tp, 1), max(tp, 1)):
-        machines = {rank // per_node for rank in held[start : start + tp]}
-        if len(machines) > 1:
-            yield Problem(
-                "cluster.placement.rollout",
-                f"cluster.placement.rollout puts one engine of rollout.engine.tp={tp} on ranks {held[start]} to "
-                f"{held[start + tp - 1]}, which are on {len(machines)} machines of cluster.devices_per_node={per_node}: "
-                "an engine lies on one; change the placement or rollout.engine.tp.",
-            )
-            return
-
-
-def _reach(config: RunConfig, ranks: Ranks, per_node: int) -> Iterator[Problem]:
-    """Weights get from the ranks of the actor that send them to everybody in the way that is chosen.
-
-    Its first rank sends; with `ipc` so does the first rank of every pipeline stage.
-    """
+def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[Problem]:
+    """Refuse a way for weights that does not get from the actor's sending ranks to everybody."""
     mode = config.cluster.sync_mode
     if mode not in (SyncMode.tensor, SyncMode.ipc):
         return
+    # Its first rank sends; with `ipc` so does the first rank of every pipeline stage.
     actor, stages = ranks["actor"], config.actor.parallel.pp if mode is SyncMode.ipc else 1
     senders = actor[:: max(1, len(actor) // max(1, stages))]
     concerned = {"actor": senders, "inference": ranks["inference"], "rollout": ranks["rollout"]}
@@ -182,10 +177,9 @@ def _reach(config: RunConfig, ranks: Ranks, per_node: int) -> Iterator[Problem]:
     away = [name for name, held in concerned.items() if any(rank // per_node != home for rank in held)]
     if away:
         way = "host memory" if mode is SyncMode.tensor else "device memory"
-        yield Problem(
-            "cluster.sync_mode",
+        yield Problem.of(
             f"cluster.sync_mode={mode} hands weights on through the {way} of one machine, but cluster.placement puts "
-            f"{' and '.join(away)} on others than the actor's first rank: use {way_across(config)}.",
+            f"{' and '.join(away)} on others than the actor's first rank: use {way_across(config)}."
         )
 
 
@@ -202,24 +196,21 @@ def search_node_problems(config: RunConfig) -> Iterator[Problem]:
     wanted = config.cluster.search.nodes
     beyond = [name for name in wanted if name.isdigit() and int(name) >= config.cluster.nodes]
     if beyond:
-        yield Problem(
-            "cluster.search.nodes",
+        yield Problem.of(
             f"cluster.search.nodes names machine {beyond[0]}, but cluster.nodes={config.cluster.nodes} are numbered from "
-            "0: name one of them, or another machine by its host name.",
+            "0: name one of them, or another machine by its host name."
         )
     if wanted and config.search.index is None and needs_server(config.search):
-        yield Problem(
-            "cluster.search.nodes",
-            f"cluster.search.nodes={wanted} are to serve an index and search.index is null: give its folder.",
+        yield Problem.of(
+            f"cluster.search.nodes={wanted} are to serve an index and search.index is null: give its folder."
         )
 
 
 def ipc_problems(config: RunConfig) -> Iterator[Problem]:
     """Refuse to hand device memory on where there are no devices."""
     if config.cluster.sync_mode is SyncMode.ipc and config.cluster.device is Device.cpu:
-        yield Problem(
-            "cluster.sync_mode",
-            "cluster.sync_mode=ipc hands GPU memory on, and cluster.device=cpu has none: use cluster.sync_mode=tensor.",
+        yield Problem.of(
+            "cluster.sync_mode=ipc hands GPU memory on, and cluster.device=cpu has none: use cluster.sync_mode=tensor."
         )
 
 
@@ -230,43 +221,44 @@ def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: A
         return
     model_ranks = parallel.tp * parallel.pp * parallel.cp
     if world % model_ranks:
-        yield Problem(
-            f"cluster.placement.{group}",
+        yield Problem.of(
             f"cluster.placement.{group} has {world} ranks, which {key} tp*pp*cp = {parallel.tp}*{parallel.pp}*"
-            f"{parallel.cp} = {model_ranks} does not divide: change the placement or the parallel sizes.",
+            f"{parallel.cp} = {model_ranks} does not divide: change the placement or the parallel sizes."
         )
     elif world // parallel.pp % parallel.ep:
-        yield Problem(
-            f"{key}.ep",
+        yield Problem.of(
             f"{key}.ep={parallel.ep} does not divide the {world // parallel.pp} ranks of a pipeline stage: lower it, or "
-            "give the group more ranks.",
+            "give the group more ranks."
         )
     if parallel.ep > 1 and (not model.experts or model.experts % parallel.ep):
-        yield Problem(
-            f"{key}.ep",
+        yield Problem.of(
             f"{key}.ep={parallel.ep} spreads experts, and the model has {model.experts or 'none'}: set a divisor of "
-            "their number, or 1.",
+            "their number, or 1."
         )
     if model.experts and parallel.tp > 1 and not parallel.sequence_parallel:
-        yield Problem(
-            f"{key}.tp", f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it."
-        )
+        yield Problem.of(f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it.")
     if parallel.sequence_parallel and parallel.tp == 1:
-        yield Problem(
-            f"{key}.sequence_parallel",
-            f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp.",
+        yield Problem.of(f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp.")
+    if parallel.pp_layers is not None:
+        if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != model.layers:
+            yield Problem.of(
+                f"{key}.pp_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
+                f"model's {model.layers} layers."
+            )
+        elif min(parallel.pp_layers) < 1:
+            yield Problem.of(f"{key}.pp_layers={parallel.pp_layers}: every stage needs at least one layer.")
+    elif model.layers % parallel.pp:
+        yield Problem.of(
+            f"{key}.pp={parallel.pp} does not divide the model's {model.layers} layers: set {key}.pp_layers."
         )
-    yield from _stages(f"{key}.pp", parallel, model.layers)
     if model.heads % parallel.tp:
-        yield Problem(
-            f"{key}.tp",
-            f"{key}.tp={parallel.tp} does not divide the model's {model.heads} attention heads: choose a divisor.",
+        yield Problem.of(
+            f"{key}.tp={parallel.tp} does not divide the model's {model.heads} attention heads: choose a divisor."
         )
     if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
-        yield Problem(
-            f"{key}.tp",
+        yield Problem.of(
             f"{key}.tp={parallel.tp} neither divides the model's {model.kv_heads} key/value heads nor is a multiple of "
-            "them: choose another.",
+            "them: choose another."
         )
 
 
@@ -284,25 +276,10 @@ def context_problems(config: RunConfig, group: str) -> Iterator[Problem]:
     multiple = 2 * cp * (tp if settings.parallel.sequence_parallel else 1)
     needed = -(-config.task.max_total_tokens // multiple) * multiple
     if settings.micro_batch_tokens < needed:
-        yield Problem(
-            f"{group}.micro_batch_tokens",
+        yield Problem.of(
             f"{group}.micro_batch_tokens={settings.micro_batch_tokens} cannot hold one episode, which "
-            f"{group}.parallel.cp={cp} rounds up to {needed} tokens: raise it to that at least.",
+            f"{group}.parallel.cp={cp} rounds up to {needed} tokens: raise it to that at least."
         )
-
-
-def _stages(key: str, parallel: ParallelConfig, layers: int) -> Iterator[Problem]:
-    if parallel.pp_layers is not None:
-        if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != layers:
-            yield Problem(
-                f"{key}_layers",
-                f"{key}_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
-                f"model's {layers} layers.",
-            )
-        elif min(parallel.pp_layers) < 1:
-            yield Problem(f"{key}_layers", f"{key}_layers={parallel.pp_layers}: every stage needs at least one layer.")
-    elif layers % parallel.pp:
-        yield Problem(key, f"{key}={parallel.pp} does not divide the model's {layers} layers: set {key}_layers.")
 
 
 def engine_problems(config: RunConfig, world: int, model: Architecture) -> Iterator[Problem]:
@@ -311,33 +288,79 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
     if tp < 1:
         return
     if aside is not None and config.cluster.mode is Mode.collocated:
-        yield Problem(
-            "eval.engines",
+        yield Problem.of(
             f"eval.engines={aside} sets engines aside while others work, but with cluster.mode=collocated all take turns: "
-            "set eval.engines to null.",
+            "set eval.engines to null."
         )
     elif aside is not None and aside >= world // tp:
-        yield Problem(
-            "eval.engines",
+        yield Problem.of(
             f"eval.engines={aside} leaves none of the {world // tp} engines for rollouts: lower it, add engines, or set it "
-            "to null to evaluate between steps.",
+            "to null to evaluate between steps."
         )
     if world % tp:
-        yield Problem(
-            "cluster.placement.rollout",
+        yield Problem.of(
             f"cluster.placement.rollout has {world} ranks, which rollout.engine.tp={tp} does not divide: "
-            "change one of them.",
+            "change one of them."
         )
     elif model.heads % tp:
-        yield Problem("rollout.engine.tp", f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads.")
+        yield Problem.of(f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads.")
     if config.cluster.device is Device.cpu and tp > 1:
-        yield Problem(
-            "rollout.engine.tp",
-            f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead.",
+        yield Problem.of(
+            f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead."
         )
     if config.task.max_total_tokens > model.max_positions:
-        yield Problem(
-            "task.max_total_tokens",
+        yield Problem.of(
             f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_positions} positions: "
-            "lower it.",
+            "lower it."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSlot:
+    """The devices of one worker process."""
+
+    bundle: int
+    devices: tuple[int, ...]  # Which of the bundle's devices it works on, from 0.
+    share: float  # Devices that it takes up; those of all slots of a bundle sum to the bundle's size, or just below.
+    pinned: bool  # Whether its devices must be named, because Ray could choose others.
+
+
+@dataclass(frozen=True, slots=True)
+class BundlePlan:
+    """Bundles, and the slots of every group in the order of its worker ranks."""
+
+    sizes: tuple[int, ...]  # Devices of each bundle.
+    machines: tuple[int, ...] | None
+    """Number of each bundle's machine, which no other bundle is on; None where any machine may have it."""
+    slots: Mapping[str, tuple[DeviceSlot, ...]]
+
+
+def plan_bundles(holdings: Mapping[str, Sequence[Ranks]], per_machine: int | None = None) -> BundlePlan:
+    """Plan slots for processes that hold the device ranks `holdings[group][process]`, shared or not.
+
+    With `per_machine` devices, ranks 0 to `per_machine` - 1 are the first machine's, and so on; what one process
+    holds must lie on one machine then.
+    """
+    held = [ranks for processes in holdings.values() for ranks in processes]
+    holders = Counter(rank for ranks in held for rank in ranks)
+    if per_machine is None:
+        # The finest partition in which each of `held` lies within one part.
+        parts: list[set[int]] = []
+        for ranks in held:
+            touched = [part for part in parts if part & set(ranks)]
+            parts = [part for part in parts if part not in touched] + [set(ranks).union(*touched)]
+        bundles = sorted(tuple(sorted(part)) for part in parts)
+    else:
+        bundles = [tuple(here) for _, here in groupby(sorted(holders), lambda rank: rank // per_machine)]
+    bundle_of = {rank: number for number, ranks in enumerate(bundles) for rank in ranks}
+
+    def slot(ranks: Ranks) -> DeviceSlot:
+        number = bundle_of[ranks[0]]
+        bundle = bundles[number]
+        devices = tuple(bundle.index(rank) for rank in ranks)
+        share = floor(sum(1 / holders[rank] for rank in ranks) * RESOLUTION) / RESOLUTION
+        return DeviceSlot(number, devices, share, len(bundle) > 1 and any(holders[rank] > 1 for rank in bundle))
+
+    on = None if per_machine is None else tuple(ranks[0] // per_machine for ranks in bundles)
+    slots = {group: tuple(map(slot, processes)) for group, processes in holdings.items()}
+    return BundlePlan(tuple(map(len, bundles)), on, slots)

@@ -1,52 +1,136 @@
 """Looks at everything that a run needs before anything starts: what is wrong is said all at once.
 
-Contract: nothing is started that stays, no weights are read, and every wait ends by itself. What is wrong with the
-config already is not looked at again in the world: a path that is not there is said once.
+Contract: nothing is started that stays, of weights only headers are read, and every wait ends by itself. What is wrong with
+the config already is not looked at again in the world: a path that is not there is said once.
+
+What is seen is a list of findings, which are rows of a table for people and plain data for programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from safetensors import SafetensorError, safe_open
 
-from rlsys.cluster.folders import ray_parent
-from rlsys.cluster.network import RAY_PORT
-from rlsys.cluster.planning.memory import BYTES, GIB
+from rlsys.cluster.local_ray import RAY_PORT, ray_parent
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, parse_placement
-from rlsys.cluster.planning.plan import make_plan
-from rlsys.cluster.preflight.findings import Finding, note, ok, unknown, wrong
-from rlsys.cluster.preflight.inputs import MODEL, data_findings, model_findings, search_findings, spoken
-from rlsys.cluster.preflight.machine import Gpus, RayCluster, ThisMachine, Unseen
-from rlsys.config.derived import has_critic, has_reference, moves_reference
+from rlsys.cluster.planning.plan import BYTES, GIB, make_plan
+from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
+from rlsys.config.derived import has_critic, has_reference, moves_reference, needs_server
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Device, Layers, RunConfig, SyncMode
+from rlsys.config.schema import Device, Layers, RunConfig, SearchConfig, SyncMode
+from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
-from rlsys.observe.capabilities import Capabilities, lacking
+from rlsys.observe.environment import lacking
+from rlsys.search.address import DEFAULT_PORT
+from rlsys.search.index.folder import read_manifest
+from rlsys.weights.bijection import WeightMap
+from rlsys.weights.families import read_architecture
+from rlsys.weights.hf_io import INDEX, HfReader
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements"
-_PROFILE = {Device.cpu: ("cpu", "cpu-nodeps"), Device.gpu: ("gpu",)}
-_NEEDED = ("torch", "sglang")  # What rlsys needs beside base.txt, in every profile.
 _SHOWN = 4  # Packages that a finding names.
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""Major version of CUDA -> of the driver that programs built for it need at least.
-
-https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-"""
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # Major version of CUDA -> of the driver that it needs at least.
 _RESERVED_GIB = 1.0  # Of a card that a driver may hold for itself and a desktop.
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_GIB = {Device.gpu: 1.0, Device.cpu: 0.5}
 """NCCL's buffers between cards of a machine (NVIDIA's documentation asks containers for 1 GiB); Ray's object store."""
 _FULL = 0.95  # Share of a file system from which on Ray writes no more of its objects to it.
 _LOGS_GIB = 1.0  # Logs, figures and Ray's session.
-_OPTIMIZER_BYTES = 12
 _BUCKET_FILES = 3  # Most files of weights that cluster.sync_mode=disk has at a time.
 _RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
-RAY = "Ray"
+RAY, MODEL, SEARCH_INDEX, SERVER = "Ray", "model.path", "search.index", "search server"
+_AGAIN = "get the model again, such as with `hf download NAME --local-dir FOLDER`"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_QUESTION = "Who wrote Hamlet?"
+_STYLE = {"ok": "green", "wrong": "bold red", "note": "yellow", "unknown": "cyan"}
+_NARROW = 56  # Columns below which a table of three is no table any more.
+
+
+class FindingState(StrEnum):
+    """State of one thing."""
+
+    ok = "ok"
+    wrong = "wrong"  # The run would not start, or would not end well.
+    note = "note"  # Worth to know; the run can start.
+    unknown = "unknown"  # It cannot be seen from here.
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at."""
+
+    state: FindingState
+    what: str
+    found: str
+    fix: str = ""  # What to do; never empty where it is wrong, unless `found` says it already.
+
+
+ok = partial(Finding, FindingState.ok)
+wrong = partial(Finding, FindingState.wrong)
+note = partial(Finding, FindingState.note)
+unknown = partial(Finding, FindingState.unknown)
+
+
+def _ok_or_wrong(good: bool, what: str, found: str, fix: str) -> Finding:
+    return ok(what, found) if good else wrong(what, found, fix)
+
+
+def is_right(findings: Iterable[Finding]) -> bool:
+    """Whether nothing is wrong, as far as could be seen."""
+    return all(finding.state is not FindingState.wrong for finding in findings)
+
+
+def as_data(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Plain data, which `--json` prints."""
+    rows = [{key: str(getattr(finding, key)) for key in ("what", "state", "found", "fix")} for finding in findings]
+    return {"config": name, "right": is_right(findings), "findings": rows}
+
+
+def show(name: str, findings: Sequence[Finding], console: Console) -> None:
+    """Print a row for each thing, with what to do below what was found, and a sentence at the end."""
+    table = Table(title=f"rlsys doctor --for {name}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("what", overflow="fold", max_width=22)
+    table.add_column("found", overflow="fold")
+    for finding in findings:
+        mark = Text(str(finding.state), _STYLE[finding.state])
+        told = Text(finding.found)
+        if finding.fix:
+            told.append(f"\n-> {finding.fix}", "bold")
+        if console.width < _NARROW:
+            console.print(mark, finding.what, highlight=False)
+            console.print(told)
+        table.add_row(mark, Text(finding.what), told)
+    if console.width >= _NARROW:
+        console.print(table)
+    console.print(verdict(name, findings), markup=False, highlight=False)
+
+
+def verdict(name: str, findings: Sequence[Finding]) -> str:
+    """Sum the findings up in one sentence."""
+    wrong = [finding.what for finding in findings if finding.state is FindingState.wrong]
+    hidden = sum(finding.state is FindingState.unknown for finding in findings)
+    if wrong:
+        things = "1 thing is" if len(wrong) == 1 else f"{len(wrong)} things are"
+        return f"{things} to be mended before {name} can run: {', '.join(dict.fromkeys(wrong))}."
+    if hidden:
+        return f"{name} can run as far as it is seen from here; {hidden} could not be looked at (unknown)."
+    return f"{name} can run here."
 
 
 def examine(
@@ -58,9 +142,10 @@ def examine(
     search servers before the run.
     """
     problems = [*known, *(() if launched else launch_problems(config))]
-    yield from _said(problems) or [ok("config", f"{config.name}: its settings go together")]
+    yield from _problem_findings(problems) or [ok("config", f"{config.name}: its settings go together")]
     bad = {problem.key for problem in problems}
-    ranks, ray = _ranks(config), _look_at_ray(config, machine)
+    ranks, address = _ranks(config), config.cluster.address
+    ray = None if address is None else machine.ray(address)
     machines = max(config.cluster.nodes, len(ray.nodes) if isinstance(ray, RayCluster) else 1)
     yield from _version_findings(config.cluster.device, machine.version)
     yield from _device_findings(config, _devices_here(config, ranks, ray, machine), machine)
@@ -86,7 +171,7 @@ def examine(
         )
 
 
-def _said(problems: Sequence[Problem]) -> list[Finding]:
+def _problem_findings(problems: Sequence[Problem]) -> list[Finding]:
     return [wrong(problem.key, problem.sentence) for problem in problems]
 
 
@@ -112,17 +197,15 @@ def _version_findings(device: Device, version: Callable[[str], str | None]) -> I
     if not (REQUIREMENTS / "base.txt").is_file():
         yield unknown("versions", f"{REQUIREMENTS} is not there, so there is nothing to compare them with")
         return
-    files = [REQUIREMENTS / f"{name}.txt" for name in _PROFILE[device]]
+    files = [REQUIREMENTS / f"{name}.txt" for name in (("gpu",) if device is Device.gpu else ("cpu", "cpu-nodeps"))]
     profile = f"requirements/{files[0].name}"
-    needed = [*read_requirements(REQUIREMENTS / "base.txt"), *map(Requirement, _NEEDED)]
+    needed = [*read_requirements(REQUIREMENTS / "base.txt"), Requirement("torch"), Requirement("sglang")]
     problems = [
         f"{each.name} is not installed" if found is None else f"{each.name} {found} is not {each.specifier}"
         for each, found in _unmet(needed, version)
     ]
-    if problems:
-        yield wrong("versions", "; ".join(problems), f"pip install -r {profile}")
-    else:
-        yield ok("versions", f"all {len(needed)} packages that rlsys needs are there")
+    all_there = f"all {len(needed)} packages that rlsys needs are there"
+    yield _ok_or_wrong(not problems, "versions", "; ".join(problems) or all_there, f"pip install -r {profile}")
     # Of the profile's pins, those that differ may do, and were not tested.
     pins = [pin for file in files for pin in read_requirements(file)]
     other = [
@@ -144,24 +227,21 @@ def read_requirements(file: Path) -> list[Requirement]:
     return [each for each in needed if each.marker is None or each.marker.evaluate()]
 
 
-def _unmet(
-    needed: Sequence[Requirement], version: Callable[[str], str | None]
-) -> Iterator[tuple[Requirement, str | None]]:
+def _unmet(needed: Sequence[Requirement], version: Callable[[str], str | None]) -> list[tuple[Requirement, str | None]]:
     """Those that are absent (None) or there in another version."""
-    for each in needed:
-        found = version(each.name)
-        if found is None or not each.specifier.contains(found, prereleases=True):
-            yield each, found
+    there = [(each, version(each.name)) for each in needed]
+    return [(each, has) for each, has in there if has is None or not each.specifier.contains(has, prereleases=True)]
 
 
 def _devices_here(config: RunConfig, ranks: int, ray: RayCluster | Unseen | None, machine: ThisMachine) -> int:
     """Count those of the run's `ranks` devices that this machine is to give."""
+    cluster, here = config.cluster, float(ranks)
     if isinstance(ray, RayCluster):
         own = {address for addresses in machine.interfaces().values() for address in addresses}
-        mine = [node.resources for node in ray.nodes if node.address in own]
-        return min(ranks, int(sum(node.get(_RESOURCE[config.cluster.device], 0) for node in mine)))
-    per_node = config.cluster.devices_per_node
-    return ranks if config.cluster.nodes == 1 or per_node is None else min(ranks, per_node)
+        here = sum(node.resources.get(_RESOURCE[cluster.device], 0) for node in ray.nodes if node.address in own)
+    elif cluster.nodes > 1 and cluster.devices_per_node is not None:
+        here = cluster.devices_per_node
+    return min(ranks, int(here))
 
 
 def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Iterator[Finding]:
@@ -174,7 +254,7 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
         # Before torch looks: it takes memory of the cards.
         yield from _gpu_findings(config, wanted, machine)
     problems = list(lacking(config, machine.capabilities))
-    yield from _said(problems) or [ok("capabilities", "nothing that the settings ask for is missing")]
+    yield from _problem_findings(problems) or [ok("capabilities", "nothing that the settings ask for is missing")]
     if on_gpus and machine.capabilities.nccl:
         reach = "whether cards and machines reach each other shows at the start"
         yield note("NCCL", f"in torch {machine.capabilities.torch}; {reach}")
@@ -193,33 +273,28 @@ def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Itera
     names = ", ".join(sorted({card.name for card in seen.cards}))
     found = f"{len(seen.cards)} of {wanted}" + (f": {names}" if names else "")
     fewer = "place the groups on fewer (cluster.placement), look at CUDA_VISIBLE_DEVICES, or use a machine with more"
-    yield ok("GPUs", found) if len(seen.cards) >= wanted else wrong("GPUs", found, fewer)
+    yield _ok_or_wrong(len(seen.cards) >= wanted, "GPUs", found, fewer)
     # Only now: torch takes memory of the cards that it looks at.
     here = machine.capabilities
     yield _driver(seen.driver, here.cuda)
     if not seen.cards:
         return
+    # With the memory of these cards for the stated one, and what `model.layers=auto` is here.
     smallest = min(card.total_gib for card in seen.cards)
-    real = _on_these(config, smallest, here)
-    if (plan := _plan(real)) is None:
-        return
-    groups, needed = fullest_device(real, plan)
-    yield _gpu_memory(groups, needed, smallest, config.cluster.device_memory_gib)
-    yield from _used_gpus(seen, needed)
-
-
-def _on_these(config: RunConfig, card_gib: float, here: Capabilities) -> RunConfig:
-    """`config` with the memory of these cards for the stated one, and what `model.layers=auto` is here."""
     layers = here.layers if config.model.layers is Layers.auto else config.model.layers
-    cluster = replace(config.cluster, device_memory_gib=card_gib)
-    return replace(config, model=replace(config.model, layers=layers), cluster=cluster)
+    cluster = replace(config.cluster, device_memory_gib=smallest)
+    real = replace(config, model=replace(config.model, layers=layers), cluster=cluster)
+    if (plan := _plan(real)) is not None:
+        groups, needed = fullest_device(real, plan)
+        yield _gpu_memory(groups, needed, smallest, config.cluster.device_memory_gib)
+        yield from _used_gpus(seen, needed)
 
 
 def _driver(driver: str, cuda: str | None) -> Finding:
     what = "CUDA driver"
     if cuda is None:
         return wrong(what, f"{driver}, and torch is built without CUDA", "install torch as requirements/gpu.txt says")
-    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]))
     if oldest is None:
         return unknown(what, f"{driver}; what CUDA {cuda} needs is not known here", "look at NVIDIA's release notes")
     if int(driver.split(".")[0]) < oldest:
@@ -261,44 +336,21 @@ def _used_gpus(seen: Gpus, needed: float) -> Iterator[Finding]:
 
 
 def _interface_findings(machine: ThisMachine) -> Iterator[Finding]:
-    """Look for the network interfaces that the environment names, if any."""
+    def lets_through(interface: str) -> bool:
+        # gloo takes whole names. NCCL takes prefixes; behind `=` whole names, behind `^` all but these and the loopback.
+        of_nccl = variable == "NCCL_SOCKET_IFNAME"
+        but = of_nccl and value.startswith("^")
+        prefixes = value.removeprefix("^") if of_nccl else f"={value}"
+        names = [name.strip() for name in prefixes.removeprefix("=").split(",")]
+        matches = interface in names if prefixes.startswith("=") else interface.startswith(tuple(names))
+        return not matches and interface != "lo" if but else matches
+
     present = machine.interfaces()
     for variable in INTERFACE_VARIABLES:
-        value = machine.variable(variable)
-        if not value:
-            continue
-        if any(_lets_through(value, interface, variable) for interface in present):
-            yield ok(variable, value)
-        else:
-            found = f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}"
-            yield wrong(variable, found, f"export {variable} with one of them, or unset it")
-
-
-def _lets_through(value: str, interface: str, variable: str) -> bool:
-    """Whether `value` lets `interface` through.
-
-    gloo takes whole names. NCCL takes prefixes; behind `=` whole names, behind `^` all but these and the loopback.
-    """
-    if variable != "NCCL_SOCKET_IFNAME":
-        return interface in _listed(value)
-    but, prefixes = value.startswith("^"), value.removeprefix("^")
-    names = _listed(prefixes.removeprefix("="))
-    matches = interface in names if prefixes.startswith("=") else interface.startswith(tuple(names))
-    return not matches and interface != "lo" if but else matches
-
-
-def _listed(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",")]
-
-
-def _look_at_ray(config: RunConfig, machine: ThisMachine) -> RayCluster | Unseen | None:
-    """The cluster that the run joins, or why it cannot; None where it starts its own."""
-    if config.cluster.address is None:
-        return None
-    try:
-        return machine.ray(config.cluster.address)
-    except Unseen as problem:
-        return problem
+        if value := machine.variable(variable) or "":
+            good = any(map(lets_through, present))
+            found = value if good else f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}"
+            yield _ok_or_wrong(good, variable, found, f"export {variable} with one of them, or unset it")
 
 
 def _ray_findings(
@@ -307,13 +359,10 @@ def _ray_findings(
     """Look at the cluster that the run joins, or the one that it starts; `ranks` devices are to be there."""
     cluster = config.cluster
     if isinstance(seen, RayCluster):
+        good = len(seen.nodes) >= cluster.nodes
         found = f"{len(seen.nodes)} of {cluster.nodes} machines at {cluster.address}"
-        if len(seen.nodes) >= cluster.nodes:
-            yield ok(RAY, found)
-        else:
-            there = ", ".join(node.address for node in seen.nodes)
-            fix = f"run `ray start --address={cluster.address}` on those missing"
-            yield wrong(RAY, f"{found}: {there}", fix)
+        found += "" if good else f": {', '.join(node.address for node in seen.nodes)}"
+        yield _ok_or_wrong(good, RAY, found, f"run `ray start --address={cluster.address}` on those missing")
         yield _ray_devices(config, seen, ranks)
     elif isinstance(seen, Unseen):
         fix = "start it with `ray start --head` or `rlsys launch`, or set cluster.address=null"
@@ -321,9 +370,8 @@ def _ray_findings(
     elif cluster.nodes == 1:
         yield ok(RAY, "the run starts its own on this machine")
     elif machine.port_is_free(RAY_PORT):
-        found = f"cluster.address is null, and {cluster.nodes} machines are wanted"
         fix = "start on all of them with `rlsys launch`, or give cluster.address of a running cluster"
-        yield unknown(RAY, found, fix)
+        yield unknown(RAY, f"cluster.address is null, and {cluster.nodes} machines are wanted", fix)
     else:
         found = f"port {RAY_PORT}, which the head of a cluster takes, is taken on this machine"
         yield wrong(RAY, found, "end what runs there (`ray stop`), or give its address as cluster.address")
@@ -360,7 +408,7 @@ def _room_findings(config: RunConfig, plan: Mapping[str, Any] | None, machine: T
         needed = float(sum(len(group["ranks"]) * group["memory_gib_per_rank"] for group in groups))
         found = f"{free:.1f} GiB free, and models and optimisers take about {needed:.1f}"
         fix = "free some, take a smaller model, or place the groups on fewer ranks"
-        yield ok("memory", found) if free > needed else wrong("memory", found, fix)
+        yield _ok_or_wrong(free > needed, "memory", found, fix)
 
 
 def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding:
@@ -378,11 +426,10 @@ def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding
     needed = count * each + weights + _LOGS_GIB
     checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {spoken(each)}"
     found = f"{disk.free_gib:.1f} GiB free in {disk.folder}, and {needed:.1f} may be written, {checkpoints} among it"
-    if disk.free_gib >= needed:
-        return ok(what, found)
     room = int((disk.free_gib - _LOGS_GIB) / each)
     fewer = f"set checkpoint.keep_last={room - 1}, or " if room > 1 else ""
-    return wrong(what, found, f"{fewer}free {needed - disk.free_gib:.1f} GiB, or give another output_dir")
+    fix = f"{fewer}free {needed - disk.free_gib:.1f} GiB, or give another output_dir"
+    return _ok_or_wrong(disk.free_gib >= needed, what, found, fix)
 
 
 def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
@@ -395,7 +442,7 @@ def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
     weight = BYTES[config.model.dtype]
     trained = 1 + has_critic(config.algorithm)
     moved = has_reference(config.algorithm) and moves_reference(config.algorithm)
-    return parameters * (trained * (weight + _OPTIMIZER_BYTES) + moved * (weight + 4)) / GIB
+    return parameters * (trained * (weight + 12) + moved * (weight + 4)) / GIB
 
 
 def _checkpoints_at_once(config: RunConfig) -> int:
@@ -409,7 +456,6 @@ def _checkpoints_at_once(config: RunConfig) -> int:
 
 
 def _spill(machine: ThisMachine) -> Finding:
-    """Look at the disk where Ray keeps its session, and what it spills."""
     what = "disk for Ray"
     try:
         scratch = ray_parent()
@@ -442,3 +488,172 @@ def _shared(device: Device, machine: ThisMachine) -> Finding:
     if device is Device.gpu:
         return wrong(what, f"{found}, and NCCL wants {needed:g}", fix)
     return note(what, f"{found}, so Ray's object store of {needed:g} goes to the slower disk", fix)
+
+
+def spoken(gib: float) -> str:
+    """Write a size as people read it."""
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
+
+
+def model_findings(folder: Path) -> Iterator[Finding]:
+    """Look at a model's folder whose config.json has been found good."""
+    problems = list(_weight_problems(folder))
+    yield from (wrong(MODEL, sentence, _AGAIN) for sentence in problems)
+    if not problems:
+        size = sum(file.stat().st_size for file in HfReader(folder).files()) / GIB
+        tensors = len(WeightMap(read_architecture(folder)).hf_names())
+        yield ok(MODEL, f"{folder}: all {tensors} tensors, {spoken(size)}")
+    yield _tokenizer(folder)
+
+
+def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
+    """Look at a file of questions; its first one."""
+    try:
+        question = read_questions(path, limit=1)[0]
+    except UserError as problem:
+        return wrong(key, str(problem)), None
+    except OSError as problem:
+        return wrong(key, f"{path} cannot be read ({problem.strerror})", "make it readable for this user"), None
+    size = path.stat().st_size / GIB
+    return ok(key, f"{path}: {spoken(size)}, the first row is a question with an answer"), question
+
+
+def _weight_problems(folder: Path) -> Iterator[str]:
+    """All files that are missing or cut short; where there are none, what the tensors in them lack."""
+    try:
+        # Those that the index names, or all where there is none.
+        files = sorted(folder.glob("*.safetensors"))
+        if (index := folder / INDEX).is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files = sorted(folder / str(name) for name in set(names))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        yield f"{folder / INDEX} is damaged"
+        return
+    missing = [file.name for file in files if not file.is_file()]
+    if not files:
+        yield f"{folder} holds no weights (*.safetensors)"
+    if missing:
+        named = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        yield f"{folder} lacks {len(missing)} of {len(files)} files that its index names: {named}"
+    damaged = [reason for file in files if file.is_file() and (reason := _damage(file))]
+    yield from damaged
+    if not files or missing or damaged:
+        return
+    try:
+        reader, weights = HfReader(folder), WeightMap(read_architecture(folder))
+        weights.check_hf_names(reader.names())
+    except UserError as problem:
+        yield str(problem)
+        return
+    for entry in weights.entries():
+        for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
+            if (found := reader.spec(name).shape) != shape:
+                yield f"{name} has shape {list(found)}, and config.json says {list(shape)}: they are of two models"
+                return
+
+
+def _damage(file: Path) -> str:
+    """Why a file of weights cannot be read; empty where it can."""
+    try:
+        with safe_open(file, framework="np"):
+            return ""
+    except SafetensorError as problem:
+        return f"{file.name} is not whole ({problem})"
+    except OSError as problem:
+        return f"{file.name} cannot be read ({problem.strerror or problem})"
+
+
+def _tokenizer(folder: Path) -> Finding:
+    """Look for a tokenizer as an episode needs it: fast, with an end of sequence."""
+    from tokenizers import Tokenizer
+
+    what, file = "tokenizer", folder / "tokenizer.json"
+    if not file.is_file():
+        return wrong(what, f"{file} is missing", _AGAIN)
+    try:
+        words = Tokenizer.from_file(str(file)).get_vocab_size()
+    except Exception as problem:  # noqa: BLE001 - the library raises nothing narrower
+        return wrong(what, f"{file} cannot be read ({problem})", _AGAIN)
+    settings, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    naming = [settings, older] if older.is_file() else [settings]
+    try:
+        ends = [json.loads(each.read_text(encoding="utf-8")).get("eos_token") for each in naming]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return wrong(what, f"{settings} is missing or damaged", _AGAIN)
+    found = f"{words} tokens" if any(ends) else f"{settings} has no eos_token"
+    return _ok_or_wrong(any(ends), what, found, "set it to the token that ends an answer")
+
+
+def search_findings(config: RunConfig, question: str, machines: int, machine: ThisMachine) -> Iterator[Finding]:
+    """Look whether searches will be answered: by servers that are there, or by one that the run or its launcher starts.
+
+    `question` is one of the run's own, empty where none could be read; `machines` take part in the run.
+    """
+    search = config.search
+    if not search.enabled:
+        yield ok(SERVER, "none is needed, search.enabled is false")
+    elif not needs_server(search):
+        yield ok(SERVER, f"none is needed, searches are played from {search.cassette.path}")
+    elif search.url is None:
+        if search.index is not None:
+            yield _index_there(config, Path(search.index))
+        yield _later(config, machine)
+    else:
+        answers = machine.search(search, question or _QUESTION)
+        yield from (_answered(search, answer) for answer in answers)
+        compared = len(answers) > 1 and not any(answer.error for answer in answers)
+        if compared and (differs := machine.search_differs(search)):
+            yield wrong(SERVER, differs)
+        # Rollout workers of other machines ask too.
+        own = [answer.url for answer in answers if urlsplit(answer.url).hostname in _LOOPBACK]
+        if machines > 1 and own:
+            found = f"{own[0]} is, for rollout workers of other machines, their own machine"
+            yield wrong(SERVER, found, "give the address that other machines know it by, and serve with --host 0.0.0.0")
+        elif machines > 1:
+            yield note(SERVER, "seen from this machine; the others must reach it too")
+
+
+def _answered(search: SearchConfig, answer: SearchAnswer) -> Finding:
+    if answer.error:
+        parts = urlsplit(answer.url)
+        place, host = ("", "") if parts.hostname in _LOOPBACK else (f" on {parts.hostname}", " --host 0.0.0.0")
+        start = f"rlsys search serve {search.index or 'INDEX'} --topk {search.topk} --port {parts.port or DEFAULT_PORT}"
+        return wrong(SERVER, f"{answer.url}: {answer.error}", f"start it{place}: {start}{host}")
+    if answer.passages < search.topk:
+        found = f"{answer.url} gives {answer.passages} of search.topk={search.topk} passages of a question"
+        return wrong(SERVER, found, f"look at its index, or set search.topk={max(answer.passages, 1)}")
+    return ok(SERVER, f"{answer.url} answers with {answer.passages} passages")
+
+
+def _index_there(config: RunConfig, folder: Path) -> Finding:
+    """The index, which other machines may have and this one not."""
+    serving = config.cluster.search.nodes
+    if config.cluster.nodes > 1 and serving and not folder.exists():
+        where = ", ".join(serving)
+        return unknown(SEARCH_INDEX, f"{folder} is not here; machine {where}, on which it is served, must have it")
+    try:
+        manifest = read_manifest(folder)
+    except UserError as problem:
+        return wrong(SEARCH_INDEX, str(problem))
+    except OSError as problem:
+        return wrong(SEARCH_INDEX, f"{folder} cannot be read ({problem.strerror})", "make it readable for this user")
+    files = [file for file in folder.iterdir() if file.is_file()]
+    empty = [file.name for file in files if not file.stat().st_size]
+    if empty:
+        return wrong(SEARCH_INDEX, f"{folder / empty[0]} is empty", "build the index again with `rlsys search index`")
+    size = sum(file.stat().st_size for file in files) / GIB
+    rows = manifest.get("rows")
+    passages = f", {rows:,} passages" if isinstance(rows, int) else ""
+    return ok(SEARCH_INDEX, f"{folder}: {manifest['kind']}{passages}, {spoken(size)}")
+
+
+def _later(config: RunConfig, machine: ThisMachine) -> Finding:
+    settings = config.cluster.search
+    if not settings.nodes:
+        return ok(SERVER, f"the run starts one on {config.search.index}")
+    where = f"the launcher starts one on machine {', '.join(settings.nodes)}, at port {settings.port}"
+    if config.cluster.nodes > 1:
+        return unknown(SERVER, f"{where}; whether it is free there is not seen from here")
+    free = machine.port_is_free(settings.port)
+    found = where if free else f"{where}, which another program has taken here"
+    return _ok_or_wrong(free, SERVER, found, "end it, or give another cluster.search.port")

@@ -2,31 +2,40 @@
 
 Contract: nothing that is asked here starts anything that stays, and each answer comes, or `Unseen` is raised, within a
 minute at most. Tests ask another machine, a subclass.
+
+Ray tries for minutes to join a cluster that is silent or that wants another token, and cannot be told not to. So a cluster
+is looked at from a process of its own: `python -m rlsys.cluster.preflight.machine ADDRESS` joins it, prints what it sees as
+JSON, and leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from rlsys.cluster.network import require_listener
+from rlsys.cluster.local_ray import require_listener
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError, UserError
-from rlsys.observe.capabilities import Capabilities, detect, version_of
+from rlsys.observe.environment import Capabilities, detect, version_of
 
 _GIB = 1024**3
 _DRIVER_S, _CONNECT_S, _RAY_S, _SEARCH_S = 15.0, 3.0, 60.0, 10.0
-_CARD_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version"
-_PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
 
 class Unseen(Exception):
@@ -108,8 +117,8 @@ class ThisMachine:
 
     def gpus(self) -> Gpus:
         """Raises Unseen where the driver gives no answer."""
-        cards = _nvidia_smi(f"--query-gpu={_CARD_FIELDS}")
-        processes = _nvidia_smi(f"--query-compute-apps={_PROCESS_FIELDS}")
+        cards = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.used,driver_version")
+        processes = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
         return read_gpus(cards, processes, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def version(self, package: str) -> str | None:
@@ -145,26 +154,21 @@ class ThisMachine:
 
     def port_is_free(self, port: int) -> bool:
         """Whether a server could listen there, on all interfaces."""
-        with socket.socket() as probe:
+        with suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                return False
-        return True
+            probe.bind(("", port))
+            return True
+        return False
 
-    def ray(self, address: str) -> RayCluster:
-        """The cluster at `address`. Raises Unseen where it cannot be joined."""
-        from rlsys.cluster.look import cluster_at
-
+    def ray(self, address: str) -> RayCluster | Unseen:
+        """The cluster at `address`, or why it cannot be joined."""
         try:
             require_listener(address, _CONNECT_S)
-            seen = cluster_at(address, _RAY_S)
+            return cluster_at(address, _RAY_S)
         except OSError as problem:
-            raise Unseen(f"nobody listens there ({problem.strerror or problem})") from problem
-        except RunError as problem:
-            raise Unseen(str(problem)) from problem
-        return RayCluster(tuple(RayMachine(**node) for node in seen["nodes"]), seen["free"])
+            return Unseen(f"nobody listens there ({problem.strerror or problem})")
+        except Unseen as problem:
+            return problem
 
     def search(self, settings: SearchConfig, question: str) -> tuple[SearchAnswer, ...]:
         """Answers of `url` and each of `replicas`."""
@@ -177,13 +181,51 @@ class ThisMachine:
 
     def search_differs(self, settings: SearchConfig) -> str:
         """A sentence on how the servers differ; empty where they are replicas of each other."""
-        try:
-            asyncio.run(_compare(settings))
-        except UserError as problem:
-            return str(problem)
-        except RunError:  # None answers, which `search` has said of each.
-            return ""
+        from rlsys.rollout.tools.search_tool import open_client
+
+        quick = replace(settings, retries=0, hedge_after_s=None, timeout_s=min(settings.timeout_s, _SEARCH_S))
+
+        async def compare() -> None:
+            async with open_client(quick, topk=settings.topk) as client:
+                await client.health()
+
+        with suppress(RunError):  # None answers, which `search` has said of each.
+            try:
+                asyncio.run(compare())
+            except UserError as problem:
+                return str(problem)
         return ""
+
+
+def cluster_at(address: str, timeout_s: float) -> RayCluster:
+    """Look at the Ray cluster at `address`. Raises Unseen where this machine cannot join it within `timeout_s`."""
+    command = [sys.executable, "-m", "rlsys.cluster.preflight.machine", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        out, complaints = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, complaints = "", process.communicate()[1]
+    if "InvalidAuthToken" in complaints:
+        raise Unseen("the cluster wants a token: export RAY_AUTH_MODE as on the machine that started it")
+    if process.returncode == 0:
+        seen = json.loads(out)
+        return RayCluster(tuple(RayMachine(**node) for node in seen["nodes"]), seen["free"])
+    said = complaints.strip().splitlines()
+    if process.returncode < 0 or not said:
+        raise Unseen(f"it did not let this machine join within {timeout_s:g} s")
+    raise Unseen(said[-1].rstrip("."))
+
+
+def _join_and_look(address: str) -> dict[str, Any]:
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return {
+        "nodes": [{"address": node["NodeManagerAddress"], "resources": node["Resources"]} for node in alive],
+        "free": ray.available_resources(),
+    }
 
 
 def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
@@ -195,28 +237,21 @@ def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
         rows = [[cell.strip() for cell in line.split(",")] for line in cards.splitlines() if line.strip()]
         driver = rows[0][5] if rows else ""
         found = [Gpu(int(index), uuid, name, _mib(total), _mib(used)) for index, uuid, name, total, used, _ in rows]
-        running = tuple(_process(line) for line in processes.splitlines() if line.strip())
+        running = []
+        for line in filter(str.strip, processes.splitlines()):
+            uuid, pid, rest = line.split(",", 2)
+            name, used = rest.rsplit(",", 1)  # The name may have commas.
+            running.append(GpuProcess(uuid.strip(), int(pid), Path(name.strip()).name, _mib(used.strip())))
     except (ValueError, IndexError) as problem:
         raise Unseen(f"nvidia-smi printed what is not understood ({problem})") from problem
-    return Gpus(driver, _visible(found, visible), running)
-
-
-def _process(line: str) -> GpuProcess:
-    uuid, pid, rest = line.split(",", 2)
-    name, used = rest.rsplit(",", 1)  # The name may have commas.
-    return GpuProcess(uuid.strip(), int(pid), Path(name.strip()).name, _mib(used.strip()))
-
-
-def _visible(cards: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    if visible is None:
-        return tuple(cards)
-    chosen: list[Gpu] = []
-    for name in filter(None, map(str.strip, visible.split(","))):
-        card = next((card for card in cards if name == str(card.index) or card.uuid.startswith(name)), None)
-        if card is None:
-            break
-        chosen.append(card)
-    return tuple(chosen)
+    if visible is not None:
+        names = filter(None, map(str.strip, visible.split(",")))
+        chosen = (
+            next((card for card in found if name == str(card.index) or card.uuid.startswith(name)), None)
+            for name in names
+        )
+        found = [card for card in takewhile(bool, chosen) if card]
+    return Gpus(driver, tuple(found), tuple(running))
 
 
 def _mib(text: str) -> float:
@@ -228,15 +263,14 @@ def _nvidia_smi(query: str) -> str:
     """Run nvidia-smi, which can be ended where a driver hangs."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
     except FileNotFoundError as problem:
         raise Unseen("nvidia-smi is not here, so there is no NVIDIA driver") from problem
     except subprocess.TimeoutExpired as problem:
         raise Unseen(f"the NVIDIA driver gave no answer within {_DRIVER_S:g} s") from problem
-    if done.returncode:
-        said = (done.stdout or done.stderr).strip().splitlines()
-        raise Unseen(f"nvidia-smi failed: {said[0] if said else done.returncode}")
-    return done.stdout
+    except subprocess.CalledProcessError as failed:
+        said = (failed.stdout or failed.stderr).strip().splitlines()
+        raise Unseen(f"nvidia-smi failed: {said[0] if said else failed.returncode}") from failed
 
 
 async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
@@ -257,9 +291,5 @@ async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
         await wire.close()
 
 
-async def _compare(settings: SearchConfig) -> None:
-    from rlsys.rollout.tools.search_tool import open_client
-
-    quick = replace(settings, retries=0, hedge_after_s=None, timeout_s=min(settings.timeout_s, _SEARCH_S))
-    async with open_client(quick, topk=settings.topk) as client:
-        await client.health()
+if __name__ == "__main__":
+    print(json.dumps(_join_and_look(sys.argv[1])))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.observe.kept import TRAJECTORIES
-from rlsys.observe.records import TIMELINE
-from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, METRICS, SUMMARY, RunFolder, open_run
+from rlsys.observe.records import METRICS, SUMMARY, TIMELINE
+from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, RunFolder, open_run
 from rlsys.observe.status import FAILED, read_status
 from rlsys.report.life import Phase, RunLife, life_here
 from rlsys.report.report_page import compressed

@@ -43,7 +43,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.observe.capabilities import Capabilities
+from rlsys.observe.environment import Capabilities
 from rlsys.trainer.batches.micro_batch import columns_of
 from rlsys.weights.families import Architecture
 from rlsys.weights.sizes import stage_layers

@@ -29,7 +29,7 @@ from torch.nn.functional import linear
 
 from rlsys.config.schema import ModelConfig, ParallelConfig
 from rlsys.errors import UserError
-from rlsys.observe.capabilities import detect
+from rlsys.observe.environment import detect
 from rlsys.trainer.mesh import Place
 from rlsys.trainer.model.layers import block_spec, choose_layers, kernel_settings, transformer_config
 from rlsys.trainer.model.logprobs import VocabShard
