@@ -203,7 +203,7 @@ class _Draft:
 
     def refuse(self, key: str, instead: str) -> None:
         """Note that the value of `key` cannot be honoured."""
-        self.problems.append(f"{key}={_shown(self.given.get(key))} cannot be honoured: {instead}.")
+        self.problems.append(f"{key}={shown(self.given.get(key))} cannot be honoured: {instead}.")
 
 
 def is_rlinf(file: Path) -> bool:
@@ -449,6 +449,6 @@ def _rows(file: Path) -> int | None:
         return sum(1 for line in lines if line.strip())
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """`value` as YAML has it."""
     return yaml.safe_dump(value, default_flow_style=True, width=1_000_000).split("\n...")[0].strip()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
+from rlsys.config.compose import typed
 from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.orchestrator.rewards.check import check_terms
 from rlsys.orchestrator.rewards.reward import Rewards
@@ -27,7 +27,7 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(example: str) -> RewardConfig:
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardConfig), yaml.safe_load(example)["reward"]))
+    config = typed(yaml.safe_load(example)["reward"], RewardConfig)
     assert isinstance(config, RewardConfig)
     return config
 

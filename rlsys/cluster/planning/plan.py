@@ -17,7 +17,7 @@ from rlsys.config.derived import (
     runs_ahead,
 )
 from rlsys.config.problems import algorithm_notes
-from rlsys.config.schema import Device, Mode, RunConfig, Schedule, SearchConfig
+from rlsys.config.schema import Device, Mode, RunConfig, SearchConfig
 from rlsys.weights.families import Architecture, read_architecture
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
@@ -47,7 +47,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
             "updates": trainer.steps * trainer.mini_batches,
         },
         "schedule": {
-            "kind": str(trainer.schedule.kind),
+            "kind": trainer.schedule.kind,
             "max_staleness": max_staleness(config),
             "overlap": overlap(config),
         },
@@ -81,11 +81,11 @@ def render_plan(plan: dict[str, Any]) -> str:
 
 def overlap(config: RunConfig) -> str:
     """Which stages run at the same time."""
-    kind, algorithm = config.trainer.schedule.kind, config.algorithm
+    algorithm = config.algorithm
     if config.cluster.mode is Mode.collocated:
         frees = "" if config.cluster.device is Device.gpu else "; an engine on a CPU frees nothing while it sleeps"
         return f"stages take turns on the same devices{frees}"
-    if kind is Schedule.sequential:
+    if config.trainer.schedule.kind == "sequential":
         return "no stages overlap"
     overlapping = f"rollout, log-probs and training overlap {'across steps' if runs_ahead(config) else 'within a step'}"
     if not needs_whole_mini_batch(algorithm):
