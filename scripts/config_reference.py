@@ -27,7 +27,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import rlsys
 from rlsys.config.bounds import limits_of
-from rlsys.config.schema import REQUIRED, RunConfig, choices, kind_of, schema_groups, variants
+from rlsys.config.schema import REQUIRED, RunConfig, choices, schema_groups, variants
 
 Read = tuple[str, str]
 """(class of the schema, field)"""
@@ -90,21 +90,9 @@ def kind_meaning(kind: Any) -> str:
     body = ast.parse(inspect.getsource(sys.modules[kind.__module__])).body
     for statement, following in pairwise(body):
         match statement, following:
-            case ast.ClassDef(name=kind.__name__), _:
-                return f"{_one_line(ast.get_docstring(statement))} {_choices(statement)}".strip()
             case ast.Assign(targets=[ast.Name(id=kind.__name__)]), ast.Expr(value=ast.Constant(value=str(text))):
                 return _one_line(text)
     raise LookupError(f"{kind.__name__} is nowhere in {kind.__module__}")
-
-
-def _choices(kind: ast.ClassDef) -> str:
-    """The members that have a meaning of their own, each with it."""
-    found = []
-    for statement, following in pairwise(kind.body):
-        match statement, following:
-            case ast.Assign(value=ast.Constant(value=str(name))), ast.Expr(value=ast.Constant(value=str(text))):
-                found.append(f"`{name}`: {_one_line(text)}")
-    return " ".join(found)
 
 
 def _one_line(text: str | None) -> str:
@@ -131,10 +119,10 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
             type_, default = _type(hint), getattr(settings, item.name)
             if item.name == "kind" and len(groups) > 1:
                 default = reduce(getattr, path.split("."), RunConfig()).kind
-                type_ = ", ".join(f"`{kind_of(type(group))}`" for group in groups)
-                said = " ".join(f"`{kind_of(type(group))}`: {_one_line(type(group).__doc__)}" for group in groups)
+                type_ = ", ".join(f"`{group.kind}`" for group in groups)
+                said = " ".join(f"`{group.kind}`: {_one_line(type(group).__doc__)}" for group in groups)
             elif len(groups) > 1:
-                said = f"With `{path}.kind={kind_of(schema)}` alone. {said}"
+                said = f"With `{path}.kind={settings.kind}` alone. {said}"
             files = _files(by or (_CHOOSER,) * (get_origin(hint) is Literal))
             rows[key] = f"| `{key}` | {type_} | {_default(default)} | {limits.unit} | {_cell(said)} | {files} |"
     intro = inspect.cleandoc(groups[0].__doc__ or "")
@@ -190,11 +178,11 @@ def _cell(text: str) -> str:
 def schema_classes(root: type) -> dict[str, Types]:
     """Class name -> field -> name of the field's type, of a union names with | between, for `root` and all that it holds."""
     hints = get_type_hints(root)
-    parts = {name: [part.__name__ for part in variants(hint)] for name, hint in hints.items()}
+    parts = {name: [part.__name__ for part in variants(hint).values()] for name, hint in hints.items()}
     found = {
         root.__name__: {name: "|".join(parts[name]) or getattr(hint, "__name__", "") for name, hint in hints.items()}
     }
-    for part in chain.from_iterable(map(variants, hints.values())):
+    for part in chain.from_iterable(variants(hint).values() for hint in hints.values()):
         found |= schema_classes(part)
     return found
 

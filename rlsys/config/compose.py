@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.config.rlinf import is_rlinf, shown, translate
-from rlsys.config.schema import REQUIRED, LrDecay, RunConfig, choices, free_maps, kind_of, schema_keys, variants
+from rlsys.config.schema import REQUIRED, LrDecay, RunConfig, choices, free_maps, schema_keys, variants
 from rlsys.errors import UserError
 
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -192,21 +192,19 @@ def _of_chosen_kinds(
     """`tree` with what it lacks of `defaults`, and without keys of kinds that are not chosen; `refuse` may object to those."""
     kept = as_dict(defaults) | dict(tree)
     for name, hint in get_type_hints(type(defaults)).items():
-        classes, part, key = variants(hint), kept[name], f"{path}.{name}".lstrip(".")
-        if not classes or not isinstance(part, Mapping):
+        kinds, part, key = variants(hint), kept[name], f"{path}.{name}".lstrip(".")
+        if not kinds or not isinstance(part, Mapping):
             continue
         default = getattr(defaults, name)
-        kind = part.get("kind", kind_of(type(default)))
-        chosen = next((each for each in classes if len(classes) == 1 or kind_of(each) == kind), None)
-        if chosen is None:
+        kind = "" if "" in kinds else part.get("kind", default.kind)
+        if kind not in list(kinds):
             continue
-        elsewhere = {item.name: kind_of(other) for other in classes for item in fields(other)}
-        for item in fields(chosen):
-            del elsewhere[item.name]
-        for other in elsewhere.keys() & part.keys():
-            refuse(key, other, part[other], elsewhere[other], kind)
-        part = {own: value for own, value in part.items() if own not in elsewhere}
-        kept[name] = _of_chosen_kinds(part, default if type(default) is chosen else chosen(), refuse, key)
+        group = default if isinstance(default, kinds[kind]) else kinds[kind]()
+        owners = {item.name: owner for owner, variant in kinds.items() for item in fields(variant)}
+        others = [other for other in part if other in owners and not hasattr(group, other)]
+        for other in others:
+            refuse(key, other, part[other], owners[other], kind)
+        kept[name] = _of_chosen_kinds({k: v for k, v in part.items() if k not in others}, group, refuse, key)
     return kept
 
 
@@ -216,8 +214,8 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     Plain values are taken as they are meant: "5" is 5 where a number is due, and 5 is "5" where a text is. Raises UserError
     for a value that cannot be meant so, and for a key that is not there.
     """
-    if classes := variants(hint):
-        return _typed_group(tree, classes, key)
+    if kinds := variants(hint):
+        return _typed_group(tree, kinds, key)
     arguments = get_args(hint)
     if type(None) in arguments:
         return None if tree is None else typed(tree, arguments[0], key)
@@ -234,19 +232,21 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     raise _is_not(key, tree, " or ".join(choices(hint)) or _WORDS[get_origin(hint) or hint])
 
 
-def _typed_group(tree: Any, classes: Sequence[type], key: str) -> Any:
+def _typed_group(tree: Any, kinds: Mapping[str, type], key: str) -> Any:
     if not isinstance(tree, Mapping):
         raise _is_not(key, tree, "a group of keys")
-    kinds = {kind_of(variant): variant for variant in classes}
-    kind = str(tree.get("kind")) if len(kinds) > 1 else next(iter(kinds))
-    if kind not in kinds:
-        raise _is_not(f"{key}.kind", tree.get("kind"), " or ".join(kinds))
-    hints = get_type_hints(kinds[kind])
-    keys = {name: f"{key}.{name}".lstrip(".") for name in tree}
-    unknown = [name for name in tree if name not in hints]
-    if unknown:
-        raise UserError(_unknown(keys[unknown[0]]))
-    return kinds[kind](**{name: typed(value, hints[name], keys[name]) for name, value in tree.items()})
+    kind = "" if "" in kinds else tree.get("kind")
+    if kind not in list(kinds):
+        raise _is_not(f"{key}.kind", kind, " or ".join(kinds))
+    hints, values = get_type_hints(kinds[kind]), {}
+    for name, value in tree.items():
+        inner = f"{key}.{name}".lstrip(".")
+        if name not in hints:
+            close = difflib.get_close_matches(inner, schema_keys(), n=1, cutoff=0.5)
+            way_out = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
+            raise UserError(f"{inner} is not a key of the configuration: {way_out}")
+        values[name] = typed(value, hints[name], inner)
+    return kinds[kind](**values)
 
 
 def _truth(value: Any) -> bool:
@@ -257,12 +257,6 @@ def _truth(value: Any) -> bool:
 
 def _is_not(key: str, value: Any, words: str) -> UserError:
     return UserError(f"{key}={shown(value)} must be {words}; see docs/configuration.md.")
-
-
-def _unknown(key: str) -> str:
-    close = difflib.get_close_matches(key, schema_keys(), n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
-    return f"{key} is not a key of the configuration: {hint}"
 
 
 def _sentence(problem: Exception) -> str:

@@ -30,11 +30,6 @@ def on_update(config: RunConfig) -> OnUpdate:
     return schedule.on_update if isinstance(schedule, AsyncSchedule) else OnUpdate.finish
 
 
-def runs_ahead(config: RunConfig) -> bool:
-    """Whether rollouts may go on into the next step while weights change."""
-    return isinstance(config.trainer.schedule, AsyncSchedule)
-
-
 def needs_server(search: SearchConfig) -> bool:
     """Whether searches go to a server: all but those that are only played from a cassette do."""
     return search.enabled and (search.cassette.path is None or search.cassette.mode is not CassetteMode.replay)

@@ -7,7 +7,7 @@ nothing past that edge sees a DictConfig. Every key here is read somewhere: a te
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -48,64 +48,31 @@ LrDecay = StrEnum("LrDecay", ["constant", "linear", "cosine"])
 WandbMode = StrEnum("WandbMode", ["auto", "online", "offline"])
 """Where Weights & Biases writes to."""
 
+Mode = StrEnum("Mode", ["disaggregated", "collocated"])
+"""Whether groups share devices. `disaggregated`: Each group has its own, and all work at the same time. `collocated`:
+They take turns on the same ones."""
 
-class Mode(StrEnum):
-    """Whether groups share devices."""
+TokenMode = StrEnum("TokenMode", ["retokenize", "append"])
+"""How a multi-turn context is kept. `retokenize`: As text, which every turn and the training tokenise anew. `append`:
+As tokens: those that were sampled stay, observations are tokenised alone."""
 
-    disaggregated = "disaggregated"
-    """Each group has its own, and all work at the same time."""
-    collocated = "collocated"
-    """They take turns on the same ones."""
+SyncMode = StrEnum("SyncMode", ["tensor", "broadcast", "disk", "ipc"])
+"""How weights travel from the actor to the other groups. `tensor`: Through memory that processes of one host share.
+`broadcast`: Through a process group of the actor's first rank and all receivers: gloo on CPUs, NCCL on GPUs. `disk`:
+Through files in the run's folder. `ipc`: Through device memory that processes of one host share (CUDA IPC): the bytes
+never leave the GPUs."""
 
+Packing = StrEnum("Packing", ["packed", "padded"])
+"""How sequences lie in a micro-batch. `packed`: One after the other, without padding. `padded`: Those of like length
+padded to one rectangle."""
 
-class TokenMode(StrEnum):
-    """How a multi-turn context is kept."""
+CassetteMode = StrEnum("CassetteMode", ["record", "replay", "extend"])
+"""What is done with recorded search calls. `record`: Ask the server, and write every call to the cassette. `replay`:
+Answer from the cassette, after the recorded time; a call that is not on it fails. `extend`: Answer from the cassette;
+ask the server for what is not on it, and write that to it."""
 
-    retokenize = "retokenize"
-    """As text, which every turn and the training tokenise anew."""
-    append = "append"
-    """As tokens: those that were sampled stay, observations are tokenised alone."""
-
-
-class SyncMode(StrEnum):
-    """How weights travel from the actor to the other groups."""
-
-    tensor = "tensor"
-    """Through memory that processes of one host share."""
-    broadcast = "broadcast"
-    """Through a process group of the actor's first rank and all receivers: gloo on CPUs, NCCL on GPUs."""
-    disk = "disk"
-    """Through files in the run's folder."""
-    ipc = "ipc"
-    """Through device memory that processes of one host share (CUDA IPC): the bytes never leave the GPUs."""
-
-
-class Packing(StrEnum):
-    """How sequences lie in a micro-batch."""
-
-    packed = "packed"
-    """One after the other, without padding."""
-    padded = "padded"
-    """Those of like length padded to one rectangle."""
-
-
-class CassetteMode(StrEnum):
-    """What is done with recorded search calls."""
-
-    record = "record"
-    """Ask the server, and write every call to the cassette."""
-    replay = "replay"
-    """Answer from the cassette, after the recorded time; a call that is not on it fails."""
-    extend = "extend"
-    """Answer from the cassette; ask the server for what is not on it, and write that to it."""
-
-
-class GuardAction(StrEnum):
-    """What is done when a run shows signs of collapse."""
-
-    warn = "warn"
-    stop = "stop"
-    """Warn, write a checkpoint and end the run."""
+GuardAction = StrEnum("GuardAction", ["warn", "stop"])
+"""What is done when a run shows signs of collapse. `stop`: Warn, write a checkpoint and end the run."""
 
 
 @dataclass
@@ -160,7 +127,7 @@ class OptimizerConfig:
     warmup_fraction: Share = 0.0
     """Share of all optimiser steps over which the rate rises linearly."""
     weight_decay: NotNegative = 0.01
-    """Of AdamW; not on biases and norms."""
+    """Of AdamW; not on biases and norms. RLinf's files set it."""
     beta1: Decay = 0.9
     """Memory of the mean of gradients."""
     beta2: Decay = 0.999
@@ -600,15 +567,12 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
-def variants(hint: Any) -> tuple[type, ...]:
-    """The classes that a group of keys may be, of which its key `kind` chooses; empty for what is no group."""
+def variants(hint: Any) -> dict[str, type]:
+    """The classes of a union of groups by the `kind` that chooses one; a plain group by ""; empty for what is no group."""
     classes = get_args(hint) or (hint,)
-    return classes if all(map(is_dataclass, classes)) else ()
-
-
-def kind_of(variant: type) -> str:
-    """The value of `kind` that chooses `variant`; empty for a group without that key."""
-    return str(next((item.default for item in fields(variant) if item.name == "kind"), ""))
+    if not all(map(is_dataclass, classes)):
+        return {}
+    return {each.kind: each for each in classes} if len(classes) > 1 else {"": hint}
 
 
 def choices(hint: Any) -> dict[str, Any]:
@@ -623,7 +587,7 @@ def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     yield path, settings
     for name, hint in get_type_hints(type(settings)).items():
         group = getattr(settings, name)
-        for variant in variants(hint):
+        for variant in variants(hint).values():
             yield from schema_groups(group if type(group) is variant else variant(), f"{path}.{name}".lstrip("."))
 
 

@@ -26,10 +26,11 @@ from rlsys.cluster.planning.placement import (
 )
 from rlsys.cluster.planning.plan import make_plan
 from rlsys.config.bounds import out_of_range
-from rlsys.config.derived import has_critic, megatron_groups, needs_server, on_update, runs_ahead
+from rlsys.config.derived import has_critic, megatron_groups, needs_server
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
     ActorConfig,
+    AsyncSchedule,
     CassetteMode,
     CriticConfig,
     Device,
@@ -292,7 +293,7 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
 
 def _sync(config: RunConfig) -> Iterator[Problem]:
     cluster, schedule = config.cluster, config.trainer.schedule
-    waits = runs_ahead(config) and on_update(config) is OnUpdate.finish
+    waits = isinstance(schedule, AsyncSchedule) and schedule.on_update is OnUpdate.finish
     if cluster.mode is Mode.collocated and schedule.kind != "sequential":
         yield Problem.of(
             f"trainer.schedule.kind={schedule.kind} lets stages overlap, but with cluster.mode=collocated they take "

@@ -14,7 +14,6 @@ from rlsys.config.derived import (
     mini_batch_sizes,
     needs_server,
     needs_whole_mini_batch,
-    runs_ahead,
 )
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Device, Mode, RunConfig, SearchConfig
@@ -87,7 +86,7 @@ def overlap(config: RunConfig) -> str:
         return f"stages take turns on the same devices{frees}"
     if config.trainer.schedule.kind == "sequential":
         return "no stages overlap"
-    overlapping = f"rollout, log-probs and training overlap {'across steps' if runs_ahead(config) else 'within a step'}"
+    overlapping = f"rollout, log-probs and training overlap {'across steps' if config.trainer.schedule.kind == 'async' else 'within a step'}"
     if not needs_whole_mini_batch(algorithm):
         return overlapping
     batch = algorithm.baseline is AdvantageBaseline.batch
