@@ -16,17 +16,18 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from enum import StrEnum
-from itertools import pairwise
+from functools import reduce
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import rlsys
 from rlsys.config.bounds import limits_of
-from rlsys.config.schema import REQUIRED, RunConfig
+from rlsys.config.schema import REQUIRED, RunConfig, choices, schema_groups, variants
 
 Read = tuple[str, str]
 """(class of the schema, field)"""
@@ -40,6 +41,8 @@ _CONFIG = PACKAGE / "config"
 _CHECKS = {_CONFIG, PACKAGE / "cluster" / "planning", PACKAGE / "orchestrator" / "validate.py"}
 FILE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMAND = "python scripts/config_reference.py"
+_CHOOSER = "config/compose.py"
+"""Reads the `kind` of a group, and chooses its class by that."""
 _MOST_FILES = 3
 _INTRODUCTION = f"""\
 # Configuration
@@ -50,13 +53,19 @@ in `rlsys/config/`, and from the code that runs, by `{COMMAND}`. A number withou
 A run's config is a YAML file in `configs/`, put together from the folders beside it; `KEY=VALUE` on the
 command line wins over both, for example `rlsys train -c searchr1_tiny_cpu trainer.steps=5`. A key that is
 not listed here is refused, and so is a value of another type.
+
+Where a group of keys has a `kind` to choose, each kind has keys of its own, and a key of another kind is refused. The command
+line stands above the file, and the file above what it builds on: where a kind is chosen above the place that sets keys of
+another, those fall away with their kind. So `trainer.schedule.kind=pipelined` is enough over a file with an `async` schedule.
+A run's own record may have keys of any kind; those of others than its own count for nothing.
 """
 
 
 def render() -> str:
     """The whole page as Markdown."""
     readers = fields_read(running_code(), schema_classes(RunConfig))
-    sections = [_section(path, settings, readers) for path, settings in _sections(RunConfig())]
+    by_path = groupby(schema_groups(RunConfig()), key=lambda part: part[0])
+    sections = [_section(path, [group for _, group in parts], readers) for path, parts in by_path]
     return "\n".join([_INTRODUCTION, *sections])
 
 
@@ -81,54 +90,53 @@ def kind_meaning(kind: Any) -> str:
     body = ast.parse(inspect.getsource(sys.modules[kind.__module__])).body
     for statement, following in pairwise(body):
         match statement, following:
-            case ast.ClassDef(name=kind.__name__), _:
-                return f"{_one_line(ast.get_docstring(statement))} {_choices(statement)}".strip()
             case ast.Assign(targets=[ast.Name(id=kind.__name__)]), ast.Expr(value=ast.Constant(value=str(text))):
                 return _one_line(text)
     raise LookupError(f"{kind.__name__} is nowhere in {kind.__module__}")
-
-
-def _choices(kind: ast.ClassDef) -> str:
-    """The members that have a meaning of their own, each with it."""
-    found = []
-    for statement, following in pairwise(kind.body):
-        match statement, following:
-            case ast.Assign(value=ast.Constant(value=str(name))), ast.Expr(value=ast.Constant(value=str(text))):
-                found.append(f"`{name}`: {_one_line(text)}")
-    return " ".join(found)
 
 
 def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _sections(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The schema's parts in reading order, as they are by default, each with its dotted place."""
-    yield path, settings
-    for item in fields(settings):
-        part = getattr(settings, item.name)
-        if is_dataclass(part):
-            yield from _sections(part, f"{path}.{item.name}".lstrip("."))
-
-
-def _section(path: str, settings: Any, readers: Mapping[Read, Sequence[str]]) -> str:
-    schema = type(settings)
-    hints, about = get_type_hints(schema), explanations(schema)
-    annotated = get_type_hints(schema, include_extras=True)
-    rows = []
-    for item in fields(schema):
-        if not is_dataclass(hints[item.name]):
-            key = f"{path}.{item.name}".lstrip(".")
-            limits = limits_of(annotated[item.name])
+def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[str]]) -> str:
+    """One group of keys, in each of its variants."""
+    rows = {}
+    for settings in groups:
+        schema = type(settings)
+        hints, annotated, about = (
+            get_type_hints(schema),
+            get_type_hints(schema, include_extras=True),
+            explanations(schema),
+        )
+        for item in fields(schema):
+            key, hint = f"{path}.{item.name}".lstrip("."), hints[item.name]
+            if variants(hint) or key in rows:
+                continue
+            limits, by = limits_of(annotated[item.name]), readers.get((schema.__name__, item.name), ())
             rule = f"{limits.rule.capitalize()}." if limits.rule else ""
-            said = about.get(item.name) or kind_meaning(hints[item.name])
-            text = _cell(f"{said} {rule}".strip())
-            default = _default(getattr(settings, item.name))
-            by = _files(readers.get((schema.__name__, item.name), ()))
-            rows.append(f"| `{key}` | {_type(hints[item.name])} | {default} | {limits.unit} | {text} | {by} |")
-    lines = [f"## {path or 'The run'}", "", inspect.cleandoc(schema.__doc__ or "")]
+            said = f"{about.get(item.name) or kind_meaning(hint)} {rule}".strip()
+            type_, default = _type(hint), getattr(settings, item.name)
+            if item.name == "kind" and len(groups) > 1:
+                default = reduce(getattr, path.split("."), RunConfig()).kind
+                type_ = ", ".join(f"`{group.kind}`" for group in groups)
+                said = " ".join(f"`{group.kind}`: {_one_line(type(group).__doc__)}" for group in groups)
+            elif len(groups) > 1:
+                said = f"With `{path}.kind={settings.kind}` alone. {said}"
+            files = _files(by or (_CHOOSER,) * (get_origin(hint) is Literal))
+            rows[key] = f"| `{key}` | {type_} | {_default(default)} | {limits.unit} | {_cell(said)} | {files} |"
+    intro = inspect.cleandoc(groups[0].__doc__ or "")
+    if len(groups) > 1:
+        *above, name = path.split(".")
+        intro = explanations(type(reduce(getattr, above, RunConfig())))[name]
+    lines = [f"## {path or 'The run'}", "", intro]
     if rows:
-        lines += ["", "| key | type | default | unit | meaning | read by |", "|---|---|---|---|---|---|", *rows]
+        lines += [
+            "",
+            "| key | type | default | unit | meaning | read by |",
+            "|---|---|---|---|---|---|",
+            *rows.values(),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -148,8 +156,8 @@ def _type(hint: Any) -> str:
         return f"list of {_type(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return f"map of {' to '.join(_type(part) for part in get_args(hint))}"
-    if issubclass(hint, StrEnum):
-        return ", ".join(f"`{member}`" for member in hint)
+    if choices(hint):
+        return ", ".join(f"`{choice}`" for choice in choices(hint))
     return {str: "text", bool: "true or false", int: "integer", float: "number"}[hint]
 
 
@@ -168,12 +176,14 @@ def _cell(text: str) -> str:
 
 
 def schema_classes(root: type) -> dict[str, Types]:
-    """Class name -> field -> name of the field's type, for `root` and all that it holds."""
+    """Class name -> field -> name of the field's type, of a union names with | between, for `root` and all that it holds."""
     hints = get_type_hints(root)
-    found = {root.__name__: {item.name: getattr(hints[item.name], "__name__", "") for item in fields(root)}}
-    for item in fields(root):
-        if is_dataclass(hints[item.name]):
-            found |= schema_classes(hints[item.name])
+    parts = {name: [part.__name__ for part in variants(hint).values()] for name, hint in hints.items()}
+    found = {
+        root.__name__: {name: "|".join(parts[name]) or getattr(hint, "__name__", "") for name, hint in hints.items()}
+    }
+    for part in chain.from_iterable(variants(hint).values() for hint in hints.values()):
+        found |= schema_classes(part)
     return found
 
 
@@ -289,7 +299,8 @@ def _classes_of(node: ast.expr, types: Locals, known: Mapping[str, Types]) -> se
             return types.get(node.id, set())
         case ast.Attribute():
             owners = _classes_of(node.value, types, known)
-            return {known[owner][node.attr] for owner in owners if node.attr in known.get(owner, {})}
+            names = (known[owner][node.attr] for owner in owners if node.attr in known.get(owner, {}))
+            return {one for name in names for one in name.split("|")}
         case ast.IfExp():
             return _classes_of(node.body, types, known) | _classes_of(node.orelse, types, known)
         case ast.Call(func=ast.Name(id="replace"), args=[first, *_]):

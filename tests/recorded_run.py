@@ -38,8 +38,7 @@ from rlsys.config.schema import (
     ModelConfig,
     OptimizerConfig,
     RunConfig,
-    Schedule,
-    ScheduleConfig,
+    SequentialSchedule,
     TaskConfig,
     TrackingConfig,
     TrainerConfig,
@@ -234,7 +233,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
         ),
         task=TaskConfig(train_path=str(model / "config.json")),
         trainer=TrainerConfig(
-            schedule=ScheduleConfig(Schedule.sequential),
+            schedule=SequentialSchedule(),
             steps=STEPS,
             prompts_per_step=GROUPS,
             mini_batches=3,  # One group, one and two; a run may die between them.

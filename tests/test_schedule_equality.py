@@ -28,6 +28,7 @@ from torch import Tensor
 from rlsys.config.algorithm import AdvantageScale, Aggregation, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
+    AsyncSchedule,
     ClusterConfig,
     Device,
     Dtype,
@@ -36,11 +37,11 @@ from rlsys.config.schema import (
     ModelConfig,
     OptimizerConfig,
     Packing,
+    PipelinedSchedule,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
-    Schedule,
-    ScheduleConfig,
+    SequentialSchedule,
     TrainerConfig,
 )
 from rlsys.data.question import PromptSource, Question
@@ -58,7 +59,8 @@ BREACH = 100 * TOLERANCE
 STEPS, GROUPS, SAMPLES = 3, 8, 4
 OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-4, clip_grad=2.5)
 QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(GROUPS)]
-SEQUENTIAL, PIPELINED, ASYNC = Schedule.sequential, Schedule.pipelined, Schedule("async")
+SEQUENTIAL, PIPELINED, ASYNC = SequentialSchedule(), PipelinedSchedule(), AsyncSchedule(max_staleness=0)
+Schedule = SequentialSchedule | PipelinedSchedule | AsyncSchedule
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Bench:
                 loss_length=reference.LOSS_LENGTH,
             ),
             trainer=TrainerConfig(
-                schedule=ScheduleConfig(schedule, max_staleness=0),
+                schedule=schedule,
                 steps=STEPS,
                 prompts_per_step=GROUPS,
                 mini_batches=case.mini_batches,

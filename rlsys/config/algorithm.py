@@ -13,60 +13,29 @@ from annotated_types import Ge, Unit
 
 from rlsys.config.bounds import AboveOne, Count, NotNegative, Positive, Share, Tokens
 
-
-class AdvantageBaseline(StrEnum):
-    """What a return is compared with."""
-
-    none = "none"
-    batch = "batch"
-    """The mean of the mini-batch's episodes; training then waits for the mini-batch."""
-    group = "group"
-    """The mean of the question's episodes (GRPO)."""
-    leave_one_out = "leave_one_out"
-    """The mean of the question's other episodes (RLOO)."""
-    critic = "critic"
-    """A learned value, by generalised advantage estimation (PPO); the run then has a critic group."""
+AdvantageBaseline = StrEnum("AdvantageBaseline", ["none", "batch", "group", "leave_one_out", "critic"])
+"""What a return is compared with. `batch`: The mean of the mini-batch's episodes; training then waits for the
+mini-batch. `group`: The mean of the question's episodes (GRPO). `leave_one_out`: The mean of the question's other
+episodes (RLOO). `critic`: A learned value, by generalised advantage estimation (PPO); the run then has a critic
+group."""
 
 
 SIBLINGS = (AdvantageBaseline.group, AdvantageBaseline.leave_one_out)
 """Baselines that compare episodes of one question."""
 
+AdvantageScale = StrEnum("AdvantageScale", ["group", "batch", "whiten", "none"])
+"""What advantages are divided by. `group`: The standard deviation of the group's returns (GRPO). `batch`: The
+standard deviation of the mini-batch's centred returns; training then waits for the mini-batch. `whiten`: Centred and
+divided over all trained tokens of the mini-batch; training then waits for it. `none`: Nothing (Dr. GRPO)."""
 
-class AdvantageScale(StrEnum):
-    """What advantages are divided by."""
+Credit = StrEnum("Credit", ["trajectory", "turn", "token"])
+"""Which part of an episode's rewards a token answers for. `trajectory`: All of them. `turn`: Those of its turn and
+later ones. `token`: Those at its place and later ones."""
 
-    group = "group"
-    """The standard deviation of the group's returns (GRPO)."""
-    batch = "batch"
-    """The standard deviation of the mini-batch's centred returns; training then waits for the mini-batch."""
-    whiten = "whiten"
-    """Centred and divided over all trained tokens of the mini-batch; training then waits for it."""
-    none = "none"
-    """Nothing (Dr. GRPO)."""
-
-
-class Credit(StrEnum):
-    """Which part of an episode's rewards a token answers for."""
-
-    trajectory = "trajectory"
-    """All of them."""
-    turn = "turn"
-    """Those of its turn and later ones."""
-    token = "token"
-    """Those at its place and later ones."""
-
-
-class PolicyLoss(StrEnum):
-    """How advantages become a loss."""
-
-    ppo = "ppo"
-    """Clipped ratio of each token; decoupled PPO where `correction.kind` is not none."""
-    gspo = "gspo"
-    """Clipped ratio of whole sequences."""
-    cispo = "cispo"
-    """The log-prob, weighted by the clipped ratio as a constant."""
-    policy_gradient = "policy_gradient"
-    """The log-prob alone."""
+PolicyLoss = StrEnum("PolicyLoss", ["ppo", "gspo", "cispo", "policy_gradient"])
+"""How advantages become a loss. `ppo`: Clipped ratio of each token; decoupled PPO where `correction.kind` is not
+none. `gspo`: Clipped ratio of whole sequences. `cispo`: The log-prob, weighted by the clipped ratio as a constant.
+`policy_gradient`: The log-prob alone."""
 
 
 Aggregation = StrEnum("Aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"])
@@ -74,13 +43,8 @@ Aggregation = StrEnum("Aggregation", ["token-mean", "seq-mean-token-sum", "seq-m
 summed within an episode, mean over episodes. `seq-mean-token-mean`: mean within, mean over. `fixed-length`: summed
 within an episode and divided by a constant length, mean over episodes."""
 
-
-class KlPlace(StrEnum):
-    """Where the KL term to the reference policy stands."""
-
-    loss = "loss"
-    reward = "reward"
-    """Taken off each token's reward."""
+KlPlace = StrEnum("KlPlace", ["loss", "reward"])
+"""Where the KL term to the reference policy stands. `reward`: Taken off each token's reward."""
 
 
 KlEstimator = StrEnum("KlEstimator", ["k1", "k2", "k3", "k3++", "k4", "k5", "abs", "full_reverse", "full_forward"])
@@ -91,40 +55,20 @@ KL(policy || reference), and `full_forward`, KL(reference || policy), sum over `
 FULL_KL = (KlEstimator["full_reverse"], KlEstimator["full_forward"])
 """Estimators that compare distributions, not the sampled token's log-probs alone."""
 
+KlTail = StrEnum("KlTail", ["exact", "upstream"])
+"""How the sampled token outside of the top k stands for all that are. `exact`: Unbiased in value and gradient.
+`upstream`: As EMA-PG's published code has it, whose gradient is off."""
 
-class KlTail(StrEnum):
-    """How the sampled token outside of the top k stands for all that are."""
+KlControl = StrEnum("KlControl", ["fixed", "adaptive"])
+"""Whether the weight of a KL term in the reward moves. `adaptive`: Towards `kl_target` (arXiv 1909.08593)."""
 
-    exact = "exact"
-    """Unbiased in value and gradient."""
-    upstream = "upstream"
-    """As EMA-PG's published code has it, whose gradient is off."""
+CorrectionKind = StrEnum("CorrectionKind", ["none", "truncate", "mask"])
+"""What is done about tokens whose sampling policy is not the one that is updated. `truncate`: Weight by the ratio of
+the two, capped at `high` (truncated importance sampling). `mask`: Weight by the ratio where it lies within [`low`,
+`high`], and by 0 elsewhere (IcePop)."""
 
-
-class KlControl(StrEnum):
-    """Whether the weight of a KL term in the reward moves."""
-
-    fixed = "fixed"
-    adaptive = "adaptive"
-    """Towards `kl_target` (arXiv 1909.08593)."""
-
-
-class CorrectionKind(StrEnum):
-    """What is done about tokens whose sampling policy is not the one that is updated."""
-
-    none = "none"
-    truncate = "truncate"
-    """Weight by the ratio of the two, capped at `high` (truncated importance sampling)."""
-    mask = "mask"
-    """Weight by the ratio where it lies within [`low`, `high`], and by 0 elsewhere (IcePop)."""
-
-
-class CorrectionLevel(StrEnum):
-    """What the ratio is taken of."""
-
-    token = "token"
-    sequence = "sequence"
-    """The product over a sequence's trained tokens."""
+CorrectionLevel = StrEnum("CorrectionLevel", ["token", "sequence"])
+"""What the ratio is taken of. `sequence`: The product over a sequence's trained tokens."""
 
 
 @dataclass

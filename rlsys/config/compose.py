@@ -11,12 +11,16 @@ budgets, servers), what is watched, saved and evaluated may be another machine's
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -24,17 +28,19 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.config.rlinf import is_rlinf, translate
-from rlsys.config.schema import LrDecay, RunConfig, free_maps, schema_keys
+from rlsys.config.rlinf import is_rlinf, shown, translate
+from rlsys.config.schema import REQUIRED, LrDecay, RunConfig, choices, free_maps, schema_keys, variants
 from rlsys.errors import UserError
 
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _TRANSLATED = "rlsys_translated"
 _BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
 """Groups that a file in RLinf's dialect builds on, where the command line chooses no other."""
+_Composed = tuple[Any, dict[str, int]]
+"""The tree; and for each dotted key where it is set: 2 is the command line, 1 the file, and what is in neither stands below."""
 _OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
 
 _LEARNS = (
@@ -53,6 +59,14 @@ _LEARNS = (
     "trainer.",
 )
 """What a run learns by: keys, or beginnings of them."""
+_TAKEN: dict[type, tuple[type, ...]] = {
+    bool: (bool, int, str),
+    int: (int, str),
+    float: (int, float, str),
+    str: (bool, int, float, str),
+}
+"""Types of plain values that can be meant as one of a type."""
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a map"}
 _FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
 """Of those, what changes nothing but where things are; that the questions are the same is seen by their content."""
 
@@ -74,15 +88,20 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
             )
         if _OVERRIDE.fullmatch(override) is None:
             raise UserError(f'"{override}" is not a setting: write KEY=VALUE, such as trainer.steps=5.')
-    ConfigStore.instance().store(name="rlsys_schema", node=RunConfig)
+    ConfigStore.instance().store(name="rlsys_schema", node=as_dict(RunConfig()))
     GlobalHydra.instance().clear()
     try:
-        tree = _compose_translated(file, overrides) if is_rlinf(file) else _compose(file, overrides)
-        _check_keys(tree, file)
-        config = OmegaConf.to_object(tree)
+        tree, levels = _compose_translated(file, overrides) if is_rlinf(file) else _compose(file, overrides)
+        plain: Any = OmegaConf.to_container(tree, resolve=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as problem:
         raise UserError(_sentence(problem)) from problem
+    if any(item.name not in plain for item in fields(RunConfig)):
+        raise UserError(f"{file} does not build on the schema: begin its defaults with rlsys_schema.")
+    config = typed(_of_chosen_kinds(plain, RunConfig(), refuse=partial(_refuse_other_kind, levels)), RunConfig)
     assert isinstance(config, RunConfig)
+    missing = sorted(key for key, value in _flat(as_dict(config)) if value == REQUIRED)
+    if missing:
+        raise UserError(f"{missing[0]} has no value: set it in the config or as {missing[0]}=VALUE.")
     return config
 
 
@@ -100,81 +119,144 @@ def find_config(name: str, config_dir: Path | None = None) -> Path:
     raise UserError(f"--config-name {name}: there is no {file}; known are {', '.join(known) or 'none'}.")
 
 
-def _compose(file: Path, overrides: Sequence[str]) -> DictConfig:
+def _compose(file: Path, overrides: Sequence[str]) -> _Composed:
     """What is outside of the project may build on its configs."""
     search_path = [] if file.parent == PROJECT_CONFIGS else [f'hydra.searchpath=["file://{PROJECT_CONFIGS}"]']
-    return _composed(file.parent, file.stem, [*search_path, *map(_opened, overrides)])
+    keys = [_opened(override, file.parent) for override in overrides]
+    return _composed(file.parent, file.stem, [*search_path, *keys], OmegaConf.to_container(OmegaConf.load(file)))
 
 
-def _compose_translated(file: Path, overrides: Sequence[str]) -> DictConfig:
+def _compose_translated(file: Path, overrides: Sequence[str]) -> _Composed:
     """The file goes before the groups beneath it; groups and keys of the command line go before the file."""
     settings, ours = translate(file, overrides)
-    groups = {folder.name for folder in PROJECT_CONFIGS.iterdir() if folder.is_dir()}
     pairs = [override.partition("=") for override in ours]
-    chosen = {key: choice for key, _, choice in pairs if key in groups}
+    chosen = {key: choice for key, _, choice in pairs if (PROJECT_CONFIGS / key).is_dir()}
     beneath = [{group: choice} for group, choice in _BENEATH.items() if group not in chosen]
     defaults = ["rlsys_schema", *beneath, "_self_", *({group: choice} for group, choice in chosen.items())]
     ConfigStore.instance().store(name=_TRANSLATED, node={"defaults": defaults, **settings})
-    return _composed(PROJECT_CONFIGS, _TRANSLATED, [_opened("".join(pair)) for pair in pairs if pair[0] not in groups])
+    keys = [_opened("".join(pair)) for pair in pairs if pair[0] not in chosen]
+    return _composed(PROJECT_CONFIGS, _TRANSLATED, keys, settings)
 
 
-def _composed(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
+def _composed(folder: Path, name: str, overrides: Sequence[str], in_file: Any) -> _Composed:
+    levels = dict.fromkeys(dict(_flat(in_file)) if isinstance(in_file, dict) else (), 1)
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.is_sweep_override():
             raise UserError(
-                f"{override.input_line} is a sweep, and a run has one value of each key: start a run for each, or put "
-                "[brackets] around a list and quotes around a text."
+                f"{str(override.input_line).lstrip('+')} is a sweep, and a run has one value of each key: start a run for "
+                "each, or put [brackets] around a list and quotes around a text."
             )
+        levels |= dict.fromkeys(dict(_flat({override.key_or_group: override.value()})), 2)
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return compose(config_name=name, overrides=list(overrides))
+        return compose(config_name=name, overrides=list(overrides)), levels
 
 
-def as_dict(config: RunConfig) -> dict[str, Any]:
-    """The resolved config as plain containers."""
-    tree = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
-    assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}
-
-
-def _opened(override: str) -> str:
-    """`override` as Hydra takes it where a map may get new names, in which dots are no levels."""
-    key, _, value = override.partition("=")
+def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
+    """`override` as Hydra takes it for any key: unknown ones are told by `typed`. In a map's own names dots are no levels."""
+    key, _, value = override.lstrip("+").partition("=")
+    if ((PROJECT_CONFIGS / key).is_dir() or (folder / key).is_dir()) and not value.startswith("{"):
+        return override
     for name in free_maps():
-        if key == name:
-            return f"++{override}"
-        if key.startswith(f"{name}."):
-            inner = key.removeprefix(f"{name}.")
-            return f"++{name}={{{inner}: {value}}}" if "." in inner else f"++{override}"
-    return override
+        inner = key.removeprefix(f"{name}.")
+        if inner != key and "." in inner:
+            return f"++{name}={{{inner}: {value}}}"
+    return f"++{key}={value}"
 
 
-def _check_keys(tree: DictConfig, file: Path) -> None:
-    if OmegaConf.get_type(tree) is not RunConfig:
-        raise UserError(f"{file} does not build on the schema: begin its defaults with rlsys_schema.")
-    # Hydra's `+key=value` adds what the schema does not know.
-    unknown = list(_unknown_keys(OmegaConf.to_container(tree), RunConfig))
-    if unknown:
-        raise UserError(_unknown(unknown[0]))
-    missing = sorted(OmegaConf.missing_keys(tree))
-    if missing:
-        raise UserError(f"{missing[0]} has no value: set it in the config or as {missing[0]}=VALUE.")
+def _refuse_other_kind(levels: Mapping[str, int], group: str, name: str, value: Any, own: str, chosen: str) -> None:
+    """Raise UserError unless the kind was chosen above the level of the key, which then goes with the kind that it is of."""
+    if levels.get(f"{group}.{name}", 0) >= levels.get(f"{group}.kind", 0):
+        raise UserError(
+            f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
+            f"{group}.kind={own}."
+        )
 
 
-def _unknown_keys(tree: Any, schema: type, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of `tree` that `schema` does not have."""
-    hints = get_type_hints(schema)
-    for key, value in tree.items():
-        hint = hints.get(str(key))
-        if hint is None:
-            yield f"{prefix}{key}"
-        elif is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
-            yield from _unknown_keys(value, hint, f"{prefix}{key}.")
+def as_dict(config: Any) -> dict[str, Any]:
+    """The config, or a part of it, as plain containers."""
+    return asdict(
+        config,
+        dict_factory=lambda pairs: {key: str(value) if isinstance(value, StrEnum) else value for key, value in pairs},
+    )
 
 
-def _unknown(key: str) -> str:
-    close = difflib.get_close_matches(key, schema_keys(), n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
-    return f"{key} is not a key of the configuration: {hint}"
+def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run of some version has recorded, as this version records it: a key that was not there yet has its default,
+    one of a kind that was not chosen is gone. A key that no longer is stays."""
+    return _of_chosen_kinds(config, RunConfig())
+
+
+def _of_chosen_kinds(
+    tree: Mapping[str, Any], defaults: Any, refuse: Callable[..., None] = lambda *_: None, path: str = ""
+) -> dict[str, Any]:
+    """`tree` with what it lacks of `defaults`, and without keys of kinds that are not chosen; `refuse` may object to those."""
+    kept = as_dict(defaults) | dict(tree)
+    for name, hint in get_type_hints(type(defaults)).items():
+        kinds, part, key = variants(hint), kept[name], f"{path}.{name}".lstrip(".")
+        if not kinds or not isinstance(part, Mapping):
+            continue
+        default = getattr(defaults, name)
+        kind = "" if "" in kinds else part.get("kind", default.kind)
+        if kind not in list(kinds):
+            continue
+        group = default if isinstance(default, kinds[kind]) else kinds[kind]()
+        owners = {item.name: owner for owner, variant in kinds.items() for item in fields(variant)}
+        others = [other for other in part if other in owners and not hasattr(group, other)]
+        for other in others:
+            refuse(key, other, part[other], owners[other], kind)
+        kept[name] = _of_chosen_kinds({k: v for k, v in part.items() if k not in others}, group, refuse, key)
+    return kept
+
+
+def typed(tree: Any, hint: Any, key: str = "") -> Any:
+    """Plain containers as `hint`: a class of the schema, or the type of a field, at the dotted `key`.
+
+    Plain values are taken as they are meant: "5" is 5 where a number is due, and 5 is "5" where a text is. Raises UserError
+    for a value that cannot be meant so, and for a key that is not there.
+    """
+    if kinds := variants(hint):
+        return _typed_group(tree, kinds, key)
+    arguments = get_args(hint)
+    if type(None) in arguments:
+        return None if tree is None else typed(tree, arguments[0], key)
+    match get_origin(hint), tree:
+        case builtins.list, list():
+            return [typed(each, arguments[0], f"{key}[{place}]") for place, each in enumerate(tree)]
+        case builtins.dict, dict() if all(isinstance(name, str) for name in tree):
+            return {name: typed(each, arguments[1], f"{key}.{name}") for name, each in tree.items()}
+        case None, _ if type(tree) in _TAKEN.get(hint, ()):
+            with suppress(ValueError):
+                return _truth(tree) if hint is bool else hint(tree)
+        case _ if isinstance(tree, str) and tree in choices(hint):
+            return choices(hint)[tree]
+    raise _is_not(key, tree, " or ".join(choices(hint)) or _WORDS[get_origin(hint) or hint])
+
+
+def _typed_group(tree: Any, kinds: Mapping[str, type], key: str) -> Any:
+    if not isinstance(tree, Mapping):
+        raise _is_not(key, tree, "a group of keys")
+    kind = "" if "" in kinds else tree.get("kind")
+    if kind not in list(kinds):
+        raise _is_not(f"{key}.kind", kind, " or ".join(kinds))
+    hints, values = get_type_hints(kinds[kind]), {}
+    for name, value in tree.items():
+        inner = f"{key}.{name}".lstrip(".")
+        if name not in hints:
+            close = difflib.get_close_matches(inner, schema_keys(), n=1, cutoff=0.5)
+            way_out = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
+            raise UserError(f"{inner} is not a key of the configuration: {way_out}")
+        values[name] = typed(value, hints[name], inner)
+    return kinds[kind](**values)
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "yes", "on", "y", "false", "no", "off", "n"):
+        return value.lower() in ("true", "yes", "on", "y")
+    return bool(int(value))
+
+
+def _is_not(key: str, value: Any, words: str) -> UserError:
+    return UserError(f"{key}={shown(value)} must be {words}; see docs/configuration.md.")
 
 
 def _sentence(problem: Exception) -> str:
@@ -189,14 +271,12 @@ def _sentence(problem: Exception) -> str:
         group, _, choice = cause.missing_cfg_file.rpartition("/")
         return f"{group}={choice} is not a choice of {group}: give one of {', '.join(cause.options)}."
     if isinstance(cause, OverrideParseException):
-        return f'"{cause.override}" cannot be read as KEY=VALUE: put a value with special characters in quotes.'
+        return f'"{cause.override.lstrip("+")}" cannot be read as KEY=VALUE: put a value with special characters in quotes.'
     text = _first_line(getattr(cause, "msg", None) or cause)
     key = getattr(cause, "full_key", None)
     if not key:
         place = _first_line(problem) + " " if cause is not problem else ""
         return f"{place}{text}; see docs/configuration.md and the folders of configs/ for the choices."
-    if str(key) not in schema_keys() and "not in" in text:
-        return _unknown(str(key))
     return f"{key}: {text}; see docs/configuration.md."
 
 
@@ -218,8 +298,7 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDiffere
 
     A key that `before` does not know, being older, had then what is now its default.
     """
-    defaults = dict(_flat(as_dict(RunConfig())))
-    saved, current = defaults | dict(_flat(before)), dict(_flat(as_dict(config)))
+    saved, current = dict(_flat(recorded(before))), dict(_flat(as_dict(config)))
     pairs = [KeyDifference(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
     return [pair for pair in pairs if pair.before != pair.now and _must_stay(pair.key, config)]
 

@@ -7,24 +7,27 @@ from itertools import pairwise
 from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AdvantageScale, AlgorithmConfig
 from rlsys.config.schema import (
     ActorConfig,
+    AsyncSchedule,
     CassetteMode,
     CriticConfig,
     InferenceConfig,
+    OnUpdate,
     RunConfig,
     SamplingConfig,
-    Schedule,
     SearchConfig,
 )
 
 
 def max_staleness(config: RunConfig) -> int:
     """Most versions between the one that sampled a token and the one that is trained on it."""
-    return config.trainer.schedule.max_staleness if runs_ahead(config) else 0
+    schedule = config.trainer.schedule
+    return schedule.max_staleness if isinstance(schedule, AsyncSchedule) else 0
 
 
-def runs_ahead(config: RunConfig) -> bool:
-    """Whether rollouts may go on into the next step while weights change."""
-    return config.trainer.schedule.kind is Schedule("async")
+def on_update(config: RunConfig) -> OnUpdate:
+    """What episodes in flight do when new weights come; only an asynchronous run has any then."""
+    schedule = config.trainer.schedule
+    return schedule.on_update if isinstance(schedule, AsyncSchedule) else OnUpdate.finish
 
 
 def needs_server(search: SearchConfig) -> bool:

@@ -7,9 +7,8 @@ key: a turn that neither searches nor answers is told so and goes on; stop strin
 max_new_tokens is each turn's own. RLinf's agent loop has seq_length - max_prompt_length tokens for all turns and
 observations of an episode together; here seq_length alone bounds these, with the prompt that they have.
 
-`rules()` says which key of RLinf is which of ours. `Moved`: the value goes on under our keys. `Only`: the key says what rlsys
-does in any case, and has no other value. What is idle changes nothing of what is learned; what is joint counts together with
-other keys, in a function below. rlinf.yaml has the keys that need no code.
+`rules()` says which key of RLinf is which of ours. What is idle changes nothing of what is learned; what is joint counts
+together with other keys, in a function below. rlinf.yaml has the keys that need no code.
 """
 
 from __future__ import annotations
@@ -27,37 +26,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.errors import UserError
 
-MANY_ANSWERS = 10
-"""RLinf's reward of Search-R1 pays less for an episode with more answers; how much less is `reward.many_answers_score`."""
 WHOLE_VOCABULARY = 1_000_000
 """RLinf's `top_k` for no limit; above the size of any vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The value goes on under `ours`."""
+    """The value goes on under `ours`; under no key where it must be what rlsys does in any case."""
 
     ours: tuple[str, ...]
     convert: Callable[[Any], Any] = lambda value: value
     """RLinf's value -> ours; None leaves our default. Raises ValueError, with what to write instead, where there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Only:
-    """The value must be one of `values`."""
-
-    values: tuple[Any, ...]
-    instead: str
-    """What to write, for somebody who gave another."""
-
-
-Rule = Moved | Only | None
-"""None takes any value: the key is idle, or counts together with others."""
-
-
 def _one_of(choices: Mapping[Any, Any], instead: str) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
-        if value not in choices:
+        if value not in list(choices):
             raise ValueError(instead)
         return choices[value]
 
@@ -97,28 +81,12 @@ def _turns(generations: Any) -> int:
     return generations - 1
 
 
-_PRECISION = Moved(
-    ("model.dtype", "rollout.engine.dtype"),
-    _one_of(
-        {"bf16": "bfloat16", "bfloat16": "bfloat16"} | dict.fromkeys(("fp32", "float32", "32", 32), "float32"),
-        "rlsys trains in bf16, which needs no loss scale, or in fp32; write bf16, with optim.fp16 False and optim.bf16 True",
-    ),
-)
-_RECOMPUTE = _one_of(
-    {"full": True, None: False, "none": False}, "rlsys recomputes whole layers or none: write full, or null"
-)
-_ESTIMATOR = _one_of(
-    {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "abs": "abs"},
-    "as a loss low_var_kl, mse and abs can be learned from; write one of them, or give algorithm.kl_estimator=k3++ on the "
-    "command line",
-)
 OFFLOADS = ("actor.offload_optimizer", "actor.offload_weight", "actor.offload_grad")
 
-_CONVERTED: dict[str, Rule] = {
+_CONVERTED = {
     "runner.logger.logger_backends": Moved(("tracking",), _trackers),
     "runner.val_check_interval": Moved(("eval.interval",), lambda steps: 0 if steps == -1 else steps),
     "runner.save_interval": Moved(("checkpoint.interval",), lambda steps: 0 if steps == -1 else steps),
-    "algorithm.kl_penalty_type": Moved(("algorithm.kl_estimator",), _ESTIMATOR),
     "algorithm.sampling_params.top_k": Moved(("rollout.sampling.top_k",), _top_k),
     "agentloop.maxturn": Moved(("task.max_turns",), _turns),
     "agentloop.max_turns": Moved(("task.max_turns",), _turns),
@@ -126,15 +94,8 @@ _CONVERTED: dict[str, Rule] = {
     "data.train_data_paths": Moved(("task.train_path",), _one_path),
     "data.val_data_paths": Moved(("task.eval_path",), _one_path),
     "data.data_size": Moved(("eval.limit",), lambda count: None if count == -1 else count),
-    "reward.reward_type": Moved(
-        ("reward.max_answer_tags",),
-        _one_of({"searchr1": MANY_ANSWERS}, "write searchr1, and reward.terms on the command line for other terms"),
-    ),
     "reward.reward_scale": Moved(("reward.terms",), lambda scale: {"exact_match": float(scale)}),
-    "rollout.model.precision": _PRECISION,
     "rollout.enforce_eager": Moved(("rollout.engine.cuda_graphs",), lambda eager: not eager),
-    "actor.model.precision": _PRECISION,
-    "actor.model.recompute_granularity": Moved(("model.recompute",), _RECOMPUTE),
     "actor.megatron.distributed_timeout_minutes": Moved(
         ("cluster.call_timeout_s",), lambda minutes: 60.0 * float(minutes)
     ),
@@ -142,12 +103,13 @@ _CONVERTED: dict[str, Rule] = {
 
 
 @cache
-def rules() -> dict[str, Rule]:
-    """Key of RLinf's -> what is done with it."""
+def rules() -> dict[str, Moved | None]:
+    """Key of RLinf's -> what is done with it. None takes any value: the key is idle, or counts together with others."""
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     moved = {theirs: Moved((ours,)) for theirs, ours in table["moved"].items()}
-    only = {key: Only(tuple(values), instead) for key, (values, instead) in table["only"].items()}
-    return {**_CONVERTED, **moved, **only, **dict.fromkeys([*table["idle"], *table["joint"]])}
+    chosen = {key: Moved(tuple(ours), _one_of(choices, how)) for key, (ours, choices, how) in table["chosen"].items()}
+    only = {key: Moved((), _one_of(dict.fromkeys(values), how)) for key, (values, how) in table["only"].items()}
+    return {**_CONVERTED, **moved, **chosen, **only, **dict.fromkeys([*table["idle"], *table["joint"]])}
 
 
 IDLE_BRANCHES = (
@@ -203,7 +165,7 @@ class _Draft:
 
     def refuse(self, key: str, instead: str) -> None:
         """Note that the value of `key` cannot be honoured."""
-        self.problems.append(f"{key}={_shown(self.given.get(key))} cannot be honoured: {instead}.")
+        self.problems.append(f"{key}={shown(self.given.get(key))} cannot be honoured: {instead}.")
 
 
 def is_rlinf(file: Path) -> bool:
@@ -280,8 +242,6 @@ def _by_table(draft: _Draft) -> None:
                 close = difflib.get_close_matches(key, rules(), n=1, cutoff=0.6)
                 hint = f"did you mean {close[0]}?" if close else "take it out."
                 draft.problems.append(f"{key} is not a key of RLinf's Search-R1 that rlsys reads: {hint}")
-            case Only(values, instead) if value not in values:
-                draft.refuse(key, instead)
             case Moved(ours, convert):
                 try:
                     converted = convert(value)
@@ -449,6 +409,6 @@ def _rows(file: Path) -> int | None:
         return sum(1 for line in lines if line.strip())
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """`value` as YAML has it."""
     return yaml.safe_dump(value, default_flow_style=True, width=1_000_000).split("\n...")[0].strip()

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
 from enum import StrEnum
-from typing import Annotated, Any, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, Unit
 
@@ -40,10 +41,6 @@ Dtype = StrEnum("Dtype", ["float32", "bfloat16"])
 """Numeric type of weights and activations."""
 Attention = StrEnum("Attention", ["auto", "flash", "fused", "unfused"])
 """Which of Transformer Engine's attention kernels a Megatron model uses."""
-Schedule = StrEnum("Schedule", ["sequential", "pipelined", "async"])
-"""What runs at the same time. `sequential`: nothing, each stage waits for the whole step of the one before.
-`pipelined`: all stages, within a step, strictly on-policy. `async`: rollouts run up to `max_staleness` versions
-ahead of training."""
 OnUpdate = StrEnum("OnUpdate", ["finish", "continue"])
 """What episodes in flight do when new weights come: end on the old ones, or pause and go on with the new."""
 LrDecay = StrEnum("LrDecay", ["constant", "linear", "cosine"])
@@ -51,64 +48,31 @@ LrDecay = StrEnum("LrDecay", ["constant", "linear", "cosine"])
 WandbMode = StrEnum("WandbMode", ["auto", "online", "offline"])
 """Where Weights & Biases writes to."""
 
+Mode = StrEnum("Mode", ["disaggregated", "collocated"])
+"""Whether groups share devices. `disaggregated`: Each group has its own, and all work at the same time. `collocated`:
+They take turns on the same ones."""
 
-class Mode(StrEnum):
-    """Whether groups share devices."""
+TokenMode = StrEnum("TokenMode", ["retokenize", "append"])
+"""How a multi-turn context is kept. `retokenize`: As text, which every turn and the training tokenise anew. `append`:
+As tokens: those that were sampled stay, observations are tokenised alone."""
 
-    disaggregated = "disaggregated"
-    """Each group has its own, and all work at the same time."""
-    collocated = "collocated"
-    """They take turns on the same ones."""
+SyncMode = StrEnum("SyncMode", ["tensor", "broadcast", "disk", "ipc"])
+"""How weights travel from the actor to the other groups. `tensor`: Through memory that processes of one host share.
+`broadcast`: Through a process group of the actor's first rank and all receivers: gloo on CPUs, NCCL on GPUs. `disk`:
+Through files in the run's folder. `ipc`: Through device memory that processes of one host share (CUDA IPC): the bytes
+never leave the GPUs."""
 
+Packing = StrEnum("Packing", ["packed", "padded"])
+"""How sequences lie in a micro-batch. `packed`: One after the other, without padding. `padded`: Those of like length
+padded to one rectangle."""
 
-class TokenMode(StrEnum):
-    """How a multi-turn context is kept."""
+CassetteMode = StrEnum("CassetteMode", ["record", "replay", "extend"])
+"""What is done with recorded search calls. `record`: Ask the server, and write every call to the cassette. `replay`:
+Answer from the cassette, after the recorded time; a call that is not on it fails. `extend`: Answer from the cassette;
+ask the server for what is not on it, and write that to it."""
 
-    retokenize = "retokenize"
-    """As text, which every turn and the training tokenise anew."""
-    append = "append"
-    """As tokens: those that were sampled stay, observations are tokenised alone."""
-
-
-class SyncMode(StrEnum):
-    """How weights travel from the actor to the other groups."""
-
-    tensor = "tensor"
-    """Through memory that processes of one host share."""
-    broadcast = "broadcast"
-    """Through a process group of the actor's first rank and all receivers: gloo on CPUs, NCCL on GPUs."""
-    disk = "disk"
-    """Through files in the run's folder."""
-    ipc = "ipc"
-    """Through device memory that processes of one host share (CUDA IPC): the bytes never leave the GPUs."""
-
-
-class Packing(StrEnum):
-    """How sequences lie in a micro-batch."""
-
-    packed = "packed"
-    """One after the other, without padding."""
-    padded = "padded"
-    """Those of like length padded to one rectangle."""
-
-
-class CassetteMode(StrEnum):
-    """What is done with recorded search calls."""
-
-    record = "record"
-    """Ask the server, and write every call to the cassette."""
-    replay = "replay"
-    """Answer from the cassette, after the recorded time; a call that is not on it fails."""
-    extend = "extend"
-    """Answer from the cassette; ask the server for what is not on it, and write that to it."""
-
-
-class GuardAction(StrEnum):
-    """What is done when a run shows signs of collapse."""
-
-    warn = "warn"
-    stop = "stop"
-    """Warn, write a checkpoint and end the run."""
+GuardAction = StrEnum("GuardAction", ["warn", "stop"])
+"""What is done when a run shows signs of collapse. `stop`: Warn, write a checkpoint and end the run."""
 
 
 @dataclass
@@ -151,17 +115,19 @@ class ParallelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """AdamW and the course of its learning rate."""
 
+    kind: Literal["adamw"] = "adamw"
+    """The optimiser; the other keys are its own."""
     lr: Positive = 1e-6
     """Learning rate after warm-up."""
     min_lr: NotNegative = 0.0
-    """To which it decays."""
+    """To which it falls by the last step with `decay` linear or cosine."""
     decay: LrDecay = LrDecay.constant
     warmup_fraction: Share = 0.0
     """Share of all optimiser steps over which the rate rises linearly."""
     weight_decay: NotNegative = 0.01
-    """Of AdamW; not on biases and norms."""
+    """Of AdamW; not on biases and norms. RLinf's files set it."""
     beta1: Decay = 0.9
     """Memory of the mean of gradients."""
     beta2: Decay = 0.999
@@ -218,6 +184,8 @@ class CriticConfig:
 class EngineConfig:
     """One SGLang engine."""
 
+    kind: Literal["sglang"] = "sglang"
+    """The engine; the other keys are its own."""
     tp: RankCount = 1
     """Tensor parallel: devices of one engine."""
     dtype: Dtype = Dtype.bfloat16
@@ -389,22 +357,35 @@ class ClusterConfig:
 
 
 @dataclass
-class ScheduleConfig:
-    """What runs at the same time, and how old a token may be when it is trained."""
+class SequentialSchedule:
+    """Nothing runs at the same time: each stage waits for the whole step of the one before."""
 
-    kind: Schedule = Schedule.pipelined
+    kind: Literal["sequential"] = "sequential"
+
+
+@dataclass
+class PipelinedSchedule:
+    """All stages run at the same time, within a step, strictly on-policy."""
+
+    kind: Literal["pipelined"] = "pipelined"
+
+
+@dataclass
+class AsyncSchedule:
+    """Rollouts run up to `max_staleness` versions ahead of training."""
+
+    kind: Literal["async"] = "async"
     max_staleness: Annotated[Whole, Unit("versions")] = 1
-    """Of `async`: most versions between the one that sampled a token and the one that is trained on it."""
+    """Most versions between the one that sampled a token and the one that is trained on it."""
     on_update: OnUpdate = OnUpdate.finish
-    """Of `async`: what episodes in flight do when new weights come."""
 
 
 @dataclass
 class TrainerConfig:
     """The loop."""
 
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-
+    schedule: SequentialSchedule | PipelinedSchedule | AsyncSchedule = field(default_factory=PipelinedSchedule)
+    """What runs at the same time, and how old a token may be when it is trained."""
     steps: Annotated[Count, Unit("steps")] = 100
     """Steps of the run: rollouts, training and new weights for the engines."""
     prompts_per_step: Annotated[Count, Unit("prompts")] = 512
@@ -586,20 +567,46 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
-def leaf_types(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of the schema as a dotted key, and its type."""
-    for name, hint in get_type_hints(schema).items():
-        if isinstance(hint, type) and is_dataclass(hint):
-            yield from leaf_types(hint, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", hint
+def variants(hint: Any) -> dict[str, type]:
+    """The classes of a union of groups by the `kind` that chooses one; a plain group by ""; empty for what is no group."""
+    classes = get_args(hint) or (hint,)
+    if not all(map(is_dataclass, classes)):
+        return {}
+    return {each.kind: each for each in classes} if len(classes) > 1 else {"": hint}
+
+
+def choices(hint: Any) -> dict[str, Any]:
+    """The values of a type of choice by their names; empty for another type."""
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return {str(member): member for member in hint}
+    return {value: value for value in get_args(hint)} if get_origin(hint) is Literal else {}
+
+
+def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every group of keys in `settings`, with its dotted place and in reading order; of a union also those not chosen."""
+    yield path, settings
+    for name, hint in get_type_hints(type(settings)).items():
+        group = getattr(settings, name)
+        for variant in variants(hint).values():
+            yield from schema_groups(group if type(group) is variant else variant(), f"{path}.{name}".lstrip("."))
+
+
+@cache
+def leaf_types() -> dict[str, Any]:
+    """Every leaf of the schema as a dotted key, and its type; of several variants, the last one's."""
+    return {
+        f"{path}.{name}".lstrip("."): hint
+        for path, group in schema_groups(RunConfig())
+        for name, hint in get_type_hints(type(group)).items()
+        if not variants(hint)
+    }
 
 
 def schema_keys() -> list[str]:
     """Every leaf of the schema as a dotted key."""
-    return [key for key, _ in leaf_types()]
+    return list(leaf_types())
 
 
 def free_maps() -> list[str]:
     """Dotted keys of the schema that are maps with names of the user's own."""
-    return [key for key, hint in leaf_types() if get_origin(hint) is dict]
+    return [key for key, hint in leaf_types().items() if get_origin(hint) is dict]

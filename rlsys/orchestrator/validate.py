@@ -26,17 +26,17 @@ from rlsys.cluster.planning.placement import (
 )
 from rlsys.cluster.planning.plan import make_plan
 from rlsys.config.bounds import out_of_range
-from rlsys.config.derived import has_critic, megatron_groups, needs_server, runs_ahead
+from rlsys.config.derived import has_critic, megatron_groups, needs_server
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
     ActorConfig,
+    AsyncSchedule,
     CassetteMode,
     CriticConfig,
     Device,
     Mode,
     OnUpdate,
     RunConfig,
-    Schedule,
     SyncMode,
     TokenMode,
     free_maps,
@@ -293,18 +293,13 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
 
 def _sync(config: RunConfig) -> Iterator[Problem]:
     cluster, schedule = config.cluster, config.trainer.schedule
-    waits = runs_ahead(config) and schedule.on_update is OnUpdate.finish
-    if cluster.mode is Mode.collocated and schedule.kind is not Schedule.sequential:
+    waits = isinstance(schedule, AsyncSchedule) and schedule.on_update is OnUpdate.finish
+    if cluster.mode is Mode.collocated and schedule.kind != "sequential":
         yield Problem.of(
             f"trainer.schedule.kind={schedule.kind} lets stages overlap, but with cluster.mode=collocated they take "
             "turns on the same devices: set trainer.schedule.kind=sequential, or place the groups apart."
         )
     yield from ipc_problems(config)
-    if not runs_ahead(config) and schedule.on_update is OnUpdate["continue"]:
-        yield Problem.of(
-            f"trainer.schedule.on_update=continue has no use with trainer.schedule.kind={schedule.kind}, where nothing "
-            "is in flight when weights change: leave it at finish, or choose async."
-        )
     if waits and cluster.call_timeout_s <= config.rollout.episode_timeout_s:
         yield Problem.of(
             f"cluster.call_timeout_s={cluster.call_timeout_s} must be above rollout.episode_timeout_s="

@@ -26,7 +26,7 @@ from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.planning.placement import CRITIC, parse_placement, plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup, share
-from rlsys.config.derived import has_critic
+from rlsys.config.derived import has_critic, on_update
 from rlsys.config.schema import Device, Mode, RunConfig
 from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe import status
@@ -107,7 +107,7 @@ def _rollout_worker(config: RunConfig, seed: int) -> Any:
         search=config.search,
         device=cluster.device,
         seed=seed,
-        on_update=config.trainer.schedule.on_update,
+        on_update=on_update(config),
         memory_saver=cluster.mode is Mode.collocated and cluster.device is Device.gpu,
         sampled_answers=config.compat.sampled_validation,
     )

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.compose import as_dict
+from rlsys.config.compose import as_dict, recorded
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.files import json_safe
@@ -136,7 +136,8 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memor
     kept, drifted = _trajectories(run, digests, chunk)
     evaluations = list(_evaluations(run, chunk + NUMBERS, sink))
     names = sorted({name for row in rows for name in row} - {"step", "time"})
-    settings, defaults = flat(run.config), flat(as_dict(RunConfig()))
+    known, defaults = flat(recorded(run.config)), flat(as_dict(RunConfig()))
+    settings = {key: value for key, value in flat(run.config).items() if key in known}
     return {
         "name": name,
         "path": str(run.path),

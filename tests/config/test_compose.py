@@ -32,16 +32,16 @@ def complaint(*overrides: str, name: str = NAME, config_dir: Path | None = None)
         ("optimizer.lr=1", ["optimizer is not a key", "did you mean actor.optimizer.lr?"]),
         ("cluster.placment.critic=3", ["cluster.placment", "cluster.placement"]),
         ("lr=1", ["lr is not a key", "docs/configuration.md"]),
-        ("trainer.steps=many", ["trainer.steps", "'many'", "Integer"]),
-        ("trainer.steps=1.5", ["trainer.steps", "'1.5'", "Integer"]),
-        ("trainer.steps=null", ["trainer.steps", "not Optional"]),
-        ("rollout.sampling.top_p=high", ["rollout.sampling.top_p", "'high'", "Float"]),
-        ("model.recompute=maybe", ["model.recompute", "'maybe'", "bool"]),
-        ("model.dtype=float64", ["model.dtype", "'float64'", "float32", "bfloat16"]),
-        ("actor.parallel.pp_layers=[two]", ["actor.parallel.pp_layers[0]", "'two'"]),
-        ("actor.parallel.pp_layers=3", ["actor.parallel.pp_layers", "int"]),
-        ("actor.parallel=3", ["actor.parallel", "3"]),
-        ("cluster.placement=3", ["cluster.placement", "int"]),
+        ("trainer.steps=many", ["trainer.steps=many must be a whole number; see docs/configuration.md."]),
+        ("trainer.steps=1.5", ["trainer.steps=1.5 must be a whole number"]),
+        ("trainer.steps=null", ["trainer.steps=null must be a whole number"]),
+        ("rollout.sampling.top_p=high", ["rollout.sampling.top_p=high must be a number"]),
+        ("model.recompute=maybe", ["model.recompute=maybe must be true or false"]),
+        ("model.dtype=float64", ["model.dtype=float64 must be float32 or bfloat16"]),
+        ("actor.parallel.pp_layers=[two]", ["actor.parallel.pp_layers[0]=two must be a whole number"]),
+        ("actor.parallel.pp_layers=3", ["actor.parallel.pp_layers=3 must be a list"]),
+        ("actor.parallel=3", ["actor.parallel=3 must be a group of keys"]),
+        ("cluster.placement=3", ["cluster.placement=3 must be a map"]),
         ("trainer.seed=${nowhere}", ["trainer.seed", "nowhere"]),
         ("model=nope", ["model=nope is not a choice of model", "qwen3-30b-a3b, tiny"]),
         ("algorithm=pop", ["algorithm=pop is not a choice of algorithm", "grpo"]),
@@ -78,8 +78,8 @@ def test_a_config_without_a_required_value_names_it(tmp_path: Path) -> None:
     ("yaml", "named"),
     [
         ("defaults: [rlsys_schema, _self_]\ntrainer: {step: 3}\n", "trainer.step is not a key"),
-        ("defaults: [rlsys_schema, _self_]\ntrainer: {steps: many}\n", "trainer.steps: Value 'many'"),
-        ("defaults: [rlsys_schema, _self_]\ntrainer: 3\n", "'bad'"),
+        ("defaults: [rlsys_schema, _self_]\ntrainer: {steps: many}\n", "trainer.steps=many must be a whole number"),
+        ("defaults: [rlsys_schema, _self_]\ntrainer: 3\n", "trainer=3 must be a group of keys"),
         ("defaults: [rlsys_schema, _self_]\ntrainer: {steps: [}\n", "bad.yaml, line 2 is not YAML"),
         ("defaults: [rlsys_schema, other, _self_]\n", "Could not load 'other'"),
         ("defaults: 3\n", "defaults must be a list"),
@@ -137,5 +137,6 @@ def test_as_dict_is_plain_and_has_every_key() -> None:
 
     keys = set(schema_keys())
     tree = as_dict(load_config(NAME))
-    assert set(leaves(tree)) == keys
+    other_kinds = {"trainer.schedule.max_staleness", "trainer.schedule.on_update"}
+    assert set(leaves(tree)) == keys - other_kinds
     assert tree["model"]["dtype"] == "float32"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
+from rlsys.config.compose import typed
 from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.orchestrator.rewards.reward import JUDGE, Rewards, check_terms, pure_terms
 from tests.reward.episodes import TASK, episode, question, think
@@ -25,7 +25,7 @@ def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(example: str) -> RewardConfig:
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RewardConfig), yaml.safe_load(example)["reward"]))
+    config = typed(yaml.safe_load(example)["reward"], RewardConfig)
     assert isinstance(config, RewardConfig)
     return config
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.apps.evaluation.evaluation_inputs import Model
-from rlsys.config.compose import load_config
+from rlsys.config.compose import as_dict, load_config, typed
 from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
 from rlsys.data.question import Question, Template, as_asked, own_template, read_questions, search_prompt
 from rlsys.errors import UserError
@@ -136,12 +136,11 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
     if unknown:
         notes.append(f"{file} has keys of another version, left out: {', '.join(unknown)}.")
     try:
-        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(here), tree))
-    except OmegaConfBaseException as problem:
+        merged = typed(OmegaConf.to_container(OmegaConf.merge(as_dict(here), tree), resolve=True), RunConfig)
+    except (OmegaConfBaseException, UserError) as problem:
         raise UserError(
             f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend it, or name a config with -c."
         ) from problem
-    assert isinstance(merged, RunConfig)
     if merged.search.token_env is not None:
         notes.append(
             f"Its search.token_env={merged.search.token_env} is not sent anywhere; -c names a config that may."

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsys.apps.data.prepare import apart, divide, json_line, prepare_file, split
-from rlsys.config.compose import as_dict, load_config
+from rlsys.config.compose import as_dict, load_config, recorded
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import own_template, read_rows, tool_template
 from rlsys.errors import Interrupted, RunError, UserError
@@ -256,7 +256,7 @@ def _is_finished(note: Path, config: RunConfig) -> bool:
         before = read_yaml(run_dir / "config.yaml")
     except (FileNotFoundError, ValueError):
         return False
-    same = isinstance(before, dict) and _but_resume(before) == _but_resume(as_dict(config))
+    same = isinstance(before, dict) and _but_resume(recorded(before)) == _but_resume(as_dict(config))
     return same and checkpoint.is_dir()
 
 

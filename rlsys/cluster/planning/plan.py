@@ -29,7 +29,7 @@ from rlsys.config import derived
 from rlsys.config.algorithm import AdvantageBaseline
 from rlsys.config.derived import has_critic, has_reference, megatron_groups, sums_over_vocabulary
 from rlsys.config.problems import algorithm_notes
-from rlsys.config.schema import Device, Dtype, InferenceConfig, Layers, Mode, Packing, RunConfig, Schedule, SyncMode
+from rlsys.config.schema import Device, Dtype, InferenceConfig, Layers, Mode, Packing, RunConfig, SyncMode
 from rlsys.weights.families import Architecture, Cut, Rule, read_architecture, rules_of
 from rlsys.weights.sizes import stage_layers
 
@@ -60,7 +60,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
             "updates": trainer.steps * trainer.mini_batches,
         },
         "schedule": {
-            "kind": str(trainer.schedule.kind),
+            "kind": trainer.schedule.kind,
             "max_staleness": derived.max_staleness(config),
             "overlap": overlap(config),
         },
@@ -94,15 +94,14 @@ def render_plan(plan: dict[str, Any]) -> str:
 
 def overlap(config: RunConfig) -> str:
     """Which stages run at the same time."""
-    kind, algorithm = config.trainer.schedule.kind, config.algorithm
+    algorithm = config.algorithm
     if config.cluster.mode is Mode.collocated:
         frees = "" if config.cluster.device is Device.gpu else "; an engine on a CPU frees nothing while it sleeps"
         return f"stages take turns on the same devices{frees}"
-    if kind is Schedule.sequential:
+    if config.trainer.schedule.kind == "sequential":
         return "no stages overlap"
-    overlapping = (
-        f"rollout, log-probs and training overlap {'across steps' if derived.runs_ahead(config) else 'within a step'}"
-    )
+    across = "across steps" if config.trainer.schedule.kind == "async" else "within a step"
+    overlapping = f"rollout, log-probs and training overlap {across}"
     if not derived.needs_whole_mini_batch(algorithm):
         return overlapping
     batch = algorithm.baseline is AdvantageBaseline.batch

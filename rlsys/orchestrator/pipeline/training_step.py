@@ -15,7 +15,7 @@ from math import floor, inf
 from typing import Protocol
 
 from rlsys.config.derived import has_critic, max_staleness, mini_batch_sizes, needs_whole_mini_batch
-from rlsys.config.schema import RunConfig, Schedule
+from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Group, Sample
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.grouping import over_mini_batch
@@ -61,7 +61,7 @@ def score_batch_size(config: RunConfig) -> ScoreBatchSize:
     In sequence it gets the whole step, once all rollouts have ended, aborted ones included.
     """
     trainer = config.trainer
-    if trainer.schedule.kind is Schedule.sequential:
+    if trainer.schedule.kind == "sequential":
         return ScoreBatchSize(inf, trainer.prompts_per_step)
     return ScoreBatchSize(1, max(mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)))
 
