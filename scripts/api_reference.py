@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import rlsys
-from rlsys.apps.api import arguments, questions, retrievers
+from rlsys.apps.api import arguments, retrievers
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 COMMAND = "python -m scripts.api_reference"
@@ -27,7 +27,7 @@ _INTRODUCTION = f"""\
 Every class of `from rlsys import ...` with its parameters, methods and properties; [how to use them](how-to/python.md). A
 parameter is given by its place or by its name, unless it says *by name*. Made from the code by `{COMMAND}`.
 """
-_TYPES: Mapping[str, ModuleType] = {"Data": questions, "Devices": arguments, "Documents": retrievers}
+_TYPES: Mapping[str, ModuleType] = {"Data": arguments, "Devices": arguments, "Documents": retrievers}
 """Names of types in the signatures, and where they are explained."""
 _PAGE = re.compile(r"\bdocs/([\w-]+)\.md")
 

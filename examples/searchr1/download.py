@@ -27,9 +27,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.searchr1.unpack import unpack
 from rlsys.apps.cli.main import run_command
 from rlsys.apps.data.download import Downloader, Hub, Target, require_space
-from rlsys.apps.data.unpack import unpack
 
 _PACKED = ".gz"
 _UNPACKED_RATIO = 3

@@ -16,11 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.apps.chat.chat_settings import ChatOptions, settings_of
-from rlsys.apps.chat.conversation import opened
-from rlsys.apps.chat.events import EpisodeEnded, Failed, Observed, TextPiece
+from rlsys.apps.chat.conversation import EpisodeEnded, Failed, Observed, TextPiece, opened
 from rlsys.apps.cli.main import run_command
-from rlsys.apps.evaluation.baselines import EngineName
-from rlsys.apps.evaluation.evaluation_inputs import find_model
+from rlsys.apps.evaluation.evaluation_inputs import EngineName, find_model
 from rlsys.apps.running import run_to_end
 from rlsys.errors import Interrupted, UserError
 from rlsys.observe.samples import visible

@@ -1,4 +1,4 @@
-"""Running a coroutine to its end, interruptible at any time: `run_to_end` from the command line, `finish` from Python."""
+"""Runs a coroutine to its end, interruptible at any time: `run_to_end` on the command line, `finish` in Python."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; Ctrl-C, SIGTERM and the loss of the terminal cancel it; `Interrupted` is raised once it has closed all.
-
-    The loss of the terminal is nothing where it is ignored already, as under nohup.
-    """
+    """Run `work`; Ctrl-C, SIGTERM and, but under nohup, SIGHUP cancel it: `Interrupted` follows once it has closed."""
 
     async def supervised() -> T:
         task = asyncio.current_task()
@@ -39,14 +36,19 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 def finish(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` from a script or a notebook and return what it returns.
 
-    Ctrl-C (in a notebook, "interrupt the kernel") cancels the work, waits until it has closed all that it started, and raises
-    KeyboardInterrupt. Handlers of signals are afterwards those that were there before. What is made for people (`UserError`,
-    `RunError`) is raised as itself, also where a group of errors held it.
+    Ctrl-C (in a notebook, "interrupt the kernel") cancels the work, waits until it has closed all that it started, and
+    raises KeyboardInterrupt. Handlers of signals are restored. `UserError` and `RunError` are raised as themselves,
+    also out of a group.
     """
     try:
-        if threading.current_thread() is threading.main_thread() and not _loop_runs():
-            return _in_this_thread(work)
-        return _in_another_thread(work)
+        if threading.current_thread() is not threading.main_thread() or asyncio._get_running_loop() is not None:
+            return _in_another_thread(work)
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        try:
+            return run_to_end(work)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     except BaseExceptionGroup as errors:
         cause = root_cause(errors)
         if isinstance(cause, UserError | RunError):
@@ -54,21 +56,6 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
         raise
     except Interrupted:
         raise KeyboardInterrupt from None
-
-
-def _loop_runs() -> bool:
-    with suppress(RuntimeError):
-        return asyncio.get_running_loop() is not None
-    return False
-
-
-def _in_this_thread(work: Coroutine[Any, Any, T]) -> T:
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        return run_to_end(work)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _in_another_thread(work: Coroutine[Any, Any, T]) -> T:

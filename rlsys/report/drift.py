@@ -5,18 +5,19 @@ the engine said when it drew the token. Every trained token has exactly one caus
 
 1. `unsampled`: an end-of-sequence token that was added; nothing drew it.
 2. `retokenised`: the text that was drawn is cut into other tokens in training; no log-prob is of this one.
-3. `changed_prefix`: the token is as drawn, but tokens before it are cut otherwise. The two log-probs are then of the
-   same token after the same text in other tokens; compared, but apart from the rest.
+3. `changed_prefix`: the token is as drawn, but tokens before it are cut otherwise; compared, but apart from the rest.
 4. `version_lag`: same tokens, drawn by an older policy. The difference holds that policy's distance and the numerics.
 5. `numerics`: same tokens, same policy. What is left are the arithmetics of engine and trainer.
 
 Of 2 and 3 a matching of the turn's drawn with its trained ids decides (`matched_pairs`); what such a turn comes to as a
-whole, text against the same text, is in `turns_changed`. The sampler is no class of tokens: `SamplerDrift` is what it adds
-to all of them, as far as that is known.
+whole is in `turns_changed`. `SamplerDrift` is what the sampler adds to all tokens, as far as that is known. Numbers
+that are not held are added up in a `Tally`: quantiles from a histogram with edges in a geometric series (DDSketch,
+Masson et al. 2019).
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,23 +29,27 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from rlsys.algorithms.corrections import LOG_RATIO_LIMIT
 from rlsys.files import json_safe
 from rlsys.observe.kept import Kept, KeptTurn
 from rlsys.observe.run_folder import number
-from rlsys.report.spread import QUANTILES, Spread, Tally, joined, tally
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Pair = tuple[int, int]  # Index into the one list of tokens and into the other
+Pair = tuple[int, int]
+"""Index into the one list of tokens and into the other."""
 
 HISTOGRAM_EDGES = tuple(float(10.0**half) for half in np.arange(-7.0, 1.5, 0.5))
 """Of |difference| in nats, half a decade apart, 1e-7 to 10."""
 WORST = 20
-CONTEXT_CHARACTERS = 60  # Of the response, shown before a token
-SHORT = 64  # Tokens of either side that are matched by their longest common runs
-ROUNDS = 8  # Of looking for tokens that occur once; each takes the length of the text
+CONTEXT_CHARACTERS = 60
+"""Of the response, shown before a token."""
+SHORT = 64
+"""Tokens of either side that are matched by their longest common runs."""
+ROUNDS = 8
+"""Of looking for tokens that occur once; each takes the length of the text."""
 
 
 class Cause(StrEnum):
@@ -59,12 +64,12 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CauseDrift:
-    """The tokens of one cause."""
+    """The tokens of one cause, their share of all trained ones, and differences of those that have two log-probs."""
 
     cause: Cause
     tokens: int
-    share: float  # Of all trained tokens
-    differences: Spread  # Of those that have two log-probs
+    share: float
+    differences: Spread
     histogram: tuple[int, ...]
     """Counts of |difference|: below the first of `HISTOGRAM_EDGES`, between each two, from the last on."""
 
@@ -76,13 +81,16 @@ class WorstToken:
     step: int
     question_uid: str
     sample: int
-    position: int  # Index into the trajectory's tokens
+    position: int
+    """Index into the trajectory's tokens."""
     turn: int
     cause: Cause
-    lag: int  # Versions between drawing and training
+    lag: int
+    """Versions between drawing and training."""
     text: str
-    before: str  # What of the response stands before it
-    rollout: float  # Log-prob by the engine
+    before: str
+    rollout: float
+    """Log-prob by the engine."""
     recomputed: float
     difference: float
 
@@ -102,20 +110,24 @@ class SamplerDrift:
 
     temperature: float
     top_p: float
-    top_k: int  # -1 where it is off
+    top_k: int
     truncated: bool
-    tokens: int  # Trained tokens whose log-prob the engine reported
-    exact: int  # Of them, those whose log Z is known: all if nothing is truncated
-    least: float  # Mean over `tokens` of the lower bounds of log Z, at most 0
-    most: float  # Of the upper bounds
+    tokens: int
+    """Trained tokens whose log-prob the engine reported."""
+    exact: int
+    """Of them, those whose log Z is known: all if nothing is truncated."""
+    least: float
+    """Mean over `tokens` of the lower bounds of log Z, at most 0."""
+    most: float
+    """Mean of the upper bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """Drift over all kept trajectories."""
+    """Drift over the trained `tokens` of all kept trajectories."""
 
     trajectories: int
-    tokens: int  # Trained
+    tokens: int
     causes: tuple[CauseDrift, ...]
     """Every `Cause`, in the order in which they are decided; their tokens add up to `tokens`."""
     by_lag: Mapping[int, Spread]
@@ -123,7 +135,8 @@ class DriftReport:
     beyond_numerics: float | None
     """What is left of the root mean square of `version_lag` when that of `numerics` is taken off, as independent errors
     add up in squares; None unless there are both."""
-    turns_same: Spread  # Sums over turns whose tokens are all as drawn: recomputed less drawn
+    turns_same: Spread
+    """Sums over turns whose tokens are all as drawn: recomputed less drawn."""
     turns_changed: Spread
     """The same sums where re-tokenisation changed something: of all recomputed tokens less all drawn ones, the same
     text, but that a last token that ends behind the turn's text counts whole among the drawn ones."""
@@ -163,16 +176,18 @@ def tally_step(step: int, kept: Iterable[Kept], sampling: Mapping[str, Any]) -> 
     """What the drift of `kept`, the trajectories of `step`, adds to a report."""
     trained: list[_Trained] = []
     worst: list[WorstToken] = []
-    for one in kept:
-        tokens = _trained_of(one)
+    for trajectory in kept:
+        tokens = _trained_of(trajectory)
         least = abs(worst[-1].difference) if len(worst) == WORST else -1.0
-        if worse := _worse_than(least, one, tokens):
+        if worse := _worse_than(least, trajectory, tokens):
             worst = _worst([*worst, *worse])
         trained.append(tokens)
-    cause, lag = (_concatenated(np.int64, [getattr(one, name) for one in trained]) for name in ("cause", "lag"))
-    rollout, difference = (
-        _concatenated(np.float64, [getattr(one, name) for one in trained]) for name in ("rollout", "difference")
-    )
+
+    def concatenated(name: str, kind: type[Any]) -> NDArray[Any]:
+        return np.concatenate([np.empty(0, kind), *(getattr(tokens, name) for tokens in trained)])
+
+    cause, lag = concatenated("cause", np.int64), concatenated("lag", np.int64)
+    rollout, difference = concatenated("rollout", np.float64), concatenated("difference", np.float64)
     as_drawn = np.isin(cause, (_CODE[Cause.VERSION_LAG], _CODE[Cause.NUMERICS]))
     lags, differences = lag[as_drawn], difference[as_drawn]
     sums = [turn for one in trained for turn in one.turn_sums]
@@ -190,7 +205,7 @@ def tally_step(step: int, kept: Iterable[Kept], sampling: Mapping[str, Any]) -> 
 
 
 def report_of(steps: Sequence[DriftTally], sampling: Mapping[str, Any]) -> DriftReport:
-    """The report over `steps`, which were drawn as `sampling` says; for the quantiles see `rlsys.report.spread.ERROR`."""
+    """The report over `steps`, which were drawn as `sampling` says; for the quantiles see `ERROR`."""
     tokens = sum(of_cause.tokens for one in steps for of_cause in one.causes.values())
     causes = tuple(_cause_drift(cause, [one.causes[cause] for one in steps], tokens) for cause in Cause)
     lags = sorted({lag for one in steps for lag in one.by_lag})
@@ -224,8 +239,10 @@ class _Trained:
 
     cause: Ints
     lag: Ints
-    rollout: Floats  # The engine's log-prob of the token, NaN without one
-    difference: Floats  # NaN where there is nothing to compare
+    rollout: Floats
+    """The engine's log-prob of the token, NaN without one."""
+    difference: Floats
+    """NaN where there is nothing to compare."""
     turn_sums: list[tuple[bool, float | None]]
     """Of each turn whether re-tokenisation changed it, and recomputed less drawn log-probs, as far as that is known."""
 
@@ -260,8 +277,7 @@ def _matched(turn: KeptTurn, trained: NDArray[np.int32]) -> tuple[NDArray[np.boo
     """Which of the turn's trained ids [n] are drawn ones, and the log-probs of those; NaN elsewhere."""
     matched, logprobs = np.zeros(len(trained), np.bool_), np.full(len(trained), np.nan)
     for drawn, here in matched_pairs(turn.sampled_ids.tolist(), trained.tolist()):
-        matched[here] = True
-        logprobs[here] = turn.sampled_logprobs[drawn]
+        matched[here], logprobs[here] = True, turn.sampled_logprobs[drawn]
     return matched, logprobs
 
 
@@ -275,25 +291,16 @@ def _turn_sum(one: Kept, turn: KeptTurn, own: Ints, *, changed: bool) -> tuple[b
     return changed, float(recomputed.sum() - drawn.astype(np.float64).sum())
 
 
-def _concatenated(kind: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate([np.empty(0, kind), *parts])
-
-
 def _cause_tally(differences: Floats) -> CauseTally:
     bins = np.digitize(np.abs(differences[np.isfinite(differences)]), HISTOGRAM_EDGES)
     return CauseTally(len(differences), tally(differences), np.bincount(bins, minlength=len(HISTOGRAM_EDGES) + 1))
 
 
 def _cause_drift(cause: Cause, parts: Sequence[CauseTally], of: int) -> CauseDrift:
-    tokens = sum(one.tokens for one in parts)
-    histogram = sum((one.histogram for one in parts), start=np.zeros(len(HISTOGRAM_EDGES) + 1, np.int64))
-    return CauseDrift(
-        cause=cause,
-        tokens=tokens,
-        share=tokens / of if of else 0.0,
-        differences=joined([one.differences for one in parts]).spread(),
-        histogram=tuple(histogram.tolist()),
-    )
+    tokens = sum(part.tokens for part in parts)
+    histogram = sum((part.histogram for part in parts), start=np.zeros(len(HISTOGRAM_EDGES) + 1, np.int64))
+    differences = joined([part.differences for part in parts]).spread()
+    return CauseDrift(cause, tokens, tokens / of if of else 0.0, differences, tuple(histogram.tolist()))
 
 
 def _beyond(causes: Iterable[CauseDrift]) -> float | None:
@@ -315,12 +322,12 @@ def _worst(tokens: Iterable[WorstToken]) -> list[WorstToken]:
 def _worse_than(least: float, one: Kept, trained: _Trained) -> list[WorstToken]:
     """The tokens of one trajectory with the largest |difference|, if above `least`."""
     magnitudes = np.where(np.isfinite(trained.difference), np.abs(trained.difference), -1.0)
-    places = np.flatnonzero(one.loss_mask)
     found = np.argsort(-magnitudes, kind="stable")[:WORST]
-    return [_shown(one, trained, int(index), int(places[index])) for index in found if magnitudes[index] > least]
+    return [_shown(one, trained, int(index)) for index in found if magnitudes[index] > least]
 
 
-def _shown(one: Kept, trained: _Trained, index: int, place: int) -> WorstToken:
+def _shown(one: Kept, trained: _Trained, index: int) -> WorstToken:
+    place = int(np.flatnonzero(one.loss_mask)[index])
     at = place - one.prompt_length
     return WorstToken(
         step=one.step,
@@ -341,10 +348,10 @@ def _shown(one: Kept, trained: _Trained, index: int, place: int) -> WorstToken:
 def matched_pairs(first: Sequence[int], second: Sequence[int]) -> Iterator[Pair]:
     """Pairs of equal tokens, in no order; sorted by either index they are so by the other, and no index comes twice.
 
-    Takes the time of the text's length. What both begin and end with is matched, then what occurs once in either ("patience
-    diff"), and again between two such places. Short pieces that are left are matched by their longest common runs; that
-    takes the cube of their length, so long ones without a place of their own are left unmatched: the middle of an endless
-    repetition, cut otherwise at both ends.
+    Takes the time of the text's length. What both begin and end with is matched, then what occurs once in either
+    ("patience diff"), and again between two such places. Short pieces that are left are matched by their longest common
+    runs; that takes the cube of their length, so long ones without a place of their own are left unmatched: the middle
+    of an endless repetition, cut otherwise at both ends.
     """
     waiting = [(0, len(first), 0, len(second), ROUNDS)]
     while waiting:
@@ -397,10 +404,10 @@ def _once(tokens: Sequence[int]) -> dict[int, int]:
 def sampler_drift(logprobs: Floats, sampling: Mapping[str, Any]) -> SamplerDrift:
     """The part of the sampler. `logprobs` [tokens] are the engine's, `sampling` is `rollout.sampling` of the config.
 
-    SGLang's sampler divides the logits by the temperature, takes the softmax over the whole vocabulary, filters a copy by
-    top k and top p to draw from, and reports the log of the unfiltered softmax (`Sampler.forward` in
-    sglang/srt/layers/sampler.py; SGLANG_RETURN_ORIGINAL_LOGPROB, which this system never sets, would leave the temperature
-    out). The trainer divides its logits by the same temperature and scores the whole vocabulary too. So
+    SGLang's sampler divides the logits by the temperature, takes the softmax over the whole vocabulary, filters a copy
+    by top k and top p to draw from, and reports the log of the unfiltered softmax (`Sampler.forward` in
+    sglang/srt/layers/sampler.py; SGLANG_RETURN_ORIGINAL_LOGPROB, which this system never sets, would leave the
+    temperature out). The trainer divides its logits by the same temperature and scores the whole vocabulary too. So
 
     - the temperature is on both sides, and no part of a recorded difference comes from the sampler;
     - with top_p < 1 or a top_k, the token was in truth drawn from p / Z, Z the probability of what the filters kept. The
@@ -409,16 +416,9 @@ def sampler_drift(logprobs: Floats, sampling: Mapping[str, Any]) -> SamplerDrift
     top_p, top_k = number(sampling, "top_p", 1.0), int(number(sampling, "top_k", -1))
     top_p = top_p if top_p > 0 else 1.0  # A figure that was cut short; nothing can be drawn so.
     low, high = log_kept_mass(logprobs, top_p, top_k)
-    return SamplerDrift(
-        temperature=number(sampling, "temperature", 1.0),
-        top_p=top_p,
-        top_k=top_k,
-        truncated=_truncates(top_p, top_k),
-        tokens=len(logprobs),
-        exact=int((low == high).sum()),
-        least=float(low.mean()) if len(low) else 0.0,
-        most=float(high.mean()) if len(high) else 0.0,
-    )
+    least, most = (float(bound.mean()) if len(bound) else 0.0 for bound in (low, high))
+    exact, temperature = int((low == high).sum()), number(sampling, "temperature", 1.0)
+    return SamplerDrift(temperature, top_p, top_k, top_p < 1.0 or top_k > 0, len(logprobs), exact, least, most)
 
 
 def joined_sampler(parts: Sequence[SamplerDrift], sampling: Mapping[str, Any]) -> SamplerDrift:
@@ -433,11 +433,10 @@ def joined_sampler(parts: Sequence[SamplerDrift], sampling: Mapping[str, Any]) -
 def log_kept_mass(logprobs: Floats, top_p: float, top_k: int) -> tuple[Floats, Floats]:
     """Bounds of log Z, each [tokens], from the drawn tokens' log-probs [tokens] before the filters.
 
-    Z <= 1, as it is a share; Z >= p, as the token was kept; Z >= top_p, if top p alone filters, as the kept tokens are the
-    smallest set that has at least top_p. It is exact, Z = p, where top_k = 1 or p > top_p: a token with more than top_p is
-    the first, and is enough.
+    Z <= 1, as it is a share; Z >= p, as the token was kept; Z >= top_p, if top p alone filters. It is exact, Z = p,
+    where top_k = 1 or p > top_p: a token with more than top_p is the first, and is enough.
     """
-    if not _truncates(top_p, top_k):
+    if top_p >= 1.0 and top_k <= 0:
         nothing = np.zeros(len(logprobs))
         return nothing, nothing
     own = np.minimum(np.asarray(logprobs, np.float64), 0.0)
@@ -445,5 +444,108 @@ def log_kept_mass(logprobs: Floats, top_p: float, top_k: int) -> tuple[Floats, F
     return least, np.where((top_k == 1) | (own > np.log(top_p)), own, 0.0)
 
 
-def _truncates(top_p: float, top_k: int) -> bool:
-    return top_p < 1.0 or top_k > 0
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+ERROR = 0.01
+"""Of a tally's quantiles: each number that they are interpolated between is off by at most this share of itself."""
+LEAST = 1e-7
+"""Smaller magnitudes count as 0 in them."""
+_RATIO = (1 + ERROR) / (1 - ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of differences of natural log-probs, in nats. All figures but `count` are None where there are none."""
+
+    count: int
+    mean: float | None = None
+    mean_abs: float | None = None
+    rms: float | None = None
+    exp_mean: float | None = None
+    """Mean of exp(difference), the ratio that it stands for; differences are clamped to +-20 for it."""
+    largest: float | None = None
+    """Of |difference|."""
+    quantiles: tuple[float, ...] | None = None
+    """At `QUANTILES`, interpolated linearly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Numbers added up. `bins` [k] are in order, and `counts` [k] of them."""
+
+    count: int
+    total: float
+    total_abs: float
+    total_square: float
+    total_exp: float
+    lowest: float
+    highest: float
+    bins: NDArray[np.int32]
+    """Sign times 1 + n for magnitudes in (LEAST * _RATIO**(n - 1), LEAST * _RATIO**n]; 0 below `LEAST`."""
+    counts: NDArray[np.int64]
+
+    def spread(self) -> Spread:
+        """The figures."""
+        if not self.count:
+            return Spread(0)
+        return Spread(
+            count=self.count,
+            mean=self.total / self.count,
+            mean_abs=self.total_abs / self.count,
+            rms=math.sqrt(self.total_square / self.count),
+            exp_mean=self.total_exp / self.count,
+            largest=max(abs(self.lowest), abs(self.highest)),
+            quantiles=self._quantiles(),
+        )
+
+    def _quantiles(self) -> tuple[float, ...]:
+        magnitudes = LEAST * 2 * _RATIO ** (np.abs(self.bins) - 1.0) / (_RATIO + 1)
+        values = np.clip(np.sign(self.bins) * magnitudes, self.lowest, self.highest)
+        reached = np.cumsum(self.counts)
+        ranks = np.array(QUANTILES) * (self.count - 1)
+        low, high = (values[np.searchsorted(reached, end(ranks), "right")] for end in (np.floor, np.ceil))
+        return tuple((low + (high - low) * (ranks % 1)).tolist())
+
+
+def spread(values: ArrayLike) -> Spread:
+    """The spread of `values` [n], with exact quantiles; those that are not finite do not count."""
+    finite = _finite(values)
+    figures = tally(finite).spread()
+    return replace(figures, quantiles=tuple(np.quantile(finite, QUANTILES).tolist())) if finite.size else figures
+
+
+def tally(values: ArrayLike) -> Tally:
+    """The tally of `values` [n]; those that are not finite do not count."""
+    finite = _finite(values)
+    magnitudes = np.abs(finite)
+    places = np.ceil(np.log(np.maximum(magnitudes, LEAST) / LEAST) / math.log(_RATIO)) + 1
+    signed = np.where(magnitudes < LEAST, 0, np.sign(finite) * places).astype(np.int32)
+    bins, counts = np.unique(signed, return_counts=True)
+    return Tally(
+        count=finite.size,
+        total=float(finite.sum()),
+        total_abs=float(magnitudes.sum()),
+        total_square=float((finite**2).sum()),
+        total_exp=float(np.exp(np.clip(finite, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).sum()),
+        lowest=float(finite.min(initial=math.inf)),
+        highest=float(finite.max(initial=-math.inf)),
+        bins=bins,
+        counts=counts,
+    )
+
+
+def joined(parts: Sequence[Tally]) -> Tally:
+    """The tally of the numbers of all `parts`."""
+    if not parts:
+        return tally([])
+    bins, places = np.unique(np.concatenate([part.bins for part in parts]), return_inverse=True)
+    counts = np.zeros(len(bins), np.int64)
+    np.add.at(counts, places, np.concatenate([part.counts for part in parts]))
+    names = ("count", "total", "total_abs", "total_square", "total_exp")
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    lowest, highest = min(part.lowest for part in parts), max(part.highest for part in parts)
+    return Tally(**sums, lowest=lowest, highest=highest, bins=bins, counts=counts)
+
+
+def _finite(values: ArrayLike) -> NDArray[np.float64]:
+    given = np.asarray(values, np.float64)
+    return given[np.isfinite(given)]

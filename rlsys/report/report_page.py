@@ -1,10 +1,8 @@
 """Renders the page of a report: one HTML file that needs no network, or the same page live, which asks its server.
 
-`write_report` is what `rlsys report` does; `live_page` is what `rlsys watch` serves at its root.
-
-Text of others is data here, never markup: JSON is written without "<", everything larger is gzip in base64, which the page
-unpacks when it shows it. Scripts and styles are the package's own; the page's policy allows these two by their hashes and
-nothing else, so that text which found its way into the markup all the same would be refused by the browser.
+Text of others is data here, never markup: JSON is written without "<", everything larger is gzip in base64, which the
+page unpacks when it shows it. The page's policy allows the package's own script and style by their hashes and nothing
+else, so that text which found its way into the markup all the same would be refused by the browser.
 """
 
 from __future__ import annotations
@@ -48,8 +46,6 @@ def live_page(name: str) -> str:
 
 def write_report(runs: Sequence[RunFolder], out: Path | None = None) -> Path:
     """Write the report over `runs` to `out`, by default into the folder of the first; returns its path."""
-    if not runs:
-        raise ValueError("A report is of one run at least.")
     path = out or runs[0].path / REPORT
     chunks: dict[int, str] = {}
     model = build(runs, lambda number, rows: chunks.update({number: packed(rows)}))
@@ -94,11 +90,11 @@ def inline_json(value: Any) -> str:
 
 
 def bundle(modules: Mapping[str, str], main: str) -> str:
-    """The script that runs module `main` and what it imports. `modules` are file name -> source, which imports by
-    `import { a, b } from "./name.js";`.
+    """The script that runs module `main` and what it imports, each in a scope of its own; `modules` are file name ->
+    source.
 
-    Each module keeps a scope of its own. Raises ValueError for an import of a module or a name that is not there, for a
-    circle, and for a form of import or export that is not understood.
+    They import by `import { a, b } from "./name.js";`. Raises ValueError for what is not there, a circle, and any other
+    form.
     """
     names: dict[str, set[str]] = {}
     parts: list[str] = []
@@ -126,15 +122,10 @@ def bundle(modules: Mapping[str, str], main: str) -> str:
 
 def policy(script: str, style: str, live: bool) -> str:
     """The content security policy of a page with these two; `live` pages may ask where they came from."""
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    sources = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*hashes)
     connect = "'self'" if live else "'none'"
-    return (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return f"default-src 'none'; {sources}; connect-src {connect}; base-uri 'none'; form-action 'none'"
 
 
 def _json(value: Any) -> str:

@@ -2,48 +2,53 @@
 
 Contract: nothing of a run's content raises; a part that is missing or damaged is None here and a sentence in the run's
 `problems`. What is large is in chunks, which are handed to `sink` as they come up, or read again one by one with
-`read_chunk`: lists of trajectories (`rlsys.report.trajectories.row_of`) or of answers. A chunk keeps its number while a run
+`read_chunk`: lists of trajectories (`row_of`) or of answers. A chunk keeps its number while a run
 goes on, as trajectories and answers are numbered apart and only come to be more.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from enum import StrEnum
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlsys.config.compose import as_dict, recorded
 from rlsys.config.schema import RunConfig
+from rlsys.data.trajectory import Action
 from rlsys.errors import UserError
 from rlsys.files import json_safe
 from rlsys.observe.kept import Kept, kept_file, kept_lines, kept_steps, read_kept_step, read_row
 from rlsys.observe.records import TIMELINE
 from rlsys.observe.run_folder import RunFolder, section
-from rlsys.report import drift, time_use
-from rlsys.report.audit import token_audit
-from rlsys.report.life import life_here
-from rlsys.report.trajectories import Chunks, TrajectoryIndex, row_of
+from rlsys.observe.status import FINISHED, HEARTBEAT_S
+from rlsys.report import drift, time_use, token_audit
 
-Sink = Callable[[int, list[Any]], None]  # Takes a chunk's number and content
-Stamp = tuple[int, int, int]  # Inode, bytes and ns of the last change of a file
+Sink = Callable[[int, list[Any]], None]
+"""Takes a chunk's number and content."""
+Stamp = tuple[int, int, int]
+"""Inode, bytes and ns of the last change of a file."""
 
 NUMBERS = 1_000_000
 """Of chunks: so many for the trajectories of the first run, then for its answers, then for the next run's."""
-ANSWERS = 200  # Answers of an evaluation that are unpacked together, at most
+ANSWERS = 200
+"""Answers of an evaluation that are unpacked together, at most."""
 
 
 def build(runs: Sequence[RunFolder], sink: Sink | None = None, audited: bool = True) -> dict[str, Any]:
-    """The model of `runs`. Without `audited` the token audit, which needs the tokenizer and a while, is left out.
-
-    `sink` gets every chunk, in order of their numbers; no more than one is held at a time.
-    """
+    """The model of `runs`; `sink` gets every chunk, in order, one at a time. Not `audited`: without the token audit."""
     named = enumerate(zip(runs, names_of(runs), strict=True))
     models = [_run(run, name, 2 * place * NUMBERS, sink, Memory(), audited) for place, (run, name) in named]
     return {"made": time.time(), "runs": models}
@@ -51,20 +56,19 @@ def build(runs: Sequence[RunFolder], sink: Sink | None = None, audited: bool = T
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a page needs of the kept trajectories of one step, added up."""
+    """What a page needs of the kept trajectories of one step, drawn by `sampling`, added up; what could not be read."""
 
     stamp: Stamp | None
-    sampling: Mapping[str, Any]  # By which its drift was told
+    sampling: Mapping[str, Any]
     index: TrajectoryIndex
     drift: drift.DriftTally
-    problems: tuple[str, ...]  # What could not be read
+    problems: tuple[str, ...]
 
 
 class Memory:
-    """Keeps what building the model of one run again and again need not do twice: reading steps, and the audit.
+    """Keeps what building the model of one run again need not do twice: digests of steps, and the audit.
 
-    A step's file never changes, so no more than its digest is held. A file that is another one than before (its steps were
-    done again) is read again; steps that are gone are forgotten.
+    A file that is another one than before (its steps were done again) is read again; steps that are gone are forgotten.
     """
 
     def __init__(self) -> None:
@@ -76,11 +80,11 @@ class Memory:
         return {"made": time.time(), "runs": [_run(run, run.name, 0, None, self, audited)]}
 
     def digests(self, run: RunFolder, chunks: Chunks | None) -> list[Digest]:
-        """Those of all steps of `run`, in order; what could not be read is added to its problems.
+        """Digests of all steps of `run`, in order; what could not be read is added to its problems.
 
         `chunks` gets the rows of what is read; with them use a new object, that reads everything.
         """
-        sampling = _sampling_of(run)
+        sampling = section(run.config, "rollout", "sampling")
         digests: dict[int, Digest] = {}
         for step in kept_steps(run.path):
             stamp, known = _stamp(kept_file(run.path, step)), self._known.get(step)
@@ -133,7 +137,13 @@ def _part(run: RunFolder, step: int, first: int, count: int) -> list[Kept]:
 def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memory, audited: bool) -> dict[str, Any]:
     rows = run.rows
     digests = memory.digests(run, Chunks(chunk, sink) if sink else None)
-    kept, drifted = _trajectories(run, digests, chunk)
+    index = TrajectoryIndex()
+    for digest in digests:
+        index.extend(digest.index)
+    if not digests:
+        next(run.trajectories(), None)  # Notes as a problem that there are none.
+    kept = index.as_json(chunk)
+    drifts, sampling = [digest.drift for digest in digests], section(run.config, "rollout", "sampling")
     evaluations = list(_evaluations(run, chunk + NUMBERS, sink))
     names = sorted({name for row in rows for name in row} - {"step", "time"})
     known, defaults = flat(recorded(run.config)), flat(as_dict(RunConfig()))
@@ -155,7 +165,7 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memor
         "measured": _measured(run),
         "time": _time(run),
         "trajectories": kept,
-        "drift": drifted,
+        "drift": drift.as_json(drift.report_of(drifts, sampling)) if kept else None,
         "audit": memory.audit(run, digests) if audited and kept else None,
         "problems": list(run.problems),
     }
@@ -168,26 +178,6 @@ def _time(run: RunFolder) -> dict[str, Any] | None:
     except (TypeError, ValueError, AttributeError):
         run.problems.append(f"{TIMELINE} has spans that are none: left out.")
         return None
-
-
-def _trajectories(
-    run: RunFolder, digests: Sequence[Digest], first_chunk: int
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Index and drift of what was kept."""
-    index = TrajectoryIndex()
-    for digest in digests:
-        index.extend(digest.index)
-    if not digests:
-        next(run.trajectories(), None)  # Notes as a problem that there are none.
-    columns = index.as_json(first_chunk)
-    if columns is None:
-        return None, None
-    return columns, drift.as_json(drift.report_of([digest.drift for digest in digests], _sampling_of(run)))
-
-
-def _sampling_of(run: RunFolder) -> Mapping[str, Any]:
-    """How `run` draws tokens."""
-    return section(run.config, "rollout", "sampling")
 
 
 def _digest(path: Path, step: int, stamp: Stamp | None, sampling: Mapping[str, Any], chunks: Chunks | None) -> Digest:
@@ -236,15 +226,14 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _figure(value: Any) -> float | None:
-    """A metric; None for what is no number."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _measured(run: RunFolder) -> list[dict[str, Any]]:
     """What `rlsys eval` has measured into the run's folder: a row for each folder and set, in order of time.
 
-    The average of several sets is the last, whose `set` is None. What holds no figures of an evaluation is a sentence in
-    the run's `problems`.
+    The average of several sets, whose `set` is None, is the last. What holds no figures is a sentence in the run's
+    `problems`.
     """
     rows = []
     for folder, results in run.measured():
@@ -256,7 +245,7 @@ def _measured(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _rows(folder: str, results: Mapping[str, Any], run: Path) -> list[dict[str, Any]]:
-    """Of one folder; as `rlsys.apps.evaluation.result_files` writes them, or one of many errors."""
+    """Of one folder; as `rlsys.apps.evaluation.results` writes them, or one of many errors."""
     settings, sets = results["settings"], list(results["sets"].values())
     model = Path(settings["model"])
     above = next((around for around in (run, run.resolve()) if model.is_relative_to(around)), None)
@@ -289,3 +278,241 @@ def _not_negative(figure: Any) -> float:
     if not 0 <= figure < math.inf:
         raise ValueError(figure)
     return figure
+
+
+CHUNK = 32
+"""Trajectories that are unpacked together, at most."""
+
+
+class TrajectoryIndex:
+    """Columns of all trajectories in their order; what the page can list, filter and sort by without unpacking any."""
+
+    def __init__(self) -> None:
+        self._questions: dict[str, int] = {}
+        self._asked: list[dict[str, Any]] = []
+        self._columns: dict[str, list[Any]] = {}
+        self._chunks: list[tuple[int, int, int]] = []
+
+    def add(self, kept: Kept) -> None:
+        """The next trajectory. Those of a step come together."""
+        asked: dict[str, Any] = {"uid": kept.question_uid, "text": kept.question or kept.prompt.strip()}
+        asked |= {"golden": list(kept.golden_answers), "source": kept.data_source}
+        trained = kept.loss_mask.astype(bool)
+        ratios = (kept.old_logprobs - kept.rollout_logprobs)[trained]
+        ratios, drawn_by = ratios[np.isfinite(ratios)], kept.versions[trained & (kept.versions >= 0)]
+        row = {
+            "question": self._number(asked),
+            "step": kept.step,
+            "sample": kept.sample,
+            "right": int(kept.exact),
+            "answer": kept.answer,
+            "reward": _rounded(kept.reward),
+            "finish": str(kept.finish),
+            "searches": sum(turn.action == Action.SEARCH and bool(turn.observation) for turn in kept.turns),
+            "errors": sum(bool(turn.search_error) for turn in kept.turns),
+            "trained": int(trained.sum()),
+            "length": len(kept.token_ids) - kept.prompt_length,
+            "advantage": _rounded(kept.advantages[trained].mean()) if trained.any() else None,
+            "log_ratio": _rounded(ratios[np.argmax(np.abs(ratios))]) if len(ratios) else None,
+            "lag": max(0, kept.step - 1 - int(drawn_by.min())) if len(drawn_by) else 0,
+        }
+        for name, value in row.items():
+            self._columns.setdefault(name, []).append(value)
+        self._into_chunk(kept.step)
+
+    def extend(self, later: TrajectoryIndex) -> None:
+        """Add what is in `later`, which is of other steps than this one."""
+        numbers = [self._number(asked) for asked in later._asked]
+        for name, values in later._columns.items():
+            own = [numbers[value] for value in values] if name == "question" else values
+            self._columns.setdefault(name, []).extend(own)
+        self._chunks += later._chunks
+
+    def as_json(self, first_chunk: int) -> dict[str, Any] | None:
+        """Questions, columns, and of every chunk its step, place in the step and length; None where nothing was kept."""
+        columns = {"questions": self._asked, "columns": self._columns}
+        return {**columns, "first_chunk": first_chunk, "chunks": self._chunks} if self._asked else None
+
+    def _number(self, asked: dict[str, Any]) -> int:
+        """Of a question, which is a new one if its uid is."""
+        number = self._questions.setdefault(asked["uid"], len(self._asked))
+        if number == len(self._asked):
+            self._asked.append(asked)
+        return number
+
+    def _into_chunk(self, step: int) -> None:
+        last, first, count = self._chunks[-1] if self._chunks else (None, 0, 0)
+        if last != step:
+            self._chunks.append((step, 0, 1))
+        elif count < CHUNK:
+            self._chunks[-1] = (step, first, count + 1)
+        else:
+            self._chunks.append((step, first + count, 1))
+
+
+class Chunks:
+    """Rows on their way into chunks, as the index cuts them."""
+
+    def __init__(self, first: int, sink: Callable[[int, list[dict[str, Any]]], None]) -> None:
+        """`sink` gets each chunk's number, counted from `first`, and its rows."""
+        self._next, self._sink = first, sink
+
+    def passing(self, kept: Iterable[Kept]) -> Iterator[Kept]:
+        """`kept`, unchanged; each of them is put into a chunk on its way."""
+        for _, of_step in groupby(kept, key=lambda trajectory: trajectory.step):
+            rows: list[dict[str, Any]] = []
+            for trajectory in of_step:
+                if len(rows) == CHUNK:
+                    self._hand_over(rows)
+                    rows = []
+                rows.append(row_of(trajectory))
+                yield trajectory
+            self._hand_over(rows)
+
+    def _hand_over(self, rows: list[dict[str, Any]]) -> None:
+        self._sink(self._next, rows)
+        self._next += 1
+
+
+def row_of(kept: Kept) -> dict[str, Any]:
+    """Everything that the reader shows of one trajectory."""
+    return {
+        "prompt": kept.prompt,
+        "prompt_length": kept.prompt_length,
+        "trained_version": kept.step - 1,
+        "parts": {name: _rounded(value) for name, value in (kept.parts or {}).items()},
+        "extra": {str(name): str(value) for name, value in (kept.extra or {}).items()},
+        "turns": [
+            {
+                "action": str(turn.action),
+                "tool": str(getattr(turn, "tool", "") or ""),
+                "content": turn.content,
+                "error": turn.search_error,
+                "generate_s": _rounded(turn.generate_s),
+                "search_s": _rounded(turn.search_s),
+                "cached": turn.cached_tokens,
+                "asked": turn.prompt_tokens,
+                "sampled": len(turn.sampled_ids),
+            }
+            for turn in kept.turns
+        ],
+        "runs": runs_of(kept),
+    }
+
+
+def runs_of(kept: Kept) -> list[dict[str, Any]]:
+    """The response as runs of tokens that are alike in being trained, their turn and the policy that sampled them.
+
+    A run that is not trained has `text` and `count`. One that is has `texts` and `ids` [count], `turn`, `version`, and
+    [count] or one number for all: `advantage`, `weight`, and in nats `sampled` (the engine's log-prob), `ratio` (old
+    less sampled log-prob), `kl` (old less reference log-prob). A figure that is not known is null.
+    """
+    arrays = (kept.loss_mask.astype(bool), kept.turn_of_token, kept.versions)
+    mask, turns, versions = (array[kept.prompt_length :] for array in arrays)
+    if not len(mask):
+        return []
+    alike = (mask[1:] == mask[:-1]) & (turns[1:] == turns[:-1]) & ((versions[1:] == versions[:-1]) | ~mask[1:])
+    edges = [0, *(np.flatnonzero(~alike) + 1).tolist(), len(mask)]
+    return [_tokens_alike(kept, begin, end, bool(mask[begin])) for begin, end in pairwise(edges)]
+
+
+def _tokens_alike(kept: Kept, begin: int, end: int, trained: bool) -> dict[str, Any]:
+    texts = kept.pieces[begin:end]
+    if not trained:
+        return {"text": "".join(texts), "count": end - begin}
+    part = slice(kept.prompt_length + begin, kept.prompt_length + end)
+    old = kept.old_logprobs[part]
+    run = {
+        "texts": list(texts),
+        "ids": kept.token_ids[part].tolist(),
+        "turn": int(kept.turn_of_token[part][0]),
+        "version": int(kept.versions[part][0]),
+        "advantage": _rounded_figures(kept.advantages[part]),
+        "sampled": _rounded_figures(kept.rollout_logprobs[part]),
+        "ratio": _rounded_figures(old - kept.rollout_logprobs[part]),
+    }
+    if kept.weights is not None:
+        run["weight"] = _rounded_figures(kept.weights[part])
+    if kept.ref_logprobs is not None:
+        run["kl"] = _rounded_figures(old - kept.ref_logprobs[part])
+    return run
+
+
+def _rounded_figures(values: NDArray[Any]) -> Any:
+    """Rounded numbers with None for what is not finite; one where all are the same."""
+    listed: Sequence[float] = np.asarray(values, np.float64).round(4).tolist()
+    known = [value + 0.0 if math.isfinite(value) else None for value in listed]
+    return known[0] if len(set(known)) == 1 else known
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(float(value), 4) if value is not None and math.isfinite(value) else None
+
+
+QUIET_S = 2 * HEARTBEAT_S
+"""A run that lives has written within so long."""
+SILENT_S = 6 * HEARTBEAT_S
+"""A process that has written nothing for so long is dead, or its machine or disk hangs."""
+
+
+class Phase(StrEnum):
+    """How far a run is; `gone`: its process was killed; `silent`: nothing has been heard of it for a while."""
+
+    unknown = "unknown"
+    running = "running"
+    finished = "finished"
+    failed = "failed"
+    gone = "gone"
+    silent = "silent"
+
+
+@dataclass(frozen=True, slots=True)
+class RunLife:
+    """How far a run is, and one sentence about it."""
+
+    phase: Phase
+    sentence: str
+
+
+def life_of(
+    status: Mapping[str, Any] | None, has_summary: bool, now: float, host: str, alive: Callable[[int], bool]
+) -> RunLife:
+    """How far the run is, by `status.json` and `summary.json` at `now` (epoch); `alive` tells of pids of `host`."""
+    if status is None:
+        if has_summary:
+            return RunLife(Phase.finished, "The run has finished.")
+        return RunLife(Phase.unknown, "The run has not said what it does: it has not begun, or is of an older rlsys.")
+    ended, step = status.get("ended"), f"step {status.get('step')} of {status.get('steps')}"
+    if ended == FINISHED:
+        return RunLife(Phase.finished, f"The run has finished after {step}.")
+    if isinstance(ended, str):
+        return RunLife(Phase.failed, f"The run has {ended} (after {step}).")
+    pid, quiet_s = status.get("pid"), now - _number(status.get("at"))
+    # One that writes lives, whatever its number says: in a container of the same name numbers are others. A time to come
+    # says nothing: the clock has been set back.
+    if abs(quiet_s) > QUIET_S and status.get("host") == host and isinstance(pid, int) and not alive(pid):
+        return RunLife(
+            Phase.gone, f"The run's process has ended without a word, as one that was killed does, after {step}."
+        )
+    if quiet_s > SILENT_S:
+        return RunLife(Phase.silent, f"Nothing has been heard of the run for {quiet_s:.0f} s; it was after {step}.")
+    return RunLife(Phase.running, f"The run goes on; it is after {step}.")
+
+
+def life_here(status: Mapping[str, Any] | None, has_summary: bool) -> RunLife:
+    """`life_of` now, as this machine sees it."""
+    return life_of(status, has_summary, time.time(), socket.gethostname(), _is_alive)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # Another user's, or no number of a process.
+        return True
+    return True
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,19 +1,19 @@
 """Accounts for the time of every step: of each group, what it did and what it waited for, and the critical path. Pure.
 
-Invariant: what a group did and waited for is disjoint and fills the step's window to the nanosecond. Every group is
-somewhere in the cycle of a step: episodes, their rewards, their scores, training, new weights, episodes again. At every
-instant the first of these holds:
+What a group did and waited for is disjoint and fills the step's window to the nanosecond. Every group is somewhere in
+the cycle of a step: episodes, rewards, scores, training, new weights, episodes again. At every instant the first of
+these holds:
 
 1. The group works. Engines work while they generate or answer an evaluation; episodes between their turns count too.
 2. Its episodes search and none generates: engines wait for search, though a group of rollouts is under way.
 3. Weights are transferred, or groups change places on shared devices, which stops everybody: it waits for that.
-4. It waits for what goes on nearest before it in the cycle (`_upstream`): an actor for log-probs if some are being
+4. It waits for what goes on nearest before it in the cycle (`_CYCLE`): an actor for log-probs if some are being
    computed, else for rewards, else for generation, and so forth.
 5. It waits for a checkpoint or for an evaluation, which are in nobody's way as a rule, or for what was not traced.
 
-So a cause says what went on meanwhile, not what would have to be faster: that is the critical path's to say, the chain of
-spans, each of which waited for the one before, that ends with the step. A group works while any of its lanes does; with
-several, such as engines, each lane has an account of its own as well, in which the other lanes are somebody else.
+So a cause says what went on meanwhile, not what would have to be faster: that is the critical path's to say, the chain
+of spans, each of which waited for the one before, that ends with the step. A group works while any of its lanes does;
+with several, such as engines, each lane has an account of its own as well, in which the other lanes are somebody else.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from rlsys.observe.records import StepTimeline
@@ -43,28 +44,26 @@ class Activity(StrEnum):
     """What somebody does, or waits for."""
 
     generation = "generation"
-    search = "search"  # An episode of some group searches, and none of any group generates
+    search = "search"
+    """An episode of some group searches, and none of any group generates."""
     rollout = "rollout"
     """Episodes are under way and neither generate nor search, or nobody noted which (groups that were given up)."""
     reward = "reward"
     logprob = "logprob"
     values = "values"
     training = "training"
-    sync = "sync"  # New weights, on their way or being put to use
-    switch = "switch"  # Groups that share devices leave and take them
+    sync = "sync"
+    switch = "switch"
     checkpoint = "checkpoint"
     evaluation = "evaluation"
-    other = "other"  # Nothing that has a span: the driver's own work
+    other = "other"
+    """Nothing that has a span: the driver's own work."""
 
 
-_WORDS = {
-    Activity.generation: "generation",
-    Activity.search: "search",
+_WORDS = {activity: activity.value for activity in Activity} | {
     Activity.rollout: "episodes between turns",
     Activity.reward: "rewards",
     Activity.logprob: "log-probs",
-    Activity.values: "values",
-    Activity.training: "training",
     Activity.sync: "new weights",
     Activity.switch: "a change of places on the devices",
     Activity.checkpoint: "a checkpoint",
@@ -72,18 +71,13 @@ _WORDS = {
     Activity.other: "what was not traced",
 }
 """For people: "waits for ..."."""
-_DONE_IN = {
+_STAGES = (Activity.reward, Activity.logprob, Activity.values, Activity.sync, Activity.switch, Activity.checkpoint)
+_DONE_IN: dict[str, Activity] = {activity.value: activity for activity in _STAGES} | {
     GENERATE_SPAN: Activity.generation,
     SEARCH_SPAN: Activity.search,
     ROLLOUT_SPAN: Activity.rollout,
     "eval.episode": Activity.evaluation,
-    "reward": Activity.reward,
-    "logprob": Activity.logprob,
-    "values": Activity.values,
     "train": Activity.training,
-    "sync": Activity.sync,
-    "switch": Activity.switch,
-    "checkpoint": Activity.checkpoint,
 }
 """Name of a span, or its stage -> what is done in it."""
 _CYCLE = (
@@ -93,35 +87,14 @@ _CYCLE = (
     (Activity.training,),
     (Activity.sync,),
 )
-_ORDER = {
-    Activity.rollout: 0,
-    Activity.reward: 1,
-    Activity.logprob: 2,
-    Activity.values: 2,
-    Activity.training: 3,
-}
+_ORDER = {Activity.rollout: 0, Activity.reward: 1, Activity.logprob: 2, Activity.values: 2, Activity.training: 3}
 """A group of episodes passes through these one after the other."""
 _PLACE = {"rollout": 0, "inference": 2, "critic": 3, "actor": 3}
-GROUPS = ("actor", "critic", "inference", "rollout")  # Groups whose time is accounted for
-_WORK = (
-    Activity.training,
-    Activity.values,
-    Activity.logprob,
-    Activity.generation,
-    Activity.evaluation,
-    Activity.checkpoint,
-)
-"""What a group may do, the first of which counts where it does several."""
-_TRANSFER_SPAN, _SWITCH_SPAN, _SCORES_SPAN, _APPLY_SPAN = (
-    "sync.transfer",
-    "sync.switch",
-    "logprob.compute",
-    "train.apply",
-)
-_LAST_SPANS = (_APPLY_SPAN, _TRANSFER_SPAN, _SWITCH_SPAN)  # What a step may end with
+GROUPS = ("actor", "critic", "inference", "rollout")
+"""Groups whose time is accounted for."""
+_TRANSFER_SPAN, _SWITCH_SPAN, _SCORES_SPAN = "sync.transfer", "sync.switch", "logprob.compute"
+_APPLY_SPAN = "train.apply"
 _DERIVED = (GENERATE_SPAN, SEARCH_SPAN)
-_NAMED_CAUSES = 3  # In a sentence
-_DIGITS = 6  # Of seconds in a file
 
 _Claim = tuple[bool, Activity, Sequence[Interval]]
 """Whether it is the group's own work, what it is, and when it went on."""
@@ -134,9 +107,12 @@ class Link:
     name: str
     group: str
     lane: str
-    start_s: float  # Since the step began
-    parts: Mapping[Activity, float]  # Its seconds, by what was done in them; more than one for episodes
-    waited_s: float  # Between the end of the link before, or the step's begin, and this one's
+    start_s: float
+    """Since the step began."""
+    parts: Mapping[Activity, float]
+    """Its seconds, by what was done in them; more than one for episodes."""
+    waited_s: float
+    """From the end of the link before, or the step's begin."""
     questions: tuple[str, ...]
 
     @property
@@ -147,10 +123,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """Links in order of time."""
+    """Links in order of time, and seconds from the end of the last one, or the begin of the step, to its end."""
 
     links: tuple[Link, ...]
-    rest_s: float  # From the end of the last link to that of the step; without a link the whole step
+    rest_s: float
 
     @property
     def seconds(self) -> dict[Activity, float]:
@@ -174,10 +150,10 @@ class TimeUse:
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """A group's time."""
+    """A group's time, and that of each lane, where there are several."""
 
     use: TimeUse
-    lanes: Mapping[str, TimeUse]  # Of each lane, where there are several
+    lanes: Mapping[str, TimeUse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +168,11 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TimeReport:
-    """All steps, and their sum."""
+    """All steps, and over all of them the groups' time and the seconds of the critical paths."""
 
     steps: tuple[StepTime, ...]
-    groups: Mapping[str, TimeUse]  # Over all steps
-    path: Mapping[Activity, float]  # Seconds of all critical paths
+    groups: Mapping[str, TimeUse]
+    path: Mapping[Activity, float]
 
     def sentences(self) -> list[str]:
         """Where the run waits and what decides the length of its steps, in plain words; none without a step."""
@@ -234,26 +210,22 @@ def time_report(steps: Iterable[StepTimeline]) -> TimeReport:
 
 def as_json(report: TimeReport) -> dict[str, Any]:
     """The report as JSON holds it, with what each activity is called; seconds to the microsecond."""
-    return {
-        "activities": {activity.value: _WORDS[activity] for activity in Activity},
-        "sentences": report.sentences(),
-        "groups": _rounded({group: asdict(use) for group, use in report.groups.items()}),
-        "path": _rounded(report.path),
-        "steps": [
-            {
-                "step": account.step,
-                "seconds": round(account.seconds, _DIGITS),
-                "groups": {
-                    group: _rounded(
-                        {**asdict(time.use), "lanes": {lane: asdict(use) for lane, use in time.lanes.items()}}
-                    )
-                    for group, time in account.groups.items()
-                },
-                "path": _rounded({"seconds": account.path.seconds, **asdict(account.path)}),
-            }
-            for account in report.steps
-        ],
-    }
+    steps = [
+        {
+            "step": account.step,
+            "seconds": account.seconds,
+            "groups": {
+                group: {**asdict(time.use), "lanes": asdict(time)["lanes"]} for group, time in account.groups.items()
+            },
+            "path": {"seconds": account.path.seconds, **asdict(account.path)},
+        }
+        for account in report.steps
+    ]
+    activities = {activity.value: _WORDS[activity] for activity in Activity}
+    groups = {group: asdict(use) for group, use in report.groups.items()}
+    known = {"activities": activities, "sentences": report.sentences(), "groups": groups, "path": report.path}
+    rounded: dict[str, Any] = _rounded({**known, "steps": steps})
+    return rounded
 
 
 def _rounded(value: Any) -> Any:
@@ -262,7 +234,7 @@ def _rounded(value: Any) -> Any:
         return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
-    return round(value, _DIGITS) if isinstance(value, float) else value
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def _added(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
@@ -277,7 +249,7 @@ def _added(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
 
 def _shares(seconds: Mapping[Activity, float], total: float) -> list[str]:
     """The largest shares of `total`, of at least a hundredth."""
-    largest = sorted(seconds.items(), key=lambda item: -item[1])[:_NAMED_CAUSES]
+    largest = sorted(seconds.items(), key=lambda item: -item[1])[:3]
     return [f"{_WORDS[activity]} ({spent / total:.0%})" for activity, spent in largest if spent >= total / 100]
 
 
@@ -324,29 +296,23 @@ class _Work:
 
 
 def _group_time(group: str, work: _Work, window: Interval) -> GroupTime:
-    lanes = work.lanes(group)
-    return GroupTime(
-        _use(_claims(group, None, work), window),
-        {lane: _use(_claims(group, lane, work), window) for lane in lanes} if len(lanes) > 1 else {},
-    )
+    lanes = work.lanes(group) if len(work.lanes(group)) > 1 else []
+    of_lanes = {lane: _use(_claims(group, lane, work), window) for lane in lanes}
+    return GroupTime(_use(_claims(group, None, work), window), of_lanes)
 
 
 def _claims(group: str, lane: str | None, work: _Work) -> Iterator[_Claim]:
     """All that may have kept `group`, or this lane of it, in order of precedence."""
-    for activity in _WORK:
+    training = (Activity.training, Activity.values, Activity.logprob)
+    for activity in (*training, Activity.generation, Activity.evaluation, Activity.checkpoint):
         yield True, activity, work.own(group, lane, activity)
     yield False, Activity.search, work.own(group, lane, Activity.search)
     yield True, Activity.rollout, work.own(group, lane, Activity.rollout)
     yield False, Activity.sync, work.transfers
-    for activity in (Activity.switch, *_upstream(group), Activity.checkpoint, Activity.evaluation):
+    # What is before the group in the cycle, the nearest first; once around.
+    layers = [_CYCLE[(_PLACE[group] - steps) % len(_CYCLE)] for steps in range(1, len(_CYCLE) + 1)]
+    for activity in (Activity.switch, *chain.from_iterable(layers), Activity.checkpoint, Activity.evaluation):
         yield False, activity, work.anywhere[activity]
-
-
-def _upstream(group: str) -> tuple[Activity, ...]:
-    """What `group`, one of `GROUPS`, waits for in the cycle, the nearest before it first; once around."""
-    place = _PLACE[group]
-    back = (_CYCLE[(place - steps) % len(_CYCLE)] for steps in range(1, len(_CYCLE) + 1))
-    return tuple(activity for layer in back for activity in layer)
 
 
 def _use(claims: Iterable[_Claim], window: Interval) -> TimeUse:
@@ -362,16 +328,14 @@ def _use(claims: Iterable[_Claim], window: Interval) -> TimeUse:
 def critical_path(step: StepTimeline) -> CriticalPath:
     """The path of `step`; without links if nothing that a step ends with was recorded in its window.
 
-    It is walked from the end. The step ends with the last of its weights' transfer, its switch or its optimiser steps; what
-    a span waited for is, of all that `leads_to` says it may have waited for, what ended last before it began. Time that no
-    span of the chain covers, such as the driver's own, is `other`. So the path covers the window exactly once: had a span
-    on it been shorter, with the rest as it was, the step could have been.
+    It is walked from the end. The step ends with the last of its weights' transfer, its switch or its optimiser steps;
+    what a span waited for is, of all that `leads_to` says it may have waited for, what ended last before it began. Time
+    that no span of the chain covers, such as the driver's own, is `other`. So the path covers the window exactly once:
+    had a span on it been shorter, with the rest as it was, the step could have been.
     """
     window = step.window
-    spans = sorted(
-        (span for span in step.spans if window[0] < span.end_ns <= window[1] and span.name not in _DERIVED),
-        key=lambda span: (span.end_ns, span.start_ns),
-    )
+    spans = [span for span in step.spans if window[0] < span.end_ns <= window[1] and span.name not in _DERIVED]
+    spans.sort(key=lambda span: (span.end_ns, span.start_ns))
     derived = [span for span in step.spans if span.name in _DERIVED]
     links, end = [], window[0]
     for span, begin in reversed(_chain(spans, step)):
@@ -384,12 +348,11 @@ def critical_path(step: StepTimeline) -> CriticalPath:
 
 
 def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
-    """Whether `after` may have waited for `before`, which ended earlier.
+    """True if `after` may have waited for `before`, which ended earlier.
 
     It may for its own input, for its group (calls of one follow each other), for weights, for room in the engines, and
     on shared devices for whoever was there. Learners wait for each other; with `scored_first` their optimiser steps may
-    also wait for scores, of whatever question. Of recordings that do not say which questions a span worked on, any may
-    have been the input.
+    also wait for scores, of whatever question.
     """
     done, due = _activity_of(before), _activity_of(after)
     if Activity.switch in (done, due) or done is due is Activity.training:
@@ -411,7 +374,7 @@ def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
 
 
 def _feeds(before: Span, after: Span) -> bool:
-    """Whether some episode may have come from `before` to `after`."""
+    """True if some episode may have come from `before` to `after`; of spans without questions, any may have."""
     places = _ORDER.get(_activity_of(before)), _ORDER.get(_activity_of(after))
     if places[0] is None or places[1] is None or places[0] >= places[1] or "error" in before.args:
         return False
@@ -427,7 +390,8 @@ def _chain(spans: Sequence[Span], step: StepTimeline) -> list[tuple[Span, int]]:
     ends = [span.end_ns for span in spans]
     # A span of no length ends when it begins: going down the list, the walk ends all the same.
     at = len(spans) - 1
-    while at >= 0 and not (spans[at].name in _LAST_SPANS and spans[at].args.get("step") == step.step):
+    last = (_APPLY_SPAN, _TRANSFER_SPAN, _SWITCH_SPAN)
+    while at >= 0 and not (spans[at].name in last and spans[at].args.get("step") == step.step):
         at -= 1
     scored_first = any(span.name == "values.compute" for span in spans)
     chain: list[tuple[Span, int]] = []
@@ -446,12 +410,12 @@ def _chain(spans: Sequence[Span], step: StepTimeline) -> list[tuple[Span, int]]:
 
 
 def _held_up(spans: Sequence[Span], at: int) -> tuple[list[tuple[Span, int]], int]:
-    """Log-probs, of which the last is at `at`, that a transfer waited for though it could have begun.
+    """Log-probs, of which the last is at `at`, that a transfer waited for though it could have begun; and where the
+    path goes on.
 
     These are of groups that a later step trains on, where a schedule runs ahead: the step waits for them only from when
-    the transfer could have begun, which is the later of its optimiser steps' and the last switch's end. Also where the
-    path goes on: with that one, not with the episodes of another step; with `at`, and nothing held up, where it was not
-    recorded.
+    the transfer could have begun, at the later of its optimiser steps' and the last switch's end. The path goes on with
+    that one, not with the episodes of another step; with `at`, and nothing held up, where it was not recorded.
     """
     free = next((place for place in range(at, -1, -1) if spans[place].name in (_APPLY_SPAN, _SWITCH_SPAN)), None)
     if free is None:

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlsys.apps.api.questions import Files, read_data, training_files
+from rlsys.apps.api.arguments import Files, read_data, training_files
 from rlsys.data.question import Question, read_questions, search_prompt
 from rlsys.errors import UserError
 

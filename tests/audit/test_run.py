@@ -14,7 +14,7 @@ from rlsys.apps.cli.runs import audit as app
 from rlsys.config.schema import TokenMode
 from rlsys.errors import UserError
 from rlsys.observe.kept import Kept, kept_file, write_kept
-from rlsys.report.audit.token_audit import as_json, audit
+from rlsys.report.token_audit import as_json, audit
 from tests.agent.bpe import build_tokenizer
 from tests.audit.episodes import CODEC, TOKENIZER, played
 

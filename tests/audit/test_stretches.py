@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.report.audit.retokenising import CutPlace, Stretch, place_of, spans_of, stretches
+from rlsys.report.token_audit import CutPlace, Stretch, place_of, spans_of, stretches
 
 LENGTH = 12
 CUTS = st.sets(st.integers(1, LENGTH - 1))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import TokenMode
 from rlsys.observe.kept import Kept
-from rlsys.report.audit.retokenising import OtherTokeniser
-from rlsys.report.audit.token_audit import as_json, audit
+from rlsys.report.token_audit import OtherTokeniser, as_json, audit
 from tests.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
 
 RETOKENIZE, APPEND = TokenMode.retokenize, TokenMode.append

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rlsys.apps.chat.conversation import Opened
 from rlsys.apps.chat.web import create_app
-from rlsys.apps.evaluation.baselines import EngineName
+from rlsys.apps.evaluation.evaluation_inputs import EngineName
 from rlsys.search.address import own_names
 from tests.chat.scripted import Script, Shelf, conversation, task
 from tests.ports import free_port

@@ -7,10 +7,10 @@ from contextlib import aclosing
 
 import pytest
 
-from rlsys.apps.chat.conversation import Conversation
-from rlsys.apps.chat.events import (
+from rlsys.apps.chat.conversation import (
     Acted,
     Asked,
+    Conversation,
     EpisodeEnded,
     Event,
     Failed,

@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of
-from rlsys.apps.chat.conversation import Opened, opened
-from rlsys.apps.chat.events import Acted, Asked, EpisodeEnded, Event, Found, Observed, TextPiece
-from rlsys.apps.evaluation.baselines import EngineName
-from rlsys.apps.evaluation.evaluation_inputs import Model
+from rlsys.apps.chat.conversation import Acted, Asked, EpisodeEnded, Event, Found, Observed, Opened, TextPiece, opened
+from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.config.compose import as_dict, load_config
 from tests.chat.test_settings import write_rows
 from tests.rollout.tiny import Search, search_server

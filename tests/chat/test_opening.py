@@ -19,11 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner, Result
 
 from rlsys.apps.chat.chat_settings import ChatSettings
-from rlsys.apps.chat.conversation import opened
-from rlsys.apps.chat.events import EpisodeEnded, Event, Found, Observed, TextPiece
+from rlsys.apps.chat.conversation import EpisodeEnded, Event, Found, Observed, TextPiece, opened
+from rlsys.apps.chat.web import serve_chat
 from rlsys.apps.cli import chat
-from rlsys.apps.evaluation.baselines import EngineName
-from rlsys.apps.evaluation.evaluation_inputs import Model
+from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.apps.evaluation.execution import asking
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import Question
@@ -214,7 +213,7 @@ async def test_who_can_reach_the_page_is_said_where_others_can(
         pass
 
     monkeypatch.setattr("rlsys.apps.chat.web.serve", served)
-    await chat._serve(Model(POLICY, None), settings, EngineName.transformers, host, 0)
+    await serve_chat(Model(POLICY, None), settings, EngineName.transformers, host, 0)
     assert ("no password is asked for" in capsys.readouterr().err) == shared
 
 

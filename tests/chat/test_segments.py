@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.apps.chat.events import Kind, Segments
+from rlsys.apps.chat.conversation import Kind, Segments
 
 TAGS = {"think": Kind.thought, "search": Kind.search, "answer": Kind.answer}
 BITS = st.sampled_from(

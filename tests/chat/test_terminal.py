@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 from rich.console import Console
 
-from rlsys.apps.chat.events import Asked, EpisodeEnded, Failed, Kind, Observed, TextPiece
+from rlsys.apps.chat.conversation import Asked, EpisodeEnded, Failed, Kind, Observed, TextPiece
 from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.apps.data.unpack import unpack
+from examples.searchr1.unpack import unpack
 from rlsys.errors import RunError
 
 CONTENT = b'{"id": 1}\n' + random.Random(0).randbytes(100_000) * 3
@@ -73,7 +73,7 @@ def test_a_damaged_archive_leaves_nothing(tmp_path: Path, damaged: bytes, messag
 ATTACK = """
 import resource, signal, sys
 from pathlib import Path
-from rlsys.apps.data.unpack import unpack
+from examples.searchr1.unpack import unpack
 from rlsys.errors import RunError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 27, 1 << 27))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.apps.evaluation.baselines import Baseline, limits_of, prompted, require_texts, with_passages
+from rlsys.apps.evaluation.evaluation_inputs import Baseline
+from rlsys.apps.evaluation.execution import limits_of, prompted, require_texts, with_passages
 from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question, search_prompt
 from rlsys.errors import RunError, UserError, root_cause

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.apps.evaluation.baselines import Baseline, EngineName, How
+from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, How
 from rlsys.apps.evaluation.execution import require_its_weights, run_evaluation
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
@@ -42,7 +42,7 @@ def config(server: tiny.Search, tmp_path: Path) -> RunConfig:
 
 @pytest.mark.engine
 async def test_both_engines_answer_alike(config: RunConfig) -> None:
-    sglang = await run_evaluation(config, QUESTIONS)
+    sglang = await run_evaluation(config, QUESTIONS, How())
     transformers = await run_evaluation(config, QUESTIONS, How(TRANSFORMERS))
     assert [one.trajectory.response for one in sglang.answered] == [
         one.trajectory.response for one in transformers.answered

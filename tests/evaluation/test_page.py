@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from rlsys.apps.evaluation.result_files import POLICY, render_page
-from rlsys.apps.evaluation.set_figures import summarise
+from rlsys.apps.evaluation.results import POLICY, render_page, summarise
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation

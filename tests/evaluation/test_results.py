@@ -9,10 +9,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlsys.apps.evaluation.baselines import Baseline, EngineName, How
-from rlsys.apps.evaluation.evaluation_inputs import EvaluationInputs, Model, Source
-from rlsys.apps.evaluation.result_files import ANSWERS, PAGE, PARTIAL, RESULTS, noting, settings_of, write_results
-from rlsys.apps.evaluation.set_figures import render_table, summarise
+from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, EvaluationInputs, How, Model, Source
+from rlsys.apps.evaluation.results import (
+    ANSWERS,
+    PAGE,
+    PARTIAL,
+    RESULTS,
+    noting,
+    render_table,
+    settings_of,
+    summarise,
+    write_results,
+)
 from rlsys.config.schema import EvalConfig, RunConfig, TaskConfig
 from rlsys.data.trajectory import Action
 from rlsys.orchestrator.evaluation.heldout import Evaluation

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.apps.data.prepare import SETS
-from rlsys.apps.evaluation.evaluation_inputs import TITLES, find_sources, questions_of
+from rlsys.apps.evaluation.evaluation_inputs import find_sources, questions_of
 from rlsys.config.schema import EvalConfig, RunConfig
 from rlsys.errors import UserError
 
@@ -20,10 +19,6 @@ def write(file: Path, *sources: str) -> Path:
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def test_every_public_set_has_a_title() -> None:
-    assert list(TITLES) == list(SETS)
 
 
 def test_the_reported_split_is_asked_whatever_else_is_there(tmp_path: Path) -> None:

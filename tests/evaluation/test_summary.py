@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.apps.evaluation.set_figures import average, summarise, tries
+from rlsys.apps.evaluation.results import average, summarise, tries
 from rlsys.data.trajectory import Action
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import bootstrap, wilson

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rlsys.apps.evaluation.transformers_generator import TransformersGenerator
+from rlsys.apps.evaluation.execution import TransformersGenerator
 from rlsys.config.schema import Device, Dtype
 from rlsys.errors import UserError
 from rlsys.rollout.agent.episode import Generation, TurnSampling

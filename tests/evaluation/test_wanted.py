@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.apps.evaluation.baselines import Baseline
-from rlsys.apps.evaluation.evaluation_inputs import EvaluationInputs, find_inputs
+from rlsys.apps.evaluation.evaluation_inputs import Baseline, EvaluationInputs, find_inputs
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError

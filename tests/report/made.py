@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rlsys.apps.evaluation.result_files import RESULTS, write_results
+from rlsys.apps.evaluation.results import RESULTS, write_results
 from rlsys.observe.environment import Life
 from rlsys.observe.kept import Kept, KeptTurn, write_kept
 from rlsys.observe.records import TIMELINE, LineLog, timeline_row

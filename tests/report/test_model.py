@@ -21,8 +21,7 @@ from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept, read_kept_step, read_row
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
-from rlsys.report.run_model import ANSWERS, Memory, build, flat, read_chunk
-from rlsys.report.trajectories import CHUNK, runs_of
+from rlsys.report.run_model import ANSWERS, CHUNK, Memory, build, flat, read_chunk, runs_of
 from tests.damage import DAMAGES, LEVELS, holding
 from tests.evaluation.answers import SEARCH, answered, asked, turn
 from tests.report.made import Maker, Size, add_measured, made_run

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.report.spread import ERROR, LEAST, QUANTILES, Spread, joined, spread, tally
+from rlsys.report.drift import ERROR, LEAST, QUANTILES, Spread, joined, spread, tally
 
 NUMBERS = st.lists(st.floats(-30.0, 30.0) | st.just(float("nan")) | st.floats(-1e-6, 1e-6), max_size=30)
 

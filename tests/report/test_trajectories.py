@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlsys.report.trajectories import TrajectoryIndex, row_of
+from rlsys.report.run_model import TrajectoryIndex, row_of
 from tests.report.made import Maker
 
 

@@ -171,7 +171,7 @@ def run_watch(port: int) -> None:
     """The live page of a run that has just begun."""
     import tempfile
 
-    from rlsys.report.watch.watch_server import serve_run
+    from rlsys.report.watch import serve_run
     from tests.watch.folder import write_run
 
     with tempfile.TemporaryDirectory() as folder:

@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rlsys.report.watch.live import LiveRun
-from rlsys.report.watch.watch_server import create_app
+from rlsys.report.watch import LiveRun, create_app
 from tests.watch.folder import add_step, write_run, write_status
 
 LOADS = 40

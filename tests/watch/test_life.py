@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.report.life import QUIET_S, SILENT_S, Phase, life_of
+from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, life_of
 
 STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": "here"}
 

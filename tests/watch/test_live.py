@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlsys.errors import UserError
-from rlsys.report.life import QUIET_S
-from rlsys.report.watch.live import REST, LiveRun
+from rlsys.report.run_model import QUIET_S
+from rlsys.report.watch import REST, LiveRun
 from tests.damage import DAMAGES, OBJECTS
 from tests.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
 
@@ -141,7 +141,7 @@ def test_the_audit_is_left_to_the_end(
         asked.append(audited)
         return {}
 
-    monkeypatch.setattr("rlsys.report.watch.live.Memory.build", build)
+    monkeypatch.setattr("rlsys.report.watch.Memory.build", build)
     folder = write_run(tmp_path / "run")
     write_status(folder, ended=ended)
     LiveRun(folder).data()

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.status import WAIT_PREFIX
-from rlsys.report.life import Phase, RunLife
-from rlsys.report.watch.exposition import exposition
+from rlsys.report.run_model import Phase, RunLife
+from rlsys.report.watch import exposition
 from tests.watch.folder import add_evaluation, add_step, write_run, write_status
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

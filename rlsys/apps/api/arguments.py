@@ -1,37 +1,40 @@
-"""The arguments of the Python API as settings of the command line, and the folder of the model that they name.
+"""The arguments of the Python API as settings of the command line and as files of questions, and the model's folder.
 
-Contract: composing `RunSettings.overrides` over its config, as `rlsys train` does, gives the run's config; nothing else
-decides it. A key that an argument gives is not given again by `overrides`, so no setting loses in silence.
+Composing `RunSettings.overrides` over its config, as `rlsys train` does, gives the run's config; nothing else decides
+it. A key that an argument gives is not given again by `overrides`, so no setting loses in silence. A file of questions
+that a run can read is used as it is; what has to be written is named by its content, so that a run that resumes finds
+it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from traceback import walk_stack
 from typing import Any, get_type_hints
 
+from rlsys.apps.data import prepare
 from rlsys.config.schema import RewardConfig, RunConfig
+from rlsys.data.question import Question, question_of, read_rows
 from rlsys.errors import RunError, UserError
+from rlsys.files import write_atomically
 
 CPU = "cpu"
 """In place of devices: none."""
 Devices = int | Sequence[int] | str
 """So many devices of this machine, their ranks, or "cpu"."""
-
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_/.-]*")
-_WORDS = ("null", "true", "false", "nan", "inf")
-"""Words that Hydra reads as something else than text."""
-_BATCH = "trainer.prompts_per_step"
+Data = str | Path | Sequence[Mapping[str, Any]] | Sequence[Question]
+"""A file (jsonl, parquet, csv, tsv), rows, or questions."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """Weights in safetensors, and what belongs to them: nothing that holds the same weights again."""
-_SMALLEST_APART = 3
-"""Devices from which on every group has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class RunSettings:
     @property
     def lasting(self) -> tuple[str, ...]:
         """The settings that hold after the run too."""
-        return tuple(one for one in self.overrides if _key(one) not in self.passing)
+        return tuple(setting for setting in self.overrides if _key(setting) not in self.passing)
 
     def command(self, *words: str) -> str:
         """The command line that takes them, such as `command("rlsys", "train")`."""
@@ -69,13 +72,11 @@ class Given:
 
 def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[str]) -> RunSettings:
     """The settings of all arguments, then the user's own. Raises UserError for one that is given twice."""
-    by_key = {key: one.argument for one in given for key in one.values}
     for override in overrides:
-        for key, argument in by_key.items():
-            if _sets(override, key):
-                raise UserError(f"overrides: {override} is what {argument} says already: give it as {argument} alone.")
-    made = [f"{key}={quoted(value)}" for one in given for key, value in one.values.items()]
-    passing = frozenset(key for one in given if one.passing for key in one.values)
+        for argument in (known.argument for known in given for key in known.values if _sets(override, key)):
+            raise UserError(f"overrides: {override} is what {argument} says already: give it as {argument} alone.")
+    made = [f"{key}={quoted(value)}" for known in given for key, value in known.values.items()]
+    passing = frozenset(key for known in given if known.passing for key in known.values)
     return RunSettings(config, (*made, *overrides), passing)
 
 
@@ -101,7 +102,8 @@ def quoted(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(quoted, value))}]"
     text = str(value)
-    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+    is_plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9_/.-]*", text)
+    if is_plain and text.lower() not in ("null", "true", "false", "nan", "inf"):  # Which Hydra reads as no text.
         return text
     # `\${` keeps OmegaConf from looking for what is meant; there, as before a quote, each backslash is written twice.
     told = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
@@ -120,19 +122,14 @@ def of_devices(devices: Devices | None) -> dict[str, Any]:
     if devices == CPU:
         return {"profile": "cpu", "cluster": "three_slots"}
     ranks = _ranks(devices)
-    if len(ranks) < _SMALLEST_APART:
-        everywhere = _listed(ranks)
-        placed = dict.fromkeys(("actor", "inference", "rollout"), everywhere)
-        chosen = {"cluster": "one_gpu", "trainer.schedule.kind": "sequential"}
+    if len(ranks) < 3:
+        placed, chosen = [ranks] * 3, {"cluster": "one_gpu", "trainer.schedule.kind": "sequential"}
     else:
         training, scoring = len(ranks) // 2, max(1, len(ranks) // 8)
-        placed = {
-            "actor": _listed(ranks[:training]),
-            "inference": _listed(ranks[training : training + scoring]),
-            "rollout": _listed(ranks[training + scoring :]),
-        }
+        placed = [ranks[:training], ranks[training : training + scoring], ranks[training + scoring :]]
         chosen = {"cluster": "one_node_8"}
-    placement = {f"cluster.placement.{group}": where for group, where in placed.items()}
+    groups = zip(("actor", "inference", "rollout"), placed, strict=True)
+    placement = {f"cluster.placement.{group}": _listed(where) for group, where in groups}
     return {"profile": "gpu", **chosen, "cluster.devices_per_node": max(ranks) + 1, **placement}
 
 
@@ -153,7 +150,7 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
         if name == "terms" or is_dataclass(hint):
             if not isinstance(value, Mapping):
                 raise UserError(f"reward_config: {name}={value!r} must be a mapping, such as {name}={{...}}.")
-            known = {one.name for one in fields(hint)} if is_dataclass(hint) else set(value)
+            known = {field.name for field in fields(hint)} if is_dataclass(hint) else set(value)
             if unknown := sorted(set(value) - known):
                 raise UserError(f"reward_config: {name} has no {unknown[0]}: it has {', '.join(sorted(known))}.")
             settings |= {f"reward.{name}.{key}": inner for key, inner in value.items()}
@@ -176,12 +173,12 @@ def of_batch(batch_size: int | None, mini_batches: int) -> dict[str, Any]:
     if type(batch_size) is not int or batch_size < 1:
         raise UserError(f"batch_size={batch_size!r} is no number of questions: give a whole one, 1 or more.")
     lowered = {"trainer.mini_batches": batch_size} if mini_batches > batch_size else {}
-    return {_BATCH: batch_size, **lowered}
+    return {"trainer.prompts_per_step": batch_size, **lowered}
 
 
 def fitting_batch(config: RunConfig, overrides: Sequence[str], questions: int) -> int | None:
     """For a run of fewer questions than a step of `config` takes: all of them. None where it can stay, or was asked for."""
-    asked = any(_sets(one, _BATCH) for one in overrides)
+    asked = any(_sets(override, "trainer.prompts_per_step") for override in overrides)
     return None if asked or questions >= config.trainer.prompts_per_step else questions
 
 
@@ -189,7 +186,7 @@ def _ranks(devices: Devices) -> list[int]:
     if type(devices) is int:
         devices = range(devices)
     if isinstance(devices, Sequence) and not isinstance(devices, str):
-        ranks = [one for one in devices if type(one) is int and one >= 0]
+        ranks = [rank for rank in devices if type(rank) is int and rank >= 0]
         if ranks and len(set(ranks)) == len(devices):
             return sorted(ranks)
     raise UserError(
@@ -199,13 +196,8 @@ def _ranks(devices: Devices) -> list[int]:
 
 def _listed(ranks: Sequence[int]) -> str:
     """Ascending ranks as a placement writes them: "0-3", "4", "0-1,4"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda place: place[1] - place[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def model_folder(name: str | Path) -> Path:
@@ -218,20 +210,18 @@ def model_folder(name: str | Path) -> Path:
         return path
     from huggingface_hub import errors, snapshot_download
 
+    mistakes: dict[type[Exception], str] = {
+        errors.HFValidationError: "is neither a folder nor the name of a model: give a Hugging Face folder, or a name such as "
+        "Qwen/Qwen2.5-3B-Instruct.",
+        errors.GatedRepoError: "is gated: ask for access on its page, then set HF_TOKEN.",
+        errors.RepositoryNotFoundError: "is no folder here, and on the Hub it does not exist or is private: check the name, or "
+        "set HF_TOKEN.",
+    }
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(_MODEL_FILES)))
-    except errors.HFValidationError as problem:
-        raise UserError(
-            f"model {name} is neither a folder nor the name of a model: give a Hugging Face folder, or a name such as "
-            "Qwen/Qwen2.5-3B-Instruct."
-        ) from problem
-    except errors.GatedRepoError as problem:
-        raise UserError(f"model {name} is gated: ask for access on its page, then set HF_TOKEN.") from problem
-    except errors.RepositoryNotFoundError as problem:
-        raise UserError(
-            f"model {name} is no folder here, and on the Hub it does not exist or is private: check the name, or set "
-            "HF_TOKEN."
-        ) from problem
+    except tuple(mistakes) as problem:
+        sentence = next(sentence for kind, sentence in mistakes.items() if isinstance(problem, kind))
+        raise UserError(f"model {name} {sentence}") from problem
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as problem:
         reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise RunError(
@@ -245,3 +235,116 @@ def note(text: str) -> None:
     names = (str(frame.f_globals.get("__name__", "")) for frame, _ in walk_stack(sys._getframe()))
     outside = (level for level, name in enumerate(names, start=1) if name.partition(".")[0] != "rlsys")
     warnings.warn(text, stacklevel=next(outside, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Questions that were read and checked."""
+
+    name: str
+    """For sentences and names of files."""
+    rows: tuple[Mapping[str, Any], ...]
+    """As a run reads them (see `rlsys.data.question`)."""
+    texts: tuple[str, ...]
+    """The question of each row."""
+    file: Path | None
+    """A file of these very rows; None where they have to be written."""
+
+    def path(self, folder: Path) -> Path:
+        """The file of them, which is written to `folder` if there is none."""
+        return self.file or _write_rows(self.rows, folder, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files that a run reads. No question is in both."""
+
+    train: Path
+    """Questions to train on."""
+    heldout: Path
+    """Questions to evaluate on."""
+    questions: int
+    """Number of those to train on."""
+    dropped: int = 0
+    """Number of those given to train on that were held out too, and are not trained on."""
+
+
+def training_files(train: Data, heldout: Data | None, count: int | None, seed: int, folder: Path) -> Files:
+    """Files to train on and to evaluate on. Without `heldout`, `count` questions of `train` are (see `apps.data.prepare.split`).
+
+    Raises UserError for what is no question, naming its place.
+    """
+    trained = read_data(train, "train_data")
+    if heldout is None:
+        kept, held = prepare.divide(trained.rows, prepare.split(trained.texts, count, seed, trained.name))
+        path = _write_rows(kept, folder, f"{trained.name}-train")
+        return Files(path, _write_rows(held, folder, f"{trained.name}-heldout"), len(kept))
+    if count is not None:
+        raise UserError(f"holdout={count} and eval_data both say what is held out: give one of them.")
+    asked = read_data(heldout, "eval_data")
+    kept, dropped = prepare.divide(trained.rows, prepare.apart(trained.texts, asked.texts, "train_data", "eval_data"))
+    path = _write_rows(kept, folder, f"{trained.name}-train") if dropped else trained.path(folder)
+    return Files(path, asked.path(folder), len(kept), len(dropped))
+
+
+def read_data(data: Data, name: str) -> Rows:
+    """Questions in any of their forms; `name` is the argument's, for sentences."""
+    if isinstance(data, str | Path):
+        path = Path(data)
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise UserError(f"{path} {what}: give a jsonl, parquet, csv or tsv file of questions.")
+        if path.suffix not in (".csv", ".tsv"):
+            return _checked(path, list(read_rows(path)), path)
+        with TemporaryDirectory() as folder:
+            made = prepare.prepare_file(path, path.stem, "train", Path(folder) / "rows.jsonl").path
+            return _checked(path, list(read_rows(made)), None)
+    if not isinstance(data, Sequence):
+        raise UserError(f"{name} is a {type(data).__name__}: give a path, a list of rows or a list of questions.")
+    rows = [prepare.search_r1_row(row, row.extra) if isinstance(row, Question) else row for row in data]
+    lines = [(line, _plain(row, f"{name}, line {line}")) for line, row in enumerate(rows, start=1)]
+    return _checked(Path(name), lines, None)
+
+
+def _write_rows(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> Path:
+    """Write rows to the file of `folder` that their content names."""
+    text = "".join(prepare.json_line(row, name) for row in rows)
+    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    if not path.is_file():
+        write_atomically(path, text)
+    return path
+
+
+def _checked(source: Path, lines: Sequence[tuple[int, Any]], file: Path | None) -> Rows:
+    rows = [_native(row) for _, row in lines]
+    questions = [question_of(source, line, row) for (line, _), row in zip(lines, rows, strict=True)]
+    if not rows:
+        raise UserError(f"{source} holds no question: give one at least.")
+    as_read = all(row is before for row, (_, before) in zip(rows, lines, strict=True))
+    texts = tuple(question.text or question.prompt for question in questions)
+    return Rows(source.stem, tuple(rows), texts, file if as_read else None)
+
+
+def _native(row: Any) -> Any:
+    """A row that `data.question` reads: the very same one if it is, else one with the names that it knows."""
+    if not isinstance(row, Mapping) or row.get("prompt") is not None:
+        return row
+    fields_of = (prepare.QUESTION_FIELDS, prepare.ANSWER_FIELDS)
+    question, answers = (next((name for name in names if row.get(name) is not None), None) for names in fields_of)
+    if question is None or answers is None or (question, answers) == ("question", "golden_answers"):
+        return row
+    rest = {key: value for key, value in row.items() if key not in (question, answers)}
+    return {**rest, "question": row[question], "golden_answers": row[answers]}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` in the types of JSON; scalars and arrays of numpy are numbers, texts and lists of them."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, where) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, where) for inner in value]
+    raise UserError(f"{where} holds a {type(value).__name__}, which JSON cannot: leave it out, or write it as text.")

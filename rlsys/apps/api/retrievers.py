@@ -1,11 +1,9 @@
 """The searches of a run: an own index by vectors or by words, the web, or a server that is running already.
 
-A retriever is a description; nothing runs until a run or an evaluation needs it. Then what it takes is started, and ended
-with that run, however it ends. Everything is refused with UserError as soon as it can be seen to be wrong.
-
-Beside an index of own documents lie `<index>.documents.jsonl` (documents that were given as values) and
-`<index>.passages.jsonl`, what the index was built from. The same documents give the same bytes, so an index of them is found
-again and not built twice.
+A retriever is a description: what it takes is started when a run or an evaluation needs it, and ended with that. Beside
+an index of own documents lie `<index>.documents.jsonl` (documents that were given as values) and
+`<index>.passages.jsonl`. The same documents give the same bytes, so an index of them is found again and not built
+twice.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from rlsys.search.server_process import SearchServer, child_environment
 if TYPE_CHECKING:  # Building loads libraries of seconds.
     from rlsys.search.index.make import IndexRecipe
 
-START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 180.0
 """For a server that is started here to answer."""
 CHUNK_WORDS = 100
 """Words of a passage, as in the Wikipedia of 2018 that Search-R1 searches."""
@@ -131,7 +129,6 @@ class DenseRetriever(_IndexRetriever):
             device: where the encoder computes, now and in searches.
         """
         _require_count("top_k", top_k)
-        _require_count("chunk_size", chunk_size, "words")
         _require_device(device)
         settings = {"encoder": embedding_model, "device": device}
         _index_documents(cls.KIND, documents, Path(index_path), settings, chunk_size)
@@ -141,16 +138,14 @@ class DenseRetriever(_IndexRetriever):
     def serving(self, log_dir: Path) -> Iterator[Mapping[str, Any]]:
         """See `SearchBackend`. A run serves an index by itself, unless queries are encoded otherwise than it knows."""
         settings = self._settings(self.top_k)
-        encoder = self.embedding_model
-        if encoder == self._require()["encoder"]:
-            encoder = None
-        if encoder is None and self.device == "cpu":
+        encoder = None if self.embedding_model == self._require()["encoder"] else self.embedding_model
+        device = None if self.device == "cpu" else self.device
+        if encoder is None and device is None:
             yield settings
             return
-        device = None if self.device == "cpu" else self.device
         log = log_dir / "search.log"
         with SearchServer(self.index_path, log, topk=self.top_k, encoder=encoder, device=device) as server:
-            server.wait_healthy(START_TIMEOUT_S)
+            server.wait_healthy(_START_TIMEOUT_S)
             yield {**settings, **_at(server.url)}
 
 
@@ -185,7 +180,6 @@ class BM25Retriever(_IndexRetriever):
             chunk_size: most words of a passage.
         """
         _require_count("top_k", top_k)
-        _require_count("chunk_size", chunk_size, "words")
         _index_documents(cls.KIND, documents, Path(index_path), {}, chunk_size)
         return cls(index_path, top_k)
 
@@ -263,7 +257,7 @@ class WebSearch:
         if self.requests_per_second is not None:
             options += ["--requests-per-second", str(self.requests_per_second)]
         with WebServer(self.provider, log_dir / "search.log", topk=self.top_k, options=options) as server:
-            server.wait_healthy(START_TIMEOUT_S)
+            server.wait_healthy(_START_TIMEOUT_S)
             yield {"search.topk": self.top_k, **_at(server.url)}
 
 
@@ -311,6 +305,7 @@ def _index_documents(
 
     Raises UserError for an index of others, which stays as it is with what lies beside it.
     """
+    _require_count("chunk_size", chunk_size, "words")
     from rlsys.search.index.make import make_index, recipe
     from rlsys.search.ingest import Chunking, ingest
 
@@ -333,14 +328,10 @@ def _refuse_other(index: Path, kind: str, passages: Path, made: IndexRecipe) -> 
     there = read_manifest(index)
     asked = {"kind": kind, "corpus_sha256": Corpus.open(passages).checksum}
     asked |= {"encoder": made.encoder.name} if kind == DENSE else {}
-    for key, value in asked.items():
-        if there.get(key) != value:
-            what = (
-                "of other documents, or of passages of another size"
-                if key == "corpus_sha256"
-                else f"of {key} {there.get(key)}"
-            )
-            raise UserError(f"{index} holds an index {what}: give another index_path, or remove that folder.")
+    for key in (key for key, value in asked.items() if there.get(key) != value):
+        others = "of other documents, or of passages of another size"
+        what = others if key == "corpus_sha256" else f"of {key} {there.get(key)}"
+        raise UserError(f"{index} holds an index {what}: give another index_path, or remove that folder.")
 
 
 def _files(documents: Documents, file: Path) -> list[Path]:
@@ -351,19 +342,15 @@ def _files(documents: Documents, file: Path) -> list[Path]:
         raise UserError(
             f"documents={documents!r} are no documents: give a file or a folder, or a list of texts or of mappings."
         )
-    given = list(documents)
-    if given and all(isinstance(one, Path) for one in given):
-        return [one for one in given if isinstance(one, Path)]
-    rows = [_row(number, one) for number, one in enumerate(given, start=1)]
+    paths = [document for document in documents if isinstance(document, Path)]
+    if paths and len(paths) == len(documents):
+        return paths
+    for number, document in enumerate(documents, start=1):
+        if not isinstance(document, str | Mapping):
+            raise UserError(
+                f'document {number} is a {type(document).__name__}: give texts, mappings with "text", or paths alone (as '
+                "Path)."
+            )
+    rows = [{"text": document} if isinstance(document, str) else document for document in documents]
     write_atomically(file, "".join(json_line(row, "documents") for row in rows))
     return [file]
-
-
-def _row(number: int, document: object) -> Mapping[str, Any]:
-    if isinstance(document, str):
-        return {"text": document}
-    if isinstance(document, Mapping):
-        return document
-    raise UserError(
-        f'document {number} is a {type(document).__name__}: give texts, mappings with "text", or paths alone (as Path).'
-    )

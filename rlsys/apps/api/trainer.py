@@ -1,8 +1,6 @@
 """`SearchR1Trainer`: reinforcement learning of a policy that searches, from Python.
 
-What the arguments do not say, the experiment says: by default the published one for 3B on one node
-(`configs/searchr1_qwen2.5_3b_1node.yaml`). So a run is what `rlsys train` makes of the same keys, and
-`TrainingResult.command` is that command line.
+What the arguments do not say, the experiment says, by default `configs/searchr1_qwen2.5_3b_1node.yaml`.
 """
 
 from __future__ import annotations
@@ -11,26 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsys.apps.api.arguments import (
-    Devices,
-    Given,
-    RunSettings,
-    compose_settings,
-    fitting_batch,
-    model_folder,
-    note,
-    of_batch,
-    of_devices,
-    of_reward,
-)
-from rlsys.apps.api.questions import Data, training_files
+import rlsys.apps.api.arguments as arguments
+from rlsys.apps.api.arguments import Data, Devices, Given, RunSettings, note
 from rlsys.apps.api.retrievers import SearchBackend, WithoutSearch
 from rlsys.apps.api.training_result import TrainingResult
 from rlsys.apps.running import finish
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
-from rlsys.orchestrator.validate import find_problems, validate
+from rlsys.orchestrator.validate import validate
 
 EXPERIMENT = "searchr1_qwen2.5_3b_1node"
 """Search-R1's published run of 3B on one node."""
@@ -86,15 +73,17 @@ class SearchR1Trainer:
         self.output_dir = Path(output_dir)
         self._config = str(config)
         self._overrides = tuple(overrides)
+        known = sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml"))
+        if rl_algorithm is not None and rl_algorithm not in known:
+            raise UserError(f"rl_algorithm={rl_algorithm} is unknown: give one of {', '.join(known)}.")
         self._given = [
-            Given("name", {} if name is None else {"name": name}),
             Given("output_dir", {"output_dir": str(output_dir)}),
-            Given("devices", of_devices(devices)),
-            Given("rl_algorithm", _algorithm(rl_algorithm)),
-            Given("reward_config", of_reward(reward_config)),
+            Given("devices", arguments.of_devices(devices)),
+            Given("reward_config", arguments.of_reward(reward_config)),
+            *_unless_none("name", "name", name),
+            *_unless_none("rl_algorithm", "algorithm", rl_algorithm),
+            *_unless_none("max_search_turns", "task.max_turns", max_search_turns),
         ]
-        if max_search_turns is not None:
-            self._given.append(Given("max_search_turns", {"task.max_turns": max_search_turns}))
 
     def train(
         self,
@@ -123,7 +112,7 @@ class SearchR1Trainer:
         Raises UserError for a mistake in the settings or the data (all that are found at once), RunError for a run that
         cannot go on.
         """
-        files = training_files(train_data, eval_data, holdout, 0, self.output_dir / "questions")
+        files = arguments.training_files(train_data, eval_data, holdout, 0, self.output_dir / "questions")
         if files.dropped:
             note(f"{files.dropped} questions of train_data are in eval_data too: they are not trained on.")
         given = [
@@ -131,49 +120,33 @@ class SearchR1Trainer:
             Given("train_data", {"task.train_path": str(files.train)}),
             Given("eval_data", {"task.eval_path": str(files.heldout)}),
             Given("resume", {"resume": resume}),
+            *_unless_none("num_iterations", "trainer.steps", num_iterations),
         ]
-        if num_iterations is not None:
-            given.append(Given("num_iterations", {"trainer.steps": num_iterations}))
         # What can be refused is refused before a model is downloaded or a server starts.
-        given.append(self._batch(given, batch_size, files.questions))
-        given.append(Given("model_name", {"model.path": str(model_folder(self.model_name))}))
-        _require_sound_but_for_search(self._config_of(given)[1])
+        _, known = self._config_of(given)
+        if batch_size is None:
+            batch_size = arguments.fitting_batch(known, self._overrides, files.questions)
+            if batch_size is not None:
+                note(
+                    f"a step takes {batch_size} questions, all that there are to train on, in place of "
+                    f"{known.trainer.prompts_per_step}: give batch_size for less."
+                )
+        given.append(Given("batch_size", arguments.of_batch(batch_size, known.trainer.mini_batches)))
+        given.append(Given("model_name", {"model.path": str(arguments.model_folder(self.model_name))}))
+        validate(self._config_of(given)[1], ignored=("search", "task.invalid_message"))
         with self.search_backend.serving(self.output_dir / "logs") as search:
             settings, config = self._config_of([*given, Given("search_backend", search, passing=True)])
             validate(config)
             run_dir, summary = _trained(config)
         return TrainingResult(run_dir, summary, settings, self.search_backend)
 
-    def _batch(self, given: Sequence[Given], batch_size: int | None, questions: int) -> Given:
-        """The settings of `batch_size`; no more than there are `questions`, where nobody says how many."""
-        _, known = self._config_of(given)
-        if batch_size is None:
-            batch_size = fitting_batch(known, self._overrides, questions)
-            if batch_size is not None:
-                note(
-                    f"a step takes {batch_size} questions, all that there are to train on, in place of "
-                    f"{known.trainer.prompts_per_step}: give batch_size for less."
-                )
-        return Given("batch_size", of_batch(batch_size, known.trainer.mini_batches))
-
     def _config_of(self, given: Sequence[Given]) -> tuple[RunSettings, RunConfig]:
-        settings = compose_settings(self._config, given, self._overrides)
+        settings = arguments.compose_settings(self._config, given, self._overrides)
         return settings, load_config(settings.config, settings.overrides)
 
 
-def _algorithm(name: str | None) -> dict[str, str]:
-    known = sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml"))
-    if name is not None and name not in known:
-        raise UserError(f"rl_algorithm={name} is unknown: give one of {', '.join(known)}.")
-    return {} if name is None else {"algorithm": name}
-
-
-def _require_sound_but_for_search(config: RunConfig) -> None:
-    """Raise UserError with all that is wrong whatever will be searched."""
-    search = ("search", "task.invalid_message")
-    problems = [one.sentence for one in find_problems(config) if not one.key.startswith(search)]
-    if problems:
-        raise UserError("\n".join(problems))
+def _unless_none(argument: str, key: str, value: Any) -> list[Given]:
+    return [] if value is None else [Given(argument, {key: value})]
 
 
 def _trained(config: RunConfig) -> tuple[Path, dict[str, Any]]:

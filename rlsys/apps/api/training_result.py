@@ -1,7 +1,7 @@
 """The results of a training run, read from its folder: history, checkpoint, evaluations, report.
 
-Contract: a file that is missing, cannot be read or holds nothing of its kind is a UserError with its path and what to do.
-A line that cannot be read is left out of the others, and a warning at the user's own line names it.
+Contract: a file that is missing, cannot be read or holds nothing of its kind is a UserError with its path and what to
+do. A line that cannot be read is left out of the others, and a warning at the user's own line names it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from rlsys.apps.api.arguments import RunSettings, note, quoted
-from rlsys.apps.api.questions import Data, read_data
+from rlsys.apps.api.arguments import Data, RunSettings, note, quoted, read_data
 from rlsys.apps.api.retrievers import SearchBackend
-from rlsys.apps.evaluation.result_files import ANSWERS, RESULTS
+from rlsys.apps.evaluation.results import ANSWERS, RESULTS
 from rlsys.errors import RunError, UserError
-from rlsys.files import limited_lines, open_regular, parse_json, read_regular
-from rlsys.observe.records import METRICS
-from rlsys.observe.run_folder import open_run
+from rlsys.files import limited_lines, open_regular, read_regular
+from rlsys.observe.records import METRICS, read_object
+from rlsys.observe.run_folder import open_run, section
 from rlsys.search.server_process import child_environment
 
 _GRACE_S = 15.0
 """For a command that was interrupted to end what it has started."""
-_READ_S = 2.0
-"""For the last lines of a command that has ended."""
 _LINES_SHOWN = 40
 """Lines of a command that fails, which its error repeats."""
 _REMEDY = "evaluate again, or give the folder of an evaluation that has come to its end"
-"""For a result that cannot be read."""
-_SHOWN = 3
-"""Problems that one sentence repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +82,8 @@ class EvaluationResult:
 
     def _averaged(self, *keys: str) -> float:
         """A figure of the mean over sets. Raises UserError if there is none."""
-        found: Any = self.results.get("average")
-        for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
+        *above, name = ("average", *keys)
+        found = section(self.results, *above).get(name)
         if not isinstance(found, int | float):
             raise UserError(f"{self.folder / RESULTS} has no figure average.{'.'.join(keys)}: {_REMEDY}.")
         return found
@@ -168,7 +161,9 @@ class TrainingResult:
         given.append(f"--model={model or self.checkpoint}")
         if data is not None:
             given.append(f"--data={read_data(data, 'data').path(self.run_dir.parent / 'questions')}")
-        out = _new_folder(self.run_dir)
+        stem = f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = (stem, *(f"{stem}-{count}" for count in range(1, 1000)))
+        out = next(self.run_dir / name for name in names if not (self.run_dir / name).exists())
         with self.search_backend.serving(self.run_dir / "logs") as search:
             settings = [f"{key}={quoted(value)}" for key, value in search.items()]
             _rlsys("eval", "-c", self.settings.config, *given, f"--out={out}", *self.settings.lasting, *settings)
@@ -193,7 +188,6 @@ class TrainingResult:
 
         Raises UserError for a folder that is no run, and for one that cannot be written to.
         """
-        from rlsys.observe.run_folder import open_run
         from rlsys.report.report_page import write_report
 
         return write_report([open_run(self.run_dir)])
@@ -201,12 +195,6 @@ class TrainingResult:
     def __str__(self) -> str:
         before, after = self.summary["em_before"], self.summary["em_after"]
         return f"EM {before:.3f} before, {after:.3f} after {self.summary['steps']} steps; checkpoint {self.checkpoint}"
-
-
-def _new_folder(run_dir: Path) -> Path:
-    stem = f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = (stem if count == 0 else f"{stem}-{count}" for count in range(1000))
-    return next(run_dir / name for name in names if not (run_dir / name).exists())
 
 
 def _rlsys(*words: str) -> None:
@@ -217,35 +205,29 @@ def _rlsys(*words: str) -> None:
 
     Raises UserError or RunError with the end of what it says on standard error.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlsys.apps.cli.main", *words],
-        env=child_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        process_group=0,
-    )
-    said: deque[str] = deque(maxlen=_LINES_SHOWN)
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", *words]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    streams |= {"encoding": "utf-8", "errors": "replace"}
+    process = subprocess.Popen(command, env=child_environment(), process_group=0, **streams)
+    lines: deque[str] = deque(maxlen=_LINES_SHOWN)
+
+    def pass_on() -> None:
+        for line in process.stderr or ():
+            lines.append(line)
+            sys.stderr.write(line)
+
     # A thread of its own, so that the process never waits for its lines to be read.
-    reader = threading.Thread(target=_pass_on, args=(process.stderr, said), daemon=True)
+    reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
     status = _ended(process)
-    reader.join(_READ_S)
+    reader.join(2.0)
     if status:
         kind = UserError if status == 2 else RunError
-        raise kind(f"rlsys {words[0]}: {''.join(said).strip() or f'it ended with status {status}'}")
-
-
-def _pass_on(stream: TextIO, said: deque[str]) -> None:
-    for line in stream:
-        said.append(line)
-        sys.stderr.write(line)
+        raise kind(f"rlsys {words[0]}: {''.join(lines).strip() or f'it ended with status {status}'}")
 
 
 def _ended(process: subprocess.Popen[str]) -> int:
-    """Its status, once it has ended. What interrupts the wait interrupts the process, which has a while to end cleanly."""
+    """Its status, once it has ended. What interrupts the wait interrupts the process, which has a while to end."""
     try:
         return process.wait()
     except BaseException:
@@ -263,7 +245,7 @@ def _ended(process: subprocess.Popen[str]) -> int:
 def _read_object(path: Path) -> dict[str, Any]:
     """The content of a file of one JSON object."""
     with _readable(path):
-        found = _object(read_regular(path))
+        found = read_object(read_regular(path))
     if found is None:
         raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
     return found
@@ -274,7 +256,7 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
     rows, problems = [], []
     with _readable(path), open_regular(path) as file:
         for number, line in enumerate(limited_lines(file), 1):
-            found = _object(line)
+            found = read_object(line)
             if found is not None:
                 rows.append(found)
             elif line.strip():
@@ -290,17 +272,10 @@ def _readable(path: Path) -> Iterator[None]:
     """Raises UserError where the body cannot read `path`."""
     try:
         yield
-    except FileNotFoundError as problem:
-        raise UserError(f"{path} is missing: {_REMEDY}.") from problem
     except OSError as problem:
-        raise UserError(f"{path} cannot be read ({problem.strerror}): {_REMEDY}.") from problem
-
-
-def _object(content: bytes) -> dict[str, Any] | None:
-    with suppress(ValueError):
-        found = parse_json(content)
-        return found if isinstance(found, dict) else None
-    return None
+        is_missing = isinstance(problem, FileNotFoundError)
+        why = "is missing" if is_missing else f"cannot be read ({problem.strerror})"
+        raise UserError(f"{path} {why}: {_REMEDY}.") from problem
 
 
 def _warn(folder: Path, problems: Sequence[str]) -> None:
@@ -309,5 +284,5 @@ def _warn(folder: Path, problems: Sequence[str]) -> None:
 
 
 def _shortened(problems: Sequence[str]) -> str:
-    more = len(problems) - _SHOWN
-    return " ".join(problems[:_SHOWN]) + (f" So are {more} more." if more > 0 else "")
+    """The first three of `problems`, and how many more there are."""
+    return " ".join(problems[:3]) + (f" So are {len(problems) - 3} more." if len(problems) > 3 else "")

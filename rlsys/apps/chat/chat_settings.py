@@ -1,12 +1,9 @@
-"""ChatSettings of a chat: a model is asked as it was trained, where anything says how that was.
+"""Finds the settings of a chat: a model is asked as it was trained, where anything says how that was.
 
-What counts is what an episode looks like: `task`, `search` and the stop strings of `rollout.sampling`. They come from the
-config that is named, else from the run that made the model, else they are Search-R1's. All else, such as the engine's
-size, suits the machine that the chat is on.
-
-Invariants: nothing is taken in place of what is missing without a sentence in `ChatSettings.notes`. What a model's folder
-says may be a stranger's: no secret of the environment goes where it points, none of its tools is imported unless the
-folder of the run lies around it, and where it searches is said.
+What an episode looks like comes from the config that is named, else from the run that made the model, else it is
+Search-R1's. Nothing is taken in place of what is missing without a sentence in `ChatSettings.notes`. What a model's
+folder says may be a stranger's: no secret of the environment goes where it points, none of its tools is imported unless
+the folder of the run lies around it, and where it searches is said.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.apps.evaluation.evaluation_inputs import Model
+from rlsys.apps.evaluation.evaluation_inputs import Model, is_about
 from rlsys.config.compose import as_dict, load_config, typed
 from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
 from rlsys.data.question import Question, Template, as_asked, own_template, read_questions, search_prompt
@@ -34,16 +31,12 @@ from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.tools.interface import described
 from rlsys.search.address import TOKEN_VARIABLE, is_url
 
-_DEFAULTS = Path(__file__).with_name("defaults.yaml")
-_CONFIG = "config.yaml"  # What a run's folder calls its config
-_TAKEN = ("task", "search", "rollout.sampling")  # Of a run's config
-_UP = 4  # From a checkpoint's config to the run's folder
-_IGNORED = ("task.train_path", "task.eval_path")  # Nothing is trained
-_RETRIES = 2  # Of a search: a person waits for it
+_UP = 4
+"""Folders from a checkpoint's config to the run's folder, at most."""
+_RETRIES = 2
+"""Of a search: a person waits for it."""
 _ROWS = 20
 """Of a file that a template is read off; two with different questions would tell, more catch a file of several templates."""
-_FORMS: tuple[Callable[[str], str], ...] = (as_asked, str.strip)
-"""How a question may have been written into its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +58,20 @@ class ChatSettings:
 
     config: RunConfig
     """Its `model.path` is still to be set, and its `search.url` where a server has to be started."""
-    prompt: Callable[[str], str]  # What the policy is given for a question
-    notes: tuple[str, ...]  # What the user should know of where these are from, a sentence each
+    prompt: Callable[[str], str]
+    """The prompt of a question."""
+    notes: tuple[str, ...]
+    """What the user should know of where these are from, a sentence each."""
 
 
 def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
     """The settings for `model`. Raises UserError for what cannot be used, and where there is nothing to search."""
     notes: list[str] = []
-    origin = next((file for file in _beside(model) if file.is_file()), None)
+    folder = model.folder.resolve()
+    # Nearest first: of a checkpoint, then of the run around it.
+    beside = [folder / RUN_CONFIG, folder.parent / RUN_CONFIG] if model.original is not None else []
+    beside += [above / "config.yaml" for above in list(folder.parents)[:3] if _is_run(above)]
+    origin = next((file for file in beside if file.is_file()), None)
     config = _config(origin, options, notes)
     search = _searched(config.search, options)
     if options.max_turns is not None:
@@ -81,7 +80,13 @@ def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
         config = replace(config, eval=replace(config.eval, temperature=options.temperature))
     config = replace(config, search=search)
     _require_sound(config)
-    notes += _of_searches(config, options, found=options.config is None and origin is not None)
+    flag = "--search-url" if options.search_url is not None else "--index" if options.index is not None else ""
+    searches = search.enabled and config.task.max_turns > 0
+    if flag and not searches:
+        why = f"task.max_turns={config.task.max_turns}" if search.enabled else "search.enabled=false"
+        notes.append(f"{flag} is not used: {why}, so nothing is searched.")
+    elif searches and not flag and options.config is None and origin is not None and search.url is not None:
+        notes.append(f"It searches {search.url}.")
     if options.prompt is not None:
         about = described(config.task.tools)
         prompt: Callable[[str], str] = own_template(options.prompt, about, may_tell_itself=True)
@@ -95,7 +100,8 @@ def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
 def _config(origin: Path | None, options: ChatOptions, notes: list[str]) -> RunConfig:
     if options.config is not None:
         return load_config(options.config, (), options.config_dir)
-    here = load_config(str(_DEFAULTS), [f"profile={'gpu' if torch.cuda.is_available() else 'cpu'}"])
+    defaults = Path(__file__).with_name("defaults.yaml")
+    here = load_config(str(defaults), [f"profile={'gpu' if torch.cuda.is_available() else 'cpu'}"])
     if origin is None:
         notes.append(
             "Nothing says which run the model is from: it is asked with Search-R1's prompt and limits; -c names others."
@@ -112,15 +118,8 @@ def _config(origin: Path | None, options: ChatOptions, notes: list[str]) -> RunC
     return config
 
 
-def _beside(model: Model) -> list[Path]:
-    """Where the config of the run that made `model` may lie, nearest first."""
-    folder = model.folder.resolve()
-    of_checkpoint = [folder / RUN_CONFIG, folder.parent / RUN_CONFIG] if model.original is not None else []
-    return [*of_checkpoint, *(up / _CONFIG for up in list(folder.parents)[:3] if _is_run(up))]
-
-
 def _is_run(folder: Path) -> bool:
-    """Whether `folder` is that of a run, and its config no other program's."""
+    """True if `folder` is that of a run, and its config no other program's."""
     return any((folder / name).is_file() for name in (RUN, METRICS))
 
 
@@ -129,8 +128,9 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
     known, unknown = set(schema_keys()), list[str]()
     try:
         saved = read_yaml(file)
-        task, search, sampling = (_known(_at(saved, key), key, known, unknown) for key in _TAKEN)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+        taken = {"task": saved["task"], "search": saved["search"], "rollout.sampling": saved["rollout"]["sampling"]}
+        task, search, sampling = (_known(tree, key, known, unknown) for key, tree in taken.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UserError(f"{file} is not the config of a run: mend it, or name a config with -c.") from problem
     tree = {"task": task, "search": search, "rollout": {"sampling": sampling}}
     if unknown:
@@ -142,18 +142,9 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
             f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend it, or name a config with -c."
         ) from problem
     if merged.search.token_env is not None:
-        notes.append(
-            f"Its search.token_env={merged.search.token_env} is not sent anywhere; -c names a config that may."
-        )
+        name = merged.search.token_env
+        notes.append(f"Its search.token_env={name} is not sent anywhere; -c names a config that may.")
     return replace(merged, search=replace(merged.search, token_env=None))
-
-
-def _at(tree: Any, key: str) -> Mapping[str, Any]:
-    for name in key.split("."):
-        tree = tree[name]
-    if not isinstance(tree, Mapping):
-        raise TypeError(f"{key} is not a group of keys")
-    return tree
 
 
 def _known(tree: Mapping[str, Any], prefix: str, known: set[str], unknown: list[str]) -> dict[str, Any]:
@@ -163,7 +154,7 @@ def _known(tree: Mapping[str, Any], prefix: str, known: set[str], unknown: list[
         key = f"{prefix}.{name}"
         if key in known or key in free_maps():
             found[name] = value
-        elif isinstance(value, Mapping) and any(one.startswith(f"{key}.") for one in known):
+        elif isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in known):
             found[name] = _known(value, key, known, unknown)
         else:
             unknown.append(key)
@@ -189,39 +180,25 @@ def _searched(search: SearchConfig, options: ChatOptions) -> SearchConfig:
     return search
 
 
-def _of_searches(config: RunConfig, options: ChatOptions, *, found: bool) -> list[str]:
-    """What the user should know of where searches go; `found`: by a config that nobody has named."""
-    flag = "--search-url" if options.search_url is not None else "--index" if options.index is not None else ""
-    if config.search.enabled and config.task.max_turns > 0:
-        return [] if flag or not found or config.search.url is None else [f"It searches {config.search.url}."]
-    why = f"task.max_turns={config.task.max_turns}" if config.search.enabled else "search.enabled=false"
-    return [f"{flag} is not used: {why}, so nothing is searched."] if flag else []
-
-
 def _require_sound(config: RunConfig) -> None:
     """Raise UserError for settings that no episode can be played with."""
-    search, task = config.search, config.task
-    if search.enabled and task.max_turns > 0 and search.url is None and search.index is None:
+    searches = config.search.enabled and config.task.max_turns > 0
+    if searches and config.search.url is None and config.search.index is None:
         raise UserError(
             "There is nothing to search: give --search-url of a running server, --index with a folder made by "
             "`rlsys search index`, or --max-turns 0 to ask without searches."
         )
-    needed = ["task", "rollout.sampling", "eval.temperature"]
-    if search.enabled and task.max_turns > 0:
-        needed.append("search")
-    wrong = [
-        problem.sentence
-        for problem in find_problems(config)
-        if problem.key not in _IGNORED and any(f"{problem.key}.".startswith(f"{key}.") for key in needed)
-    ]
+    needed = ("task", "rollout.sampling", "eval.temperature", *(["search"] if searches else []))
+    problems = [problem for problem in find_problems(config) if is_about(problem, *needed)]
+    # Nothing is trained.
+    wrong = [problem.sentence for problem in problems if not is_about(problem, "task.train_path", "task.eval_path")]
     if wrong:
         raise UserError("\n".join(wrong))
 
 
 def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:
     """The prompt of the rows that were trained on, else Search-R1's."""
-    files = [Path(task.train_path), Path(task.eval_path)]
-    file = next((file for file in files if file.is_file()), None)
+    file = next((file for file in map(Path, (task.train_path, task.eval_path)) if file.is_file()), None)
     template = None if file is None else template_of(file)
     if template is not None:
         return template
@@ -231,14 +208,11 @@ def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:
 
 
 def template_of(file: Path) -> Template | None:
-    """The template that the rows of `file` were made by; None where they do not have one and the same.
-
-    A run's rows hold whole prompts, so it is read off them: what stands before and after the question in all of the
-    first rows. Raises UserError for a file that cannot be read.
-    """
+    """The template of the rows of `file`, read off their prompts; None unless all have the same. Raises UserError."""
     rows = [row for row in read_questions(file, _ROWS) if row.text.strip()]
-    templates = (_template(rows, form) for form in _FORMS)
-    return next((template for template in templates if template is not None), None)
+    # How a question may have been written into its prompt.
+    forms: tuple[Callable[[str], str], ...] = (as_asked, str.strip)
+    return next((template for form in forms if (template := _template(rows, form)) is not None), None)
 
 
 def _template(rows: list[Question], form: Callable[[str], str]) -> Template | None:

@@ -1,49 +1,43 @@
 """Answers questions with a policy, each by one episode of the kind that it was trained in, event by event.
 
-The episode is `rlsys.rollout.agent.episode.Episode`, unchanged: prompt, tags, limits, observations and tokens are those of
-training. The generator and the search are wrapped, so that they report what they do. Questions know nothing of each
-other, as in training, and may be asked at the same time.
+The episode is `rlsys.rollout.agent.episode.Episode`, unchanged; its generator and search are wrapped, so that they
+report what they do. Questions know nothing of each other, and may be asked at the same time. Whoever stops listening
+ends the episode, and the engine frees its request.
 
-Invariants: the last event is `EpisodeEnded` or `Failed`; whoever stops listening ends the episode, and the engine frees
-its request.
+Order of the events of a question: `Asked`; then of each turn `TextPiece` as it is generated, one `Acted`, after a
+search one `Found`, and `Observed` with what the policy reads next; at last one `EpisodeEnded`. A question that cannot
+be answered to its end has `Failed` in place of what is missing. The texts of `TextPiece` and `Observed`, one after the
+other, are the response as the policy and its training see it, and the beginning of a turn that ran out of time. Nothing
+in them is escaped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from transformers.utils import logging
 
 from rlsys.apps.chat.chat_settings import ChatSettings
-from rlsys.apps.chat.events import (
-    TIME_LIMIT,
-    Acted,
-    Asked,
-    EpisodeEnded,
-    Event,
-    Failed,
-    Found,
-    FoundPassage,
-    Kind,
-    Observed,
-    Segments,
-    TextPiece,
-)
-from rlsys.apps.evaluation.baselines import EngineName
-from rlsys.apps.evaluation.evaluation_inputs import Model, as_hf
+from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model, as_hf
 from rlsys.apps.evaluation.execution import UnusedSearch, open_codec, open_generator
 from rlsys.config.schema import Device, RunConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.errors import UserError
-from rlsys.orchestrator.search_server import Serving, serving, silent
+from rlsys.orchestrator.search_server import serving, silent
+from rlsys.rollout.agent import episode
 from rlsys.rollout.agent.episode import (
-    CANCEL_GRACE_S,
     Episode,
     EpisodeTools,
     Generation,
@@ -51,15 +45,155 @@ from rlsys.rollout.agent.episode import (
     Streaming,
     TurnSampling,
     evaluation_sampling,
-    within,
 )
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.interface import Tool, open_tools
 from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
-_THOUGHT_TAG = "think"
-_HALF_A_CHARACTER = "\ufffd"  # What a decoder makes of bytes that are not a whole character yet
+TIME_LIMIT = "time_limit"
+"""How an episode has ended that ran out of time."""
+
+
+class Kind(StrEnum):
+    """What a piece of generated text is, by the tags around it."""
+
+    text = "text"
+    thought = "thought"
+    search = "search"
+    answer = "answer"
+    tool = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question has been taken; `prompt` is that of the policy, before the chat template of the tokenizer."""
+
+    question: str
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """The policy has written more: `text`, tags included, in turn `turn`, from 0."""
+
+    turn: int
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """A turn is over."""
+
+    turn: int
+    action: str
+    """search, tool, answer or invalid."""
+    tool: str
+    """The name of the tool; empty for everything else."""
+    content: str
+    """The query, the text for the tool, the answer, or an empty string."""
+    tokens: int
+    """Sampled in this turn."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPassage:
+    """A passage that was found."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A search has come back."""
+
+    turn: int
+    query: str
+    passages: tuple[FoundPassage, ...]
+    """Best first, whole; the policy may be given less of them, see `Observed`."""
+    error: str
+    """Why the search failed; empty when it worked."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The environment has appended `text` to the turn, verbatim."""
+
+    turn: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeEnded:
+    """There will be no more."""
+
+    answer: str | None
+    """None where the policy has not given one."""
+    finish: str
+    """answer, turn_limit, token_limit, time_limit or, by the engine, aborted."""
+    searches: int
+    tool_calls: int
+    tokens: int
+    """Sampled in all turns."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The question is not answered, for a reason that is not the policy's."""
+
+    reason: str
+
+
+Event = Asked | TextPiece | Acted | Found | Observed | EpisodeEnded | Failed
+
+
+def as_dict(event: Event) -> dict[str, Any]:
+    """JSON values, with the kind of the event, such as `text`, under `event`."""
+    names: dict[type, str] = {TextPiece: "text", EpisodeEnded: "ended"}
+    return {"event": names.get(type(event), type(event).__name__.lower()), **asdict(event)}
+
+
+class Segments:
+    """Tells the text of one turn apart by its tags while it streams. Pure.
+
+    Invariants: the pieces, one after the other, are the text; what kind a character is of does not depend on how the
+    text was cut into parts. A tag counts to what it opens or closes. An end that may become a tag is held back.
+    """
+
+    def __init__(self, tags: Mapping[str, Kind]) -> None:
+        """`tags` says of each word between angle brackets what it marks."""
+        self._tags = tags
+        self._marker = re.compile(rf"<(/?)({'|'.join(map(re.escape, tags))})>")
+        self._markers = [f"<{slash}{word}>" for word in tags for slash in ("", "/")]
+        self._held = ""
+        self._kind = Kind.text
+
+    def feed(self, more: str) -> Iterator[tuple[Kind, str]]:
+        """The pieces that `more` completes."""
+        self._held += more
+        while (marker := self._marker.search(self._held)) is not None:
+            kind = self._tags[marker[2]]
+            yield from self._take(marker.start(), self._kind)
+            yield from self._take(len(marker[0]), kind)
+            self._kind = Kind.text if marker[1] else kind
+        start = self._held.rfind("<")
+        tail = self._held[start:] if start >= 0 else ""
+        may_become_tag = any(marker.startswith(tail) for marker in self._markers)
+        yield from self._take(len(self._held) - len(tail) * may_become_tag, self._kind)
+
+    def end(self) -> Iterator[tuple[Kind, str]]:
+        """The text that was held back."""
+        yield from self._take(len(self._held), self._kind)
+
+    def _take(self, length: int, kind: Kind) -> Iterator[tuple[Kind, str]]:
+        piece, self._held = self._held[:length], self._held[length:]
+        if piece:
+            yield kind, piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +203,8 @@ class Opened:
     conversation: Conversation
     engine: EngineName
     model: str
-    search: str  # The server's address; empty where there are no searches
+    search: str
+    """The server's address; empty where there are no searches."""
     max_turns: int
     temperature: float
 
@@ -93,9 +228,15 @@ async def opened(
         work = Path(stack.enter_context(TemporaryDirectory(prefix="rlsys-chat-")))
         searches = config.search.enabled and config.task.max_turns > 0
         server = stack.enter_context(serving(config.search, config.cluster.threads, work)) if searches else None
+
+        async def require() -> None:
+            assert server is not None
+            with silent("rlsys.search"):
+                await server.require("--search-url")
+
         if server is not None and not server.started:
             report("asks the search server")
-            await _require(server)
+            await require()
         report("opens the model")
         folder = stack.enter_context(as_hf(model, work))
         config = replace(config, model=replace(config.model, path=str(folder)))
@@ -107,7 +248,7 @@ async def opened(
             if server.started:  # While the model was opened.
                 report("starts the search server")
                 await asyncio.to_thread(server.wait_healthy)
-                await _require(server)
+                await require()
             search = await stack.enter_async_context(open_tool(server.search))
         temperature = config.eval.temperature
         sampling = evaluation_sampling(config.rollout.sampling, temperature, as_rollouts=False)
@@ -117,10 +258,14 @@ async def opened(
         yield Opened(conversation, engine, str(model.folder), url, config.task.max_turns, temperature)
 
 
-async def _require(server: Serving) -> None:
-    """Raise RunError, with what to do, unless the search server answers."""
-    with silent("rlsys.search"):
-        await server.require("--search-url")
+@asynccontextmanager
+async def opened_in_terminal(model: Model, settings: ChatSettings, engine: EngineName) -> AsyncIterator[Opened]:
+    """As `opened`; a terminal shows what takes its time."""
+    logging.disable_progress_bar()
+    async with AsyncExitStack() as stack:
+        with Console(stderr=True).status("begins") as status:
+            chat = await stack.enter_async_context(opened(model, settings, engine, status.update))
+        yield chat
 
 
 class Conversation:
@@ -136,17 +281,10 @@ class Conversation:
         prompt: Callable[[str], str],
         timeout_s: float | None = None,
     ) -> None:
-        """`prompt` makes of a question what the policy is given; an episode ends after `timeout_s`.
-
-        Raises UserError for tools of `task` that cannot be used.
-        """
-        tools = open_tools(task)
-        self._tools = (generator, search, codec, task, tools)
-        self._codec = codec
-        self._task = task
-        self._sampling = sampling
-        self._prompt = prompt
-        self._timeout_s = timeout_s
+        """`prompt` makes prompts of questions; an episode ends after `timeout_s`. Raises UserError for bad tools."""
+        self._tools = (generator, search, codec, task, open_tools(task))
+        self._codec, self._task = codec, task
+        self._sampling, self._prompt, self._timeout_s = sampling, prompt, timeout_s
         self._numbers = itertools.count(1)
 
     async def ask(self, text: str, temperature: float | None = None) -> AsyncGenerator[Event, None]:
@@ -173,7 +311,9 @@ class Conversation:
         finally:
             if not playing.done():
                 playing.cancel()
-                await asyncio.wait([asyncio.gather(playing, return_exceptions=True)], timeout=2 * CANCEL_GRACE_S)
+                await asyncio.wait(
+                    [asyncio.gather(playing, return_exceptions=True)], timeout=2 * episode.CANCEL_GRACE_S
+                )
 
     def _question(self, text: str) -> Question:
         """Raises UserError for one that cannot be asked."""
@@ -205,13 +345,10 @@ class _Play:
         question: Question,
         report: Callable[[Event], None],
     ) -> None:
-        self._generator = generator
-        self._search = search
-        self._codec = codec
-        self._report = report
+        self._generator, self._search, self._codec, self._report = generator, search, codec, report
         self._tools = EpisodeTools(self, None if search is None else self, codec, task, own_tools)
         searches = {} if search is None else {task.tags.search: Kind.search}
-        self._kinds = {_THOUGHT_TAG: Kind.thought, **searches, task.tags.answer: Kind.answer}
+        self._kinds = {"think": Kind.thought, **searches, task.tags.answer: Kind.answer}
         self._kinds |= {tool.tag: Kind.tool for tool in own_tools}
         self._episode = Episode(question, 0, self._tools, sampling)
         self._turn = -1
@@ -221,18 +358,13 @@ class _Play:
     async def run(self, timeout_s: float | None) -> EpisodeEnded:
         """Play to the end or for `timeout_s` seconds."""
         started = perf_counter()
-        finish = await within(self._episode.run(), timeout_s=timeout_s)
+        finish = await episode.within(self._episode.run(), timeout_s=timeout_s)
         # A limit may end the episode right after one.
         self._report_observation()
         played = self._episode.trajectory(finish or Finish.ABORTED)
-        return EpisodeEnded(
-            answer=played.answer,
-            finish=TIME_LIMIT if finish is None else played.finish.value,
-            searches=played.searches,
-            tool_calls=played.tool_calls,
-            tokens=sum(turn.generated_tokens for turn in played.turns),
-            seconds=perf_counter() - started,
-        )
+        reason = TIME_LIMIT if finish is None else played.finish.value
+        tokens, seconds = sum(turn.generated_tokens for turn in played.turns), perf_counter() - started
+        return EpisodeEnded(played.answer, reason, played.searches, played.tool_calls, tokens, seconds)
 
     async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
         """The engine's answer, reported while it comes."""
@@ -247,7 +379,8 @@ class _Play:
                 reported = text
 
         def heard(token_ids: list[int]) -> None:
-            report(self._tools.rules.cut(self._codec.decode(token_ids)).rstrip(_HALF_A_CHARACTER))
+            # A decoder writes U+FFFD for bytes that are not a whole character yet.
+            report(self._tools.rules.cut(self._codec.decode(token_ids)).rstrip("\ufffd"))
 
         generation = await self._generator.generate(input_ids, sampling, rid, heard)
         turn = self._tools.rules.parse(self._codec.decode(generation.token_ids))
@@ -262,7 +395,9 @@ class _Play:
         assert self._search is not None
         started = perf_counter()
         result = await self._search.search(query)
-        passages = tuple(_titled(passage.contents) for passage in result.passages)
+        # By the corpus's convention, the title is in the first line, mostly in quotes.
+        parts = (passage.contents.partition("\n") for passage in result.passages)
+        passages = tuple(FoundPassage(title.strip().strip('"'), text) for title, _, text in parts)
         self._report(Found(self._turn, query, passages, result.error, perf_counter() - started))
         return result
 
@@ -276,9 +411,3 @@ class _Play:
         if progress is not None and len(progress.turns) > self._observed:
             self._observed = len(progress.turns)
             self._report(Observed(self._observed - 1, progress.turns[-1].observation))
-
-
-def _titled(contents: str) -> FoundPassage:
-    """By the corpus's convention: the title in the first line, mostly in quotes."""
-    title, _, text = contents.partition("\n")
-    return FoundPassage(title.strip().strip('"'), text)

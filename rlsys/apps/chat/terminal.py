@@ -15,41 +15,46 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import TextIO
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
-from rlsys.apps.chat.conversation import Conversation
-from rlsys.apps.chat.events import (
-    TIME_LIMIT,
-    Acted,
-    Asked,
-    EpisodeEnded,
-    Event,
-    Failed,
-    Found,
-    Kind,
-    Observed,
-    TextPiece,
-    as_dict,
-)
+from rlsys.apps.chat import conversation as chat
+from rlsys.apps.chat.chat_settings import ChatSettings
+from rlsys.apps.chat.conversation import Conversation, Event, Failed, Kind, opened_in_terminal
+from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.errors import RunError
 from rlsys.observe.samples import visible
 
-STYLES = {
-    Kind.text: "",
-    Kind.thought: "dim",
-    Kind.search: "bold cyan",
-    Kind.tool: "bold magenta",
-    Kind.answer: "bold green",
-}
+STYLES = dict(zip(Kind, ("", "dim", "bold cyan", "bold green", "bold magenta"), strict=True))
+"""Of text, thoughts, searches, answers and tools."""
 _OBSERVED, _FIGURES, _WRONG = "blue", "dim italic", "bold red"
 _FINISHES = {
     "turn_limit": "no answer: the turn limit is reached",
     "token_limit": "no answer: the token limit is reached",
-    TIME_LIMIT: "no answer: the time limit is reached",
+    chat.TIME_LIMIT: "no answer: the time limit is reached",
     "aborted": "no answer: the engine has given it up",
 }
 _MOST_BYTES = 1 << 16
+
+
+async def ask(model: Model, settings: ChatSettings, engine: EngineName, question: str | None, *, as_json: bool) -> None:
+    """Ask one question, those that are typed, or those that come through a pipe."""
+    typed = question is None and sys.stdin.isatty()
+    screen: Screen = JsonScreen() if as_json else TextScreen(Console(highlight=False), echo=not typed)
+    async with opened_in_terminal(model, settings, engine) as opened:
+        if question is not None:
+            if isinstance(await answer(opened.conversation, question, screen), Failed):
+                raise typer.Exit(2)
+            return
+
+        def invite() -> None:
+            if typed:
+                print("Question: ", end="", file=sys.stderr, flush=True)
+
+        failed = await session(opened.conversation, lines_of(sys.stdin.fileno()), screen, invite)
+        if failed and not typed:
+            raise RunError(f"Questions without an answer, for the reasons above: {failed}.")
 
 
 class JsonScreen:
@@ -60,7 +65,7 @@ class JsonScreen:
 
     def show(self, event: Event) -> None:
         """Write a line."""
-        print(json.dumps(as_dict(event)), file=self._out, flush=True)
+        print(json.dumps(chat.as_dict(event)), file=self._out, flush=True)
 
 
 class TextScreen:
@@ -68,35 +73,32 @@ class TextScreen:
 
     def __init__(self, console: Console, echo: bool = False) -> None:
         """`echo` repeats the question, where it was not typed right above."""
-        self._console = console
-        self._echo = echo
+        self._console, self._echo = console, echo
         self._at_line_start = True
 
     def show(self, event: Event) -> None:
         """Show the next event."""
         match event:
-            case Asked(question=question) if self._echo:
+            case chat.Asked(question=question) if self._echo:
                 self._line(f"> {question}", "bold")
-            case TextPiece(kind=kind, text=text):
+            case chat.TextPiece(kind=kind, text=text):
                 self._write(text, STYLES[kind])
-            case Found(error=error) if error:
+            case chat.Found(error=error) if error:
                 self._line(f"[the search failed: {error}]", _WRONG)
-            case Acted() | Found() | Asked():
+            case chat.Acted() | chat.Found() | chat.Asked():
                 pass
-            case Observed(text=text):
+            case chat.Observed(text=text):
                 self._write(text, _OBSERVED)
-            case EpisodeEnded():
+            case chat.EpisodeEnded():
                 self._end(event)
             case Failed(reason=reason):
                 self._line(reason, _WRONG)
 
-    def _end(self, event: EpisodeEnded) -> None:
-        figures = [
-            _counted(event.searches, "search", "searches"),
-            *([_counted(event.tool_calls, "tool call", "tool calls")] if event.tool_calls else []),
-            _counted(event.tokens, "token", "tokens"),
-            f"{event.seconds:.1f} s",
-        ]
+    def _end(self, event: chat.EpisodeEnded) -> None:
+        figures = [f"{event.searches} {'search' if event.searches == 1 else 'searches'}"]
+        if event.tool_calls:
+            figures.append(f"{event.tool_calls} tool call{'s' * (event.tool_calls != 1)}")
+        figures += [f"{event.tokens} token{'s' * (event.tokens != 1)}", f"{event.seconds:.1f} s"]
         if event.answer is None:
             self._line(_FINISHES[event.finish], _WRONG)
         else:
@@ -115,10 +117,6 @@ class TextScreen:
             self._console.print(Text(shown, style), end="", soft_wrap=True)
             self._console.file.flush()
             self._at_line_start = text.endswith("\n")
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 Screen = JsonScreen | TextScreen
@@ -140,10 +138,7 @@ async def answer(conversation: Conversation, question: str, screen: Screen) -> E
 async def session(
     conversation: Conversation, questions: AsyncIterator[str], screen: Screen, invite: Callable[[], None] = lambda: None
 ) -> int:
-    """Answer all `questions`; how many of them could not be asked or were stopped. `invite` asks for the next one.
-
-    Ctrl-C stops the answer under way; with none under way it ends the session.
-    """
+    """Answer all `questions`; returns how many failed. Ctrl-C stops the answer under way, with none the session."""
     failed = 0
     invite()
     async for question in questions:
@@ -175,9 +170,11 @@ async def _interrupting(answering: asyncio.Task[Event]) -> AsyncIterator[None]:
 
 
 async def lines_of(descriptor: int) -> AsyncIterator[str]:
-    """Every line of a file, without its end, as it comes; what is not UTF-8 is replaced. The event loop goes on meanwhile.
+    """Every line of a file, without its end, as it comes; what is not UTF-8 is replaced. The event loop goes on
+    meanwhile.
 
-    The descriptor stays blocking, since a terminal shares it with what is written to: it is read once it holds something.
+    The descriptor stays blocking, since a terminal shares it with what is written to: it is read once it holds
+    something.
     """
     held = b""
     while more := await _read(descriptor):

@@ -2,20 +2,22 @@
 
     GET  /       the page; its style and its script lie beside it
     GET  /about  what is asked, as JSON
-    POST /ask    {"question": str, "temperature": float | null} -> server-sent events, one of `rlsys.apps.chat.events` each
+    POST /ask    {"question": str, "temperature": float | null} -> server-sent events, see `rlsys.apps.chat.conversation`
     any error    {"detail": one sentence}
 
-Whoever leaves a stream ends its episode. Only pages from here may ask: a request that names another host than an address
-or one of this machine's names (DNS rebinding) or comes from another origin is refused, and a body must say that it is
-JSON, which other pages may not send unasked.
+Only pages from here may ask: a request that names another host than an address or one of this machine's names (DNS
+rebinding) or comes from another origin is refused, and a body must say that it is JSON, which other pages may not send
+unasked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -25,16 +27,17 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
-from rlsys.apps.chat.conversation import Opened
-from rlsys.apps.chat.events import Failed, as_dict
+from rlsys.apps.chat.chat_settings import ChatSettings
+from rlsys.apps.chat.conversation import Failed, Opened, as_dict, opened_in_terminal
+from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.errors import RunError, UserError
-from rlsys.search.address import is_foreign, is_trusted, own_names
+from rlsys.search.address import bind, is_foreign, is_trusted, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
 
-_STATIC = Path(__file__).with_name("static")
-_FILES = {"/": "chat.html", "/chat.css": "chat.css", "/chat.js": "chat.js"}
-_MOST_BYTES = 1 << 16  # Of a request
-_BODY_S = 10.0  # Until a request has arrived
+_MOST_BYTES = 1 << 16
+"""Of a request."""
+_BODY_S = 10.0
+"""Until a request has arrived."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -42,8 +45,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_GRACE_S = 2
-
 _log = logging.getLogger(__name__)
 
 
@@ -70,20 +71,15 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
     def add_file(path: str, name: str) -> None:
         @app.get(path)
         async def send() -> FileResponse:
-            return FileResponse(_STATIC / name)
+            return FileResponse(Path(__file__).with_name("static") / name)
 
-    for path, name in _FILES.items():
+    for path, name in {"/": "chat.html", "/chat.css": "chat.css", "/chat.js": "chat.js"}.items():
         add_file(path, name)
 
     @app.get("/about")
     async def about() -> dict[str, object]:
-        return {
-            "model": opened.model,
-            "engine": str(opened.engine),
-            "search": opened.search,
-            "max_turns": opened.max_turns,
-            "temperature": opened.temperature,
-        }
+        shown = {name: getattr(opened, name) for name in ("model", "search", "max_turns", "temperature")}
+        return {"engine": str(opened.engine), **shown}
 
     @app.post("/ask")
     async def ask(request: Request) -> Response:
@@ -115,13 +111,8 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
 
 async def serve(opened: Opened, sock: socket.socket, host: str) -> None:
     """Serve at the bound `sock`, which others know as `host`, until cancelled."""
-    config = LimitedConfig(
-        create_app(opened, own_names(host)),
-        PAGE_CONNECTIONS,
-        log_level="error",
-        lifespan="off",
-        timeout_graceful_shutdown=_GRACE_S,
-    )
+    app, options = create_app(opened, own_names(host)), {"log_level": "error", "lifespan": "off"}
+    config = LimitedConfig(app, PAGE_CONNECTIONS, **options, timeout_graceful_shutdown=2)
     server = _Server(config)
     sock.listen(config.backlog)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -131,6 +122,17 @@ async def serve(opened: Opened, sock: socket.socket, host: str) -> None:
         server.should_exit = True
         await serving
         raise
+
+
+async def serve_chat(model: Model, settings: ChatSettings, engine: EngineName, host: str, port: int) -> None:
+    """Serve the page of a chat with `model` until cancelled; port 0 takes a free one."""
+    with bind(host, port) as sock:
+        async with opened_in_terminal(model, settings, engine) as chat:
+            address, number = sock.getsockname()[:2]
+            if not ipaddress.ip_address(address).is_loopback:
+                print(f"Whoever reaches {host}:{number} can ask: no password is asked for.", file=sys.stderr)
+            print(f"Ask at http://{f'[{host}]' if ':' in host else host}:{number} (Ctrl-C ends it).", flush=True)
+            await serve(chat, sock, host)
 
 
 class _Server(LimitedServer):
@@ -170,6 +172,5 @@ def _refusal(request: Request, names: frozenset[str]) -> str:
     if not is_trusted(host, names):
         return f"This server is not called {host!r}: open it at its address, or at this machine's name."
     headers = dict(request.scope["headers"])
-    if is_foreign(headers.get(b"origin"), headers.get(b"host")):
-        return "Another page may not ask here: open this one."
-    return ""
+    foreign = is_foreign(headers.get(b"origin"), headers.get(b"host"))
+    return "Another page may not ask here: open this one." if foreign else ""

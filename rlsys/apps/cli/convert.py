@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer import Argument, Option
 
+from rlsys.apps.cli.options import print_pairs
 from rlsys.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,34 +25,27 @@ if TYPE_CHECKING:
     from rlsys.weights.convert.conversion import Outcome
     from rlsys.weights.convert.sides import Info
 
-app = typer.Typer(
-    help="Convert checkpoints between Hugging Face and Megatron; compare them; say what they hold.",
-    no_args_is_help=True,
-)
+_HELP = "Convert checkpoints between Hugging Face and Megatron; compare them; say what they hold."
+app = typer.Typer(help=_HELP, no_args_is_help=True)
 
-_SHOWN_DIFFERENCES = 20
-_DIFFER = 1
-
-Out = Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")]
-Megatron = Annotated[
-    Path, typer.Argument(help="Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, an iter_*.")
-]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 in place of what each tensor has.")]
-ShardSize = Annotated[str, typer.Option(help="Most bytes of one file, such as 500MB or 5GB.")]
-Processes = Annotated[
-    int | None, typer.Option(help="That write at a time; by default one for each core, if the model is large.")
-]
-Config = Annotated[Path | None, typer.Option(help="Hugging Face folder with the config of a Megatron checkpoint.")]
+Out = Annotated[Path, Argument(help="Folder to write; it must not exist.")]
+_MEGATRON = "Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, an iter_*."
+Megatron = Annotated[Path, Argument(help=_MEGATRON)]
+Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16 in place of what each tensor has.")]
+ShardSize = Annotated[str, Option(help="Most bytes of one file, such as 500MB or 5GB.")]
+_PROCESSES = "That write at a time; by default one for each core, if the model is large."
+Processes = Annotated[int | None, Option(help=_PROCESSES)]
+Config = Annotated[Path | None, Option(help="Hugging Face folder with the config of a Megatron checkpoint.")]
+_ORIGINAL = "The original Hugging Face folder: its config and tokenizer. Its weights are not read."
+_VALUES = "Make a critic, with a value head of zeros if there is none."
+_LOGITS = "Compare what they compute too, if memory allows."
 
 
 @app.command()
 def mg2hf(
     src: Megatron,
     dst: Out,
-    hf: Annotated[
-        Path | None,
-        typer.Option(help="The original Hugging Face folder: its config and tokenizer. Its weights are not read."),
-    ] = None,
+    hf: Annotated[Path | None, Option(help=_ORIGINAL)] = None,
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
     processes: Processes = None,
@@ -57,34 +55,32 @@ def mg2hf(
         from rlsys.weights.convert.directions import megatron_to_hf
 
         with _bar("written") as show:
-            outcome = megatron_to_hf(
-                src, dst, hf, dtype=dtype, shard_bytes=parse_size(shard_size), processes=processes, show=show
-            )
+            shard_bytes = parse_size(shard_size)
+            outcome = megatron_to_hf(src, dst, hf, dtype=dtype, shard_bytes=shard_bytes, processes=processes, show=show)
     _report(outcome, dst)
 
 
 @app.command()
 def hf2mg(
-    src: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
+    src: Annotated[Path, Argument(help="Hugging Face folder.")],
     dst: Out,
-    tp: Annotated[int, typer.Option(help="Tensor parallel size that it is laid out for; it loads in any.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size that it is laid out for.")] = 1,
-    pp_layers: Annotated[
-        str | None, typer.Option(help="Layers of each stage where they are uneven, such as 10,9,9.")
-    ] = None,
-    ep: Annotated[int, typer.Option(help="Expert parallel size that it is laid out for.")] = 1,
+    tp: Annotated[int, Option(help="Tensor parallel size that it is laid out for; it loads in any.")] = 1,
+    pp: Annotated[int, Option(help="Pipeline parallel size that it is laid out for.")] = 1,
+    pp_layers: Annotated[str | None, Option(help="Layers of each stage where they are uneven, such as 10,9,9.")] = None,
+    ep: Annotated[int, Option(help="Expert parallel size that it is laid out for.")] = 1,
     dtype: Dtype = None,
-    values: Annotated[
-        bool, typer.Option("--values", help="Make a critic, with a value head of zeros if there is none.")
-    ] = False,
+    values: Annotated[bool, Option("--values", help=_VALUES)] = False,
     processes: Processes = None,
 ) -> None:
     """Turn a Hugging Face folder into a Megatron checkpoint. One that was ended continues."""
+    if pp_layers is not None and not re.fullmatch(r"\d+(,\d+)*", pp_layers):
+        raise UserError(f"--pp-layers is {pp_layers}; give a number for each stage, such as 10,9,9.")
+    layers = None if pp_layers is None else [int(count) for count in pp_layers.split(",")]
     with warnings.catch_warnings(action="ignore"):
         from rlsys.config.schema import ParallelConfig
         from rlsys.weights.convert.directions import hf_to_megatron
 
-        parallel = ParallelConfig(tp=tp, pp=pp, pp_layers=_counts(pp_layers), ep=ep)
+        parallel = ParallelConfig(tp=tp, pp=pp, pp_layers=layers, ep=ep)
         with _bar("written") as show:
             outcome = hf_to_megatron(
                 src, dst, parallel=parallel, dtype=dtype, values=values, processes=processes, show=show
@@ -94,12 +90,10 @@ def hf2mg(
 
 @app.command()
 def verify(
-    a: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
-    b: Annotated[Path, typer.Argument(help="The other, of either kind.")],
+    a: Annotated[Path, Argument(help="Hugging Face folder or Megatron checkpoint.")],
+    b: Annotated[Path, Argument(help="The other, of either kind.")],
     hf: Config = None,
-    logits: Annotated[
-        bool, typer.Option("--logits/--no-logits", help="Compare what they compute too, if memory allows.")
-    ] = True,
+    logits: Annotated[bool, Option("--logits/--no-logits", help=_LOGITS)] = True,
 ) -> None:
     """Compare two models: names, shapes, dtypes, checksums, logits. Status 1 if they differ."""
     with warnings.catch_warnings(action="ignore"):
@@ -111,14 +105,14 @@ def verify(
         with _bar("read") as show:
             verdict = compare(a, b, hf=hf, logits=logits, show=show)
     _print_verdict(verdict)
-    raise typer.Exit(0 if verdict.same else _DIFFER)
+    raise typer.Exit(0 if verdict.same else 1)
 
 
 @app.command()
 def info(
-    src: Annotated[Path, typer.Argument(help="Hugging Face folder or Megatron checkpoint.")],
+    src: Annotated[Path, Argument(help="Hugging Face folder or Megatron checkpoint.")],
     hf: Config = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what a checkpoint holds."""
     with warnings.catch_warnings(action="ignore"):
@@ -134,27 +128,16 @@ def info(
 def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB, 500 MB or 1.5GiB. Raises UserError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(I?))?B?", text.strip().upper())
-    size = 0
-    if found:
-        number, prefix, binary = found.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
+    number, prefix, binary = found.groups() if found else ("0", "", "")
+    size = int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
     if not size:
         raise UserError(f"--shard-size is {text}; give a size such as 500MB or 5GB.")
     return size
 
 
-def _counts(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"--pp-layers is {text}; give a number for each stage, such as 10,9,9.")
-    return [int(count) for count in text.split(",")]
-
-
 @contextmanager
 def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
     """Bytes as a bar on a terminal; nothing elsewhere."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
@@ -165,13 +148,10 @@ def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         # What an earlier command wrote is no work of this one, so the speed leaves it out.
         task = bar.add_task(verb, total=None, start=False)
-        begun = False
 
         def show(done: int, total: int) -> None:
-            nonlocal begun
-            if not begun:
+            if not bar.tasks[0].started:
                 bar.start_task(task)
-                begun = True
             bar.update(task, completed=done, total=total)
 
         yield show
@@ -181,24 +161,18 @@ def _report(outcome: Outcome, out: Path) -> None:
     for note in outcome.notes:
         typer.echo(note, err=True)
     kept = f", {outcome.kept} of them kept from before" if outcome.kept else ""
-    files = f"{outcome.files} file{'s' if outcome.files != 1 else ''}"
-    typer.echo(f"{out}: {outcome.nbytes / 1e9:.2f} GB in {files}{kept}")
+    typer.echo(f"{out}: {outcome.nbytes / 1e9:.2f} GB in {outcome.files} file{'s' * (outcome.files != 1)}{kept}")
 
 
 def _print_verdict(verdict: Comparison) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     if verdict.differences:
         table = Table()
         for heading in ("tensor", "differs in", "first", "second"):
             table.add_column(heading, overflow="fold")  # A name that is cut short names nothing.
-        for one in verdict.differences[:_SHOWN_DIFFERENCES]:
-            table.add_row(Text(one.name), one.what, Text(one.first), Text(one.second))
+        for difference in verdict.differences[:20]:
+            table.add_row(Text(difference.name), difference.what, Text(difference.first), Text(difference.second))
         Console().print(table)
-        left = len(verdict.differences) - _SHOWN_DIFFERENCES
-        if left > 0:
+        if (left := len(verdict.differences) - 20) > 0:
             typer.echo(f"and {left} more")
     typer.echo(
         f"tensors: {verdict.tensors - len(verdict.differences)} of {verdict.tensors} the same in name, shape, "
@@ -215,13 +189,6 @@ def _print_verdict(verdict: Comparison) -> None:
 
 
 def _print_info(found: Info) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
     rows = {
         "folder": found.folder,
         "format": found.format,
@@ -232,11 +199,6 @@ def _print_info(found: Info) -> None:
         "weights": f"{found.nbytes / 1e9:.2f} GB of {found.folder_bytes / 1e9:.2f} GB in the folder",
         "dtypes": ", ".join(f"{name} ({count:,})" for name, count in found.dtypes.items()),
     }
-    if found.architecture is None:
-        rows["architecture"] = "unknown; give --hf"
-    else:
-        rows |= {key: str(value) for key, value in found.architecture.items()}
-    rows["also"] = ", ".join(found.also)
-    for key, value in rows.items():
-        table.add_row(key, Text(value))
-    Console().print(table)
+    architecture = {"architecture": "unknown; give --hf"} if found.architecture is None else found.architecture
+    rows |= {key: str(value) for key, value in architecture.items()}
+    print_pairs(rows | {"also": ", ".join(found.also)})

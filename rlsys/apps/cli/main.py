@@ -1,7 +1,6 @@
 """The `rlsys` command.
 
-Contract: a user's mistake prints one sentence to standard error and exits with 2; a run that breaks
-off prints what and who and exits with 1; Ctrl-C exits with 130, with nothing left running.
+A mistake prints one sentence to standard error and exits with 2; a run that breaks off exits with 1; Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -20,12 +19,8 @@ STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """Errors of a disk, which say nothing of the program."""
 
-app = typer.Typer(
-    help="Reinforcement learning for language models that search.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+_HELP = "Reinforcement learning for language models that search."
+app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("train", help="Train a policy as a config says.")(training.train)
 app.command("launch", help="Train on several machines: the same command on each.")(training.launch)
 app.command("eval", help="Ask a model sets of questions, and say how well it answers.")(evaluate.command)
@@ -37,9 +32,8 @@ app.add_typer(runs.audit, name="audit")
 app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")
 app.add_typer(search.app, name="search")
-app.command("doctor", help="Say what is here and what is missing; with --for, whether a config can run.")(
-    doctor.command
-)
+_DOCTOR = "Say what is here and what is missing; with --for, whether a config can run."
+app.command("doctor", help=_DOCTOR)(doctor.command)
 
 
 def main() -> None:

@@ -1,12 +1,10 @@
-"""`rlsys own`: from a folder of documents and a file of questions to a trained, evaluated policy, by rlsys' own commands.
+"""`rlsys own`: from a folder of documents and a file of questions to a trained, evaluated policy, by rlsys' own
+commands.
 
-Contract: `commands` yields command lines of `rlsys`, each once all before it have succeeded. Before the first one it refuses
-what can be seen to be wrong, of files and of settings; then it downloads the model, if it is no folder, and refuses what is
-wrong with that. Else nothing is done here but to read files. What is written lies in one folder, and the same call goes on
-where an earlier one was broken off: passages and questions are made again, which gives the same bytes; a complete index, a
-finished run and its evaluation are left as they are; training goes on from its newest checkpoint, also where the summary or
-the config of the run cannot be read. What a run reads is named by its content: with other documents or questions it is
-another run beside the first, which stays as it was. An evaluation is of a step and of settings.
+What is written lies in one folder, and the same call goes on where an earlier one was broken off: passages and
+questions are made again, which gives the same bytes; a complete index, a finished run and its evaluation are left as
+they are; training goes on from its newest checkpoint, also where the summary or the config of the run cannot be read.
+What a run reads is named by its content: with other documents or questions it is another run beside the first.
 """
 
 from __future__ import annotations
@@ -18,14 +16,15 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from rlsys.apps.data.prepare import apart, divide, json_line, prepare_file, split
 from rlsys.config.compose import as_dict, load_config, recorded
@@ -33,7 +32,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import own_template, read_rows, tool_template
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.files import parse_json, read_regular, read_yaml, sha256_of
-from rlsys.orchestrator.validate import find_problems
+from rlsys.orchestrator.validate import validate
 from rlsys.rollout.tools.interface import described
 
 if TYPE_CHECKING:  # It loads torch.
@@ -43,38 +42,32 @@ Words = tuple[str, ...]
 """A command line of rlsys, without the program's name."""
 _CORPUS, _QUESTIONS, _CHOSEN = "corpus.jsonl", "questions.jsonl", "chosen.jsonl"
 """Files on the way to what a run reads, made anew by each call."""
-_INDICES = ("dense", "bm25", "hybrid")
 _SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 """Of files of questions."""
 
-Prompt = Annotated[
-    Path | None, typer.Option(help="File of an own prompt with {question} in it; Search-R1's by default.")
-]
-Tool = Annotated[
-    list[str] | None, typer.Option(help="A tool beside the search, as package.module.Class; again for more.")
-]
+_QUESTIONS_HELP = "Questions and answers: jsonl, parquet, csv or tsv (see `data prepare own`)."
+_HOLDOUT = "How many of QUESTIONS; a tenth, at most 500, by default."
+_PROMPT = "File of an own prompt with {question} in it; Search-R1's by default."
+_TOOL = "A tool beside the search, as package.module.Class; again for more."
+_DEVICES = "cpu, or how many GPUs; by default all that are here, or what -c says."
+_BATCH = "Questions of a step; the config's by default, no more than there are."
+_CONFIG = "What says all else; by default 3B on one node, published."
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The arguments of `rlsys own`."""
+    """The arguments of `rlsys own`; its help says what each is."""
 
     documents: Path
     questions: Path
     model: str | Path
-    """A Hugging Face folder, or a name on the Hub."""
     out: Path
     config: str
     heldout: Path | None = None
-    """Own questions to evaluate on; without them some of `questions` are held out."""
     holdout: int | None = None
-    """Number of them."""
     prompt: Path | None = None
-    """File of an own prompt; without it Search-R1's."""
     tools: tuple[str, ...] = ()
-    """Classes of tools beside the search (docs/tools.md)."""
     kind: str = "dense"
-    """Kind of the index."""
     encoder: str | None = None
     devices: Devices | None = None
     steps: int | None = None
@@ -83,59 +76,39 @@ class Wish:
 
 
 def command(
-    documents: Annotated[Path, typer.Argument(help="File or folder: text, markdown, jsonl, parquet.")],
-    questions: Annotated[
-        Path, typer.Argument(help="Questions and answers: jsonl, parquet, csv or tsv (see `data prepare own`).")
-    ],
-    model: Annotated[str, typer.Option(help="Hugging Face folder, or a name on the Hub.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Settings such as trainer.seed=5.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = Path("outputs/own"),
-    heldout: Annotated[
-        Path | None, typer.Option(help="Questions to evaluate on; by default some of QUESTIONS.")
-    ] = None,
-    holdout: Annotated[
-        int | None, typer.Option(min=1, help="How many of QUESTIONS; a tenth, at most 500, by default.")
-    ] = None,
-    prompt: Prompt = None,
-    tool: Tool = None,
-    kind: Annotated[str, typer.Option(help="Of the index: dense, bm25 or hybrid.")] = "dense",
-    encoder: Annotated[str | None, typer.Option(help="minilm (the default), or a Hugging Face encoder.")] = None,
-    devices: Annotated[
-        str | None, typer.Option(help="cpu, or how many GPUs; by default all that are here, or what -c says.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of training; the config's by default.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Questions of a step; the config's by default, no more than there are.")
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option("--config-name", "-c", help="What says all else; by default 3B on one node, published."),
-    ] = None,
+    documents: Annotated[Path, Argument(help="File or folder: text, markdown, jsonl, parquet.")],
+    questions: Annotated[Path, Argument(help=_QUESTIONS_HELP)],
+    model: Annotated[str, Option(help="Hugging Face folder, or a name on the Hub.")],
+    overrides: Annotated[list[str] | None, Argument(help="Settings such as trainer.seed=5.")] = None,
+    out: Annotated[Path, Option(help="Folder for everything that is made.")] = Path("outputs/own"),
+    heldout: Annotated[Path | None, Option(help="Questions to evaluate on; by default some of QUESTIONS.")] = None,
+    holdout: Annotated[int | None, Option(min=1, help=_HOLDOUT)] = None,
+    prompt: Annotated[Path | None, Option(help=_PROMPT)] = None,
+    tool: Annotated[list[str] | None, Option(help=_TOOL)] = None,
+    kind: Annotated[str, Option(help="Of the index: dense, bm25 or hybrid.")] = "dense",
+    encoder: Annotated[str | None, Option(help="minilm (the default), or a Hugging Face encoder.")] = None,
+    devices: Annotated[str | None, Option(help=_DEVICES)] = None,
+    steps: Annotated[int | None, Option(min=1, help="Of training; the config's by default.")] = None,
+    batch: Annotated[int | None, Option(min=1, help=_BATCH)] = None,
+    config: Annotated[str | None, Option("--config-name", "-c", help=_CONFIG)] = None,
 ) -> None:
     """Make an index and a split, train, evaluate, report; the same command goes on where it was broken off."""
     from rlsys.apps.api.trainer import EXPERIMENT
 
     given = {name: value for name, value in locals().items() if name in Wish.__dataclass_fields__}
     given |= {"config": config or EXPERIMENT, "overrides": tuple(overrides or ()), "tools": tuple(tool or ())}
-    for words in commands(Wish(**given | {"devices": _devices(devices, config)})):
+    if devices is not None:
+        given["devices"] = int(devices) if devices.isdecimal() else devices
+    elif config is None:
+        from rlsys.observe.environment import detect
+
+        given["devices"] = detect().cuda_devices or "cpu"
+    for words in commands(Wish(**given)):
         _run(words)
 
 
-def _devices(given: str | None, config: str | None) -> int | str | None:
-    if given is not None:
-        return int(given) if given.isdecimal() else given
-    if config is not None:
-        return None
-    from rlsys.observe.environment import detect
-
-    return detect().cuda_devices or "cpu"
-
-
 def _run(words: Words) -> None:
-    """Run an `rlsys` command as it would be typed, and show it.
-
-    It has a process of its own: what a training leaves in one (threads, handlers of signals) is none of the evaluation's.
-    """
+    """Run an `rlsys` command and show it; in its own process, as training leaves threads and handlers behind."""
     typer.secho(f"\n$ rlsys {shlex.join(words)}", bold=True)
     process = subprocess.Popen([sys.executable, "-m", "rlsys.apps.cli.main", *words])
     numbers = (signal.SIGTERM, signal.SIGHUP)
@@ -154,17 +127,24 @@ def _run(words: Words) -> None:
 
 
 def commands(wish: Wish) -> Iterator[Words]:
-    """The command lines, in order. Raises UserError for what cannot be read, trained or run here, before the first of them,
-    and RunError for a model that cannot be downloaded."""
+    """The command lines, in order. Raises UserError for what cannot be read, trained or run here, before the first of
+    them, and RunError for a model that cannot be downloaded.
+    """
     wish = _checked(wish)
     corpus = wish.out / _CORPUS
     yield "search", "ingest", str(wish.documents), "--out", str(corpus)
     index = wish.out / f"index-{_digest(sha256_of(corpus), wish.kind, str(wish.encoder))}"
-    encoder = () if wish.encoder is None else ("--encoder", wish.encoder)
-    yield "search", "index", str(corpus), str(index), "--kind", wish.kind, *encoder
-    yield from _prepared(wish)
-    train, heldout, splitting = _split(wish)
-    yield splitting
+    yield "search", "index", str(corpus), str(index), "--kind", wish.kind, *_flag("--encoder", wish.encoder)
+    tools = [word for tool in wish.tools for word in ("--tool", tool)]
+    prepare = ("data", "prepare", "own", *_flag("--prompt", wish.prompt), *tools)
+    questions, chosen = wish.out / _QUESTIONS, wish.out / _CHOSEN
+    yield *prepare, str(wish.questions), "--out", str(questions)
+    how, contents = _flag("--holdout", wish.holdout), [sha256_of(questions), *_flag("--holdout", wish.holdout)]
+    if wish.heldout is not None:
+        yield *prepare, str(wish.heldout), "--out", str(chosen), "--split", "test"
+        how, contents = _flag("--chosen", chosen), [sha256_of(questions), sha256_of(chosen)]
+    train, heldout = (wish.out / f"{side}-{_digest(*contents)}.jsonl" for side in ("train", "heldout"))
+    yield "data", "split", str(questions), "--train", str(train), "--heldout", str(heldout), *how
     settings = _settings(wish, index, train, heldout)
     config = load_config(settings.config, settings.overrides)
     note = wish.out / f"{config.name}.txt"
@@ -181,25 +161,8 @@ def commands(wish: Wish) -> Iterator[Words]:
     yield "report", str(run_dir)
 
 
-def _prepared(wish: Wish) -> Iterator[Words]:
-    """Questions with their prompts."""
-    prompt = () if wish.prompt is None else ("--prompt", str(wish.prompt))
-    tools = [word for tool in wish.tools for word in ("--tool", tool)]
-    prepare = ("data", "prepare", "own", *prompt, *tools)
-    yield *prepare, str(wish.questions), "--out", str(wish.out / _QUESTIONS)
-    if wish.heldout is not None:
-        yield *prepare, str(wish.heldout), "--out", str(wish.out / _CHOSEN), "--split", "test"
-
-
-def _split(wish: Wish) -> tuple[Path, Path, Words]:
-    """The files of both sides, and the command that makes them of what is prepared."""
-    whole, chosen = wish.out / _QUESTIONS, wish.out / _CHOSEN
-    how: Words = () if wish.holdout is None else ("--holdout", str(wish.holdout))
-    contents = [sha256_of(whole), *how]
-    if wish.heldout is not None:
-        how, contents = ("--chosen", str(chosen)), [sha256_of(whole), sha256_of(chosen)]
-    train, heldout = (wish.out / f"{side}-{_digest(*contents)}.jsonl" for side in ("train", "heldout"))
-    return train, heldout, ("data", "split", str(whole), "--train", str(train), "--heldout", str(heldout), *how)
+def _flag(name: str, value: object) -> Words:
+    return () if value is None else (name, str(value))
 
 
 def _settings(wish: Wish, index: Path, train: Path, heldout: Path) -> RunSettings:
@@ -210,17 +173,16 @@ def _settings(wish: Wish, index: Path, train: Path, heldout: Path) -> RunSetting
     searched: dict[str, Any] = {"search.index": str(index), "search.url": None, "search.replicas": []}
     given = [
         Given("--devices", of_devices(wish.devices)),
+        Given("--tool", {"task.tools": wish.tools} if wish.tools else {}),
+        Given("--steps", {} if wish.steps is None else {"trainer.steps": wish.steps}),
         Given("--out", {"name": name, "output_dir": str(wish.out / "runs"), "resume": "auto"}),
         Given("--model", {"model.path": str(wish.model)}),
         Given("QUESTIONS", {"task.train_path": str(train), "task.eval_path": str(heldout)}),
         Given("DOCUMENTS", searched),
     ]
-    if wish.tools:
-        given.append(Given("--tool", {"task.tools": wish.tools}))
-    if wish.steps is not None:
-        given.append(Given("--steps", {"trainer.steps": wish.steps}))
     config = load_config(wish.config, compose_settings(wish.config, given, wish.overrides).overrides)
-    batch = fitting_batch(config, wish.overrides, _lines(train)) if wish.batch is None else wish.batch
+    lines = train.read_bytes().count(b"\n")
+    batch = fitting_batch(config, wish.overrides, lines) if wish.batch is None else wish.batch
     given.append(Given("--batch", of_batch(batch, config.trainer.mini_batches)))
     return compose_settings(wish.config, given, wish.overrides)
 
@@ -229,16 +191,8 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 
 
-def _lines(file: Path) -> int:
-    with file.open("rb") as lines:
-        return sum(1 for _ in lines)
-
-
 def _ended(note: Path) -> tuple[Path, Path] | None:
-    """The run that `note` names and the checkpoint it came to, if it has ended well.
-
-    One that went on has a summary only from its end on; where that cannot be read, the run goes on from its end.
-    """
+    """The run that `note` names and its checkpoint, if it ended well: one that went on has no summary until its end."""
     try:
         run_dir = Path(note.read_text(encoding="utf-8").strip())
         return run_dir, Path(parse_json(read_regular(run_dir / "summary.json"))["checkpoint"])
@@ -252,12 +206,11 @@ def _is_finished(note: Path, config: RunConfig) -> bool:
     if ended is None:
         return False
     run_dir, checkpoint = ended
-    try:
+    with suppress(FileNotFoundError, ValueError):
         before = read_yaml(run_dir / "config.yaml")
-    except (FileNotFoundError, ValueError):
-        return False
-    same = isinstance(before, dict) and _but_resume(recorded(before)) == _but_resume(as_dict(config))
-    return same and checkpoint.is_dir()
+        same = isinstance(before, dict) and _but_resume(recorded(before)) == _but_resume(as_dict(config))
+        return same and checkpoint.is_dir()
+    return False
 
 
 def _but_resume(config: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +226,14 @@ def _checked(wish: Wish) -> Wish:
             f"--holdout {wish.holdout} and --heldout {wish.heldout} both say what is held out: give one of them."
         )
     _require_documents(wish.documents, wish.out / _CORPUS)
-    _require_index(wish.kind, wish.encoder)
+    if wish.kind not in ("dense", "bm25", "hybrid"):
+        raise UserError(f"--kind {wish.kind} is none that is made here: give one of dense, bm25, hybrid.")
+    if wish.kind != "bm25":
+        from rlsys.search.encoders.spec import resolve_folder
+
+        resolve_folder(wish.encoder or "minilm")
+    elif wish.encoder is not None:
+        raise UserError(f"--encoder {wish.encoder} has no use with --kind bm25: leave one of them out.")
     if not Path(wish.model).expanduser().is_dir():
         _require_sound(wish, knows_model=False)
     wish = replace(wish, model=model_folder(wish.model))
@@ -298,23 +258,8 @@ def _require_documents(documents: Path, corpus: Path) -> None:
     )
 
 
-def _require_index(kind: str, encoder: str | None) -> None:
-    """Refuse an index that cannot be made of documents alone, and an encoder that is not here."""
-    from rlsys.search.encoders.spec import resolve_folder
-
-    if kind not in _INDICES:
-        raise UserError(f"--kind {kind} is none that is made here: give one of {', '.join(_INDICES)}.")
-    if kind != "bm25":
-        resolve_folder(encoder or "minilm")
-    elif encoder is not None:
-        raise UserError(f"--encoder {encoder} has no use with --kind bm25: leave one of them out.")
-
-
 def _require_sound(wish: Wish, *, knows_model: bool) -> None:
-    """Refuse a config of training and evaluation that cannot run, or not on this machine; its output_dir is made.
-
-    Stand-ins are made for all that it will read. What hangs on the model is left out where that is not here yet.
-    """
+    """Refuse a config that cannot run here, with stand-ins for all that it will read; its output_dir is made."""
     from rlsys.orchestrator.run import ready_to_start
 
     with _scratch_beside(wish.out) as folder:
@@ -324,9 +269,7 @@ def _require_sound(wish: Wish, *, knows_model: bool) -> None:
         (index / "manifest.json").write_text("{}", encoding="utf-8")  # Enough to be taken for an index.
         settings = _settings(replace(wish, out=folder), index, train, heldout)
         config = load_config(settings.config, settings.overrides)
-        problems = [one.sentence for one in find_problems(config) if knows_model or one.key != "model.path"]
-        if problems:
-            raise UserError("\n".join(problems))
+        validate(config, ignored=() if knows_model else ("model.path",))
         ready_to_start(config, lambda _: None)
 
 
@@ -349,33 +292,26 @@ def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
     about = described(wish.tools)
     template = tool_template(about) if wish.prompt is None else own_template(wish.prompt, about)
 
-    def rows(file: Path, argument: str, side: str) -> list[Any]:
-        _require_file(file, argument)
+    def rows(file: Path, argument: str, side: str) -> tuple[list[Any], list[str]]:
+        if not file.is_file():
+            what = "is no file" if file.exists() else "does not exist"
+            raise UserError(f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv.")
+        if file.suffix not in _SUFFIXES:
+            raise UserError(
+                f"{argument} {file} is of no kind that can be read ({', '.join(_SUFFIXES)}): convert it, or rename it if it "
+                "is one of them."
+            )
         made = prepare_file(file, file.stem, side, folder / f"{argument}.jsonl", prompt=template)
-        return [row for _, row in read_rows(made.path)]
+        read = [row for _, row in read_rows(made.path)]
+        return read, [row["question"] for row in read]
 
-    trained = rows(wish.questions, "QUESTIONS", "train")
+    trained, texts = rows(wish.questions, "QUESTIONS", "train")
     if wish.heldout is None:
-        trained, held = divide(trained, split(_texts(trained), wish.holdout, 0, str(wish.questions)))
+        trained, held = divide(trained, split(texts, wish.holdout, 0, str(wish.questions)))
     else:
-        held = rows(wish.heldout, "--heldout", "test")
-        trained, _ = divide(trained, apart(_texts(trained), _texts(held), str(wish.questions), str(wish.heldout)))
+        held, wanted = rows(wish.heldout, "--heldout", "test")
+        trained, _ = divide(trained, apart(texts, wanted, str(wish.questions), str(wish.heldout)))
     sides = folder / "train.jsonl", folder / "heldout.jsonl"
     for side, kept in zip(sides, (trained, held), strict=True):
         side.write_text("".join(json_line(row, str(wish.questions)) for row in kept), encoding="utf-8")
     return sides
-
-
-def _require_file(file: Path, argument: str) -> None:
-    if not file.is_file():
-        what = "is no file" if file.exists() else "does not exist"
-        raise UserError(f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv.")
-    if file.suffix not in _SUFFIXES:
-        raise UserError(
-            f"{argument} {file} is of no kind that can be read ({', '.join(_SUFFIXES)}): convert it, or rename it if it "
-            "is one of them."
-        )
-
-
-def _texts(rows: Sequence[Any]) -> list[str]:
-    return [row["question"] for row in rows]

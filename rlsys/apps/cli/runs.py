@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
+from typer import Argument, Option
 
 audit = typer.Typer(help="Checks on what a run has written.", no_args_is_help=True)
+_OUT = "File to write; report.html in the first run's folder."
+_TOKENIZER = "Folder with the run's tokenizer; its config's model.path by default."
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; report.html in the first run's folder.", show_default=False)
-    ] = None,
+    runs: Annotated[list[Path], Argument(help="Folders of runs; several are compared.", show_default=False)],
+    out: Annotated[Path | None, Option(help=_OUT, show_default=False)] = None,
 ) -> None:
     """Write the report of RUNS."""
-    from rich.console import Console
-    from rich.text import Text
-
     from rlsys.observe.run_folder import open_run
     from rlsys.observe.samples import visible
     from rlsys.report.report_page import write_report
@@ -36,14 +37,12 @@ def report(
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, such as outputs/NAME-20260101-120000.")],
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8800,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; by default only this machine comes in.")
-    ] = "127.0.0.1",
+    run: Annotated[Path, Argument(help="Folder of a run, such as outputs/NAME-20260101-120000.")],
+    port: Annotated[int, Option(help="0 takes a free one.")] = 8800,
+    host: Annotated[str, Option(help="Address to listen at; by default only this machine comes in.")] = "127.0.0.1",
 ) -> None:
     """Show a run in a browser while it goes on, and its figures to Prometheus at /metrics."""
-    from rlsys.report.watch.watch_server import serve_run
+    from rlsys.report.watch import serve_run
 
     serve_run(run, host, port, lambda text: typer.echo(text, err=True))
 
@@ -55,20 +54,13 @@ def _commands() -> None:
 
 @audit.command()
 def tokens(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder with the run's tokenizer; its config's model.path by default.")
-    ] = None,
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a run.")],
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+    tokenizer: Annotated[Path | None, Option(help=_TOKENIZER)] = None,
 ) -> None:
     """Say which drawn tokens re-tokenising the text does not give back, where, and what that does to the ratio."""
-    import json
-
-    from rich.console import Console
-
     from rlsys.observe.run_folder import open_run
-    from rlsys.report.audit import token_audit
-    from rlsys.report.audit.audit_table import render_audit
+    from rlsys.report import token_audit
 
     folder = open_run(run)
     before = len(folder.problems)
@@ -78,4 +70,4 @@ def tokens(
     if as_json:
         typer.echo(json.dumps(token_audit.as_json(found), ensure_ascii=True, allow_nan=False))
     else:
-        render_audit(found, Console())
+        token_audit.render_audit(found, Console())

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from rlsys.apps.cli.doctor import look
+from rlsys.apps.cli.options import ConfigDir, ConfigName, Overrides
 from rlsys.apps.running import run_to_end
 from rlsys.cluster.launch.role import LaunchTask, Role, check_searching, find_role, machine_count
 from rlsys.cluster.local_ray import RAY_PORT
@@ -20,26 +22,20 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems, validate
 
-ConfigName = Annotated[
-    str,
-    typer.Option(
-        "--config-name", "-c", help="A config of the project, or the path of a YAML file: rlsys' keys, or RLinf's."
-    ),
-]
-ConfigDir = Annotated[Path | None, typer.Option(help="Folder of configs; the project's own by default.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings such as trainer.steps=5.")]
+_FOLDER = "Write the run's folder to this file as soon as it is known."
+_NODES = "Machines in all; by default from the environment, else cluster.nodes."
+_HEAD = "Where the machine of rank 0 is, for all to meet."
+_CLUSTER = "Use the Ray cluster that runs there (auto: the one around) and start none."
 
 
 def train(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the resolved plan and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")] = False,
-    no_wandb: Annotated[bool, typer.Option("--no-wandb", help="Leave Weights & Biases out.")] = False,
-    folder_to: Annotated[
-        Path | None, typer.Option(help="Write the run's folder to this file as soon as it is known.")
-    ] = None,
+    dry_run: Annotated[bool, Option(help="Print the resolved plan and stop.")] = False,
+    as_json: Annotated[bool, Option("--json", help="With --dry-run: the plan as JSON.")] = False,
+    no_wandb: Annotated[bool, Option("--no-wandb", help="Leave Weights & Biases out.")] = False,
+    folder_to: Annotated[Path | None, Option(help=_FOLDER)] = None,
 ) -> None:
     """Train a policy."""
     config = load_config(config_name, overrides or (), config_dir)
@@ -77,25 +73,12 @@ def launch(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    nodes: Annotated[
-        int | None, typer.Option(help="Machines in all; by default from the environment, else cluster.nodes.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Which of them this is, from 0; by default from the environment.")
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="Where the machine of rank 0 is, for all to meet.")
-    ] = None,
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="For all machines to come.")] = 600.0,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS", help="Use the Ray cluster that runs there (auto: the one around) and start none."
-        ),
-    ] = None,
-    preflight: Annotated[
-        bool, typer.Option(help="Start nothing before `rlsys doctor --for` finds everything right.")
-    ] = True,
+    nodes: Annotated[int | None, Option(help=_NODES)] = None,
+    rank: Annotated[int | None, Option(help="Which of them this is, from 0; by default from the environment.")] = None,
+    head: Annotated[str | None, Option(metavar="HOST[:PORT]", help=_HEAD)] = None,
+    wait: Annotated[float, Option(metavar="SECONDS", help="For all machines to come.")] = 600.0,
+    cluster: Annotated[str | None, Option(metavar="ADDRESS", help=_CLUSTER)] = None,
+    preflight: Annotated[bool, Option(help="Start nothing before `rlsys doctor --for` finds everything right.")] = True,
 ) -> None:
     """Bring the machines of a cluster together, train, and leave nothing behind.
 

@@ -1,7 +1,7 @@
-"""Compares two models: names, shapes, dtypes, checksums of their tensors, and the logits that they compute.
+"""Compares two models: names, shapes, dtypes, checksums of their tensors, and the logits (or values) that they compute.
 
-Logits of a Hugging Face folder are computed by transformers, those of a checkpoint by Megatron, both in float32 whatever
-their weights are, so that what differs is the weights or the model, not the rounding. A critic's values count as logits.
+Transformers computes those of a Hugging Face folder, Megatron those of a checkpoint, in float32, so that no rounding
+differs.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ MISSING = "-"
 PROMPTS, LENGTH = 3, 32
 TOLERANCE = 1e-3
 """Largest difference of two logits, as a fraction of the largest logit: that of two orders of summation."""
-_FLOAT_BYTES, _ROOM = 4, 1.3
-_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One thing that is not the same."""
+    """One thing that is not the same of a Hugging Face tensor: present, shape, dtype or bytes."""
 
-    name: str  # Of the Hugging Face tensor
-    what: str  # present, shape, dtype or bytes
+    name: str
+    what: str
     first: str
     second: str
 
@@ -52,9 +50,12 @@ class LogitsCheck:
     """How far the logits of two models are from each other."""
 
     positions: int
-    largest: float  # Magnitude of the first's
-    difference: float  # Of any two, at most
-    agreement: float  # Share of positions where both put the same token first; 1 for a critic
+    largest: float
+    """Magnitude of the first's."""
+    difference: float
+    """Of any two, at most."""
+    agreement: float
+    """Share of positions where both put the same token first; 1 for a critic."""
 
     @property
     def same(self) -> bool:
@@ -64,13 +65,14 @@ class LogitsCheck:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two models compare."""
+    """How two models compare: `tensors` of both by name, `nbytes` of the first."""
 
-    tensors: int  # Of both, by name
-    nbytes: int  # Of the first
+    tensors: int
+    nbytes: int
     differences: tuple[TensorDifference, ...]
-    logits: LogitsCheck | None  # None where they were not compared
-    note: str  # Why they were not; empty where they were, or nobody asked
+    logits: LogitsCheck | None
+    note: str
+    """Why logits were not compared; empty where they were, or nobody asked."""
 
     @property
     def same(self) -> bool:
@@ -86,17 +88,17 @@ def verify(
     logits: bool = True,
     show: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Compare two models, each a Hugging Face folder or a Megatron checkpoint.
+    """Compare two models, each a Hugging Face folder or a Megatron checkpoint; `hf` has the config of one without.
+    Raises UserError.
 
-    `hf` has the config of a Megatron checkpoint without one. Every byte is read, one Megatron tensor at a time;
-    `show` gets the bytes that were, and those of both. Raises UserError.
+    Every byte is read, one Megatron tensor at a time; `show` gets the bytes that were, and those of both.
     """
     config = None if hf is None else Path(hf)
     sides = open_side(Path(first), config), open_side(Path(second), config)
     specs = sides[0].specs(), sides[1].specs()
     for side in sides:
         side.check_repeated()
-    sizes = [sum(spec.nbytes for spec in one.values()) for one in specs]
+    sizes = [sum(spec.nbytes for spec in of_side.values()) for of_side in specs]
     done = 0
 
     def checksums(side: Side) -> dict[str, str]:
@@ -112,11 +114,10 @@ def verify(
     sums = checksums(sides[0]), checksums(sides[1])
     differences = tuple(_differences(specs, sums))
     check, note = None, ""
-    if logits:
-        if any(difference.what in ("present", "shape") for difference in differences):
-            note = "Logits were not compared: these are models of different shapes."
-        else:
-            note = _not_computed(sides) or _too_large(sides[0])
+    if logits and any(difference.what in ("present", "shape") for difference in differences):
+        note = "Logits were not compared: these are models of different shapes."
+    elif logits:
+        note = _not_computed(sides) or _too_large(sides[0])
         check = None if note else _check_logits(*sides)
     return Comparison(len(specs[0].keys() | specs[1].keys()), sizes[0], differences, check, note)
 
@@ -151,7 +152,7 @@ def _not_computed(sides: Iterable[Side]) -> str:
 def _too_large(side: Side) -> str:
     """A sentence if the model does not fit into memory in float32, else nothing."""
     numbers = sum(spec.nbytes // spec.dtype.itemsize for spec in side.specs().values())
-    needed = int(numbers * _FLOAT_BYTES * _ROOM)
+    needed = int(numbers * 4 * 1.3)  # Bytes of a float, and room for what is computed.
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
     if needed <= free:
         return ""
@@ -162,14 +163,9 @@ def _check_logits(first: Side, second: Side) -> LogitsCheck:
     """Compare them; one model is in memory at a time."""
     tokens = prompts(first)
     logits, others = logits_of(first, tokens), logits_of(second, tokens)
-    apart = float((logits - others).abs().max())
-    return LogitsCheck(
-        positions=len(logits),
-        largest=float(logits.abs().max()),
-        # NaN is no agreement.
-        difference=apart if apart == apart else float("inf"),
-        agreement=float((logits.argmax(-1) == others.argmax(-1)).float().mean()),
-    )
+    difference = float((logits - others).abs().nan_to_num(torch.inf, torch.inf).max())  # NaN is no agreement.
+    agreement = float((logits.argmax(-1) == others.argmax(-1)).float().mean())
+    return LogitsCheck(len(logits), float(logits.abs().max()), difference, agreement)
 
 
 def prompts(side: Side) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -183,9 +179,9 @@ def prompts(side: Side) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def logits_of(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
     """What is said of each token but the first of each row of `tokens`: [n, vocabulary] or, of a critic, [n, 1]."""
-    made = _by_transformers(side, tokens) if isinstance(side, HfSide) else _by_megatron(side, tokens)
+    logits = _by_transformers(side, tokens) if isinstance(side, HfSide) else _by_megatron(side, tokens)
     gc.collect()
-    return made
+    return logits
 
 
 @torch.no_grad()
@@ -204,14 +200,13 @@ def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
 
     with _whole_model(side) as model:
         parameters = model.parameters()
-        loader = ShardLoader(
-            model.weights, list(parameters), 0, 1, lambda name, shard: parameters[name].data.copy_(shard)
-        )
+        names, put = list(parameters), lambda name, shard: parameters[name].data.copy_(shard)
+        loader = ShardLoader(model.weights, names, 0, 1, put)
         for name, tensor in side.tensors():
             loader.feed(name, tensor)
         outputs = forward(model, [_batch(row[None]) for row in tokens], lambda output, _: output.float().cpu())
-    made = torch.cat(outputs)
-    return made[:, None] if side.values else made[:, : side.architecture.vocab]
+    logits = torch.cat(outputs)
+    return logits[:, None] if side.values else logits[:, : side.architecture.vocab]
 
 
 @contextmanager
@@ -221,7 +216,7 @@ def _whole_model(side: Side) -> Iterator[Any]:
 
     device = Device.gpu if torch.cuda.is_available() else Device.cpu
     # Port 0: a group of one listens wherever there is room.
-    alone = mesh.Rendezvous(0, 1, "127.0.0.1", 0, device, _TIMEOUT_S)
+    alone = mesh.Rendezvous(0, 1, "127.0.0.1", 0, device, 600.0)
     place = mesh.start(alone, ParallelConfig(), seed=0)
     try:
         config = ModelConfig(str(side.model), Layers.auto, Dtype.float32)

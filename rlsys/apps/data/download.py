@@ -1,16 +1,13 @@
-"""Large files of data sets on the Hugging Face Hub: resumed where they broke off, checked, and joined as they arrive.
+"""Fetches large files of data sets on the Hugging Face Hub: resumed where they broke off, checked, joined as they
+arrive.
 
-Contract, for a target of one or more pieces:
+A target appears under its name only when every piece has the size and the checksum that the Hub states. Pieces are
+written one behind the other into `NAME.part`, which takes no further disk space; after a break the next start goes on
+from there if the pieces are still the same. A complete target is left alone; a file of its name that was made by other
+means is checked first.
 
-- it appears under its name only when every piece has the size and the checksum that the Hub states;
-- pieces are written one behind the other into `NAME.part`, so that joining takes no further disk space;
-- what has arrived stays when the connection or the process breaks off, and the next start goes on from there
-  if the pieces are still the same, from zero if not;
-- a target that is complete is left alone; a file of its name that was made by other means is checked first.
-
-Names, sizes, checksums and bytes come by `huggingface_hub`, which respects `HF_ENDPOINT` (a mirror) and `HF_TOKEN`. Its
-`hf_hub_download` is not used: it throws a partial file away when the process ends (pieces here have up to 43 GB) and compares
-sizes only. What is known of a target is kept in `.downloads` beside it.
+`hf_hub_download` is not used: it throws a partial file away when the process ends (pieces here have up to 43 GB) and
+compares sizes only. `HF_ENDPOINT` (a mirror) and `HF_TOKEN` count; what is known of a target is in `.downloads`.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import httpx
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
@@ -39,10 +36,8 @@ from rlsys.errors import RunError, UserError
 from rlsys.files import write_atomically
 
 _RECEIPTS = ".downloads"
-_BLOCK = 1 << 20
 _TRIES, _LONGEST_WAIT_S = 6, 60
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
-_CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _MISTAKES = {
     hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids downloads: unset it",
     hub_errors.GatedRepoError: "data set {dataset} is gated: ask for access on its page, then set HF_TOKEN",
@@ -60,23 +55,20 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One file of one commit of a data set."""
+    """One file of `size` bytes of one commit of a data set; its name is its path there."""
 
     name: str
-    """Its path in the repository."""
     url: str
     size: int
-    """Bytes."""
     checksum: str
     """In hex: SHA-256 of the content (64 digits) for a large file, git's SHA-1 of the blob (40) for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A file to have, and the remote files that it is made of, in order."""
+    """A file to have at path `name` below the folder of downloads, and the remote files that it is made of, in order."""
 
     name: str
-    """Its path below the folder of downloads."""
     pieces: Sequence[RemoteFile]
 
     @property
@@ -95,8 +87,9 @@ class Hub:
     def find(self, dataset: str, patterns: Iterable[str], revision: str = "main") -> list[RemoteFile]:
         """The files of `dataset` by name or by glob (a glob takes all that match, in order of names).
 
-        They are addressed by the commit that `revision` means now, so that a download resumed weeks later goes on with the
-        same bytes. Raises UserError for what does not exist or may not be read, RunError if the Hub cannot be reached.
+        They are addressed by the commit that `revision` means now, so that a download resumed weeks later goes on with
+        the same bytes. Raises UserError for what does not exist or may not be read, RunError if the Hub cannot be
+        reached.
         """
         with _explained(dataset, revision):
             files: list[RemoteFile] = []
@@ -117,7 +110,8 @@ class Hub:
         """The commit that `revision` means, and the file at it."""
         url = hf_hub_url(dataset, name, repo_type="dataset", revision=revision, endpoint=self.endpoint)
         found = get_hf_file_metadata(url, token=self.token, endpoint=self.endpoint, retry_on_errors=True)
-        if found.commit_hash is None or found.size is None or not _CHECKSUM.fullmatch(found.etag or ""):
+        has_checksum = re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", found.etag or "")
+        if found.commit_hash is None or found.size is None or not has_checksum:
             raise UserError(
                 f"{url} comes without commit, size or checksum, so it could not be verified: check HF_ENDPOINT, or unset it"
             )
@@ -183,15 +177,24 @@ class Downloader:
         )
 
     def _fetch_rest(self, piece: RemoteFile, file: BinaryIO, start: int, advance: Advance) -> None:
-        bar, size, tries = _bar(advance), piece.size, 0
+        size, tries = piece.size, 0
+
+        class Bar(tqdm):
+            """Shows nothing, and tells `advance`."""
+
+            def __init__(self, *_: object, **__: object) -> None:
+                super().__init__(disable=True)
+
+            def update(self, n: float | None = 1) -> None:
+                advance(int(n or 0))
+
         best = have = file.seek(0, os.SEEK_END) - start
         advance(min(have, size))
         while have < size:
             try:
                 with _refusals(piece):
-                    http_get(
-                        piece.url, file, resume_size=have, headers=self._headers, expected_size=size, tqdm_class=bar
-                    )
+                    options: dict[str, Any] = {"headers": self._headers, "expected_size": size, "tqdm_class": Bar}
+                    http_get(piece.url, file, resume_size=have, **options)
             except (hub_errors.HfHubHTTPError, httpx.TransportError, RecursionError) as problem:
                 # `http_get` calls itself after each break, however many there are.
                 have = file.seek(0, os.SEEK_END) - start
@@ -244,17 +247,21 @@ class Downloader:
     def _part(self, target: Target) -> Path:
         return self._folder / f"{target.name}.part"
 
-    def _receipt_path(self, target: Target) -> Path:
-        return self._folder / _RECEIPTS / f"{target.name}.json"
+    def _receipt(self, target: Target, *, whole: bool) -> tuple[Path, object]:
+        """The file of what is known of `target`, and its content once the pieces are here, `whole` or not."""
+        pieces = [{"size": piece.size, "checksum": piece.checksum} for piece in target.pieces]
+        return self._folder / _RECEIPTS / f"{target.name}.json", {"whole": whole, "pieces": pieces}
 
     def _is_stated(self, target: Target, *, whole: bool) -> bool:
         """True if there is a receipt of these very pieces, `whole` or not."""
+        path, statement = self._receipt(target, whole=whole)
         with suppress(OSError, ValueError, RecursionError):
-            return json.loads(self._receipt_path(target).read_text()) == _statement(target, whole=whole)
+            return json.loads(path.read_text()) == statement
         return False
 
     def _write_receipt(self, target: Target, *, whole: bool) -> None:
-        write_atomically(self._receipt_path(target), json.dumps(_statement(target, whole=whole)))
+        path, statement = self._receipt(target, whole=whole)
+        write_atomically(path, json.dumps(statement))
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -262,14 +269,8 @@ def require_space(folder: Path, needed: int) -> None:
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise UserError(
-            f"{folder} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: make room, "
-            "or choose another folder"
-        )
-
-
-def _statement(target: Target, *, whole: bool) -> object:
-    return {"whole": whole, "pieces": [{"size": piece.size, "checksum": piece.checksum} for piece in target.pieces]}
+        sizes = f"{free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed"
+        raise UserError(f"{folder} has {sizes}: make room, or choose another folder")
 
 
 def _is_right(piece: RemoteFile, file: BinaryIO, start: int) -> bool:
@@ -279,23 +280,10 @@ def _is_right(piece: RemoteFile, file: BinaryIO, start: int) -> bool:
         digest = hashlib.sha1(f"blob {piece.size}\0".encode(), usedforsecurity=False)
     file.seek(start)
     left = piece.size
-    while block := file.read(min(_BLOCK, left)):
+    while block := file.read(min(1 << 20, left)):
         digest.update(block)
         left -= len(block)
     return digest.hexdigest() == piece.checksum
-
-
-def _bar(advance: Advance) -> type[tqdm]:
-    """A bar for huggingface_hub that shows nothing and tells `advance`."""
-
-    class Bar(tqdm):
-        def __init__(self, *_: object, **__: object) -> None:
-            super().__init__(disable=True)
-
-        def update(self, n: float | None = 1) -> None:
-            advance(int(n or 0))
-
-    return Bar
 
 
 @contextmanager

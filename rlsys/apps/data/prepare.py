@@ -1,11 +1,9 @@
-"""Files of questions made ready to train and evaluate on: public sets, own files, several as one, and a part held out.
+"""Makes files of questions ready to train and evaluate on: public sets, own files, several as one, and a part held out.
 
-Contract: a prepared file is jsonl of Search-R1 rows, each with the raw question beside the prompt; it appears under its
-name only when every row is checked, with a record of where it comes from and of its SHA-256 in `<file>.json`. A row that
-cannot be used is a UserError with its file and line; nothing is left out in silence. The same input gives the same bytes.
-
-Of questions to train on and to hold out, the same one (its text, without regard to case and outer space) is never on both
-sides; which side one is on depends on the questions and the seed, not on their order. Rows keep their order and content.
+A prepared file is jsonl of Search-R1 rows, each with the raw question beside the prompt; it appears only when every row
+is checked, with a record of its origin and SHA-256 in `<file>.json`. A row that cannot be used is a UserError with its
+file and line. The same question (without regard to case and outer space) is never both trained on and held out; which
+side it is on depends on the questions and the seed, not on their order. The same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -40,8 +38,9 @@ class QuestionSet:
     """One of the seven public sets that search policies are compared on, as FlashRAG publishes them."""
 
     name: str
+    title: str
+    """How papers write the name."""
     splits: tuple[str, ...]
-    """That are published."""
     hops: str
     """Searches that an answer takes: one or several."""
 
@@ -51,18 +50,16 @@ class QuestionSet:
         return next(split for split in ("test", "dev", "train") if split in self.splits)
 
 
-SETS = {
-    one.name: one
-    for one in (
-        QuestionSet("nq", ("train", "dev", "test"), "one"),
-        QuestionSet("triviaqa", ("train", "dev", "test"), "one"),
-        QuestionSet("popqa", ("test",), "one"),
-        QuestionSet("hotpotqa", ("train", "dev"), "several"),
-        QuestionSet("2wikimultihopqa", ("train", "dev"), "several"),
-        QuestionSet("musique", ("train", "dev"), "several"),
-        QuestionSet("bamboogle", ("test",), "several"),
-    )
-}
+_SETS = (
+    QuestionSet("nq", "NQ", ("train", "dev", "test"), "one"),
+    QuestionSet("triviaqa", "TriviaQA", ("train", "dev", "test"), "one"),
+    QuestionSet("popqa", "PopQA", ("test",), "one"),
+    QuestionSet("hotpotqa", "HotpotQA", ("train", "dev"), "several"),
+    QuestionSet("2wikimultihopqa", "2WikiMultiHopQA", ("train", "dev"), "several"),
+    QuestionSet("musique", "MuSiQue", ("train", "dev"), "several"),
+    QuestionSet("bamboogle", "Bamboogle", ("test",), "several"),
+)
+SETS = {known.name: known for known in _SETS}
 """In the order of the papers' tables."""
 
 
@@ -94,14 +91,8 @@ def prepare_file(
 
     def made(line: int, row: Any) -> Question:
         text, accepted = _question_and_answers(row, *fields, f"{source}, line {line}")
-        return Question(
-            uid=f"{source.stem}:{line}",
-            prompt=prompt(text),
-            answers=accepted,
-            data_source=name,
-            extra={"split": split},
-            text=text.strip(),
-        )
+        uid, extra = f"{source.stem}:{line}", {"split": split}
+        return Question(uid, prompt(text), accepted, data_source=name, extra=extra, text=text.strip())
 
     return _prepare([source], out, lambda: _checked(source, limit, made))
 
@@ -119,10 +110,7 @@ def merge(sources: Sequence[Path], out: Path, seed: int | None) -> Prepared:
 
 
 def _prepare(sources: Sequence[Path], out: Path, questions: Callable[[], Iterable[Question]]) -> Prepared:
-    if out.suffix != ".jsonl":
-        raise UserError(f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.")
-    if any(source.resolve() == out.resolve() for source in sources):
-        raise UserError(f"{out} is read and cannot be written too: give another file.")
+    _require_other(out, *sources)
     for source in sources:
         if not source.is_file():
             raise UserError(f"{source} does not exist: give a file of questions.")
@@ -139,6 +127,15 @@ def _prepare(sources: Sequence[Path], out: Path, questions: Callable[[], Iterabl
     record = {"rows": rows, "sha256": sha256, "from": origin}
     write_atomically(out.with_name(f"{out.name}.json"), json.dumps(record, indent=2) + "\n")
     return Prepared(out, rows, sha256)
+
+
+def _require_other(out: Path, *sources: Path) -> None:
+    """Raise UserError for a file that cannot be written, as it is called otherwise or is one of `sources`."""
+    if out.suffix != ".jsonl":
+        raise UserError(f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.")
+    for source in sources:
+        if source.resolve() == out.resolve():
+            raise UserError(f"{source} is read and cannot be written too: give another file.")
 
 
 def _write(path: Path, questions: Iterable[Question]) -> tuple[int, str]:
@@ -201,21 +198,14 @@ def _question_and_answers(
         next((row[name] for name in names if row.get(name) is not None), None) for names in (questions, answers)
     )
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where} has no question: {_quoted(questions)} must be a text that is not empty.")
+        names = " or ".join(f'"{field}"' for field in questions)
+        raise UserError(f"{where} has no question: {names} must be a text that is not empty.")
     accepted = [accepted] if isinstance(accepted, str) else accepted
-    if (
-        not isinstance(accepted, list)
-        or not accepted
-        or not all(isinstance(one, str) and one.strip() for one in accepted)
-    ):
-        raise UserError(
-            f"{where} has no answer: {_quoted(answers)} must be a text or a list of texts, none of them empty."
-        )
+    are_texts = isinstance(accepted, list) and all(isinstance(answer, str) and answer.strip() for answer in accepted)
+    if not accepted or not are_texts:
+        names = " or ".join(f'"{field}"' for field in answers)
+        raise UserError(f"{where} has no answer: {names} must be a text or a list of texts, none of them empty.")
     return text, tuple(accepted)
-
-
-def _quoted(fields: Sequence[str]) -> str:
-    return " or ".join(f'"{field}"' for field in fields)
 
 
 def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
@@ -231,9 +221,8 @@ def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
         except UnicodeDecodeError as problem:
             raise UserError(f"{source} is not UTF-8: save the file as UTF-8.") from problem
         except csv.Error as problem:
-            raise UserError(
-                f"{source}, line {table.line_num} is no {source.suffix[1:]} ({problem}): mend it."
-            ) from problem
+            kind = source.suffix[1:]
+            raise UserError(f"{source}, line {table.line_num} is no {kind} ({problem}): mend it.") from problem
 
 
 def split_file(
@@ -241,15 +230,10 @@ def split_file(
 ) -> tuple[int, int]:
     """Write the rows of `source` to two jsonl files; returns how many rows each has. `count` is of `split`.
 
-    Where the file `chosen` has the questions to hold out, `train` gets what of `source` is not among them.
-    Raises UserError for a row that is no question, and as `split` and `apart` do.
+    Where the file `chosen` has the questions to hold out, `train` gets what is not among them. Raises UserError.
     """
     for out in (train, heldout):
-        if out.suffix != ".jsonl":
-            raise UserError(f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.")
-        for read in (source, chosen):
-            if read is not None and out.resolve() == read.resolve():
-                raise UserError(f"{read} is read and cannot be written too: give another file.")
+        _require_other(out, source, *([] if chosen is None else [chosen]))
     if train.resolve() == heldout.resolve():
         raise UserError(f"{train} cannot hold both sides: give two files.")
     rows, texts = _read(source)
@@ -285,9 +269,8 @@ def json_line(row: Any, name: str) -> str:
     try:
         return json.dumps(row, ensure_ascii=False) + "\n"
     except (TypeError, ValueError) as problem:
-        raise UserError(
-            f"{name}: a row holds what JSON cannot ({problem}): leave it out, or write it as text."
-        ) from problem
+        sentence = f"{name}: a row holds what JSON cannot ({problem}): leave it out, or write it as text."
+        raise UserError(sentence) from problem
 
 
 def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list[bool]:
@@ -295,9 +278,7 @@ def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list
 
     Raises UserError, which calls the questions `name`, where `count` leaves a side without any.
     """
-    different = sorted(
-        {_key(text) for text in texts}, key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest()
-    )
+    different = sorted(set(map(_key, texts)), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
     wanted = count if count is not None else min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))
     if not 1 <= wanted < len(different):
         raise UserError(

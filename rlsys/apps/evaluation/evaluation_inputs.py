@@ -1,9 +1,8 @@
 """Finds what an evaluation needs: a model, questions, search. All that is missing is said at once.
 
-A model is a Hugging Face folder as it is, or a Megatron checkpoint, converted for the time that it takes; a checkpoint of a
-run is taken only whole: what its manifest says must be there. Questions are those of the seven public sets, by name, or
-one's own. `rlsys data prepare NAME` writes `<data dir>/NAME/SPLIT.jsonl`; of a public set only the split that papers report
-is asked.
+A model is a Hugging Face folder, or a Megatron checkpoint, converted for the time that it takes; a checkpoint of a run
+must be whole. Questions are those of the public sets, by name (`rlsys data prepare`; only the split that papers
+report), or one's own.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from rlsys.apps.data.prepare import SETS
-from rlsys.apps.evaluation.baselines import SEARCHING, Baseline
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError
@@ -30,20 +29,44 @@ from rlsys.weights.checkpoint.store import MANIFEST, check, step_of
 from rlsys.weights.convert.model_folder import CONFIG, MODEL, read_config
 
 T = TypeVar("T")
+Choice = TypeVar("Choice", bound=StrEnum)
 
-_ACTOR = "actor"
-_SPEAKERS = ("ForCausalLM", "LMHeadModel")  # How the architecture of a model that says text is called
+
+def named(flag: str, word: str, kind: type[Choice]) -> Choice:
+    """The one of `kind` that is called `word`. Raises UserError, which calls it by its `flag`, for no such one."""
+    if word not in list(kind):
+        raise UserError(f"{flag} {word} is not known: give one of {', '.join(kind)}.")
+    return kind(word)
+
+
+class Baseline(StrEnum):
+    """How the model is asked; see the help of `rlsys eval`."""
+
+    none = "none"
+    direct = "direct"
+    cot = "cot"
+    rag = "rag"
+    search = "search"
+
+
+class EngineName(StrEnum):
+    """What generates."""
+
+    sglang = "sglang"
+    transformers = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """The engine and the prompts. How often and at which temperature it is asked, `eval` of the config says."""
+
+    engine: EngineName = EngineName.sglang
+    baseline: Baseline = Baseline.none
+
+
+SEARCHING = (Baseline.none, Baseline.search, Baseline.rag)
+"""Those that need a search server."""
 ALL = "all"
-TITLES = {
-    "nq": "NQ",
-    "triviaqa": "TriviaQA",
-    "popqa": "PopQA",
-    "hotpotqa": "HotpotQA",
-    "2wikimultihopqa": "2WikiMultiHopQA",
-    "musique": "MuSiQue",
-    "bamboogle": "Bamboogle",
-}
-"""How papers write the names of the public sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +85,7 @@ async def find_inputs(
 ) -> EvaluationInputs:
     """What the flags and `config` name, once nothing is missing; without `names` the set that the config holds out.
 
-    Raises UserError with a line for everything that is missing or wrong, RunError if that is an unreachable search server
+    Raises UserError with a line for all that is missing or wrong, RunError if that is an unreachable search server
     alone.
     """
     problems: list[str] = []
@@ -81,15 +104,17 @@ async def find_inputs(
         ignored.append("search")
     elif baseline is not Baseline.none and not config.search.enabled:
         problems.append(f"--baseline {baseline} searches, and search.enabled=false: set it to true, or leave it out.")
-    in_config = [problem for problem in find_problems(config) if not _is_about(problem, *ignored)]
+    in_config = [problem for problem in find_problems(config) if not is_about(problem, *ignored)]
     problems += [problem.sentence for problem in in_config]
-    unreachable = ""
-    if baseline in SEARCHING and not any(_is_about(problem, "search") for problem in in_config):
-        unreachable = await _unreachable(config)
-    if unreachable and not problems:
-        raise RunError(unreachable)
+    if baseline in SEARCHING and not any(is_about(problem, "search") for problem in in_config):
+        try:
+            await _require_search(config)
+        except RunError as problem:
+            if not problems:
+                raise
+            problems.append(str(problem))
     if problems or found is None:
-        raise UserError("\n".join([*problems, *([unreachable] if unreachable else [])]))
+        raise UserError("\n".join(problems))
     return EvaluationInputs(sources, found, config)
 
 
@@ -102,21 +127,16 @@ def _attempt(find: Callable[[], T], problems: list[str]) -> T | None:
         return None
 
 
-def _is_about(problem: Problem, *keys: str) -> bool:
-    """Whether it is a problem of one of `keys`, or of what is in one that is a group."""
+def is_about(problem: Problem, *keys: str) -> bool:
+    """True for a problem of one of `keys`, or of what is in one that is a group."""
     return any(f"{problem.key}.".startswith(f"{key}.") for key in keys)
 
 
-async def _unreachable(config: RunConfig) -> str:
-    """Why the search server that `config` names cannot be asked; empty where it can, or none is named."""
-    if config.search.url is None:
-        return ""
-    try:
+async def _require_search(config: RunConfig) -> None:
+    """Raise RunError where the search server that `config` names cannot be asked."""
+    if config.search.url is not None:
         with silent("rlsys.search"):
             await Serving(replace(config.search, retries=1), None).require()
-    except RunError as problem:
-        return str(problem)
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +146,8 @@ class Model:
     folder: Path
     original: Path | None
     """Where config and tokenizer of a Megatron checkpoint are; None for a Hugging Face folder."""
-    step: int | None = None  # The step of a run's checkpoint
+    step: int | None = None
+    """The step of a run's checkpoint."""
 
     @property
     def shape(self) -> Path:
@@ -137,9 +158,8 @@ class Model:
 def find_model(path: Path, hf: Path | None, given: str) -> Model:
     """The model at `path`: a Hugging Face folder, a checkpoint, or a run's `global_step_N`; `hf` is `--hf`.
 
-    `given` is how the user has named it, for sentences.
-
-    Raises UserError for none of them, a checkpoint that is not whole, and one that does not say its original.
+    Raises UserError, which calls it `given`, for none of them, and for a checkpoint that is not whole or lacks its
+    original.
     """
     if not path.is_dir():
         raise UserError(
@@ -150,14 +170,18 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
             raise UserError(f"--hf goes with a Megatron checkpoint, and {path} is a Hugging Face folder: leave it out.")
         return Model(path, None)
     here = path.resolve()
-    saved, folder = (here.parent, path) if step_of(here) is None else (here, path / _ACTOR)
+    saved, folder = (here.parent, path) if step_of(here) is None else (here, path / "actor")
     step = step_of(saved)
     if step is not None and (saved / MANIFEST).is_file():
         check(saved)
     original = hf or _original(folder, saved)
-    if original is None and (newest := _newest(path)) is not None:
-        raise UserError(f"{given} is a run's folder: give one of its checkpoints, such as {newest}.")
     if original is None:
+        inner = [
+            inner for place in (path, path / CHECKPOINTS) for inner in place.glob("*") if step_of(inner) is not None
+        ]
+        if inner:
+            newest = max(inner, key=lambda checkpoint: step_of(checkpoint) or 0) / "actor"
+            raise UserError(f"{given} is a run's folder: give one of its checkpoints, such as {newest}.")
         raise UserError(
             f"{given} does not say what model it is of: it is no Hugging Face folder ({CONFIG} is missing), and with a "
             "Megatron checkpoint give the one that training began with as --hf."
@@ -173,10 +197,7 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
 
 @contextmanager
 def as_hf(model: Model, work: Path) -> Iterator[Path]:
-    """The Hugging Face folder of `model`; one that has to be made lies in `work` until the context ends.
-
-    Raises UserError for a checkpoint that does not fit its original, and for a model that says no text.
-    """
+    """The Hugging Face folder of `model`, made in `work` if need be. Raises UserError for a model that says no text."""
     if model.original is None:
         _require_policy(model.folder, model.folder)
         yield model.folder
@@ -197,14 +218,8 @@ def _require_policy(hf: Path, given: Path) -> None:
     named = ", ".join(map(str, kinds)) if isinstance(kinds, list) else str(kinds)
     if "Classification" in named:
         raise UserError(f"{given} is a critic ({named}), which answers nothing: give the actor beside it.")
-    if named and not named.endswith(_SPEAKERS):
+    if named and not named.endswith(("ForCausalLM", "LMHeadModel")):
         raise UserError(f"{given} is a {named}, which does not continue text: give a ...ForCausalLM.")
-
-
-def _newest(run: Path) -> Path | None:
-    """The last checkpoint within a run's folder, or within its folder of checkpoints."""
-    found = [one for place in (run, run / CHECKPOINTS) for one in place.glob("*") if step_of(one) is not None]
-    return max(found, key=lambda one: step_of(one) or 0) / _ACTOR if found else None
 
 
 def _original(folder: Path, saved: Path) -> Path | None:
@@ -222,18 +237,14 @@ def _original(folder: Path, saved: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of questions that is to be asked."""
+    """A file of questions, and the set of those that do not say theirs; no two sources of an evaluation share it."""
 
-    label: str  # The set of questions that do not say theirs; no two sources of an evaluation share it
+    label: str
     path: Path
 
 
 def find_sources(data: Sequence[str], folder: Path) -> list[Source]:
-    """The files of `data`: names of public sets, `all` of them, or paths of own files.
-
-    Raises UserError for what is neither, for what is named twice, and, naming all of them and the commands that
-    prepare them, for sets without their file in `folder`.
-    """
+    """The files of `data`: names of public sets, `all` of them, or paths of own files. Raises UserError."""
     names = [name for word in data for name in (SETS if word == ALL else (word,))]
     missing = [name for name in names if name in SETS and not _file_of(name, folder).is_file()]
     if missing:
@@ -244,32 +255,29 @@ def find_sources(data: Sequence[str], folder: Path) -> list[Source]:
             f"`{' && '.join(commands)}`, or say with --data-dir where prepared sets are."
         )
     sources = [_source(name, folder) for name in names]
-    seen: set[Path] = set()
-    for source in sources:
-        if source.path.resolve() in seen:
+    files = [source.path.resolve() for source in sources]
+    for number, source in enumerate(sources):
+        if files[number] in files[:number]:
             raise UserError(f"--data names {source.path} twice: name every set once.")
-        seen.add(source.path.resolve())
     return sources
 
 
 def questions_of(sources: Sequence[Source], config: RunConfig) -> list[Question]:
-    """At most `eval.limit` questions of each source, each with an id of its own and the name of its set.
-
-    Raises UserError as `heldout_questions` does.
-    """
+    """At most `eval.limit` questions of each source, with unique ids and the name of their set. Raises UserError."""
     found = []
     for source in sources:
         questions = read_questions(source.path, config.eval.limit)
-        for one in whole_batches(questions, config.compat.validation_batch):
-            # Files of one name, such as test.jsonl of two sets, number their questions alike.
-            uid = one.uid if len(sources) == 1 else f"{source.label}/{one.uid}"
-            found.append(replace(one, uid=uid, data_source=one.data_source or source.label))
+        # Files of one name, such as test.jsonl of two sets, number their questions alike.
+        prefix = "" if len(sources) == 1 else f"{source.label}/"
+        for question in whole_batches(questions, config.compat.validation_batch):
+            data_source = question.data_source or source.label
+            found.append(replace(question, uid=f"{prefix}{question.uid}", data_source=data_source))
     return found
 
 
 def title_of(name: str) -> str:
     """How a table names the set `name`."""
-    return TITLES.get(name, name)
+    return SETS[name].title if name in SETS else name
 
 
 def _file_of(name: str, folder: Path) -> Path:

@@ -1,60 +1,154 @@
 """Asks questions to a model outside of training, through SGLang or plain transformers, with search and baseline.
 
-Both engines run the episodes that training runs; only what generates a turn differs. With `search.url` a running server is
-named; `search.enabled` false and `task.max_turns` 0 search nowhere and need none.
+Both engines run the episodes that training runs; only what generates a turn differs. A baseline is another prompt about
+the raw question and other limits of the episode, nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar, cast
+from typing import Any, Literal, TypeVar
 
-from transformers import AutoTokenizer
+import torch
+from rich.console import Console
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlsys.apps.evaluation.baselines import (
-    AS_TRAINED,
+from rlsys.apps.evaluation.evaluation_inputs import (
     SEARCHING,
     Baseline,
     EngineName,
+    EvaluationInputs,
     How,
-    limits_of,
-    prompted,
-    require_texts,
-    with_passages,
+    as_hf,
+    questions_of,
 )
-from rlsys.apps.evaluation.transformers_generator import TransformersGenerator
-from rlsys.config.schema import RunConfig
-from rlsys.data.question import Question
+from rlsys.apps.evaluation.results import ANSWERS, PAGE, RESULTS, noting, render_table, settings_of, write_results
+from rlsys.apps.running import run_to_end
+from rlsys.config.schema import Device, Dtype, RunConfig, TagsConfig
+from rlsys.data.question import Question, as_asked, search_prompt
 from rlsys.data.trajectory import Trajectory
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, evaluate, heldout_score
+from rlsys.orchestrator.run_logger import new_run_dir
 from rlsys.orchestrator.search_server import serving
-from rlsys.rollout.agent.episode import EpisodeTools, SearchTool, Streaming, evaluation_sampling, run_episode
+from rlsys.rollout.agent.episode import (
+    EpisodeTools,
+    Generation,
+    Heard,
+    Observer,
+    SearchTool,
+    Streaming,
+    TurnSampling,
+    evaluation_sampling,
+    render_search,
+    run_episode,
+)
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
 T = TypeVar("T")
+_QUESTION, _EXAMPLE = "Question: ", "For example, <answer> Beijing </answer>. "
+_TASKS = {
+    Baseline.direct: (
+        "Answer the given question from what you know. Write the answer alone, inside <answer> and </answer>, without any "
+        "reasoning or explanation. " + _EXAMPLE
+    ),
+    Baseline.cot: (
+        "Answer the given question from what you know. First reason step by step inside <think> and </think>. Then write "
+        "the answer inside <answer> and </answer>, without detailed illustrations. " + _EXAMPLE
+    ),
+    Baseline.rag: (
+        "Answer the given question. A search engine has found the passages between <information> and </information>, which "
+        "may help or not. Write the answer alone, inside <answer> and </answer>, without detailed illustrations. "
+        + _EXAMPLE
+    ),
+    Baseline.search: search_prompt("?").rpartition(_QUESTION)[0],
+}
+"""What stands before the question."""
+_TAG = re.compile(r"(?<=<|/)(search|answer|information)(?=>)")
+
+
+def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
+    """`config` with the limits of an episode that `baseline` has.
+
+    Prompts are not the rows' own, so they are held to what is left beside one turn. Only the answer's tag ends a
+    generation that may not search. None has tools of the task's own, for no prompt of theirs speaks of them.
+    """
+    if baseline is Baseline.none:
+        return config
+    room = config.task.max_total_tokens - config.task.max_turn_tokens
+    task, rollout = replace(config.task, max_prompt_tokens=room, tools=[]), config.rollout
+    if baseline is not Baseline.search:
+        task = replace(task, max_turns=0)
+        rollout = replace(rollout, sampling=replace(rollout.sampling, stop=[f"</{task.tags.answer}>"]))
+    return replace(config, task=task, rollout=rollout)
+
+
+def require_texts(baseline: Baseline, questions: Sequence[Question]) -> None:
+    """Raise UserError where `baseline` would need the raw text of a question that does not have it."""
+    lacking = next((question.uid for question in questions if not question.text.strip()), None)
+    if baseline is not Baseline.none and lacking is not None:
+        raise UserError(
+            f"--baseline {baseline} writes prompts of its own, and question {lacking} has its text only inside a prompt: "
+            'give rows with the raw question, such as those of `rlsys data prepare` or with a field "question".'
+        )
+
+
+def prompted(baseline: Baseline, question: Question, tags: TagsConfig, passages: str = "") -> Question:
+    """`question` with the prompt of `baseline`; `passages` stand between their tags."""
+    if baseline is Baseline.none:
+        return question
+    task = _TAG.sub(lambda tag: str(getattr(tags, tag.group())), _TASKS[baseline])
+    return replace(question, prompt=f"{task.rstrip()}{passages or ' '}{_QUESTION}{as_asked(question.text)}\n")
+
+
+async def with_passages(
+    questions: Sequence[Question], search: SearchTool, codec: Codec, config: RunConfig
+) -> list[Question]:
+    """`questions` with the prompt of `rag`: the passages look as in the loop, and are cut to the same length.
+
+    Raises RunError for a search that failed: a prompt without its passages is another baseline.
+    """
+    task, observer = config.task, Observer(config.task.tags, codec)
+    slots = asyncio.Semaphore(config.search.max_concurrent)
+
+    async def with_its_own(question: Question) -> Question:
+        async with slots:
+            result = await search.search(question.text)
+        if result.error:
+            raise RunError(f"--baseline rag: the search for question {question.uid} failed: {result.error}")
+        contents = [passage.contents for passage in result.passages]
+        passages = observer.observe(render_search(contents, ""), task.max_observation_tokens)
+        return prompted(Baseline.rag, question, task.tags, passages)
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(with_its_own(question)) for question in questions]
+    return [task.result() for task in asked]
 
 
 async def run_evaluation(
     config: RunConfig,
     questions: Sequence[Question],
-    how: How = AS_TRAINED,
+    how: How,
     report: Callable[[str], None] = lambda _: None,
     note: Callable[[Answered], None] = lambda _: None,
 ) -> Evaluation:
     """Ask `questions` to the model of a valid `config`, with its search server, or one that is started for it.
 
-    `report` gets the progress, `note` every answer as soon as it is there.
-
-    Raises UserError for settings that the engine cannot have and for a question without the text that `how` needs, RunError
-    if no search server answers where one is needed.
+    `report` gets the progress, `note` every answer as soon as it is there. Raises UserError for settings that the
+    engine cannot have and for a question without the text that `how` needs, RunError if no search server answers where
+    one is needed.
     """
     require_texts(how.baseline, questions)
     limited = limits_of(how.baseline, config)
@@ -82,24 +176,57 @@ async def _run(
         questions = [prompted(how.baseline, question, config.task.tags) for question in questions]
     report(f"starts {how.engine}")
     async with asking(config, how.engine) as ask:
-        return await evaluate(
-            questions,
-            ask,
-            config.rollout.max_episodes,
-            say=report,
-            score=heldout_score(config),
-            samples=config.eval.samples,
-            temperature=config.eval.temperature,
-            note=note,
-        )
+        options: dict[str, Any] = {"samples": config.eval.samples, "temperature": config.eval.temperature, "note": note}
+        most, score = config.rollout.max_episodes, heldout_score(config)
+        return await evaluate(questions, ask, most, say=report, score=score, **options)
+
+
+def evaluate_into_folder(inputs: EvaluationInputs, how: How, shown: int, out: Path | None) -> None:
+    """Evaluate, write the files to `out` or a new folder, with `shown` right and wrong answers, print the figures."""
+    config = inputs.config
+    questions = questions_of(inputs.sources, config)
+    started = time.time()
+    with _results_folder(config, out) as folder:
+        with (
+            Console(stderr=True).status("begins") as status,
+            noting(folder) as note,
+            as_hf(inputs.model, folder) as path,
+        ):
+            here = replace(config, output_dir=str(folder), model=replace(config.model, path=str(path)))
+            evaluation = run_to_end(run_evaluation(here, questions, how, status.update, note))
+        settings = settings_of(inputs, how, started, time.time())
+        sets = write_results(evaluation, folder, settings, shown, config.trainer.seed)
+    Console().print(render_table(sets))
+    where = (
+        f"The figures are in {folder / RESULTS}, all answers in {ANSWERS} and a page of samples in {PAGE} beside it."
+    )
+    Console().print(where, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _results_folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
+    """The folder to write to, without earlier results; a new one goes again if the body fails and leaves it empty."""
+    is_new = out is None or not out.exists()
+    if out is None:
+        out = new_run_dir(replace(config, name="eval"))
+    if (out / RESULTS).exists():
+        raise UserError(f"--out {out} holds the results of an evaluation already: give another folder.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"--out {out} cannot be made ({problem.strerror}): give another folder.") from problem
+    try:
+        yield out
+    except BaseException:
+        if is_new:
+            with suppress(OSError):
+                out.rmdir()  # Only where it is empty.
+        raise
 
 
 @asynccontextmanager
 async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
-    """Ask the model of `config` through `engine`, which is started here and ended on the way out.
-
-    Raises UserError for settings that the engine cannot have, RunError for one that does not start.
-    """
+    """Ask the model of `config` through `engine`, which runs within the context. Raises UserError, RunError."""
     async with AsyncExitStack() as stack:
         codec = open_codec(config.model.path, f"model.path={config.model.path}")
         generator = await stack.enter_async_context(open_generator(config, engine))
@@ -155,28 +282,17 @@ def open_codec(folder: str | Path, given: str) -> Codec:
 
 async def _from_thread(work: Callable[[], T]) -> T:
     """What `work` returns, from a thread that nobody waits for after a cancellation, not even the end of the process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, problem: Exception | None) -> None:
-        if done.done():
-            return
-        if problem is None:
-            done.set_result(cast("T", value))
-        else:
-            done.set_exception(problem)
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        value, problem = None, None
         try:
-            value = work()
-        except Exception as error:  # noqa: BLE001 (is raised where it is waited for)
-            problem = error
-        with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
-            loop.call_soon_threadsafe(settle, value, problem)
+            done.set_result(work())
+        except Exception as problem:  # noqa: BLE001 (is raised where it is waited for)
+            done.set_exception(problem)
 
     Thread(target=run, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def require_its_weights(folder: Path) -> None:
@@ -205,3 +321,145 @@ def _transformers(config: RunConfig) -> Streaming:
         )
     model, device = config.model, config.cluster.device
     return TransformersGenerator(model.path, model.dtype, device, engine.max_running, config.trainer.seed)
+
+
+_GATHER_S = 0.02
+"""How long a batch waits for further requests."""
+
+
+@dataclass(slots=True)
+class _Request:
+    input_ids: list[int]
+    sampling: TurnSampling
+    draws: torch.Generator
+    heard: Heard | None
+    loop: asyncio.AbstractEventLoop
+    """The loop that `heard` is called in."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Literal["", "stop", "length", "abort"] = ""
+
+
+class TransformersGenerator:
+    """Decodes with a Hugging Face model: the independent check of what the engine answers, and slower by design.
+
+    Requests that wait at the same time are decoded together, padded on the left. What is drawn for a request depends on
+    its id and the seed, not on the company it has. Raises `UserError` for a folder that does not hold a whole model.
+    """
+
+    def __init__(self, model_path: str, dtype: Dtype, device: Device, max_batch: int, seed: int = 0) -> None:
+        self._device = torch.device("cuda" if device is Device.gpu else "cpu")
+        self._tokenizer, model = _loaded(model_path, getattr(torch, dtype))
+        self._model = model.to(self._device).eval()
+        # Every token that ends a turn: the tokenizer's, and those of both configs, which may be several (as in SGLang).
+        known = (self._tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
+        listed = [ends if isinstance(ends, list) else [ends] for ends in known]
+        self._ends = frozenset(token for ends in listed for token in ends if token is not None)
+        self._max_batch, self._seed = max_batch, seed
+        self._waiting: list[_Request] = []
+        self._turn = asyncio.Lock()
+
+    async def generate(
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+    ) -> Generation:
+        """Continue `input_ids`; `heard` follows token by token. Raises ValueError where the vocabulary is cut."""
+        if sampling.top_p != 1 or sampling.top_k != -1:
+            raise ValueError(
+                f"{rid}: top_p={sampling.top_p} and top_k={sampling.top_k} cut the vocabulary, this generator draws from it all"
+            )
+        digest = hashlib.sha256(f"{self._seed}:{rid}".encode()).digest()
+        draws = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        request = _Request(input_ids, sampling, draws, heard, asyncio.get_running_loop())
+        self._waiting.append(request)
+        try:
+            async with self._turn:  # whoever's turn it is decodes for all that wait, itself first
+                if not request.finish:
+                    await asyncio.sleep(_GATHER_S)
+                    await self._decode_batch(request)
+        finally:
+            request.finish = request.finish or "abort"
+        versions = [0] * len(request.token_ids)
+        return Generation(request.token_ids, request.logprobs, request.finish, cached_tokens=0, versions=versions)
+
+    async def _decode_batch(self, own: _Request) -> None:
+        """Decode for those that wait, `own` among them. A cancelled caller leaves when the others have theirs."""
+        batch = [request for request in self._waiting if not request.finish][: self._max_batch]
+        work = asyncio.ensure_future(asyncio.to_thread(self._decode, batch))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            own.finish = own.finish or "abort"
+            await work
+            raise
+        finally:
+            self._waiting = [request for request in self._waiting if not request.finish]
+
+    @torch.inference_mode()
+    def _decode(self, batch: Sequence[_Request]) -> None:
+        """Append tokens to every request until each is finished."""
+        tokens, mask = self._left_padded([request.input_ids for request in batch])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        temperatures = torch.tensor([[request.sampling.temperature or 1.0] for request in batch], device=self._device)
+        cache = None
+        while not all(request.finish for request in batch):
+            places = {"attention_mask": mask, "position_ids": positions}
+            output = self._model(tokens, **places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            logprobs = torch.log_softmax(output.logits[:, -1].float() / temperatures, dim=-1)
+            chosen = _choose(logprobs, batch)
+            taken = logprobs.gather(1, chosen)[:, 0].tolist()
+            for request, token, logprob in zip(batch, chosen[:, 0].tolist(), taken, strict=True):
+                self._extend(request, token, logprob)
+            tokens = chosen
+            mask = torch.cat([mask, mask.new_ones(len(batch), 1)], dim=1)
+            positions = positions[:, -1:] + 1
+
+    def _left_padded(self, rows: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(len(row) for row in rows)
+        tokens = torch.zeros(len(rows), width, dtype=torch.long, device=self._device)
+        mask = torch.zeros_like(tokens)
+        for index, row in enumerate(rows):
+            tokens[index, width - len(row) :] = torch.tensor(row)
+            mask[index, width - len(row) :] = 1
+        return tokens, mask
+
+    def _extend(self, request: _Request, token: int, logprob: float) -> None:
+        if request.finish:
+            return
+        request.token_ids.append(token)
+        request.logprobs.append(logprob)
+        if request.heard is not None:
+            request.loop.call_soon_threadsafe(request.heard, list(request.token_ids))
+        text = self._tokenizer.decode(request.token_ids)
+        if token in self._ends or any(stop in text for stop in request.sampling.stop):
+            request.finish = "stop"
+        elif len(request.token_ids) >= request.sampling.max_new_tokens:
+            request.finish = "length"
+
+
+def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Tokenizer and model. Weights that the files lack are refused: transformers would draw them at random."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+        # Mismatched sizes are refused below, in a sentence that says which.
+        options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = AutoModelForCausalLM.from_pretrained(model_path, **options)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as problem:
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
+        raise UserError(f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder.") from problem
+    lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    if lacking:
+        raise UserError(
+            f"model.path={model_path} lacks {len(lacking)} weights of the model that its config.json names, {min(lacking)} among "
+            "them: give a whole model folder."
+        )
+    return tokenizer, model
+
+
+def _choose(logprobs: torch.Tensor, batch: Sequence[_Request]) -> torch.Tensor:
+    """[batch, 1] the next token of each request: the likeliest, or one drawn where it has a temperature."""
+    chosen = logprobs.argmax(dim=-1, keepdim=True)
+    for row, request in enumerate(batch):
+        if request.sampling.temperature:
+            chosen[row] = torch.multinomial(logprobs[row].exp().cpu(), 1, generator=request.draws)
+    return chosen

@@ -1,0 +1,366 @@
+"""Serves the live page of a run until a signal; whoever reaches the server can read the run, and change nothing.
+
+    GET /   data.json   trajectories/N   events (server-sent)   status.json   metrics (Prometheus)
+
+`events` sends `status` with the run's status.json whenever that is another, and `change` when data.json has more to
+show. A folder that cannot be read is 404. A model of the page is built only when somebody asks for it, once for all who
+ask, and no more than a tenth of the time goes into building, as the run has the same machine: what is handed out may be
+a little old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import ipaddress
+import json
+import logging
+import math
+import re
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.registry import Collector
+
+from rlsys.errors import UserError
+from rlsys.files import json_safe
+from rlsys.observe.kept import TRAJECTORIES
+from rlsys.observe.records import METRICS, SUMMARY, TIMELINE
+from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, RunFolder, open_run
+from rlsys.observe.status import FAILED, WAIT_PREFIX, read_status
+from rlsys.report.report_page import compressed, live_page
+from rlsys.report.run_model import Memory, Phase, RunLife, life_here, read_chunk
+from rlsys.search.address import HostGate, bind, own_names
+from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
+
+DEFAULT_HOST = "127.0.0.1"
+POLL_S = 1.0
+"""Between two looks for what is new, while somebody listens."""
+REST = 9
+"""Times as long as a model took to build, it is good for at least."""
+Stamp = tuple[Phase, tuple[tuple[str, int, int], ...]]
+"""How far the run is, and (path, bytes, ns of the last change) of each file that a model is made of."""
+
+
+def serve_run(path: Path, host: str, port: int, report: Callable[[str], None]) -> None:
+    """Serve the run in `path` until SIGINT or SIGTERM; port 0 takes a free one. `report` gets where it is."""
+    run = LiveRun(path)
+    closing = asyncio.Event()
+    with bind(host, port) as sock, suppress(KeyboardInterrupt):
+        app = create_app(run, own_names(host), closing)
+        # What is asked is nobody's news; what fails is.
+        config = LimitedConfig(app, PAGE_CONNECTIONS, log_level=logging.WARNING, timeout_graceful_shutdown=3)
+        address, number = sock.getsockname()[:2]
+        reached = ipaddress.ip_address(address)
+        try:
+            sock.listen(config.backlog)
+        except OSError as error:
+            raise UserError(f"cannot serve at {address}:{number} ({error}): choose another port") from None
+        shown = socket.gethostname() if reached.is_unspecified else f"[{address}]" if ":" in address else address
+        report(f"{path} is shown at http://{shown}:{number} until Ctrl-C.")
+        if not reached.is_loopback:
+            report(
+                f"Other machines can reach {address}, and nobody is asked for a password: whoever does can read the run. "
+                f"Serve at {DEFAULT_HOST} to keep it here."
+            )
+        _Server(config, closing).run(sockets=[sock])
+
+
+def create_app(run: LiveRun, names: frozenset[str], closing: asyncio.Event | None = None) -> FastAPI:
+    """The application; it answers by `names` and by addresses. Streams end when `closing` is set."""
+    app = FastAPI(title="rlsys watch", openapi_url=None)
+    app.add_middleware(HostGate, names=names)
+    build = _Shared(run.data)
+    closing = closing or asyncio.Event()
+
+    @app.exception_handler(UserError)
+    async def gone(_: Request, error: Exception) -> Response:
+        return PlainTextResponse(f"{error}\n", 404)
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(live_page(run.name))
+
+    @app.get("/data.json")
+    async def data(request: Request) -> Response:
+        return _packed(await build(), request)
+
+    @app.get("/trajectories/{number}")
+    async def chunk(number: int, request: Request) -> Response:
+        if not run.is_built:
+            await build()
+        found = await asyncio.to_thread(run.chunk, number)
+        if found is None:
+            raise HTTPException(404, f"The run has no part {number}: load the page again.")
+        return _packed(found, request)
+
+    @app.get("/status.json")
+    async def status() -> Response:
+        return Response(_json(await asyncio.to_thread(run.status)), media_type="application/json")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await asyncio.to_thread(run.metrics), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/events", response_class=EventSourceResponse)
+    async def events() -> AsyncIterator[ServerSentEvent]:
+        async for event in _events(run, closing):
+            yield event
+
+    return app
+
+
+class _Shared:
+    """A call in a thread, one for all who ask meanwhile: more of them would leave no thread for anything else."""
+
+    def __init__(self, call: Callable[[], bytes]) -> None:
+        self._call = call
+        self._going_on: asyncio.Task[bytes] | None = None
+
+    async def __call__(self) -> bytes:
+        """What the call returns or raises, which may have begun before this one."""
+        if self._going_on is None or self._going_on.done():
+            self._going_on = asyncio.create_task(asyncio.to_thread(self._call))
+        return await asyncio.shield(self._going_on)
+
+
+async def _events(run: LiveRun, closing: asyncio.Event) -> AsyncIterator[ServerSentEvent]:
+    """What is new, until `closing`."""
+    told: dict[str, Any] | None = None
+    # Who listens has asked for the data just before.
+    known = await asyncio.to_thread(run.known)
+    while not closing.is_set():
+        status = await asyncio.to_thread(run.status)
+        if status is not None and status != told:
+            told = status
+            yield ServerSentEvent(event="status", raw_data=_json(status))
+        version = await asyncio.to_thread(run.version)
+        if version != known:
+            known = version
+            yield ServerSentEvent(event="change", data={})
+        with suppress(TimeoutError):
+            await asyncio.wait_for(closing.wait(), POLL_S)
+
+
+def _json(value: Any) -> str:
+    """`value` in ASCII, as text from a file may hold half of a surrogate pair, which no other coding has."""
+    return json.dumps(json_safe(value))
+
+
+def _packed(body: bytes, request: Request) -> Response:
+    """An answer of JSON in gzip, unpacked for who does not say that it takes that."""
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(body, media_type="application/json", headers={"Content-Encoding": "gzip"})
+    return Response(gzip.decompress(body), media_type="application/json")
+
+
+class _Server(LimitedServer):
+    """A server that ends its streams when it begins to shut down: they would last for ever."""
+
+    def __init__(self, config: LimitedConfig, closing: asyncio.Event) -> None:
+        super().__init__(config)
+        self._closing = closing
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does it, once the streams are told."""
+        self._closing.set()
+        await super().shutdown(sockets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A model, also as JSON in gzip (`body`), and what it was made of."""
+
+    stamp: Stamp
+    run: RunFolder
+    model: dict[str, Any]
+    body: bytes
+    good_until: float
+
+
+class LiveRun:
+    """The run in `path`; everything may be called from several threads."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises UserError if it is no run."""
+        self.path = path
+        self.name = open_run(path).name
+        self._clock = clock
+        self._building = threading.Lock()
+        self._built: _Built | None = None
+        self._memory = Memory()
+
+    def data(self) -> bytes:
+        """The model as JSON in gzip. Raises UserError if the folder is gone."""
+        with self._building:
+            if self._built is None or self._built.stamp != self.version():
+                self._built = self._build()
+            return self._built.body
+
+    def chunk(self, number: int) -> bytes | None:
+        """Part `number` of what the model only counts, as JSON in gzip; None if the model handed out last has none."""
+        if self._built is None:
+            self.data()
+        built = self._built
+        assert built is not None
+        found = read_chunk([built.run], built.model, number)
+        return None if found is None else compressed(found)
+
+    @property
+    def is_built(self) -> bool:
+        """Whether some model was handed out."""
+        return self._built is not None
+
+    def known(self) -> Stamp:
+        """The version of the model that was handed out last; that of the next one if there is none."""
+        return self._built.stamp if self._built else self.version()
+
+    def version(self) -> Stamp:
+        """Tells what `data` gives now from what it gave, or will give."""
+        built = self._built
+        return built.stamp if built and self._clock() < built.good_until else self._stamp()
+
+    def status(self) -> dict[str, Any] | None:
+        """What the run does, and how it ended, also where it could not say so itself; None if it has not said anything."""
+        return _with_end(read_status(self.path), self._life())
+
+    def metrics(self) -> bytes:
+        """For Prometheus. Raises UserError if the folder is gone."""
+        return exposition(open_run(self.path), self._life(), time.time())
+
+    def _life(self) -> RunLife:
+        return life_here(read_status(self.path), (self.path / SUMMARY).is_file())
+
+    def _build(self) -> _Built:
+        begun, stamp, life, run = self._clock(), self._stamp(), self._life(), open_run(self.path)
+        run = replace(run, status=_with_end(run.status, life))
+        # The audit asks the tokenizer for every text: once, when all are there.
+        model = self._memory.build(run, audited=life.phase is not Phase.running)
+        body = compressed(model)
+        now = self._clock()
+        return _Built(stamp, run, model, body, now + REST * (now - begun))
+
+    def _stamp(self) -> Stamp:
+        files = [self.path / name for name in (CONFIG, METRICS, TIMELINE, SUMMARY)]
+        for pattern in (f"{EVALUATIONS}/*.json*", f"{TRAJECTORIES}/*.json*", MEASURED):
+            files += sorted(file for file in self.path.glob(pattern) if file.suffix != ".part")
+        stamps = []
+        for file in files:
+            with suppress(OSError):
+                stat = file.stat()
+                stamps.append((str(file), stat.st_size, stat.st_mtime_ns))
+        return self._life().phase, tuple(stamps)
+
+
+def _with_end(status: dict[str, Any] | None, life: RunLife) -> dict[str, Any] | None:
+    """`status` with the end that the run's process could not write."""
+    killed = life.phase is Phase.gone and status is not None
+    return {**(status or {}), "ended": f"{FAILED}its process was killed"} if killed else status
+
+
+_IDLE = "idle/"
+
+
+def exposition(run: RunFolder, life: RunLife, now: float) -> bytes:
+    """All samples of `run` at `now`, seconds since the epoch, in Prometheus' text format."""
+    row = run.rows[-1] if run.rows else {}
+    named = {_writable(name): value for name, value in row.items() if name not in ("step", "time")}
+    figures = {name: value for name, value in named.items() if _is_figure(value)}
+    families = [*_of_run(run, life), *_of_groups(run, life, now, figures), *_of_step(figures)]
+
+    class Families(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return iter(families)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Families())
+    return generate_latest(registry)
+
+
+def _of_run(run: RunFolder, life: RunLife) -> Iterator[Metric]:
+    labels = {"run": run.name, "name": _writable(str(run.config.get("name", "")))}
+    yield InfoMetricFamily("rlsys_run", "What is watched.", labels)
+    phases = {phase.value: float(phase is life.phase) for phase in Phase}
+    yield _gauge("rlsys_run_phase", "1 for how far the run is, 0 for the others.", "phase", phases)
+    status = run.status or {}
+    last = run.evaluations[-1] if run.evaluations else {}
+    # A run of an older version has no status; its rows say the step as well.
+    step = status.get("step", run.rows[-1]["step"] if run.rows else None)
+    for name, value, meaning in (
+        ("step", step, "Steps that are done."),
+        ("steps", status.get("steps"), "Steps that the run shall have."),
+        ("begun_timestamp_seconds", status.get("begun"), "When this life of the run began."),
+        ("status_timestamp_seconds", status.get("at"), "When the run last said what it does."),
+        ("exact_match", last.get("em"), "Exact match of held-out questions, in the last evaluation."),
+        ("evaluation_step", last.get("step"), "The step that this was after."),
+        ("reward", status.get("reward"), "Mean reward of the last step."),
+        ("tokens_per_second", status.get("tokens_per_s"), "Generated tokens a second of the last step."),
+    ):
+        if _is_figure(value):
+            yield GaugeMetricFamily(f"rlsys_run_{name}", meaning, value=value)
+
+
+def _of_groups(run: RunFolder, life: RunLife, now: float, figures: Mapping[str, float]) -> Iterator[Metric]:
+    """What each group does at this moment, while the run goes on, and how idle it was in the last step."""
+    meaning = "How long the group has been waiting, and for what."
+    waits = GaugeMetricFamily("rlsys_group_wait_seconds", meaning, labels=["group", "cause"])
+    at_work = {}
+    states = (run.status or {}).get("states")
+    for group, state in states.items() if life.phase is Phase.running and isinstance(states, dict) else ():
+        if isinstance(state, dict):
+            text, since = _writable(str(state.get("text", ""))), state.get("since")
+            waiting = text.startswith(WAIT_PREFIX)
+            at_work[_writable(group)] = float(not waiting)
+            if waiting and _is_figure(since):
+                cause = text.removeprefix(WAIT_PREFIX).strip().removeprefix("for ")
+                waits.add_metric([_writable(group), cause], max(0.0, now - since))
+    idle = {name.removeprefix(_IDLE): value for name, value in figures.items() if name.startswith(_IDLE)}
+    yield _gauge("rlsys_group_at_work", "1 if the group works, 0 if it waits.", "group", at_work)
+    yield waits
+    meaning = "Share of the last step in which nobody of the group worked."
+    yield _gauge("rlsys_group_idle_ratio", meaning, "group", idle)
+
+
+def _of_step(figures: Mapping[str, float]) -> Iterator[Metric]:
+    """The figures of the last step."""
+    plain: dict[str, float] = {}
+    engines: dict[str, UnknownMetricFamily] = {}
+    for name, value in figures.items():
+        if match := re.fullmatch(r"engine/([^/]+)/(.+)", name):
+            # Prometheus writes units out.
+            count = match[2] if match[2].endswith("_per_s") else re.sub("_s$", "_seconds", match[2])
+            count = "rlsys_engine_" + re.sub(r"[^a-zA-Z0-9_]", "_", count)
+            meaning = f"Of the last step's row: {match[2]} of an engine or its search client."
+            family = engines.setdefault(count, UnknownMetricFamily(count, meaning, labels=["engine"]))
+            family.add_metric([match[1]], value)
+        elif not name.startswith(_IDLE):
+            plain[name] = value
+    yield _gauge("rlsys_figure", "A figure of the last step, see docs/metrics.md.", "name", plain)
+    yield from engines.values()
+
+
+def _gauge(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, meaning, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _writable(text: str) -> str:
+    """`text` with a question mark for each half of a pair of surrogates, which UTF-8 does not have."""
+    return text.encode(errors="replace").decode()
+
+
+def _is_figure(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
