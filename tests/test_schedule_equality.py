@@ -47,7 +47,7 @@ from rlsys.data.group import Sample, Scores
 from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.batches import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.hosts import ANSWER_S, hosts
 from tests.pipeline.build import rewarded

@@ -22,9 +22,8 @@ from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.schema import RunConfig
 from rlsys.data.group import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.batches.sharding import BatchSharder, Plan
-from rlsys.trainer.messages import LogProbs, switch_figures
+from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch, Plan
+from rlsys.trainer.offload import switch_figures
 from rlsys.weights.transport import BucketHandle, TransportSpec
 
 Answers = Sequence[Sequence[Any]]

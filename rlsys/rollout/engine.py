@@ -42,8 +42,7 @@ from rlsys.rollout.liveness import EngineDied, Liveness
 from rlsys.rollout.requests import Heard, as_generation, followed, in_training, of_answers, sampling_params
 from rlsys.rollout.search_tool import open_tool, search_metrics
 from rlsys.rollout.staged_weights import CPU_WIDTH_PADDING, Hasher, Layout, StagedVersion, sha256_prefix
-from rlsys.weights.buckets import Bucket, ChecksumError
-from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
+from rlsys.weights.transport import Bucket, BucketHandle, ChecksumError, Receiver, TransportSpec, open_receiver
 
 if TYPE_CHECKING:
     from rlsys.rollout.sglang_process import Answer, SglangProcess

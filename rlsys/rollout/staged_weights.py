@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
+from rlsys.weights.transport import Bucket, ChecksumError, digest, unpack
 
 VOCAB_PADDING = 64
 """Rows; SGLang's default."""

@@ -11,10 +11,10 @@ call's micro-batches are trained: its logits are too many to come from elsewhere
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from math import isfinite
 from pathlib import Path
@@ -42,25 +42,24 @@ from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Ru
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer import optimizer as adam
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.export import Export, WeightSender, owners_group
+from rlsys.trainer.batches import Applied, MicroBatch
+from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
 from rlsys.trainer.forward import Share, forward, forward_backward, to_tensor
-from rlsys.trainer.log_prob import ReferencePlan, ReferencePolicy
-from rlsys.trainer.messages import Applied, Offloaded
+from rlsys.trainer.log_prob import MegatronWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel
-from rlsys.trainer.offload import Offload, gradient_buffers, training_state
+from rlsys.trainer.offload import Offloaded, gradient_buffers, training_state
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, Written, restore_generators
+from rlsys.weights.checkpoint.sharded import Content, restore_generators
 from rlsys.weights.checkpoint.store import About, read_about
-from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
+from rlsys.weights.weight_map import read_architecture
 
 LossOf = Callable[[Tensor, Share], tuple[Tensor, Stats]]
 """(output [own targets, ...] of the model, share of a micro-batch) -> (loss sum of all of it, scalar statistics)."""
 
 
-class Learner(ABC):
+class Learner(MegatronWorker, ABC):
     """One process of a group that trains."""
 
     def __init__(
@@ -71,11 +70,10 @@ class Learner(ABC):
         `owner` is named in messages; `total_steps` counts optimiser steps; `scratch` is the folder that a CPU's memory
         is offloaded to.
         """
-        self.place = model.place
+        super().__init__(owner, model.place, scratch, self._kept, lambda: gradient_buffers(self._wrapped))
         self.step = 0
         """Optimiser steps taken."""
-        self._owner, self._model, self._scratch = owner, model, scratch
-        self._optimizer_config, self._total_steps = optimizer, total_steps
+        self._model, self._optimizer_config, self._total_steps = model, optimizer, total_steps
         self._wrapped = adam.wrap(model, optimizer)
         self._optimizer = adam.build(self._wrapped, model, optimizer)
         self._wrapped.zero_grad_buffer()
@@ -85,8 +83,6 @@ class Learner(ABC):
         """The step's last micro-batch has passed, and gradients may be summed already."""
         self._gathered = False
         """This process has all weights of its shard of the model, not those alone that it updates."""
-        self._memory = Offload(owner, self._kept, lambda: gradient_buffers(self._wrapped))
-        self._writer = CheckpointWriter()
 
     @abstractmethod
     def _check(self, batch: MicroBatch) -> None:
@@ -106,8 +102,8 @@ class Learner(ABC):
 
     def load_hf(self, path: str | Path) -> None:
         """Start from the weights of a Hugging Face folder."""
-        self._memory.require("load weights")
-        self._model.load_hf(path)
+        self._require("load weights")
+        load_hf(self._model, path)
         self._optimizer.reload_model_params()
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> dict[str, float]:
@@ -117,7 +113,7 @@ class Learner(ABC):
         ranks sum their gradients beside the last backward pass, and changes nothing else. Raises ValueError if a
         micro-batch lacks what the loss needs, or comes after the last.
         """
-        self._memory.require("accumulate")
+        self._require("accumulate")
         if self._complete:
             raise ValueError(f"{self._owner} has got the last micro-batches of a step: call apply before more.")
         for batch in micro_batches:
@@ -126,8 +122,8 @@ class Learner(ABC):
         parts: list[Stats] = []
         runs = list(self._runs(micro_batches))
         for number, run in enumerate(runs, 1):
-            with adam.passes(self._wrapped, last and number == len(runs)):
-                parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run))
+            ends = last and number == len(runs)
+            parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run), ends)
         # Whatever was on its way has come by the end of a pass.
         self._gathered = self._gathered or bool(micro_batches)
         if self.place.cp == 0:  # Context-parallel ranks have the same micro-batches.
@@ -139,7 +135,7 @@ class Learner(ABC):
 
         Raises RunError if the gradient is not finite; the weights are not to be used after that.
         """
-        self._memory.require("apply")
+        self._require("apply")
         config = self._optimizer_config
         divisor = torch.tensor(self._divisor, device=self._model.device)
         adam.begin_sums(self._wrapped)
@@ -165,19 +161,11 @@ class Learner(ABC):
         Training may go on while files are written. A save before it is finished first. Raises RunError if gradients
         wait for `apply`, which a checkpoint does not hold, and what `finish_save` raises.
         """
-        self._memory.require("save")
+        self._require("save")
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before saving.")
         self._gather()
         self._writer.begin(self._contents(Path(folder)))
-
-    def saving(self) -> bool:
-        """Tell if files of this process are still being written."""
-        return self._writer.writing
-
-    def finish_save(self) -> Written:
-        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
-        return self._writer.finish()
 
     def load(self, folder: str | Path) -> bool:
         """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `restore_generators`.
@@ -185,7 +173,7 @@ class Learner(ABC):
         A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if the
         checkpoint is incomplete, damaged or of another model.
         """
-        self._memory.require("load")
+        self._require("load")
         about = read_about(folder)
         if about.optimizer:
             state = sharded.load(folder, self._sharded_state(loading=True))
@@ -204,11 +192,7 @@ class Learner(ABC):
         """
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before offload.")
-        return self._memory.offload(self._scratch)
-
-    def restore(self) -> Offloaded:
-        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
-        return self._memory.restore()
+        return super().offload()
 
     def _gather(self) -> None:
         """Have all weights here, for another use than training; all ranks call this together."""
@@ -285,7 +269,7 @@ class Actor(Learner, WeightSender):
         self._reference: ReferencePolicy | None = None
         if objective.reference is not None:
             copy = PolicyModel(architecture, model, parallel, place)
-            copy.load_hf(model.path)
+            load_hf(copy, model.path)
             self._reference = ReferencePolicy(copy, objective.reference)
         self._export_group = owners_group(place)
 
@@ -313,15 +297,14 @@ class Actor(Learner, WeightSender):
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the policy out; see `WeightSender`."""
-        require = functools.partial(self._memory.require, "export")
-        require()
+        self._require("export")
         self._gather()
-        return Export(self._policy, require, self._export_group, bucket_bytes, sender)
+        return Export(self._policy, partial(self._require, "export"), self._export_group, bucket_bytes, sender)
 
     def end_step(self, version: int) -> None:
         """The weights are `version` now: a reference that is kept here does what is due then."""
         if self._reference is not None:
-            self._memory.require("end a step")
+            self._require("end a step")
             self._gather()
             self._reference.follow(self._policy, version)
 

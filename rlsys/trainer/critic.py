@@ -13,11 +13,11 @@ from rlsys.algorithms.losses import Stats, ValueLoss
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Learner, LossOf
-from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.forward import Share, forward, to_tensor
 from rlsys.trainer.model.logprobs import lay_out
 from rlsys.trainer.model.stage_model import ValueModel
-from rlsys.weights.families import read_architecture
+from rlsys.weights.weight_map import read_architecture
 
 
 class Critic(Learner):
@@ -65,7 +65,7 @@ class Critic(Learner):
         None on ranks that do not report. All ranks of a data-parallel rank call this together with the same
         micro-batches; gradients that were accumulated stay as they are.
         """
-        self._memory.require("compute")
+        self._require("compute")
         self._gather()
 
         def on_values(values: Tensor, share: Share) -> NDArray[np.float32]:

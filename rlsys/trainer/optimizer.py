@@ -8,8 +8,6 @@ next training pass, before the layer that needs them. Whoever reads weights othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from math import cos, pi
 from typing import Any
 
@@ -25,7 +23,7 @@ from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
-    """The model with gradients in contiguous float32 buffers; pass through it within `passes`.
+    """The model with gradients in contiguous float32 buffers; pass through it by `forward_backward`.
 
     Raises UserError for an overlap that needs another setting.
     """
@@ -41,18 +39,6 @@ def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
         overlap_param_gather=config.overlap_param_gather,
     )
     return DistributedDataParallel(model.config, options, model.module)
-
-
-@contextmanager
-def passes(wrapped: DistributedDataParallel, last: bool) -> Iterator[None]:
-    """Forward and backward passes within add to the gradients that there are.
-
-    `last` ends with the last micro-batch of an optimiser step, in whose backward pass sums may begin.
-    """
-    # Megatron's schedules take the last micro-batch of every call for a step's last, and end this context before it.
-    wrapped.config.no_sync_func = wrapped.no_sync if last else nullcontext
-    with nullcontext() if last else wrapped.no_sync():
-        yield
 
 
 def begin_sums(wrapped: DistributedDataParallel) -> None:

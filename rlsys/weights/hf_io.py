@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlsys.errors import UserError
-from rlsys.weights.bijection import WeightMap
-from rlsys.weights.buckets import checksum
+from rlsys.weights.transport import bytes_of, checksum, write_all
+from rlsys.weights.weight_map import WeightMap
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -163,7 +163,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb", buffering=0) as file:
-            _write_all(file, _header(specs))
+            write_all(file, _header(specs))
             given = iter(tensors)
             for spec in specs:
                 name, tensor = next(given, ("", torch.empty(0)))
@@ -172,7 +172,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable
                         f"{path.name} was to hold {spec}, and got {name or 'nothing'}, {tensor.dtype}, "
                         f"{tuple(tensor.shape)}."
                     )
-                _write_all(file, _bytes_of(tensor))
+                write_all(file, bytes_of(tensor).data)
                 del tensor
         partial.replace(path)
     finally:
@@ -193,17 +193,6 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def _write_all(file: BinaryIO | Any, data: bytes | memoryview) -> None:
-    # One call of the system writes 2 GB at the most.
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:

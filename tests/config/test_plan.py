@@ -23,7 +23,7 @@ from rlsys.apps.cli.main import app
 from rlsys.cluster.planning.memory import count_parameters
 from rlsys.cluster.planning.plan import make_plan, render_plan
 from rlsys.config.schema import RunConfig
-from rlsys.weights.families import architecture_of
+from rlsys.weights.weight_map import architecture_of
 
 TinyRun = Callable[..., RunConfig]
 SMALL = {

@@ -19,9 +19,7 @@ from rlsys.orchestrator.megatron_groups import (
     WithValues,
     scores_of,
 )
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.batches.sharding import BatchSharder
-from rlsys.trainer.messages import LogProbs
+from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
 from tests.pipeline.build import sample
 
 LENGTHS = (9, 7, 5, 5, 3, 2, 2)

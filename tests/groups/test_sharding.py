@@ -8,7 +8,7 @@ import pytest
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.group import Sample
 from rlsys.data.trajectory import response_tokens
-from rlsys.trainer.batches.sharding import BatchLoad, BatchSharder
+from rlsys.trainer.batches import BatchLoad, BatchSharder
 from tests.pipeline.build import sample
 
 

@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 
 from rlsys.data.group import Sample, TopkLogprobs
 from rlsys.data.trajectory import response_tokens
-from rlsys.trainer.batches.micro_batch import collate, round_up
+from rlsys.trainer.batches import collate, round_up
 from tests.pipeline.build import sample
 
 LONG = sample(

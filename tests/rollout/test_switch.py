@@ -17,7 +17,7 @@ from rlsys.rollout.agent.episode import TurnSampling
 from rlsys.rollout.engine import Engine
 from rlsys.rollout.liveness import EngineDied, Liveness
 from rlsys.rollout.staged_weights import StagedVersion, sha256_prefix
-from rlsys.weights.buckets import Bucket, digest, pack, pack_into, unpack
+from rlsys.weights.transport import Bucket, digest, pack, pack_into, unpack
 from tests.rollout import tiny
 
 NAME = "model.norm.weight"

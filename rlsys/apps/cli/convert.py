@@ -18,7 +18,7 @@ from rlsys.errors import UserError
 if TYPE_CHECKING:
     from rlsys.apps.convert.verify import Comparison
     from rlsys.weights.convert.conversion import Outcome
-    from rlsys.weights.convert.sides import Info
+    from rlsys.weights.convert.model_folder import Info
 
 app = typer.Typer(
     help="Convert checkpoints between Hugging Face and Megatron; compare them; say what they hold.",
@@ -54,7 +54,7 @@ def mg2hf(
 ) -> None:
     """Turn a Megatron checkpoint into a Hugging Face folder. One that was ended continues."""
     with warnings.catch_warnings(action="ignore"):
-        from rlsys.weights.convert.directions import megatron_to_hf
+        from rlsys.weights.convert.conversion import megatron_to_hf
 
         with _bar("written") as show:
             outcome = megatron_to_hf(
@@ -82,7 +82,7 @@ def hf2mg(
     """Turn a Hugging Face folder into a Megatron checkpoint. One that was ended continues."""
     with warnings.catch_warnings(action="ignore"):
         from rlsys.config.schema import ParallelConfig
-        from rlsys.weights.convert.directions import hf_to_megatron
+        from rlsys.weights.convert.conversion import hf_to_megatron
 
         parallel = ParallelConfig(tp=tp, pp=pp, pp_layers=_counts(pp_layers), ep=ep)
         with _bar("written") as show:
@@ -122,7 +122,7 @@ def info(
 ) -> None:
     """Say what a checkpoint holds."""
     with warnings.catch_warnings(action="ignore"):
-        from rlsys.weights.convert.sides import info as look
+        from rlsys.weights.convert.model_folder import info as look
 
         found = look(src, hf)
     if as_json:

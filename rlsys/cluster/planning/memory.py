@@ -27,8 +27,7 @@ from typing import NamedTuple
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import has_critic, has_reference, megatron_groups, sums_over_vocabulary
 from rlsys.config.schema import CriticConfig, Device, Dtype, InferenceConfig, Layers, Packing, RunConfig, SyncMode
-from rlsys.weights.families import Architecture, Cut, Rule, rules_of
-from rlsys.weights.sizes import stage_layers
+from rlsys.weights.weight_map import Architecture, Cut, Rule, rules_of, stage_layers
 
 MIB, GIB = 1024**2, 1024**3
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}

@@ -18,7 +18,7 @@ from rlsys.config.derived import (
 )
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Device, Mode, RunConfig, Schedule, SearchConfig
-from rlsys.weights.families import Architecture, read_architecture
+from rlsys.weights.weight_map import Architecture, read_architecture
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 

@@ -21,9 +21,8 @@ from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.manifest import read_manifest
-from rlsys.weights.bijection import WeightMap
-from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import INDEX, HfReader
+from rlsys.weights.weight_map import WeightMap, read_architecture
 
 MODEL, SEARCH_INDEX, SERVER = "model.path", "search.index", "search server"
 _TOKENIZER, _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"

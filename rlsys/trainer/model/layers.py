@@ -44,9 +44,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.capabilities import Capabilities
-from rlsys.trainer.batches.micro_batch import columns_of
-from rlsys.weights.families import Architecture
-from rlsys.weights.sizes import stage_layers
+from rlsys.trainer.batches import columns_of
+from rlsys.weights.weight_map import Architecture, stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",

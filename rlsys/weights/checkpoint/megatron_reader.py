@@ -32,12 +32,10 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rlsys.errors import UserError
-from rlsys.weights.bijection import Entry, WeightMap
-from rlsys.weights.buckets import checksum
 from rlsys.weights.checkpoint.store import is_complete, read_about
-from rlsys.weights.families import VOCAB_MULTIPLE, Cut
 from rlsys.weights.hf_io import map_bytes
-from rlsys.weights.sizes import chunk_layers
+from rlsys.weights.transport import checksum
+from rlsys.weights.weight_map import VOCAB_MULTIPLE, Cut, Entry, WeightMap, chunk_layers
 
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 """Files of a distributed checkpoint beside the tensors."""

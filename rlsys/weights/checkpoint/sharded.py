@@ -62,7 +62,7 @@ from rlsys.weights.checkpoint.megatron_reader import (
     read_metadata,
 )
 from rlsys.weights.checkpoint.store import COMPLETE, About, is_complete, read_about
-from rlsys.weights.sizes import aligned
+from rlsys.weights.weight_map import aligned
 
 Shard: TypeAlias = "ShardedTensor | ShardedObject"
 T = TypeVar("T")

@@ -27,11 +27,9 @@ from torch.utils.serialization import config
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import RunError, UserError
-from rlsys.weights.bijection import Entry, WeightMap
 from rlsys.weights.checkpoint.megatron_reader import BACKEND, COMMON, LAYER_STATE, METADATA, key_of
 from rlsys.weights.checkpoint.store import COMPLETE, About
-from rlsys.weights.families import Cut, Rule
-from rlsys.weights.sizes import expert_block, packed, stage_layers
+from rlsys.weights.weight_map import Cut, Entry, Rule, WeightMap, expert_block, packed, stage_layers
 
 _OPTIONS: Any = config
 FILE_BYTES = 1 << 30  # About how much a file holds; a larger tensor has one for itself.
