@@ -11,7 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class MegatronGroup:
         """The span of a call for `samples`, sharded as `batches`: whose they are, and how full these are."""
         questions = dict.fromkeys(sample.trajectory.question_uid for sample in samples)
         facts: dict[str, Arg] = {"samples": len(samples), QUESTIONS: list(questions)}
-        return self.span(name, **facts, **asdict(self._sharder.load(batches)))
+        return self.span(name, **facts, **self._sharder.load(batches))
 
     async def call_sharded(self, method: str, batches: Sequence[Sequence[MicroBatch]], *args: Any) -> list[Any]:
         """Call `method` on every process with the micro-batches of its data-parallel rank and `args`."""
@@ -298,8 +298,7 @@ async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) ->
 
 
 def _build(kind: str, config: RunConfig, rendezvous: tuple) -> Any:
-    from rlsys.trainer.actor import Actor  # loads Megatron, which the driver has no use for
-    from rlsys.trainer.critic import Critic
+    from rlsys.trainer.actor import Actor, Critic  # loads Megatron, which the driver has no use for
     from rlsys.trainer.log_prob import LogProbWorker
     from rlsys.trainer.mesh import Rendezvous
 

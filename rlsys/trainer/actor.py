@@ -1,4 +1,4 @@
-"""Training of the policy by the actor, and what the critic trains in the same way.
+"""Training: the actor learns the policy, the critic the return to expect from every trained token on.
 
 Contract of a `Learner`: `accumulate` any number of times, the last of them as `last` or not, then `apply` once. The
 gradient is the sum over all micro-batches and data-parallel ranks of the loss's sum, divided once by the sum of all
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.distributed import finalize_model_grads
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlsys.algorithms.losses import (
@@ -31,6 +32,7 @@ from rlsys.algorithms.losses import (
     LossFunction,
     LossInputs,
     Stats,
+    ValueLoss,
     divisor,
     join_stats,
     policy_loss,
@@ -47,7 +49,7 @@ from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
 from rlsys.trainer.forward import Share, forward, forward_backward, to_tensor
 from rlsys.trainer.log_prob import MegatronWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
-from rlsys.trainer.model.stage_model import PolicyModel, StageModel
+from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
 from rlsys.trainer.offload import Offloaded, gradient_buffers, training_state
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.checkpoint.sharded import Content, restore_generators
@@ -65,11 +67,7 @@ class Learner(MegatronWorker, ABC):
     def __init__(
         self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int, scratch: str | Path
     ) -> None:
-        """Train `model`, whose weights are undefined: `load_hf` or `load` follows.
-
-        `owner` is named in messages; `total_steps` counts optimiser steps; `scratch` is the folder that a CPU's memory
-        is offloaded to.
-        """
+        """Train `model`, whose weights are undefined; messages name the `owner`, `total_steps` are the optimiser's."""
         super().__init__(owner, model.place, scratch, self._kept, lambda: gradient_buffers(self._wrapped))
         self.step = 0
         """Optimiser steps taken."""
@@ -131,10 +129,7 @@ class Learner(MegatronWorker, ABC):
         return join_stats(parts) if self.place.reports else {}
 
     def apply(self) -> Applied:
-        """Divide what was accumulated, clip it, and take one optimiser step.
-
-        Raises RunError if the gradient is not finite; the weights are not to be used after that.
-        """
+        """Take one optimiser step. Raises RunError if the gradient is not finite; the weights are useless then."""
         self._require("apply")
         config = self._optimizer_config
         divisor = torch.tensor(self._divisor, device=self._model.device)
@@ -142,7 +137,9 @@ class Learner(MegatronWorker, ABC):
         # Reduces over data parallel, tied embeddings and norms; also sums and divides by `divisor`.
         finalize_model_grads([self._wrapped], divisor)
         rate = adam.learning_rate(self.step, self._total_steps, config)
-        adam.set_rate(self._optimizer, rate, config.weight_decay)
+        for group in self._optimizer.param_groups:
+            # `wd_mult` is 0 for norms and biases.
+            group |= {"lr": rate, "weight_decay": config.weight_decay * group["wd_mult"]}
         _, grad_norm, _ = self._optimizer.step()
         self.step += 1
         if not isfinite(grad_norm):
@@ -186,19 +183,16 @@ class Learner(MegatronWorker, ABC):
         return restore_generators(Path(folder), about.layout)
 
     def offload(self) -> Offloaded:
-        """Release the memory of weights, gradients and optimiser state until `restore`; gradients are zero.
-
-        Raises RunError if there is no room for it, or if gradients wait for `apply`.
-        """
+        """Release all memory until `restore`; gradients must be zero. Raises RunError, also if it finds no room."""
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before offload.")
         return super().offload()
 
     def _gather(self) -> None:
-        """Have all weights here, for another use than training; all ranks call this together."""
-        if not self._gathered:
-            adam.gather(self._wrapped)
-            self._gathered = True
+        """Have all weights here, also of other ranks' shards, for another use than training; all ranks call this together."""
+        if not self._gathered and self._wrapped.ddp_config.overlap_param_gather:
+            self._wrapped.start_param_sync(force_sync=True)
+        self._gathered = True
 
     def _kept(self) -> Iterable[Tensor]:
         """All memory that has to come back as it was."""
@@ -257,10 +251,7 @@ class Actor(Learner, WeightSender):
         seed: int,
         scratch: str | Path = ".",
     ) -> None:
-        """Join the group and build the model, with undefined weights: `load_hf` or `load` follows.
-
-        A reference that is kept here begins as the model at `model.path`. See `Learner` for the rest.
-        """
+        """Join the group and build the model; `load_hf` or `load` follows. A reference begins as `model.path`."""
         architecture = read_architecture(model.path)
         place = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, place)
@@ -312,7 +303,7 @@ class Actor(Learner, WeightSender):
         """See `Learner`. With weights alone, a reference that is kept here stays what it was."""
         generators = super().load(folder)
         if self._reference is not None and read_about(folder).optimizer:
-            self._reference.load(_beside(Path(folder)))
+            self._reference.load(f"{Path(folder)}_reference")
         return generators
 
     def _kept(self) -> Iterable[Tensor]:
@@ -320,8 +311,8 @@ class Actor(Learner, WeightSender):
 
     def _contents(self, folder: Path) -> list[Content]:
         """With a reference that is kept here, which lies beside `folder` and is complete before it."""
-        policy = super()._contents(folder)
-        return policy if self._reference is None else [self._reference.content(_beside(folder)), *policy]
+        policy, reference = super()._contents(folder), self._reference
+        return policy if reference is None else [reference.content(Path(f"{folder}_reference")), *policy]
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None:
@@ -393,6 +384,71 @@ class Actor(Learner, WeightSender):
         )
 
 
-def _beside(folder: Path) -> Path:
-    """The folder of the reference that belongs to the checkpoint `folder`."""
-    return folder.with_name(f"{folder.name}_reference")
+class Critic(Learner):
+    """One process of the group that learns values; the mean of their loss is over trained tokens."""
+
+    def __init__(
+        self,
+        rendezvous: mesh.Rendezvous,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        loss: ValueLoss,
+        total_steps: int,
+        seed: int,
+        scratch: str | Path = ".",
+    ) -> None:
+        """Join the group and build the model of the policy at `model.path`; `load_hf` or `load` follows."""
+        architecture = read_architecture(model.path)
+        values = ValueModel(architecture, model, parallel, mesh.start(rendezvous, parallel, seed))
+        super().__init__("The critic", values, optimizer, total_steps, scratch)
+        self._loss = loss
+
+    @classmethod
+    def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Critic:
+        """The critic that a run asks for, with the weights that it starts from."""
+        critic = cls(
+            rendezvous,
+            config.model,
+            config.critic.parallel,
+            config.critic.optimizer,
+            ValueLoss(config.critic.value_clip),
+            config.trainer.steps * config.trainer.mini_batches,
+            config.trainer.seed,
+            config.output_dir,
+        )
+        critic.load_hf(config.model.path)
+        return critic
+
+    def compute(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]] | None:
+        """Values [rows, width] of the trained tokens of each micro-batch, 0 elsewhere; None where nothing is reported.
+
+        All ranks of a data-parallel rank call this together with the same micro-batches; gradients stay as they are.
+        """
+        self._require("compute")
+        self._gather()
+
+        def on_values(values: Tensor, share: Share) -> NDArray[np.float32]:
+            mask = to_tensor(share.batch.loss_mask, values)
+            return lay_out(share.whole(values), mask).cpu().numpy()
+
+        found = forward(self._model, micro_batches, on_values)
+        return found if self.place.reports else None
+
+    def _check(self, batch: MicroBatch) -> None:
+        if batch.values is None or batch.returns is None:
+            raise ValueError("A micro-batch without values and returns cannot be trained; compute them first.")
+
+    def _divisor_of(self, batch: MicroBatch) -> int:
+        return batch.trained_tokens
+
+    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:  # noqa: ARG002
+        return self._loss_of
+
+    def _loss_of(self, values: Tensor, share: Share) -> tuple[Tensor, Stats]:
+        batch = share.batch
+        assert batch.values is not None
+        assert batch.returns is not None
+        mask = to_tensor(batch.loss_mask, values)
+        old, returns = to_tensor(batch.values, values), to_tensor(batch.returns, values)
+        return self._loss(lay_out(share.whole(values), mask), old, returns, mask)

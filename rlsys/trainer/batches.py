@@ -101,10 +101,7 @@ class MicroBatch:
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
-        """[sequences + 1] of a packed row: where each sequence begins, and the row's end.
-
-        A sequence's own padding is part of it; more at the row's end counts as one more sequence.
-        """
+        """[sequences + 1] where each sequence of a packed row begins, and its end; padding there is one more."""
         ends = np.cumsum(self._rooms, dtype=np.int32)
         width = np.int32(self.tokens.size)
         padding = [width] if not len(ends) or ends[-1] < width else []
@@ -168,12 +165,10 @@ def collate(
     mask_of: MaskOf = trained_tokens,
     room_multiple: int = 1,
 ) -> MicroBatch:
-    """Lay `samples` out in rows whose width is a multiple of `multiple_of` tokens.
+    """Lay `samples` out in rows whose width is a multiple of `multiple_of` tokens; what some sample lacks is left out.
 
     Packed, each sequence is padded to a multiple of `room_multiple`, which divides `multiple_of`. `mask_of` says which
-    tokens of a trajectory are targets. What some sample lacks is left out. No samples give one row of untrained
-    padding, a micro-batch that fills up a rank. Raises ValueError for picks of other tokens than the targets, and for
-    multiples that do not fit.
+    tokens of a trajectory are targets. No samples give one row of untrained padding, which fills up a rank.
     """
     if multiple_of % room_multiple:
         raise ValueError(f"A row of {multiple_of} tokens cannot be cut into sequences of {room_multiple}.")
@@ -229,10 +224,8 @@ def columns_of(boundaries: Sequence[int] | NDArray[np.integer], cp: int, rank: i
 
     Each sequence is cut into 2 cp chunks of equal length, and rank r works on chunks r and 2 cp - 1 - r: an early one,
     whose tokens attend to few, and a late one, so that causal attention costs every rank the same. Megatron's rotary
-    positions and Transformer Engine's attention (`thd_get_partitioned_indices`) presume the same cut.
-
-    `boundaries` [sequences + 1] are where sequences begin, and the row's end. Raises ValueError for a sequence that
-    cannot be cut evenly.
+    positions and Transformer Engine's attention (`thd_get_partitioned_indices`) presume the same cut. `boundaries`
+    [sequences + 1] are where sequences begin, and the row's end. Raises ValueError for what cannot be cut evenly.
     """
     chunks = 2 * cp
     starts, lengths = np.asarray(boundaries[:-1], dtype=np.int64), np.diff(boundaries).astype(np.int64)
@@ -250,21 +243,16 @@ Batch = list[int]
 """Indices into the samples."""
 Plan = list[list[Batch]]
 """[rank][micro-batch]"""
-_Share = tuple[float, Batch]
-"""A rank's part: its cost, and indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations of one forward pass of a sequence.
+    """Floating-point operations of one forward pass of a sequence; a backward pass costs twice as much for each term.
 
-    A matrix of p parameters takes 2 p operations a token. Causal attention of width a (heads times their dimension)
-    compares n tokens with n / 2 others on average and sums as many values: 2 a n^2 a layer. So
-
-        flops(n tokens, k targets) = 2 p_layers n + 2 p_output k + 2 layers a n^2
-
-    where the output layer runs only on the k positions whose next token is trained; norms, rotations and the softmax
-    are a hundredth of it. A backward pass costs twice as much for each term, so it changes no comparison.
+    flops(n tokens, k targets) = 2 p_layers n + 2 p_output k + 2 layers a n^2: a matrix of p parameters takes 2 p
+    operations a token; causal attention of width a (heads times their dimension) compares n tokens with n / 2 others on
+    average and sums as many values. The output layer runs only on the k positions whose next token is trained; norms,
+    rotations and the softmax are a hundredth of it.
     """
 
     per_token: float
@@ -337,10 +325,7 @@ def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Pla
 
 
 def fills(plan: Plan, stages: int) -> bool:
-    """Tell if every rank has at least `stages` micro-batches that are not empty.
-
-    With fewer, some stage of a pipeline would have nothing to do in the whole call.
-    """
+    """Tell if every rank has at least `stages` micro-batches that are not empty: with fewer, a stage would be idle."""
     return all(sum(map(bool, batches)) >= stages for batches in plan)
 
 
@@ -355,7 +340,7 @@ def share_out(costs: Sequence[float], ranks: int, equal_counts: bool = False) ->
     """
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     step = ranks if equal_counts else 1
-    partitions: list[list[_Share]] = []
+    partitions: list[list[tuple[float, Batch]]] = []  # of each the ranks' costs and indices, the dearest first
     for start in range(0, len(order), step):
         shares = [(costs[index], [index]) for index in order[start : start + step]]
         partitions.append(shares + [(0.0, [])] * (ranks - len(shares)))
@@ -393,10 +378,7 @@ def _padded(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float])
 
 
 def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch]:
-    """Longest first, each into the micro-batch that it leaves the least room in (best fit decreasing).
-
-    At most 11/9 of the fewest possible, plus a constant (Johnson et al. 1974).
-    """
+    """Longest first, each where it leaves the least room: at most 11/9 of the fewest (Johnson et al. 1974)."""
     capacity = frame.budget_tokens // frame.multiple_of * frame.multiple_of
     batches: list[Batch] = []
     rooms: list[tuple[int, int]] = []
@@ -414,10 +396,7 @@ def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch
 
 
 def _rectangles(sizes: Sequence[Size], frame: Frame) -> list[Batch]:
-    """Longest first, each into the rectangle that is being filled.
-
-    That is best fit too: later rows are shorter, but would have to be as wide.
-    """
+    """Longest first, each into the rectangle being filled: later rows are shorter, but would be as wide."""
     batches: list[Batch] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i].tokens):
         if batches and (len(batches[-1]) + 1) * _width(batches[-1], sizes, frame) <= frame.budget_tokens:
@@ -428,10 +407,7 @@ def _rectangles(sizes: Sequence[Size], frame: Frame) -> list[Batch]:
 
 
 def _split(batches: list[Batch], count: int, cost: Callable[[Batch], float]) -> None:
-    """Cut the dearest micro-batch in two, as evenly as its order allows, until there are `count`.
-
-    Stops when every sample stands alone.
-    """
+    """Cut the dearest micro-batch in two, as evenly as its order allows, until there are `count` or all are single."""
     while len(batches) < count:
         dearest = max((batch for batch in batches if len(batch) > 1), key=cost, default=None)
         if dearest is None:
@@ -446,25 +422,10 @@ def _width(batch: Batch, sizes: Sequence[Size], frame: Frame) -> int:
     return round_up(sizes[batch[0]].tokens, frame.multiple_of)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLoad:
-    """Sizes of the micro-batches of a call, over all data-parallel ranks."""
-
-    micro_batches: int
-    """Those without a sample, which keep a rank in step with the others, included."""
-    tokens: int
-    """Of the samples."""
-    room: int
-    """The same with padding: what is computed."""
-    budget: int
-    """Tokens that so many micro-batches may hold."""
-
-
 class BatchSharder:
-    """Cuts samples into micro-batches for each data-parallel rank of one Megatron group.
+    """Cuts samples into micro-batches for each data-parallel rank of one Megatron group; `mask_of` says the targets.
 
-    The targets are what `mask_of` says. The budget is that of a whole micro-batch, of which a context-parallel rank
-    works on its share.
+    The budget is that of a whole micro-batch, of which a context-parallel rank works on its share.
     """
 
     def __init__(
@@ -478,10 +439,7 @@ class BatchSharder:
         mask_of: MaskOf = trained_tokens,
         fp8: bool = False,
     ) -> None:
-        """`flops` balances tokens by default. With `fp8`, every rank's share fits products in FP8.
-
-        Raises ValueError for context parallelism without `packed`.
-        """
+        """`flops` balances tokens by default. With `fp8`, each share fits products in FP8. Raises ValueError."""
         if parallel.cp > 1 and not packed:
             raise ValueError(f"cp is {parallel.cp}, which cuts packed sequences; pack them, or set cp to 1.")
         chunks = sequence_chunks(parallel.cp)
@@ -499,11 +457,7 @@ class BatchSharder:
         self._pad_id, self._flops, self._mask_of = pad_id, flops or Flops(per_token=1.0), mask_of
 
     def enough(self, samples: Sequence[Sample]) -> bool:
-        """Tell if `samples` give every rank at least as many micro-batches as the pipeline has stages.
-
-        With fewer, a call leaves stages or ranks idle from its beginning to its end. A rest may be sharded all the
-        same: what is missing is filled up.
-        """
+        """Tell if `samples` give every rank as many micro-batches as there are stages, so that none is idle."""
         return fills(self._plan(samples), self._frame.stages)
 
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
@@ -512,15 +466,15 @@ class BatchSharder:
         options = (self._pad_id, frame.multiple_of, frame.packed, self._mask_of, frame.room_multiple)
         return plan, [[collate([samples[i] for i in batch], *options) for batch in rank] for rank in plan]
 
-    def load(self, batches: Sequence[Sequence[MicroBatch]]) -> BatchLoad:
-        """The sizes of the `batches` of all ranks."""
+    def load(self, batches: Sequence[Sequence[MicroBatch]]) -> dict[str, int]:
+        """Micro-batches of all ranks, those without a sample included; their tokens, alone and with padding, and the most."""
         every = [batch for rank in batches for batch in rank]
-        return BatchLoad(
-            micro_batches=len(every),
-            tokens=sum(int(batch.lengths.sum()) for batch in every),
-            room=sum(batch.tokens.size for batch in every),
-            budget=len(every) * self._frame.budget_tokens,
-        )
+        return {
+            "micro_batches": len(every),
+            "tokens": sum(int(batch.lengths.sum()) for batch in every),
+            "room": sum(batch.tokens.size for batch in every),
+            "budget": len(every) * self._frame.budget_tokens,
+        }
 
     def _plan(self, samples: Sequence[Sample]) -> Plan:
         trajectories = [sample.trajectory for sample in samples]

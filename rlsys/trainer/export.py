@@ -44,8 +44,6 @@ from rlsys.weights.transport import (
 )
 from rlsys.weights.weight_map import Entry, ShardLoader, aligned, packed
 
-_HEAD = {"value_head.weight", "value_head.bias"}
-
 
 def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None = None) -> ShardLoader:
     """Takes whole Hugging Face tensors and copies this process's shards into its `parameters`, all unless given."""
@@ -60,16 +58,15 @@ def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None =
 def load_hf(model: StageModel, path: str | Path) -> None:
     """Load the Hugging Face folder `path`. Raises UserError if it does not fit the architecture.
 
-    The critic takes a policy, with a head of zeros, or a token classification of one label, with its own. Zeros make
-    all values 0 at first: advantages then begin as the returns themselves. A random head would begin with noise, which
-    value clipping lets it leave only slowly.
+    A critic takes a policy, with a head of zeros, or a token classification of one label, with its own. With zeros,
+    advantages begin as the returns themselves; random values would be noise that value clipping is slow to leave.
     """
     reader, parameters = HfReader(path), dict(model.parameters)
     names, critic = reader.names(), isinstance(model, ValueModel)
     model.weights.check_hf_names(names, headless=critic)
     if not critic:
         check_repeated(reader, model.weights, path)
-    for name in _HEAD & parameters.keys():
+    for name in {"value_head.weight", "value_head.bias"} & parameters.keys():
         (hf,) = model.weights.entry(name).hf
         if hf not in names:
             parameters.pop(name).data.zero_()
@@ -86,10 +83,7 @@ def load_hf(model: StageModel, path: str | Path) -> None:
 
 
 def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
-    """The parameters of the model's stage that are exported, in order, in runs of at most `bucket_bytes` of a bucket.
-
-    All ranks of the stage get the same plan. A larger parameter is a run of its own.
-    """
+    """The stage's exported parameters, in order, in runs of at most `bucket_bytes`; a larger one is alone."""
     itemsize = model.config.params_dtype.itemsize
     entries = [
         entry
@@ -102,10 +96,7 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
 
 @torch.no_grad()
 def whole_tensors(model: PolicyModel, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters as whole Hugging Face tensors, yielded on the first rank of the stage.
-
-    The ranks that `exports` of the stage iterate together; the others get nothing.
-    """
+    """Whole Hugging Face tensors on the first rank of the stage; the ranks that `exports` iterate together."""
     place = model.place
     for entry in entries:
         if entry.expert is not None:
@@ -138,10 +129,7 @@ def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
 
 
 def owners_group(place: Place) -> dist.ProcessGroup:
-    """The group that passes weights on to rank 0: the first rank of every stage.
-
-    Over host memory, whatever the Megatron group's own backend is. All ranks call this together.
-    """
+    """The group of the first ranks of all stages, over host memory, which pass weights on. All ranks call this."""
     owners = [stage * place.stage_size for stage in range(place.pp_size)]
     return dist.new_group(owners, backend="gloo")
 
@@ -156,17 +144,13 @@ class WeightSender(ABC):
 
     @abstractmethod
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to hand the weights out; they must not change until the export has ended.
+        """Begin to hand the weights out, on all ranks together; they must not change until the export has ended.
 
-        All ranks call this together; `sender` is there on rank 0, with `ipc` on the first rank of every stage, and
-        nowhere else.
+        `sender` is there on rank 0, with `ipc` on the first rank of every stage, and nowhere else.
         """
 
     def open_export(self, spec: TransportSpec) -> float | None:
-        """Hand weights out in the way of `spec` from now on; rank 0 says how fast the bytes' memory copies, in GB/s.
-
-        Rank 0 sends; with `ipc` so does the first rank of every stage.
-        """
+        """Hand weights out in the way of `spec` from now on; rank 0 says how fast the bytes' memory copies, in GB/s."""
         self._bucket_bytes = spec.bucket_bytes
         if self.place.rank and not (spec.mode is SyncMode.ipc and self.place.in_stage == 0):
             return None
@@ -182,10 +166,7 @@ class WeightSender(ABC):
         self._running = self.export(self._bucket_bytes, self._sender)
 
     def next_handle(self, taken: int) -> BucketHandle | None:
-        """The next bucket's parcel from rank 0; None at the end and from other ranks, which only take part.
-
-        `taken` counts the buckets that every receiver has taken since `open_export`.
-        """
+        """The next bucket's handle from rank 0, None at the end and elsewhere; all receivers have `taken` so many."""
         return self._release(taken).next()
 
     def end_export(self, taken: int) -> str:
@@ -212,10 +193,7 @@ class Export:
         bucket_bytes: int,
         sender: Sender | None,
     ) -> None:
-        """See `WeightSender.export`. `owners` is the `owners_group`.
-
-        `require_weights` raises if the model's memory is offloaded.
-        """
+        """See `WeightSender.export`; `require_weights` raises if memory is offloaded, `owners` is `owners_group`."""
         self._model, self._place = model, model.place
         self._require_weights = require_weights
         self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender

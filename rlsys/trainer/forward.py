@@ -84,10 +84,7 @@ it, in the same order."""
 
 
 def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
-    """Run `batches` forward; on the last stage, what `on_output` made of each, else an empty list.
-
-    All ranks of the same TP x CP x PP group call this together, with the same batches.
-    """
+    """Run `batches` forward, on all ranks of TP x CP x PP; on the last stage what `on_output` makes of each."""
     if not batches:
         return []
 
@@ -146,10 +143,9 @@ def _outputs(model: StageModel, module: Any, share: Share) -> Tensor:
 
 
 def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
-    """Megatron's description of a packed row, in which positions and attention begin anew at boundaries.
+    """Megatron's description of a whole packed row, in which positions and attention begin anew at boundaries.
 
-    With context parallelism too it speaks of the whole row. A sequence's own padding counts as its last tokens, so that
-    nothing lies between sequences, which Transformer Engine's flash attention would not take.
+    A sequence's own padding counts as its last tokens: Transformer Engine's flash attention takes no gaps.
     """
     boundaries = torch.tensor(batch.boundaries, device=device)
     longest = int(np.diff(batch.boundaries).max())

@@ -58,8 +58,6 @@ from rlsys.weights.weight_map import ShardLoader, read_architecture
 
 DevicePicks = tuple[Tensor, Tensor]
 """Tokens [trained tokens, k] and log-probs of them."""
-
-
 _MODEL, _MASTER = "model", "master"
 
 
@@ -133,10 +131,9 @@ class ReferencePolicy:
         return Content(folder, self._sharded_state(with_master), about)
 
     def load(self, folder: str | Path) -> About:
-        """Continue from a checkpoint, saved under any TP, PP and DP; returns what it says of itself.
+        """Continue from a checkpoint, saved under any TP, PP and DP; all ranks together. Returns what it is about.
 
-        A master that it does not hold begins as its weights. All ranks call this together. Raises UserError if the
-        checkpoint is incomplete or of another model.
+        A master that it does not hold begins as its weights. Raises UserError.
         """
         about = read_about(folder)
         with_master = bool(self._master) and about.master
@@ -233,7 +230,6 @@ class LogProbWorker(MegatronWorker, WeightSender):
         """Join the group and load the model at `model.path`, as version 0 of the policy and as reference.
 
         `temperature` is the one that samples are drawn at. Without `reference` there is none; `picks` need one.
-        `scratch` is the folder that a CPU's memory is offloaded to.
         """
         if picks is not None and reference is None:
             raise ValueError("DevicePicks are the tokens to ask a reference about, and there is none.")
@@ -274,8 +270,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
         """Log-probs of the trained tokens of each micro-batch, and picks; None on ranks that do not report.
 
-        All ranks of a data-parallel rank call this together with the same micro-batches. Raises RuntimeError if there
-        is no whole version of the policy.
+        All ranks of a data-parallel rank call this together with the same micro-batches.
         """
         self._require("compute")
         if self.version is None:
@@ -324,10 +319,9 @@ class LogProbWorker(MegatronWorker, WeightSender):
             self._checksums[record.name] = record.checksum
 
     def finish_update(self, version: int, expected: str) -> None:
-        """End an update: from here on the weights are `version`, whose digest is `expected`.
+        """End an update: the weights are `version` now, and the reference does what is due.
 
-        The reference does what is due then. Raises ChecksumError, and stays without weights, if tensors are missing or
-        differ.
+        Raises ChecksumError, and stays without weights, if tensors are missing or differ from `expected`, the digest.
         """
         self._require("end an update")
         update, self._update = self._update, None
@@ -381,10 +375,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def _forward(
         self, model: PolicyModel, batches: Sequence[MicroBatch], k: int | None, chosen: Sequence[Tensor] | None = None
     ) -> list[tuple[Tensor, DevicePicks | None]]:
-        """Log-probs [rows, width] of each micro-batch, and picks: its own top k, or what it makes of `chosen`.
-
-        Neither without `k`. `chosen` [trained tokens, k] is one for each micro-batch.
-        """
+        """Log-probs [rows, width] of each micro-batch, and with `k` picks: its own, or `chosen` [trained tokens, k]."""
         # The last stage sees the micro-batches in their order.
         waiting = None if chosen is None else iter(chosen)
 

@@ -98,10 +98,7 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
 
 
 def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
-    """Join the group: torch.distributed, Megatron's process groups and its random generators.
-
-    Blocks until all processes have joined or `timeout_s` has passed (then torch's error is raised).
-    """
+    """Join the group and Megatron's process groups; blocks until all have joined, or torch raises after `timeout_s`."""
     place = place_of(rendezvous.rank, rendezvous.world_size, parallel)
     _choose_device(rendezvous)
     timeout = timedelta(seconds=rendezvous.timeout_s)

@@ -75,9 +75,9 @@ class Offload:
 
         Raises RunError if the bytes find no room.
         """
-        meter = _Meter()
+        measured = _measure()
         if self.away is not None:
-            return meter.read(0)
+            return measured(0)
         saved = _storages(self._saved())
         zeros = _storages(self._zeros(), without=saved)
         on_gpu = any(storage.is_cuda for storage in saved)
@@ -97,16 +97,16 @@ class Offload:
         away.release()
         # Return what was freed, such as activations, and what glibc keeps; other C libraries have no such call.
         getattr(_LIBC, "malloc_trim", int)(0)
-        return meter.read(away.nbytes)
+        return measured(away.nbytes)
 
     def restore(self) -> Offloaded:
         """Bring the memory back; nothing happens if it is there.
 
         Raises RunError if the device has no room or the bytes cannot be read, and can then be called again.
         """
-        meter = _Meter()
+        measured = _measure()
         if (away := self.away) is None:
-            return meter.read(0)
+            return measured(0)
         try:
             away.fill()
         except (OSError, RuntimeError) as error:
@@ -117,7 +117,7 @@ class Offload:
             ) from error
         away.forget()
         self.away = None
-        return meter.read(away.nbytes)
+        return measured(away.nbytes)
 
 
 class InFile:
@@ -276,16 +276,11 @@ class _Bytes:
         ctypes.memset(self._address, 0, self.nbytes)
 
 
-class _Meter:
-    """Time and this process's resident memory, from here on."""
-
-    def __init__(self) -> None:
-        self._started, self._process = time.perf_counter(), psutil.Process()
-        self._before = self._process.memory_info().rss
-
-    def read(self, nbytes: int) -> Offloaded:
-        seconds = time.perf_counter() - self._started
-        return Offloaded(nbytes, seconds, self._before, self._process.memory_info().rss)
+def _measure() -> Callable[[int], Offloaded]:
+    """Begin to measure; what is returned takes the bytes."""
+    started, process = time.perf_counter(), psutil.Process()
+    before = process.memory_info().rss
+    return lambda nbytes: Offloaded(nbytes, time.perf_counter() - started, before, process.memory_info().rss)
 
 
 def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:

@@ -3,7 +3,7 @@
 What travels between data-parallel ranks may travel beside computation. With `overlap_grad_reduce` the sums of gradients
 begin in the backward pass of an optimiser step's last micro-batch, bucket by bucket as these become complete; with
 `overlap_param_gather` each rank has after a step the new weights of its own shard alone, and the others' come in the
-next training pass, before the layer that needs them. Whoever reads weights otherwise calls `gather` first.
+next training pass, before the layer that needs them. Whoever reads weights otherwise calls `Learner._gather` first.
 """
 
 from __future__ import annotations
@@ -50,12 +50,6 @@ def begin_sums(wrapped: DistributedDataParallel) -> None:
             buckets.start_grad_sync()
 
 
-def gather(wrapped: DistributedDataParallel) -> None:
-    """Bring in the weights of other ranks' shards after a step; all ranks call this together."""
-    if wrapped.ddp_config.overlap_param_gather:
-        wrapped.start_param_sync(force_sync=True)
-
-
 def build(wrapped: DistributedDataParallel, model: StageModel, config: OptimizerConfig) -> Any:
     """AdamW with gradient clipping; norms and biases are not decayed."""
     options = MegatronOptimizerConfig(
@@ -91,13 +85,6 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     share = 1.0 - progress if config.decay is LrDecay.linear else 0.5 * (1.0 + cos(pi * progress))
     return config.min_lr + share * (config.lr - config.min_lr)
-
-
-def set_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
-    """Set what the next step uses; `wd_mult` is 0 for norms and biases."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:

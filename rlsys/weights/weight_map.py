@@ -153,9 +153,7 @@ def rules_of(architecture: Architecture, values: bool = False, folder: Path = FA
 def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
     """Read the config of the Hugging Face folder `path`, of a family in `folder` or of one of rlsys' own.
 
-    `weights_only`: no model is built of it, so that what changes no weight need not be supported. Raises UserError if
-    it is no model folder, of an unknown family, lacks a size or has one that cannot be, or uses what is not supported
-    of its family.
+    `weights_only`: no model is built of it, so that what changes no weight need not be supported. Raises UserError.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -171,10 +169,7 @@ def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only
 
 
 def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
-    """The architecture of what a config.json holds, or of a transformers config object.
-
-    Raises UserError as `read_architecture` does, but without the file that it is about.
-    """
+    """The architecture of what a config.json holds, or of a transformers config object. Raises UserError."""
     keys: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
     keys |= _rope(keys)
     kind = keys.get("model_type")
@@ -196,7 +191,12 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
             f"{values['heads']} heads, {values['kv_heads']} for keys and values, and a width of {values['hidden']} do "
             "not divide; copy config.json from the original model."
         )
-    return Architecture(family=kind, rope=_scaling(keys), **values)
+    rope = None
+    if keys["rope_type"] == "llama3":
+        original = ["original_max_position_embeddings", "max_position_embeddings"]
+        factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        rope = RopeScaling(**factors, original_max_positions=_read(keys, original, int))
+    return Architecture(family=kind, rope=rope, **values)
 
 
 def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,24 +209,13 @@ def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": None}
 
 
-def _scaling(keys: Mapping[str, Any]) -> RopeScaling | None:
-    if keys["rope_type"] != "llama3":
-        return None
-    original = ["original_max_position_embeddings", "max_position_embeddings"]
-    factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    return RopeScaling(**factors, original_max_positions=_read(keys, original, int))
-
-
 def _written(value: Any) -> str:
     """`value` as config.json writes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
-    """The first of the sources that is there, as a number of this kind; None where the last source is null.
-
-    A number is finite and above 0, and one that counts is whole.
-    """
+    """The first source that is there, as a finite number above 0 of this kind; None where the last one is null."""
     sources = source if isinstance(source, list) else [source]
     for name in sources:
         value = keys.get(name) if isinstance(name, str) else name
@@ -292,10 +281,9 @@ def aligned(nbytes: int) -> int:
 
 
 def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FAMILIES) -> int:
-    """Bytes of the smallest bucket that the weights of the Hugging Face folder `model_path` can travel in.
+    """Bytes of the smallest bucket that the weights of the Hugging Face folder `model_path` can travel in, as `dtype`.
 
-    Tensors that are one parameter in training (query, key and value; gate and up of an expert) travel together, so they
-    count together. `dtype` is the one that is trained in. Raises UserError as `read_architecture` does.
+    Tensors that are one parameter in training (query, key and value; gate and up) travel together. Raises UserError.
     """
     item = 4 if dtype is Dtype.float32 else 2
     rules = rules_of(read_architecture(model_path, folder), folder=folder)
@@ -303,10 +291,7 @@ def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FA
 
 
 def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -> list[range]:
-    """The global layer numbers of each of `pp` stages, in order.
-
-    `pp_layers` gives uneven stages; without it the layers must divide evenly. Raises UserError.
-    """
+    """The layer numbers of each of `pp` stages, as many in all, or `pp_layers`. Raises UserError."""
     if pp_layers is None:
         if layers % pp:
             raise UserError(
@@ -321,11 +306,10 @@ def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -
 
 
 def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[range]]:
-    """The global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank].
+    """The global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank]. Raises UserError.
 
-    `counts` [pp][virtual] says how many layers each chunk holds, some maybe none. A micro-batch passes the first chunk
-    of every rank, then the second of every rank and so on (interleaved schedule: Narayanan et al., arXiv:2104.04473,
-    section 2.2). Raises UserError if the chunks do not add up to the model.
+    `counts` [pp][virtual] are the layers of each. A micro-batch passes the first chunk of every rank, then the second
+    of every rank and so on (interleaved schedule: Narayanan et al., arXiv:2104.04473, section 2.2).
     """
     virtual = max(map(len, counts))
     if any(len(rank) != virtual for rank in counts) or sum(map(sum, counts)) != layers:
@@ -454,10 +438,9 @@ class WeightMap:
             )
 
     def shard(self, entry: Entry, parts: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
-        """Rank `tp_rank`'s piece of a Megatron tensor, made from its whole Hugging Face `parts`.
+        """Rank `tp_rank`'s piece of a Megatron tensor, made from its whole Hugging Face `parts` in the order of `entry.hf`.
 
-        Parts come in the order of `entry.hf`. The result may share memory with a part. Raises UserError where `tp_size`
-        does not divide the tensor; it may exceed the query groups, whose rows are then cut as well.
+        It may share memory with a part. Raises UserError where `tp_size`, which may exceed the query groups, does not fit.
         """
         if entry.rule.cut is Cut.GATE_UP:
             return _joined([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in parts])
@@ -473,10 +456,7 @@ class WeightMap:
         return _piece(whole, entry.rule.cut, tp_rank, tp_size)
 
     def merge(self, entry: Entry, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """Names and whole Hugging Face tensors from the pieces of all TP ranks, in rank order.
-
-        The results may share memory with a piece.
-        """
+        """Names and whole Hugging Face tensors from the pieces of all TP ranks in order, maybe in their memory."""
         cut = entry.rule.cut
         if cut is Cut.WHOLE:
             parts = [shards[0]]
@@ -519,8 +499,7 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
 class ShardLoader:
     """Turns a stream of whole Hugging Face tensors, in any order, into one rank's shards.
 
-    A fused tensor waits until all its parts are in; nothing else is kept. No expert is cut: a rank holds it whole or
-    not at all.
+    A fused tensor waits until all its parts are in; nothing else is kept. No expert is cut.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import mesh
+from rlsys.trainer.actor import Critic
 from rlsys.trainer.batches import MicroBatch, collate
-from rlsys.trainer.critic import Critic
 from tests.megatron import reference
 from tests.megatron.harness import Layout, rendezvous, run_group
 from tests.ports import free_port

@@ -34,9 +34,8 @@ from rlsys.config.schema import (
 )
 from rlsys.observe.capabilities import Capabilities
 from rlsys.trainer import mesh
-from rlsys.trainer.actor import Actor, Learner
+from rlsys.trainer.actor import Actor, Critic, Learner
 from rlsys.trainer.batches import MicroBatch
-from rlsys.trainer.critic import Critic
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
 from rlsys.trainer.model import layers
 from rlsys.trainer.model.layers import kernel_settings

@@ -46,10 +46,9 @@ class TargetModel(GPTModel):
     """A GPTModel with rotary positions and causal attention, which reads out targets alone."""
 
     def forward(self, input_ids: Tensor, predicting: Tensor, sequences: PackedSeqParams | None) -> Tensor:
-        """`input_ids` [rows, width]; `predicting` [n] positions in [width, rows] flattened.
+        """Outputs of `read_out` in the order of `predicting` on the last stage, else states [width, rows, hidden].
 
-        `sequences` says where those of a packed row begin. Returns what `read_out` does, in the order of `predicting`,
-        on the last stage, and hidden states [width, rows, hidden] before it.
+        `input_ids` [rows, width]; `predicting` [n] positions in [width, rows] flattened; `sequences` of a packed row.
         """
         return super().forward(input_ids, None, None, packed_seq_params=sequences, loss_mask=predicting)
 
@@ -88,11 +87,7 @@ class TargetLogitsModel(TargetModel):
 
 
 class TargetValuesModel(TargetModel):
-    """Reads out values in float32, whatever the model's dtype is.
-
-    The value of a target is read from the state before it, as its logits are: what is expected of the rest of the
-    episode before the token is known.
-    """
+    """Reads out values in float32, whatever the model's dtype is, from the state before a target, as its logits are."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "share_embeddings_and_output_weights": False})

@@ -110,9 +110,8 @@ class Outcome:
 def run(conversion: Conversion, out: Path, processes: int | None = None, show: OnBytes | None = None) -> Outcome:
     """Make the folder `out`, which must not exist.
 
-    At most `processes` write (None: one for each core, if there is enough to do); with one, none is started. Raises
-    UserError for what the user gave, RunError if a file cannot be written, Interrupted; after all of them the same call
-    goes on with the files that are missing.
+    At most `processes` write (None: one for each core, if there is enough to do). Raises UserError for what the user
+    gave, RunError if a file cannot be written, Interrupted; after them the same call goes on with what is missing.
     """
     if processes is not None and processes < 1:
         raise UserError(f"processes is {processes}; give 1 or more.")
@@ -287,15 +286,15 @@ class ConversionDraft:
 
 @contextmanager
 def claim(out: Path) -> Iterator[ConversionDraft]:
-    """The draft of `out`, for this process alone; what an ended conversion left there is kept.
-
-    Raises UserError if `out` is there already, nothing can be there, or another process converts to it.
-    """
+    """The draft of `out`, for this process alone, with what an ended conversion left there. Raises UserError."""
     with ExitStack() as stack:
         home = out.with_name(f".{out.name}.partial")
         try:
             _refuse(out)
-            _refuse_strange(home)
+            found = {path.name for path in home.iterdir()} if home.is_dir() else set()
+            # A conversion writes the journal before it makes the folder, and renames the folder before the journal goes.
+            if found - {LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
+                raise UserError(f"{home} was not made by a conversion; move it away, or give another folder.")
             stack.enter_context(working_folder(home))
         except BlockingIOError:
             raise UserError(f"Another process converts in {home}; wait for it, or end it.") from None
@@ -311,13 +310,6 @@ def _refuse(out: Path) -> None:
         raise UserError(f"{out} exists already; give a folder that does not, or remove it first.")
 
 
-def _refuse_strange(home: Path) -> None:
-    found = {path.name for path in home.iterdir()} if home.is_dir() else set()
-    # A conversion writes the journal before it makes the folder, and renames the folder before the journal goes.
-    if found - {LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
-        raise UserError(f"{home} was not made by a conversion; move it away, or give another folder.")
-
-
 def megatron_to_hf(
     checkpoint: str | Path,
     out: str | Path,
@@ -328,11 +320,10 @@ def megatron_to_hf(
     processes: int | None = None,
     show: OnBytes | None = None,
 ) -> Outcome:
-    """Write the weights of a Megatron checkpoint as the new Hugging Face folder `out`.
+    """Write the weights of a Megatron checkpoint as the new Hugging Face folder `out`; see `run` for the rest.
 
-    `original` is the Hugging Face folder that training started from: its config and tokenizer are copied, its weights
-    are not needed. Without it, the checkpoint is one that `hf_to_megatron` made. The dtype of each tensor is kept
-    unless one is given. See `conversion.run` for `processes`, `show` and the errors.
+    `original` is the Hugging Face folder that training started from, for its config and tokenizer; None if
+    `hf_to_megatron` made the checkpoint. The dtype of each tensor is kept unless one is given.
     """
     if shard_bytes < 1:
         raise UserError(f"shard_bytes is {shard_bytes}; give 1 or more.")
@@ -384,7 +375,8 @@ class ToHf:
 
     def write(self, name: str, folder: Path) -> None:
         shard = self.shards[name]
-        write_safetensors(folder / name, shard.specs, self._tensors(shard))
+        parts = (part for entry in shard.entries for part in self.checkpoint.parts(entry, self.weights))
+        write_safetensors(folder / name, shard.specs, ((hf, cast(hf, tensor, self.dtype)) for hf, tensor in parts))
 
     def finish(self, folder: Path, receipts: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG002
         specs = [spec for shard in self.shards.values() for spec in shard.specs]
@@ -397,23 +389,17 @@ class ToHf:
         adjust_config(folder, most(specs), self.values)
         return notes
 
-    def _tensors(self, shard: Shard) -> Iterator[tuple[str, Tensor]]:
-        for entry in shard.entries:
-            for name, tensor in self.checkpoint.parts(entry, self.weights):
-                yield name, cast(name, tensor, self.dtype)
-
     def _plan(self) -> Iterator[Shard]:
-        pairs = ((entry, self._specs(entry)) for entry in self.weights.entries())
+        pairs = []
+        for entry in self.weights.entries():
+            dtype, shapes = self.dtype or self.checkpoint.dtype(entry), entry.rule.shapes
+            specs = [TensorSpec(name, dtype, shape) for name, shape in zip(entry.hf, shapes, strict=True)]
+            pairs.append((entry, specs))
         runs = packed(pairs, lambda pair: sum(spec.nbytes for spec in pair[1]), self.shard_bytes)
         for number, held in enumerate(runs, 1):
             name = SINGLE if len(runs) == 1 else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
             held.sort(key=lambda pair: -pair[1][0].dtype.itemsize)
             yield Shard(name, tuple(entry for entry, _ in held), tuple(spec for _, specs in held for spec in specs))
-
-    def _specs(self, entry: Entry) -> list[TensorSpec]:
-        dtype = self.dtype or self.checkpoint.dtype(entry)
-        shapes = entry.rule.shapes
-        return [TensorSpec(name, dtype, shape) for name, shape in zip(entry.hf, shapes, strict=True)]
 
 
 def hf_to_megatron(
@@ -426,11 +412,10 @@ def hf_to_megatron(
     processes: int | None = None,
     show: OnBytes | None = None,
 ) -> Outcome:
-    """Write the Hugging Face folder `source` as the new Megatron checkpoint `out`.
+    """Write the Hugging Face folder `source` as the new Megatron checkpoint `out`; see `run` for the rest.
 
     It loads under any TP, PP and EP; `parallel` is the one that it is laid out for. `values` makes a critic's, with a
-    head of zeros where the source has none. The dtype of each tensor is kept unless one is given. See `conversion.run`
-    for `processes`, `show` and the errors.
+    head of zeros where the source has none. The dtype of each tensor is kept unless one is given.
     """
     source, parallel = Path(source), parallel or ParallelConfig()
     for key, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
@@ -495,11 +480,9 @@ class ToMegatron:
         return found.pop() if found else most(self.reader.spec(name) for name in self.reader.names())
 
     def _parts(self, entry: Entry) -> list[Tensor]:
-        dtype, shapes = self._dtype(entry), entry.rule.shapes
-        return [self._part(name, shape, dtype) for name, shape in zip(entry.hf, shapes, strict=True)]
-
-    def _part(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if name not in self.reader.names():
-            # A critic's head, or its bias: values begin at zero.
-            return torch.zeros(shape, dtype=dtype)
-        return cast(name, self.reader.get(name), dtype)
+        dtype, names = self._dtype(entry), self.reader.names()
+        # What is not there is a critic's head, or its bias: values begin at zero.
+        return [
+            cast(name, self.reader.get(name), dtype) if name in names else torch.zeros(shape, dtype=dtype)
+            for name, shape in zip(entry.hf, entry.rule.shapes, strict=True)
+        ]

@@ -25,16 +25,8 @@ from rlsys.weights.weight_map import Architecture, WeightMap, read_architecture
 
 CONFIG = "config.json"
 _WEIGHTS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf"),
+    *(".h5", ".msgpack", ".onnx"),
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _TEMPLATES = "additional_chat_templates"  # The one folder that transformers keeps beside a tokenizer.
@@ -75,10 +67,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def adjust_config(folder: Path, dtype: torch.dtype, values: bool) -> None:
-    """Make the config of `folder` say what its weights are; a config that says so already is left as it is.
-
-    `values`: the weights are a critic's, a token classification of one label.
-    """
+    """Make the config of `folder` say what its weights are, with `values` a critic's (a token classification)."""
     config = read_config(folder)
     changed = dict(config)
     key = next((key for key in ("dtype", "torch_dtype") if config.get(key) is not None), None)
@@ -98,10 +87,7 @@ _HF_HEAD, _MEGATRON_HEAD = "score.weight", "value_head.weight"  # What a critic 
 
 
 def architecture_in(folder: Path) -> Architecture:
-    """The architecture of a model folder, as far as its weights depend on it: what no weight does may be unsupported.
-
-    Raises UserError if its config is missing, damaged or unknown.
-    """
+    """The architecture of a model folder; what changes no weight may be unsupported. Raises UserError."""
     read_config(folder)
     return read_architecture(folder, weights_only=True)
 
@@ -123,10 +109,7 @@ def is_critic(source: MegatronCheckpoint | HfReader) -> bool:
 
 
 def check_hf(reader: HfReader, weights: WeightMap, source: Path, values: bool) -> None:
-    """Raise UserError unless the tensors of `source` are those of the map, which is a critic's with `values`.
-
-    A critic may come from a policy, which has no value head and an output layer that it does not need.
-    """
+    """Raise UserError unless `source` holds the tensors of the map; a critic (`values`) may come from a policy."""
     if not values and is_critic(reader):
         raise UserError(f"{source} is a critic, with a head {_HF_HEAD}; give --values.")
     weights.check_hf_names(reader.names(), headless=values)
@@ -177,10 +160,7 @@ def most(specs: Iterable[TensorSpec]) -> torch.dtype:
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> list[Any]:
-    """Where `folder` is, and name, bytes and time of change in ns of `files`, which are relative to `folder`.
-
-    Contents are not read: that would take as long as converting them.
-    """
+    """Where `folder` is, and name, bytes and time of change in ns of `files` in it; contents are not read."""
     stats = {str(path): (folder / path).stat() for path in sorted(files)}
     return [str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]]
 
