@@ -37,10 +37,9 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.data.trajectory import Finish, Sample, Trajectory
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.batches.sharding import BatchSharder, flops_of
+from rlsys.trainer.batches import BatchSharder, MicroBatch, collate, flops_of
 from rlsys.trainer.mesh import Rendezvous, stop
-from rlsys.weights.families import read_architecture
+from rlsys.weights.weight_map import read_architecture
 
 POLICY = "examples/searchr1/tiny/policy"
 RESULT = Path("outputs/bench/batching.json")

@@ -35,11 +35,10 @@ from rich.table import Table
 from torch import Tensor
 
 from rlsys.apps.convert.verify import verify
-from rlsys.weights.bijection import WeightMap
-from rlsys.weights.convert.conversion import bytes_in
-from rlsys.weights.convert.directions import SHARD_BYTES, hf_to_megatron, megatron_to_hf
-from rlsys.weights.families import architecture_of, read_architecture
+from rlsys.weights.convert.conversion import SHARD_BYTES, hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.model_folder import bytes_in
 from rlsys.weights.hf_io import TensorSpec, write_safetensors
+from rlsys.weights.weight_map import WeightMap, architecture_of, read_architecture
 
 RESULT = Path("outputs/bench/convert.json")
 CONFIG: Mapping[str, Any] = {

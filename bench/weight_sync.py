@@ -42,9 +42,17 @@ from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig, SyncMode
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.weight_sync import WeightSync
-from rlsys.weights.buckets import Bucket, digest, unpack
-from rlsys.weights.families import Architecture
-from rlsys.weights.transport import BucketHandle, Sender, TransportSpec, open_receiver, open_sender
+from rlsys.weights.transport import (
+    Bucket,
+    BucketHandle,
+    Sender,
+    TransportSpec,
+    digest,
+    open_receiver,
+    open_sender,
+    unpack,
+)
+from rlsys.weights.weight_map import Architecture
 
 RESULT = Path("outputs/bench/weight_sync.json")
 SHAPE = Architecture(
@@ -140,7 +148,7 @@ class Sending:
         self._owners = dist.new_group([0], backend="gloo")
         self._bucket_bytes = BUCKET_BYTES[dtype]
         self._watch = Stopwatch()
-        size = sum(parameter.nbytes for parameter in self._model.parameters().values())
+        size = sum(parameter.nbytes for parameter in self._model.parameters.values())
         self._copy = (np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8))
         self._sender: TimedSender | None = None
         self._export: Any = None

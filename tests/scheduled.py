@@ -35,10 +35,8 @@ from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, launch_megatron, scores_of
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.batches.sharding import BatchSharder
-from rlsys.weights.buckets import unpack
-from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
+from rlsys.trainer.batches import BatchSharder, MicroBatch
+from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver, unpack
 from tests.megatron.hosts import HostedGroup
 from tests.pipeline.recorded import Recording
 from tests.pipeline.virtual_time import run_virtually

@@ -29,7 +29,7 @@ from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import Mode, ParallelConfig, RunConfig
 from rlsys.orchestrator.validate import find_problems
-from rlsys.weights.families import read_architecture
+from rlsys.weights.weight_map import read_architecture
 from tests.miniature import MOST_PROCESSES, miniature
 from tests.tiny_models import LAYERS, even_tokens, tiny_model
 

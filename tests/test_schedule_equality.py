@@ -46,7 +46,7 @@ from rlsys.config.schema import (
 )
 from rlsys.data.question import PromptSource, Question
 from rlsys.data.trajectory import Sample, Scores, Trajectory
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.batches import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.hosts import ANSWER_S, hosts
 from tests.pipeline.build import rewarded

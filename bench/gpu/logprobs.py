@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.gpu.figures import Figure, Scale
 from rlsys.config.schema import Device
 from rlsys.trainer.model.logprobs import VocabShard, token_logprobs
-from rlsys.weights.families import read_architecture
+from rlsys.weights.weight_map import read_architecture
 
 REPEATS = 5
 Score = Callable[[Tensor, Tensor], Tensor]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu.figures import PROJECT
-from rlsys.weights.bijection import WeightMap
-from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import TensorSpec, write_safetensors
+from rlsys.weights.weight_map import WeightMap, read_architecture
 
 TOKENIZER = PROJECT / "examples/searchr1/tiny/policy"
 """Of any model; prompts are random tokens, and its vocabulary is smaller than that of the shapes."""

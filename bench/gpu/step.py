@@ -13,8 +13,8 @@ from rlsys.cluster.planning.plan import MicroBatchLoad, group_memory
 from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
 from rlsys.observe.environment import detect
 from rlsys.observe.spans import peak_flops
-from rlsys.trainer.batches.sharding import flops_of
-from rlsys.weights.families import read_architecture
+from rlsys.trainer.batches import flops_of
+from rlsys.weights.weight_map import read_architecture
 
 PUBLISHED_MFU = 0.206
 """That a published Search-R1 run logs."""

@@ -16,8 +16,7 @@ from bench.gpu.figures import Figure, Scale
 from bench.gpu.trainer import make_actor
 from rlsys.config.schema import Device, Dtype, SyncMode
 from rlsys.trainer.actor import Actor
-from rlsys.weights.buckets import digest, unpack
-from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
+from rlsys.weights.transport import TransportSpec, digest, open_receiver, open_sender, unpack
 
 BUCKET_BYTES = 1024**3
 REPEATS = 3

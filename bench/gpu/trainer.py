@@ -13,7 +13,7 @@ from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import Device, Dtype, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.mesh import Rendezvous
 
 

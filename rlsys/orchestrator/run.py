@@ -62,9 +62,9 @@ from rlsys.orchestrator.worker_groups import (
     build_groups,
     started_groups,
 )
-from rlsys.trainer.batches.sharding import BatchSharder, flops_of
+from rlsys.trainer.batches import BatchSharder, flops_of
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
-from rlsys.weights.families import read_architecture
+from rlsys.weights.weight_map import read_architecture
 
 _log = logging.getLogger(__name__)
 

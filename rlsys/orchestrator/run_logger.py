@@ -49,7 +49,7 @@ from rlsys.observe.trackers import Resumed, Told, open_trackers
 from rlsys.orchestrator.evaluation.heldout import Evaluation, answer_line
 from rlsys.orchestrator.pipeline.scheduler import Ended
 from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
-from rlsys.trainer.batches.sharding import Flops
+from rlsys.trainer.batches import Flops
 
 _log = logging.getLogger(__name__)
 

@@ -46,8 +46,7 @@ from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.reward import check_terms
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
-from rlsys.weights.families import read_architecture
-from rlsys.weights.sizes import largest_tensor_bytes
+from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
 
 Ranks = dict[str, tuple[int, ...]]
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")

@@ -16,7 +16,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ from rlsys.config.schema import Device, Mode, RunConfig
 from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe import status
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.batches.sharding import BatchSharder, Plan
-from rlsys.trainer.messages import LogProbs, switch_figures
+from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch, Plan
+from rlsys.trainer.offload import switch_figures
 from rlsys.weights.transport import BucketHandle, TransportSpec
 
 STOP_TIMEOUT_S = 30.0
@@ -172,7 +171,7 @@ class MegatronGroup:
         """The span of a call for `samples`, sharded as `batches`: whose they are, and how full these are."""
         questions = dict.fromkeys(sample.trajectory.question_uid for sample in samples)
         facts: dict[str, Arg] = {"samples": len(samples), QUESTIONS: list(questions)}
-        return self.span(name, **facts, **asdict(self._sharder.load(batches)))
+        return self.span(name, **facts, **self._sharder.load(batches))
 
     async def call_sharded(self, method: str, batches: Sequence[Sequence[MicroBatch]], *args: Any) -> list[Any]:
         """Call `method` on every process with the micro-batches of its data-parallel rank and `args`."""
@@ -412,8 +411,7 @@ async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) ->
 
 
 def _megatron_worker(kind: str, config: RunConfig, rendezvous: tuple) -> Any:
-    from rlsys.trainer.actor import Actor  # loads Megatron, which the driver has no use for
-    from rlsys.trainer.critic import Critic
+    from rlsys.trainer.actor import Actor, Critic  # loads Megatron, which the driver has no use for
     from rlsys.trainer.log_prob import LogProbWorker
     from rlsys.trainer.mesh import Rendezvous
 

@@ -56,8 +56,16 @@ from rlsys.rollout.agent.episode import (
 )
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
-from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
-from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
+from rlsys.weights.transport import (
+    Bucket,
+    BucketHandle,
+    ChecksumError,
+    Receiver,
+    TransportSpec,
+    digest,
+    open_receiver,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from rlsys.rollout.sglang_process import Answer, SglangProcess

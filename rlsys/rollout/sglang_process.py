@@ -31,8 +31,8 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from rlsys.rollout import sglang_cpu
-from rlsys.weights.buckets import Bucket
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
+from rlsys.weights.transport import Bucket
 
 _LOGGING = Path(__file__).with_name("sglang_logging.json")
 """Log settings of SGLang, here and in its processes, whatever `log_level` it is given.

@@ -1,4 +1,4 @@
-"""Training of the policy by the actor, and what the critic trains in the same way.
+"""Training: the actor learns the policy, the critic the return to expect from every trained token on.
 
 Contract of a `Learner`: `accumulate` any number of times, the last of them as `last` or not, then `apply` once. The
 gradient is the sum over all micro-batches and data-parallel ranks of the loss's sum, divided once by the sum of all
@@ -11,10 +11,10 @@ call's micro-batches are trained: its logits are too many to come from elsewhere
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from math import isfinite
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.distributed import finalize_model_grads
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlsys.algorithms.losses import (
@@ -31,6 +32,7 @@ from rlsys.algorithms.losses import (
     LossFunction,
     LossInputs,
     Stats,
+    ValueLoss,
     divisor,
     join_stats,
     policy_loss,
@@ -42,40 +44,34 @@ from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Ru
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer import optimizer as adam
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.export import Export, WeightSender, owners_group
+from rlsys.trainer.batches import Applied, MicroBatch
+from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
 from rlsys.trainer.forward import Share, forward, forward_backward, to_tensor
-from rlsys.trainer.log_prob import ReferencePlan, ReferencePolicy
-from rlsys.trainer.messages import Applied, Offloaded
+from rlsys.trainer.log_prob import MegatronWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
-from rlsys.trainer.model.stage_model import PolicyModel, StageModel
-from rlsys.trainer.offload import Offload, gradient_buffers, training_state
+from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
+from rlsys.trainer.offload import Offloaded, gradient_buffers, training_state
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, Written, restore_generators
+from rlsys.weights.checkpoint.sharded import Content, restore_generators
 from rlsys.weights.checkpoint.store import About, read_about
-from rlsys.weights.families import read_architecture
 from rlsys.weights.transport import Sender
+from rlsys.weights.weight_map import read_architecture
 
 LossOf = Callable[[Tensor, Share], tuple[Tensor, Stats]]
 """(output [own targets, ...] of the model, share of a micro-batch) -> (loss sum of all of it, scalar statistics)."""
 
 
-class Learner(ABC):
+class Learner(MegatronWorker, ABC):
     """One process of a group that trains."""
 
     def __init__(
         self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int, scratch: str | Path
     ) -> None:
-        """Train `model`, whose weights are undefined: `load_hf` or `load` follows.
-
-        `owner` is named in messages; `total_steps` counts optimiser steps; `scratch` is the folder that a CPU's memory
-        is offloaded to.
-        """
-        self.place = model.place
+        """Train `model`, whose weights are undefined; messages name the `owner`, `total_steps` are the optimiser's."""
+        super().__init__(owner, model.place, scratch, self._kept, lambda: gradient_buffers(self._wrapped))
         self.step = 0
         """Optimiser steps taken."""
-        self._owner, self._model, self._scratch = owner, model, scratch
-        self._optimizer_config, self._total_steps = optimizer, total_steps
+        self._model, self._optimizer_config, self._total_steps = model, optimizer, total_steps
         self._wrapped = adam.wrap(model, optimizer)
         self._optimizer = adam.build(self._wrapped, model, optimizer)
         self._wrapped.zero_grad_buffer()
@@ -85,8 +81,6 @@ class Learner(ABC):
         """The step's last micro-batch has passed, and gradients may be summed already."""
         self._gathered = False
         """This process has all weights of its shard of the model, not those alone that it updates."""
-        self._memory = Offload(owner, self._kept, lambda: gradient_buffers(self._wrapped))
-        self._writer = CheckpointWriter()
 
     @abstractmethod
     def _check(self, batch: MicroBatch) -> None:
@@ -106,8 +100,8 @@ class Learner(ABC):
 
     def load_hf(self, path: str | Path) -> None:
         """Start from the weights of a Hugging Face folder."""
-        self._memory.require("load weights")
-        self._model.load_hf(path)
+        self._require("load weights")
+        load_hf(self._model, path)
         self._optimizer.reload_model_params()
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> dict[str, float]:
@@ -117,7 +111,7 @@ class Learner(ABC):
         ranks sum their gradients beside the last backward pass, and changes nothing else. Raises ValueError if a
         micro-batch lacks what the loss needs, or comes after the last.
         """
-        self._memory.require("accumulate")
+        self._require("accumulate")
         if self._complete:
             raise ValueError(f"{self._owner} has got the last micro-batches of a step: call apply before more.")
         for batch in micro_batches:
@@ -126,8 +120,8 @@ class Learner(ABC):
         parts: list[Stats] = []
         runs = list(self._runs(micro_batches))
         for number, run in enumerate(runs, 1):
-            with adam.passes(self._wrapped, last and number == len(runs)):
-                parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run))
+            ends = last and number == len(runs)
+            parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run), ends)
         # Whatever was on its way has come by the end of a pass.
         self._gathered = self._gathered or bool(micro_batches)
         if self.place.cp == 0:  # Context-parallel ranks have the same micro-batches.
@@ -135,18 +129,17 @@ class Learner(ABC):
         return join_stats(parts) if self.place.reports else {}
 
     def apply(self) -> Applied:
-        """Divide what was accumulated, clip it, and take one optimiser step.
-
-        Raises RunError if the gradient is not finite; the weights are not to be used after that.
-        """
-        self._memory.require("apply")
+        """Take one optimiser step. Raises RunError if the gradient is not finite; the weights are useless then."""
+        self._require("apply")
         config = self._optimizer_config
         divisor = torch.tensor(self._divisor, device=self._model.device)
         adam.begin_sums(self._wrapped)
         # Reduces over data parallel, tied embeddings and norms; also sums and divides by `divisor`.
         finalize_model_grads([self._wrapped], divisor)
         rate = adam.learning_rate(self.step, self._total_steps, config)
-        adam.set_rate(self._optimizer, rate, config.weight_decay)
+        for group in self._optimizer.param_groups:
+            # `wd_mult` is 0 for norms and biases.
+            group |= {"lr": rate, "weight_decay": config.weight_decay * group["wd_mult"]}
         _, grad_norm, _ = self._optimizer.step()
         self.step += 1
         if not isfinite(grad_norm):
@@ -165,19 +158,11 @@ class Learner(ABC):
         Training may go on while files are written. A save before it is finished first. Raises RunError if gradients
         wait for `apply`, which a checkpoint does not hold, and what `finish_save` raises.
         """
-        self._memory.require("save")
+        self._require("save")
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before saving.")
         self._gather()
         self._writer.begin(self._contents(Path(folder)))
-
-    def saving(self) -> bool:
-        """Tell if files of this process are still being written."""
-        return self._writer.writing
-
-    def finish_save(self) -> Written:
-        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
-        return self._writer.finish()
 
     def load(self, folder: str | Path) -> bool:
         """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `restore_generators`.
@@ -185,7 +170,7 @@ class Learner(ABC):
         A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if the
         checkpoint is incomplete, damaged or of another model.
         """
-        self._memory.require("load")
+        self._require("load")
         about = read_about(folder)
         if about.optimizer:
             state = sharded.load(folder, self._sharded_state(loading=True))
@@ -198,23 +183,16 @@ class Learner(ABC):
         return restore_generators(Path(folder), about.layout)
 
     def offload(self) -> Offloaded:
-        """Release the memory of weights, gradients and optimiser state until `restore`; gradients are zero.
-
-        Raises RunError if there is no room for it, or if gradients wait for `apply`.
-        """
+        """Release all memory until `restore`; gradients must be zero. Raises RunError, also if it finds no room."""
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before offload.")
-        return self._memory.offload(self._scratch)
-
-    def restore(self) -> Offloaded:
-        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
-        return self._memory.restore()
+        return super().offload()
 
     def _gather(self) -> None:
-        """Have all weights here, for another use than training; all ranks call this together."""
-        if not self._gathered:
-            adam.gather(self._wrapped)
-            self._gathered = True
+        """Have all weights here, also of other ranks' shards, for another use than training; all ranks call this together."""
+        if not self._gathered and self._wrapped.ddp_config.overlap_param_gather:
+            self._wrapped.start_param_sync(force_sync=True)
+        self._gathered = True
 
     def _kept(self) -> Iterable[Tensor]:
         """All memory that has to come back as it was."""
@@ -273,10 +251,7 @@ class Actor(Learner, WeightSender):
         seed: int,
         scratch: str | Path = ".",
     ) -> None:
-        """Join the group and build the model, with undefined weights: `load_hf` or `load` follows.
-
-        A reference that is kept here begins as the model at `model.path`. See `Learner` for the rest.
-        """
+        """Join the group and build the model; `load_hf` or `load` follows. A reference begins as `model.path`."""
         architecture = read_architecture(model.path)
         place = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, place)
@@ -285,7 +260,7 @@ class Actor(Learner, WeightSender):
         self._reference: ReferencePolicy | None = None
         if objective.reference is not None:
             copy = PolicyModel(architecture, model, parallel, place)
-            copy.load_hf(model.path)
+            load_hf(copy, model.path)
             self._reference = ReferencePolicy(copy, objective.reference)
         self._export_group = owners_group(place)
 
@@ -313,15 +288,14 @@ class Actor(Learner, WeightSender):
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the policy out; see `WeightSender`."""
-        require = functools.partial(self._memory.require, "export")
-        require()
+        self._require("export")
         self._gather()
-        return Export(self._policy, require, self._export_group, bucket_bytes, sender)
+        return Export(self._policy, partial(self._require, "export"), self._export_group, bucket_bytes, sender)
 
     def end_step(self, version: int) -> None:
         """The weights are `version` now: a reference that is kept here does what is due then."""
         if self._reference is not None:
-            self._memory.require("end a step")
+            self._require("end a step")
             self._gather()
             self._reference.follow(self._policy, version)
 
@@ -329,7 +303,7 @@ class Actor(Learner, WeightSender):
         """See `Learner`. With weights alone, a reference that is kept here stays what it was."""
         generators = super().load(folder)
         if self._reference is not None and read_about(folder).optimizer:
-            self._reference.load(_beside(Path(folder)))
+            self._reference.load(f"{Path(folder)}_reference")
         return generators
 
     def _kept(self) -> Iterable[Tensor]:
@@ -337,8 +311,8 @@ class Actor(Learner, WeightSender):
 
     def _contents(self, folder: Path) -> list[Content]:
         """With a reference that is kept here, which lies beside `folder` and is complete before it."""
-        policy = super()._contents(folder)
-        return policy if self._reference is None else [self._reference.content(_beside(folder)), *policy]
+        policy, reference = super()._contents(folder), self._reference
+        return policy if reference is None else [reference.content(Path(f"{folder}_reference")), *policy]
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None:
@@ -410,6 +384,71 @@ class Actor(Learner, WeightSender):
         )
 
 
-def _beside(folder: Path) -> Path:
-    """The folder of the reference that belongs to the checkpoint `folder`."""
-    return folder.with_name(f"{folder.name}_reference")
+class Critic(Learner):
+    """One process of the group that learns values; the mean of their loss is over trained tokens."""
+
+    def __init__(
+        self,
+        rendezvous: mesh.Rendezvous,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        loss: ValueLoss,
+        total_steps: int,
+        seed: int,
+        scratch: str | Path = ".",
+    ) -> None:
+        """Join the group and build the model of the policy at `model.path`; `load_hf` or `load` follows."""
+        architecture = read_architecture(model.path)
+        values = ValueModel(architecture, model, parallel, mesh.start(rendezvous, parallel, seed))
+        super().__init__("The critic", values, optimizer, total_steps, scratch)
+        self._loss = loss
+
+    @classmethod
+    def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Critic:
+        """The critic that a run asks for, with the weights that it starts from."""
+        critic = cls(
+            rendezvous,
+            config.model,
+            config.critic.parallel,
+            config.critic.optimizer,
+            ValueLoss(config.critic.value_clip),
+            config.trainer.steps * config.trainer.mini_batches,
+            config.trainer.seed,
+            config.output_dir,
+        )
+        critic.load_hf(config.model.path)
+        return critic
+
+    def compute(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]] | None:
+        """Values [rows, width] of the trained tokens of each micro-batch, 0 elsewhere; None where nothing is reported.
+
+        All ranks of a data-parallel rank call this together with the same micro-batches; gradients stay as they are.
+        """
+        self._require("compute")
+        self._gather()
+
+        def on_values(values: Tensor, share: Share) -> NDArray[np.float32]:
+            mask = to_tensor(share.batch.loss_mask, values)
+            return lay_out(share.whole(values), mask).cpu().numpy()
+
+        found = forward(self._model, micro_batches, on_values)
+        return found if self.place.reports else None
+
+    def _check(self, batch: MicroBatch) -> None:
+        if batch.values is None or batch.returns is None:
+            raise ValueError("A micro-batch without values and returns cannot be trained; compute them first.")
+
+    def _divisor_of(self, batch: MicroBatch) -> int:
+        return batch.trained_tokens
+
+    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:  # noqa: ARG002
+        return self._loss_of
+
+    def _loss_of(self, values: Tensor, share: Share) -> tuple[Tensor, Stats]:
+        batch = share.batch
+        assert batch.values is not None
+        assert batch.returns is not None
+        mask = to_tensor(batch.loss_mask, values)
+        old, returns = to_tensor(batch.values, values), to_tensor(batch.returns, values)
+        return self._loss(lay_out(share.whole(values), mask), old, returns, mask)

@@ -66,10 +66,7 @@ class UnsupportedMegatron(RuntimeError):
 
 
 def enable() -> None:
-    """Make megatron.core run on the CPU. Safe to call more than once; nothing happens under CUDA.
-
-    Raises UnsupportedMegatron if the installed version lacks something that must be changed.
-    """
+    """Make megatron.core run on the CPU; nothing happens under CUDA. Raises UnsupportedMegatron."""
     if torch.cuda.is_available():
         return
     # Megatron compiles small functions when they are defined; without a C++ compiler they run eagerly.
@@ -81,10 +78,7 @@ def enable() -> None:
 
 
 def retarget(module: ModuleType, required: frozenset[str]) -> None:
-    """Make the functions defined in `module` say "cpu" for "cuda".
-
-    Raises UnsupportedMegatron unless each of `required` (qualified names) is there and speaks of a device.
-    """
+    """Make `module`'s functions say "cpu" for "cuda". Raises UnsupportedMegatron if one of `required` does not."""
     changed: set[str] = set()
     for function in _functions(module, module.__name__):
         code = _rewritten(function.__code__)

@@ -1,6 +1,6 @@
-"""One version of a model's weights on its way out of its group, bucket by bucket.
+"""Weights on their way into a model, and out of its group: one version, bucket by bucket.
 
-Whole tensors under their Hugging Face names are gathered over tensor and expert parallelism by the first rank of their
+Out, whole tensors under their Hugging Face names are gathered over tensor and expert parallelism by the first rank of their
 pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0. With `ipc`
 each stage's first rank packs and sends on its own device, and rank 0 passes on where that is. Every process of the
 group makes an export and calls `next` equally often, together, for gathering is collective. The weights must not change
@@ -13,26 +13,123 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import Parameter
 
 from rlsys.config.schema import SyncMode
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError
 from rlsys.trainer.mesh import Place
-from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.weights.buckets import Bucket, BucketFullError, copy_gb_s, digest, pack, pack_into
-from rlsys.weights.transport import BucketHandle, IpcSender, Sender, TransportSpec, open_sender
+from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
+from rlsys.weights.hf_io import HfReader, check_repeated
+from rlsys.weights.transport import (
+    Bucket,
+    BucketFullError,
+    BucketHandle,
+    IpcSender,
+    Sender,
+    TransportSpec,
+    copy_gb_s,
+    digest,
+    open_sender,
+    pack,
+    pack_into,
+)
+from rlsys.weights.weight_map import Entry, ShardLoader, aligned, packed
+
+
+def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None = None) -> ShardLoader:
+    """Takes whole Hugging Face tensors and copies this process's shards into its `parameters`, all unless given."""
+    into = model.parameters if parameters is None else parameters
+
+    def store(name: str, shard: Tensor) -> None:
+        into[name].data.copy_(shard)
+
+    return ShardLoader(model.weights, list(into), model.place.tp, model.place.tp_size, store)
+
+
+def load_hf(model: StageModel, path: str | Path) -> None:
+    """Load the Hugging Face folder `path`. Raises UserError if it does not fit the architecture.
+
+    A critic takes a policy, with a head of zeros, or a token classification of one label, with its own. With zeros,
+    advantages begin as the returns themselves; random values would be noise that value clipping is slow to leave.
+    """
+    reader, parameters = HfReader(path), dict(model.parameters)
+    names, critic = reader.names(), isinstance(model, ValueModel)
+    model.weights.check_hf_names(names, headless=critic)
+    if not critic:
+        check_repeated(reader, model.weights, path)
+    for name in {"value_head.weight", "value_head.bias"} & parameters.keys():
+        (hf,) = model.weights.entry(name).hf
+        if hf not in names:
+            parameters.pop(name).data.zero_()
+            continue
+        shape, own = list(reader.get(hf).shape), list(parameters[name].shape)
+        if shape != own:
+            raise UserError(
+                f"{path} has a head {hf} of shape {shape}, but a value is one number, {own}: give a model with "
+                "num_labels=1, or one without a head."
+            )
+    loader = shard_loader(model, parameters)
+    for name in loader.missing():
+        loader.feed(name, reader.get(name))
+
+
+def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
+    """The stage's exported parameters, in order, in runs of at most `bucket_bytes`; a larger one is alone."""
+    itemsize = model.config.params_dtype.itemsize
+    entries = [
+        entry
+        for entry in model.weights.entries()
+        # An expert is of the stage, whichever of its ranks holds it.
+        if entry.name in model.parameters or (entry.expert is not None and entry.layer in model.layers)
+    ]
+    return packed(entries, lambda e: sum(aligned(prod(shape) * itemsize) for shape in e.rule.shapes), bucket_bytes)
+
+
+@torch.no_grad()
+def whole_tensors(model: PolicyModel, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
+    """Whole Hugging Face tensors on the first rank of the stage; the ranks that `exports` iterate together."""
+    place = model.place
+    for entry in entries:
+        if entry.expert is not None:
+            shards = _fetch(model, entry, entry.expert // len(model.experts))
+        elif place.in_stage >= place.tp_size:
+            continue
+        elif place.tp_size == 1:
+            shards = [model.parameters[entry.name].data]
+        else:
+            shard = model.parameters[entry.name].data
+            shards = [torch.empty_like(shard) for _ in range(place.tp_size)]
+            dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        if place.in_stage == 0:
+            yield from model.weights.merge(entry, shards)
+
+
+def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
+    """An expert's tensor on the first rank of the stage; the rank `owner` of it has it."""
+    place, group = model.place, parallel_state.get_expert_model_parallel_group()
+    if place.in_stage == owner:
+        held = model.parameters[entry.name].data
+        if owner:
+            dist.send(held.contiguous(), place.rank - owner, group)
+        return [held]
+    if place.in_stage:
+        return []
+    whole = torch.empty(model.weights.whole_shape(entry, 1), dtype=model.config.params_dtype, device=model.device)
+    dist.recv(whole, place.rank + owner, group)
+    return [whole]
 
 
 def owners_group(place: Place) -> dist.ProcessGroup:
-    """The group that passes weights on to rank 0: the first rank of every stage.
-
-    Over host memory, whatever the Megatron group's own backend is. All ranks call this together.
-    """
+    """The group of the first ranks of all stages, over host memory, which pass weights on. All ranks call this."""
     owners = [stage * place.stage_size for stage in range(place.pp_size)]
     return dist.new_group(owners, backend="gloo")
 
@@ -47,17 +144,13 @@ class WeightSender(ABC):
 
     @abstractmethod
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to hand the weights out; they must not change until the export has ended.
+        """Begin to hand the weights out, on all ranks together; they must not change until the export has ended.
 
-        All ranks call this together; `sender` is there on rank 0, with `ipc` on the first rank of every stage, and
-        nowhere else.
+        `sender` is there on rank 0, with `ipc` on the first rank of every stage, and nowhere else.
         """
 
     def open_export(self, spec: TransportSpec) -> float | None:
-        """Hand weights out in the way of `spec` from now on; rank 0 says how fast the bytes' memory copies, in GB/s.
-
-        Rank 0 sends; with `ipc` so does the first rank of every stage.
-        """
+        """Hand weights out in the way of `spec` from now on; rank 0 says how fast the bytes' memory copies, in GB/s."""
         self._bucket_bytes = spec.bucket_bytes
         if self.place.rank and not (spec.mode is SyncMode.ipc and self.place.in_stage == 0):
             return None
@@ -73,10 +166,7 @@ class WeightSender(ABC):
         self._running = self.export(self._bucket_bytes, self._sender)
 
     def next_handle(self, taken: int) -> BucketHandle | None:
-        """The next bucket's parcel from rank 0; None at the end and from other ranks, which only take part.
-
-        `taken` counts the buckets that every receiver has taken since `open_export`.
-        """
+        """The next bucket's handle from rank 0, None at the end and elsewhere; all receivers have `taken` so many."""
         return self._release(taken).next()
 
     def end_export(self, taken: int) -> str:
@@ -103,11 +193,7 @@ class Export:
         bucket_bytes: int,
         sender: Sender | None,
     ) -> None:
-        """See `WeightSender.export`. `owners` is the `owners_group`.
-
-        `require_weights` raises if the model's memory is offloaded.
-        """
-        require_weights()
+        """See `WeightSender.export`; `require_weights` raises if memory is offloaded, `owners` is `owners_group`."""
         self._model, self._place = model, model.place
         self._require_weights = require_weights
         self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender
@@ -123,14 +209,14 @@ class Export:
         run = next(self._runs, None)
         if run is None:
             return None
-        stage, names = run
+        stage, entries = run
         if isinstance(self._sender, IpcSender):
-            handle = self._send_from_stage(self._sender, stage, names)
+            handle = self._send_from_stage(self._sender, stage, entries)
         elif self._sender is not None:
-            bucket = self._take(stage, self._sender) if stage else self._pack(names, self._sender)
+            bucket = self._take(stage, self._sender) if stage else self._pack(entries, self._sender)
             handle = self._sender.send(bucket)
         else:
-            self._give(stage, names)
+            self._give(stage, entries)
             return None
         if handle is not None:
             self._checksums |= {record.name: record.checksum for record in handle.records}
@@ -141,11 +227,11 @@ class Export:
         """The digest of all that was sent from here."""
         return digest(self._checksums)
 
-    def _plan(self) -> Iterator[tuple[int, list[str]]]:
-        """Stage and Megatron names of each bucket of the whole model; names only for this process's stage."""
+    def _plan(self) -> Iterator[tuple[int, list[Entry]]]:
+        """Stage and parameters of each bucket of the whole model; parameters only for this process's stage."""
         if not self._place.exports:
             return iter(())
-        of_stage = self._model.export_plan(self._bucket_bytes)
+        of_stage = export_plan(self._model, self._bucket_bytes)
         counts = [0] * self._place.pp_size
         dist.all_gather_object(counts, len(of_stage), group=parallel_state.get_pipeline_model_parallel_group())
         return (
@@ -154,7 +240,7 @@ class Export:
             for run in range(runs)
         )
 
-    def _send_from_stage(self, sender: IpcSender, stage: int, names: list[str]) -> BucketHandle | None:
+    def _send_from_stage(self, sender: IpcSender, stage: int, entries: list[Entry]) -> BucketHandle | None:
         """The next bucket's handle on rank 0, from whichever stage has the bucket; None on its other owners."""
         rank_0 = self._place.rank == 0
         if stage != self._place.pp:
@@ -165,26 +251,26 @@ class Export:
             dist.recv_object_list(box, src=stage * self._place.stage_size, group=self._owners)
             handle: BucketHandle = box[0]
             return handle
-        handle = sender.send(self._pack(names, sender))
+        handle = sender.send(self._pack(entries, sender))
         if rank_0:
             return handle
         dist.send_object_list([handle], dst=0, group=self._owners)
         return None
 
-    def _pack(self, names: list[str], sender: Sender) -> Bucket:
+    def _pack(self, entries: list[Entry], sender: Sender) -> Bucket:
         """Gather parameters of this process's stage straight into the memory that `sender` lends."""
         try:
-            return pack_into(sender.room(), self._model.whole_tensors(names))
+            return pack_into(sender.room(), whole_tensors(self._model, entries))
         except BucketFullError as problem:
             raise RunError(
                 f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {problem} Raise it."
             ) from problem
 
-    def _give(self, stage: int, names: list[str]) -> None:
+    def _give(self, stage: int, entries: list[Entry]) -> None:
         """Gather parameters of this process's stage; the first rank of a later one passes them to rank 0."""
         if stage != self._place.pp:
             return
-        tensors = list(self._model.whole_tensors(names))
+        tensors = list(whole_tensors(self._model, entries))
         if stage and self._place.in_stage == 0:
             # The plan has cut them to size.
             (bucket,) = pack(tensors, sys.maxsize)

@@ -10,6 +10,7 @@ is that of the loss, once. Without context parallelism a share is everything, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.trainer.batches.micro_batch import MicroBatch, columns_of
+from rlsys.trainer.batches import MicroBatch, columns_of
 from rlsys.trainer.mesh import Place
 from rlsys.trainer.model.stage_model import StageModel
 
@@ -83,26 +84,25 @@ it, in the same order."""
 
 
 def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
-    """Run `batches` forward; on the last stage, what `on_output` made of each, else an empty list.
-
-    All ranks of the same TP x CP x PP group call this together, with the same batches.
-    """
+    """Run `batches` forward, on all ranks of TP x CP x PP; on the last stage what `on_output` makes of each."""
     if not batches:
         return []
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
         share = share_of(next(data), model.place)
-        outputs = _outputs(model, module, share)
-        return outputs, lambda output, non_loss_data: on_output(output, share)  # noqa: ARG005
+        return _outputs(model, module, share), lambda output, non_loss_data: on_output(output, share)  # noqa: ARG005
 
     with torch.no_grad():
         return _schedule(step, model.module, batches, forward_only=True, collect_non_loss_data=True)
 
 
-def forward_backward(model: StageModel, module: Any, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
-    """Run `batches` forward and backward; gradients are added to those there are, not reduced.
+def forward_backward(
+    model: StageModel, wrapped: Any, batches: Sequence[MicroBatch], on_output: OnOutput, last: bool
+) -> list[Any]:
+    """Run `batches` forward and backward; gradients are added to those there are.
 
-    `module` wraps `model.module`. `on_output` returns (loss sum, what to return for this batch).
+    `wrapped` is `model.module` with its buffers of gradients. `on_output` returns (loss sum, what to return for this
+    batch). With `last`, these end an optimiser step, and sums over ranks may begin in the last one's backward pass.
     """
     if not batches:
         return []
@@ -117,7 +117,10 @@ def forward_backward(model: StageModel, module: Any, batches: Sequence[MicroBatc
 
         return _outputs(model, module, share), loss
 
-    return _schedule(step, module, batches, forward_only=False)
+    # Megatron's schedules take the last micro-batch of every call for a step's last, and end this context before it.
+    wrapped.config.no_sync_func = wrapped.no_sync if last else nullcontext
+    with nullcontext() if last else wrapped.no_sync():
+        return _schedule(step, wrapped, batches, forward_only=False)
 
 
 def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
@@ -140,10 +143,9 @@ def _outputs(model: StageModel, module: Any, share: Share) -> Tensor:
 
 
 def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
-    """Megatron's description of a packed row, in which positions and attention begin anew at boundaries.
+    """Megatron's description of a whole packed row, in which positions and attention begin anew at boundaries.
 
-    With context parallelism too it speaks of the whole row. A sequence's own padding counts as its last tokens, so that
-    nothing lies between sequences, which Transformer Engine's flash attention would not take.
+    A sequence's own padding counts as its last tokens: Transformer Engine's flash attention takes no gaps.
     """
     boundaries = torch.tensor(batch.boundaries, device=device)
     longest = int(np.diff(batch.boundaries).max())

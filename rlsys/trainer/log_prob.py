@@ -18,9 +18,9 @@ and a reference that is no average has none.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,26 +32,32 @@ from torch import Tensor
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import has_reference, sums_over_vocabulary
 from rlsys.config.schema import ModelConfig, ParallelConfig, RunConfig
+from rlsys.errors import RunError
 from rlsys.trainer import mesh
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.export import Export, WeightSender, owners_group
+from rlsys.trainer.batches import LogProbs, MicroBatch
+from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group, shard_loader
 from rlsys.trainer.forward import Share, forward, to_tensor
-from rlsys.trainer.messages import LogProbs, Offloaded
 from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.trainer.offload import Offload
-from rlsys.weights.bijection import ShardLoader
-from rlsys.weights.buckets import Bucket, ChecksumError, digest, unpack
+from rlsys.trainer.offload import Offload, Offloaded, Tensors
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, Written, restore_generators
 from rlsys.weights.checkpoint.store import About, read_about
-from rlsys.weights.families import read_architecture
-from rlsys.weights.transport import BucketHandle, Receiver, Sender, TransportSpec, open_receiver
+from rlsys.weights.transport import (
+    Bucket,
+    BucketHandle,
+    ChecksumError,
+    Receiver,
+    Sender,
+    TransportSpec,
+    digest,
+    open_receiver,
+    unpack,
+)
+from rlsys.weights.weight_map import ShardLoader, read_architecture
 
 DevicePicks = tuple[Tensor, Tensor]
 """Tokens [trained tokens, k] and log-probs of them."""
-
-
 _MODEL, _MASTER = "model", "master"
 
 
@@ -125,10 +131,9 @@ class ReferencePolicy:
         return Content(folder, self._sharded_state(with_master), about)
 
     def load(self, folder: str | Path) -> About:
-        """Continue from a checkpoint, saved under any TP, PP and DP; returns what it says of itself.
+        """Continue from a checkpoint, saved under any TP, PP and DP; all ranks together. Returns what it is about.
 
-        A master that it does not hold begins as its weights. All ranks call this together. Raises UserError if the
-        checkpoint is incomplete or of another model.
+        A master that it does not hold begins as its weights. Raises UserError.
         """
         about = read_about(folder)
         with_master = bool(self._master) and about.master
@@ -174,7 +179,41 @@ class TopkPlan:
         return cls(config.kl_topk_tokens, forward=config.kl_estimator is KlEstimator.full_forward)
 
 
-class LogProbWorker(WeightSender):
+class MegatronWorker:
+    """One process of a Megatron group: memory that may leave its device for a while, and checkpoints written beside work."""
+
+    def __init__(
+        self, owner: str, place: mesh.Place, scratch: str | Path, kept: Tensors, zeros: Tensors = tuple
+    ) -> None:
+        """`owner` is named in messages; `scratch` is the folder that a CPU's memory is offloaded to; see `Offload`."""
+        self.place = place
+        self._owner, self._scratch = owner, scratch
+        self._memory = Offload(owner, kept, zeros)
+        self._writer = CheckpointWriter()
+
+    def saving(self) -> bool:
+        """Tell if files of this process are still being written."""
+        return self._writer.writing
+
+    def finish_save(self) -> Written:
+        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
+        return self._writer.finish()
+
+    def offload(self) -> Offloaded:
+        """Release the memory of all weights until `restore`. Raises RunError if they find no room."""
+        return self._memory.offload(self._scratch)
+
+    def restore(self) -> Offloaded:
+        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
+        return self._memory.restore()
+
+    def _require(self, purpose: str) -> None:
+        """Raise RunError, "... cannot `purpose`", unless the memory is there."""
+        if self._memory.away is not None:
+            raise RunError(f"{self._owner} is offloaded and cannot {purpose}: restore it first.")
+
+
+class LogProbWorker(MegatronWorker, WeightSender):
     """One process of the inference group: recomputes log-probs, and hands out the reference."""
 
     def __init__(
@@ -191,29 +230,26 @@ class LogProbWorker(WeightSender):
         """Join the group and load the model at `model.path`, as version 0 of the policy and as reference.
 
         `temperature` is the one that samples are drawn at. Without `reference` there is none; `picks` need one.
-        `scratch` is the folder that a CPU's memory is offloaded to.
         """
         if picks is not None and reference is None:
             raise ValueError("DevicePicks are the tokens to ask a reference about, and there is none.")
         self.version: int | None = 0
         """Version of the policy's weights; None while an update is on its way or after one failed."""
-        self._temperature, self._picks, self._scratch = temperature, picks, scratch
+        self._temperature, self._picks = temperature, picks
         architecture = read_architecture(model.path)
-        self.place = mesh.start(rendezvous, parallel, seed)
+        super().__init__("The log-prob worker", mesh.start(rendezvous, parallel, seed), scratch, self._tensors)
         self._policy = PolicyModel(architecture, model, parallel, self.place)
-        self._policy.load_hf(model.path)
+        load_hf(self._policy, model.path)
         self._policy.module.eval().requires_grad_(False)
         self._reference: ReferencePolicy | None = None
         if reference is not None:
             copy = PolicyModel(architecture, model, parallel, self.place)
-            copy.load_hf(model.path)
+            load_hf(copy, model.path)
             self._reference = ReferencePolicy(copy, reference)
             self._export_group = owners_group(self.place)
-        self._memory = Offload("The log-prob worker", self._tensors)
-        self._writer = CheckpointWriter()
         self._receiver: Receiver | None = None
         self._update: ShardLoader | None = None
-        entries = [self._policy.weights.entry(name) for name in self._policy.parameters()]
+        entries = [self._policy.weights.entry(name) for name in self._policy.parameters]
         self._siblings = {name: entry.hf for entry in entries for name in entry.hf}
         self._checksums: dict[str, str] = {}
 
@@ -234,14 +270,22 @@ class LogProbWorker(WeightSender):
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
         """Log-probs of the trained tokens of each micro-batch, and picks; None on ranks that do not report.
 
-        All ranks of a data-parallel rank call this together with the same micro-batches. Raises RuntimeError if there
-        is no whole version of the policy.
+        All ranks of a data-parallel rank call this together with the same micro-batches.
         """
-        self._memory.require("compute")
+        self._require("compute")
         if self.version is None:
             raise RuntimeError("The log-prob worker has no complete weights: an update did not finish.")
         scores = self._scores(micro_batches)
-        return [_on_host(*score) for score in scores] if self.place.reports else None
+        if not self.place.reports:
+            return None
+        return [
+            LogProbs(
+                policy.cpu().numpy(),
+                None if reference is None else reference.cpu().numpy(),
+                None if picks is None else (picks[0].to(torch.int32).cpu().numpy(), picks[1].cpu().numpy()),
+            )
+            for policy, reference, picks in scores
+        ]
 
     def open_transport(self, spec: TransportSpec) -> None:
         """Take weights in the way of `spec` from now on."""
@@ -251,8 +295,8 @@ class LogProbWorker(WeightSender):
 
     def begin_update(self) -> None:
         """Begin to take a new version; what an update that broke off has left is forgotten."""
-        self._memory.require("begin an update")
-        self._update, self._checksums = self._policy.loader(), {}
+        self._require("begin an update")
+        self._update, self._checksums = shard_loader(self._policy), {}
         self.version = None
 
     def load_bucket(self, parcel: BucketHandle) -> None:
@@ -264,7 +308,7 @@ class LogProbWorker(WeightSender):
 
     def take_bucket(self, bucket: Bucket) -> None:
         """Take some of the new version's tensors. Raises ChecksumError if one is not as it was sent."""
-        self._memory.require("take weights")
+        self._require("take weights")
         if self._update is None:
             raise RuntimeError("A bucket came outside of an update; call begin_update first.")
         here = {record.name for record in bucket.records}
@@ -275,12 +319,11 @@ class LogProbWorker(WeightSender):
             self._checksums[record.name] = record.checksum
 
     def finish_update(self, version: int, expected: str) -> None:
-        """End an update: from here on the weights are `version`, whose digest is `expected`.
+        """End an update: the weights are `version` now, and the reference does what is due.
 
-        The reference does what is due then. Raises ChecksumError, and stays without weights, if tensors are missing or
-        differ.
+        Raises ChecksumError, and stays without weights, if tensors are missing or differ from `expected`, the digest.
         """
-        self._memory.require("end an update")
+        self._require("end an update")
         update, self._update = self._update, None
         if update is None:
             raise RuntimeError("An update ends that did not begin; call begin_update first.")
@@ -298,14 +341,6 @@ class LogProbWorker(WeightSender):
         """Copy the reference, and begin to write it to a new checkpoint; as `Learner.begin_save`."""
         self._writer.begin([self._require_reference("save the reference").content(Path(folder))])
 
-    def saving(self) -> bool:
-        """Tell if files of this process are still being written."""
-        return self._writer.writing
-
-    def finish_save(self) -> Written:
-        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
-        return self._writer.finish()
-
     def load(self, folder: str | Path) -> bool:
         """Continue with the reference of a checkpoint, in place of `model.path`'s; as `Learner.load`."""
         about = self._require_reference("load the reference").load(folder)
@@ -314,23 +349,14 @@ class LogProbWorker(WeightSender):
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to hand the reference out, which must not follow the policy meanwhile; see `WeightSender`."""
         model = self._require_reference("export the reference").model
-        require = functools.partial(self._memory.require, "export the reference")
-        return Export(model, require, self._export_group, bucket_bytes, sender)
-
-    def offload(self) -> Offloaded:
-        """Release the memory of all weights until `restore`. Raises RunError if they find no room."""
-        return self._memory.offload(self._scratch)
-
-    def restore(self) -> Offloaded:
-        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
-        return self._memory.restore()
+        return Export(model, partial(self._require, "export the reference"), self._export_group, bucket_bytes, sender)
 
     def _tensors(self) -> Iterable[Tensor]:
         policy = self._policy.module.parameters()
         return policy if self._reference is None else chain(policy, self._reference.tensors())
 
     def _require_reference(self, purpose: str) -> ReferencePolicy:
-        self._memory.require(purpose)
+        self._require(purpose)
         if self._reference is None:
             raise RuntimeError(f"The log-prob worker has no reference and cannot {purpose}.")
         return self._reference
@@ -349,10 +375,7 @@ class LogProbWorker(WeightSender):
     def _forward(
         self, model: PolicyModel, batches: Sequence[MicroBatch], k: int | None, chosen: Sequence[Tensor] | None = None
     ) -> list[tuple[Tensor, DevicePicks | None]]:
-        """Log-probs [rows, width] of each micro-batch, and picks: its own top k, or what it makes of `chosen`.
-
-        Neither without `k`. `chosen` [trained tokens, k] is one for each micro-batch.
-        """
+        """Log-probs [rows, width] of each micro-batch, and with `k` picks: its own, or `chosen` [trained tokens, k]."""
         # The last stage sees the micro-batches in their order.
         waiting = None if chosen is None else iter(chosen)
 
@@ -370,11 +393,3 @@ class LogProbWorker(WeightSender):
             return lay_out(share.whole(logprobs), mask), picks
 
         return forward(model, batches, on_logits)
-
-
-def _on_host(policy: Tensor, reference: Tensor | None, picks: DevicePicks | None) -> LogProbs:
-    return LogProbs(
-        policy.cpu().numpy(),
-        None if reference is None else reference.cpu().numpy(),
-        None if picks is None else (picks[0].to(torch.int32).cpu().numpy(), picks[1].cpu().numpy()),
-    )

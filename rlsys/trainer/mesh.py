@@ -18,7 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from rlsys.config.schema import Device, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.trainer import cpu_support
-from rlsys.trainer.batches.sharding import data_parallel_ranks
+from rlsys.trainer.batches import data_parallel_ranks
 from rlsys.weights.sockets import listener
 
 
@@ -52,36 +52,14 @@ class Place:
     ep: int
     """The block of experts that it holds."""
     ep_size: int
-
-    @property
-    def in_stage(self) -> int:
-        """Its number within its pipeline stage."""
-        return (self.dp * self.cp_size + self.cp) * self.tp_size + self.tp
-
-    @property
-    def stage_size(self) -> int:
-        """Processes of a pipeline stage."""
-        return self.dp_size * self.cp_size * self.tp_size
-
-    @property
-    def exports(self) -> bool:
-        """It holds something of the one copy of its stage that is handed out: the first's pieces and experts."""
-        return self.in_stage < max(self.tp_size, self.ep_size)
-
-    @property
-    def first_stage(self) -> bool:
-        """It embeds tokens."""
-        return self.pp == 0
-
-    @property
-    def last_stage(self) -> bool:
-        """It computes logits."""
-        return self.pp == self.pp_size - 1
-
-    @property
-    def reports(self) -> bool:
-        """It returns results for its data-parallel rank: exactly one process of each does."""
-        return self.last_stage and self.cp == 0 and self.tp == 0
+    in_stage: int
+    """Its number within its pipeline stage."""
+    stage_size: int
+    """Processes of a pipeline stage."""
+    exports: bool
+    """It holds something of the one copy of its stage that is handed out: the first's pieces and experts."""
+    reports: bool
+    """It returns results for its data-parallel rank: exactly one process of each does, on the last stage."""
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
@@ -94,32 +72,33 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
         )
     if parallel.sequence_parallel and parallel.tp == 1:
         raise UserError("sequence_parallel is true but tp is 1; set tp above 1 or sequence_parallel to false.")
-    dp_size = world_size // model
-    stage_size = inner * dp_size
+    stage_size = world_size // parallel.pp
     if stage_size % parallel.ep:
         raise UserError(
             f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage; change one."
         )
+    tp, cp, pp, in_stage = rank % parallel.tp, rank // parallel.tp % parallel.cp, rank // stage_size, rank % stage_size
     return Place(
         rank=rank,
-        tp=rank % parallel.tp,
+        tp=tp,
         tp_size=parallel.tp,
-        cp=rank // parallel.tp % parallel.cp,
+        cp=cp,
         cp_size=parallel.cp,
         dp=data_parallel_ranks(parallel, world_size)[rank],
-        dp_size=dp_size,
-        pp=rank // stage_size,
+        dp_size=world_size // model,
+        pp=pp,
         pp_size=parallel.pp,
-        ep=rank % stage_size % parallel.ep,
+        ep=in_stage % parallel.ep,
         ep_size=parallel.ep,
+        in_stage=in_stage,
+        stage_size=stage_size,
+        exports=in_stage < max(parallel.tp, parallel.ep),
+        reports=pp == parallel.pp - 1 and tp == cp == 0,
     )
 
 
 def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
-    """Join the group: torch.distributed, Megatron's process groups and its random generators.
-
-    Blocks until all processes have joined or `timeout_s` has passed (then torch's error is raised).
-    """
+    """Join the group and Megatron's process groups; blocks until all have joined, or torch raises after `timeout_s`."""
     place = place_of(rendezvous.rank, rendezvous.world_size, parallel)
     _choose_device(rendezvous)
     timeout = timedelta(seconds=rendezvous.timeout_s)

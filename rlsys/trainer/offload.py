@@ -18,6 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,33 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from rlsys.errors import RunError
-from rlsys.trainer.messages import Offloaded
 
 Tensors = Callable[[], Iterable[Tensor]]
 """Asked at every offload, for optimisers make their state late."""
 HOST_BLOCK_BYTES = 64 * 1024 * 1024
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """One offload or restore of one process."""
+
+    bytes: int
+    """Released or brought back; 0 if there was nothing to do."""
+    seconds: float
+    rss_before: int
+    """The process's resident host memory, bytes."""
+    rss_after: int
+
+
+def switch_figures(parts: Sequence[Offloaded]) -> dict[str, float]:
+    """Figures of a group from those of its processes: bytes and resident memory summed, seconds of the slowest."""
+    return {
+        "bytes": sum(part.bytes for part in parts),
+        "seconds": max((part.seconds for part in parts), default=0.0),
+        "rss_before": sum(part.rss_before for part in parts),
+        "rss_after": sum(part.rss_after for part in parts),
+    }
 
 
 class Offload:
@@ -45,51 +67,46 @@ class Offload:
         """
         self._owner, self._saved, self._zeros = owner, saved, zeros
         self._host = HostBlocks()
-        self._away: InFile | InHostMemory | None = None
-
-    def require(self, purpose: str) -> None:
-        """Raise RunError, "... cannot `purpose`", unless the memory is there."""
-        if self._away is not None:
-            raise RunError(f"{self._owner} is offloaded and cannot {purpose}: restore it first.")
+        self.away: InFile | InHostMemory | None = None
+        """What keeps the bytes meanwhile; None where the memory is there."""
 
     def offload(self, scratch: str | Path) -> Offloaded:
         """Release the memory; nothing happens if it is away. `scratch` is the folder of a CPU's file.
 
         Raises RunError if the bytes find no room.
         """
-        meter = _Meter()
-        if self._away is not None:
-            return meter.read(0)
+        measured = _measure()
+        if self.away is not None:
+            return measured(0)
         saved = _storages(self._saved())
         zeros = _storages(self._zeros(), without=saved)
-        away: InFile | InHostMemory
-        if any(storage.is_cuda for storage in saved):
-            away, room = InHostMemory(saved, zeros, self._host), "host memory"
-        else:
-            away, room = InFile(saved, zeros, scratch), f"the folder {Path(scratch).resolve()}"
+        on_gpu = any(storage.is_cuda for storage in saved)
+        away: InFile | InHostMemory = (
+            InHostMemory(saved, zeros, self._host) if on_gpu else InFile(saved, zeros, scratch)
+        )
         try:
             away.keep()
         except (OSError, RuntimeError) as error:
             away.forget()
+            room = "host memory" if on_gpu else f"the folder {Path(scratch).resolve()}"
             raise RunError(
                 f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, found no room in "
                 f"{room}; make some. ({error})"
             ) from error
-        self._away = away
+        self.away = away
         away.release()
         # Return what was freed, such as activations, and what glibc keeps; other C libraries have no such call.
         getattr(_LIBC, "malloc_trim", int)(0)
-        return meter.read(away.nbytes)
+        return measured(away.nbytes)
 
     def restore(self) -> Offloaded:
         """Bring the memory back; nothing happens if it is there.
 
         Raises RunError if the device has no room or the bytes cannot be read, and can then be called again.
         """
-        meter = _Meter()
-        away = self._away
-        if away is None:
-            return meter.read(0)
+        measured = _measure()
+        if (away := self.away) is None:
+            return measured(0)
         try:
             away.fill()
         except (OSError, RuntimeError) as error:
@@ -99,8 +116,8 @@ class Offload:
                 f"device; see that what else is there leaves room. ({error})"
             ) from error
         away.forget()
-        self._away = None
-        return meter.read(away.nbytes)
+        self.away = None
+        return measured(away.nbytes)
 
 
 class InFile:
@@ -207,14 +224,11 @@ class HostBlocks:
             while done < flat.numel():
                 if used == self._block_bytes:
                     block, used = block + 1, 0
+                if block == len(self._blocks):
+                    self._blocks.append(torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=flat.is_cuda))
                 count = min(self._block_bytes - used, flat.numel() - done)
-                yield self._block(block, flat)[used : used + count], flat[done : done + count]
+                yield self._blocks[block][used : used + count], flat[done : done + count]
                 done, used = done + count, used + count
-
-    def _block(self, index: int, like: Tensor) -> Tensor:
-        if index == len(self._blocks):
-            self._blocks.append(torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=like.is_cuda))
-        return self._blocks[index]
 
 
 def training_state(module: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
@@ -262,16 +276,11 @@ class _Bytes:
         ctypes.memset(self._address, 0, self.nbytes)
 
 
-class _Meter:
-    """Time and this process's resident memory, from here on."""
-
-    def __init__(self) -> None:
-        self._started, self._process = time.perf_counter(), psutil.Process()
-        self._before = self._process.memory_info().rss
-
-    def read(self, nbytes: int) -> Offloaded:
-        seconds = time.perf_counter() - self._started
-        return Offloaded(nbytes, seconds, self._before, self._process.memory_info().rss)
+def _measure() -> Callable[[int], Offloaded]:
+    """Begin to measure; what is returned takes the bytes."""
+    started, process = time.perf_counter(), psutil.Process()
+    before = process.memory_info().rss
+    return lambda nbytes: Offloaded(nbytes, time.perf_counter() - started, before, process.memory_info().rss)
 
 
 def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:

@@ -3,13 +3,11 @@
 What travels between data-parallel ranks may travel beside computation. With `overlap_grad_reduce` the sums of gradients
 begin in the backward pass of an optimiser step's last micro-batch, bucket by bucket as these become complete; with
 `overlap_param_gather` each rank has after a step the new weights of its own shard alone, and the others' come in the
-next training pass, before the layer that needs them. Whoever reads weights otherwise calls `gather` first.
+next training pass, before the layer that needs them. Whoever reads weights otherwise calls `Learner._gather` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from math import cos, pi
 from typing import Any
 
@@ -25,7 +23,7 @@ from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
-    """The model with gradients in contiguous float32 buffers; pass through it within `passes`.
+    """The model with gradients in contiguous float32 buffers; pass through it by `forward_backward`.
 
     Raises UserError for an overlap that needs another setting.
     """
@@ -43,18 +41,6 @@ def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
     return DistributedDataParallel(model.config, options, model.module)
 
 
-@contextmanager
-def passes(wrapped: DistributedDataParallel, last: bool) -> Iterator[None]:
-    """Forward and backward passes within add to the gradients that there are.
-
-    `last` ends with the last micro-batch of an optimiser step, in whose backward pass sums may begin.
-    """
-    # Megatron's schedules take the last micro-batch of every call for a step's last, and end this context before it.
-    wrapped.config.no_sync_func = wrapped.no_sync if last else nullcontext
-    with nullcontext() if last else wrapped.no_sync():
-        yield
-
-
 def begin_sums(wrapped: DistributedDataParallel) -> None:
     """Begin to sum the gradients that no backward pass has begun to sum, where that is overlapped."""
     if not wrapped.ddp_config.overlap_grad_reduce:
@@ -62,12 +48,6 @@ def begin_sums(wrapped: DistributedDataParallel) -> None:
     for buckets in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
         if buckets.grad_reduce_handle is None:
             buckets.start_grad_sync()
-
-
-def gather(wrapped: DistributedDataParallel) -> None:
-    """Bring in the weights of other ranks' shards after a step; all ranks call this together."""
-    if wrapped.ddp_config.overlap_param_gather:
-        wrapped.start_param_sync(force_sync=True)
 
 
 def build(wrapped: DistributedDataParallel, model: StageModel, config: OptimizerConfig) -> Any:
@@ -105,13 +85,6 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     share = 1.0 - progress if config.decay is LrDecay.linear else 0.5 * (1.0 + cos(pi * progress))
     return config.min_lr + share * (config.lr - config.min_lr)
-
-
-def set_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
-    """Set what the next step uses; `wd_mult` is 0 for norms and biases."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:

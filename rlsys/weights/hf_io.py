@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlsys.errors import UserError
-from rlsys.weights.bijection import WeightMap
-from rlsys.weights.buckets import checksum
+from rlsys.weights.transport import bytes_of, checksum, write_all
+from rlsys.weights.weight_map import WeightMap
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -82,16 +82,17 @@ class _Stored:
 
 
 class HfReader:
-    """Reads tensors by name from a folder with one or more safetensors files. May be pickled.
-
-    Experts that lie in one tensor have the names that each has by itself.
-    """
+    """Reads tensors, also experts of a stack, by name from safetensors files in a folder. May be pickled."""
 
     def __init__(self, path: str | Path) -> None:
         """Reads the headers. Raises UserError if `path` holds no safetensors, or a file is damaged."""
         folder = Path(path)
         index = folder / INDEX
-        self._stored = _once(_indexed(folder, index) if index.is_file() else _of_all(folder))
+        files = sorted(folder.glob("*.safetensors"))
+        if not files and not index.is_file():
+            raise UserError(f"{folder} holds no safetensors; give a folder with a Hugging Face checkpoint.")
+        every = (named for file in files for named in _read_header(file).items())
+        self._stored = _once(_indexed(folder, index) if index.is_file() else every)
 
     def names(self) -> set[str]:
         """Every tensor in the folder."""
@@ -106,10 +107,9 @@ class HfReader:
         return sorted({stored.file for stored in self._stored.values()})
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in the dtype it is stored in. KeyError if there is none.
+        """One tensor, on the CPU, in the dtype it is stored in: the file's own bytes, mapped for as long as it lives.
 
-        It is the file's own bytes, mapped for as long as the tensor lives; what is written to it is not written to the
-        file. Raises UserError if the file cannot be read any more, or has become shorter.
+        Raises KeyError if there is none, UserError if the file cannot be read any more, or has become shorter.
         """
         stored = self._stored[name]
         spec = stored.spec
@@ -127,10 +127,7 @@ class HfReader:
 
 
 def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
-    """[nbytes] uint8: that part of a file, mapped for as long as the tensor lives. `nbytes` is positive.
-
-    What is written to it is not written to the file. Raises ValueError if the file is shorter, OSError.
-    """
+    """[nbytes] uint8: that part of a file, mapped; writing changes no file. Raises ValueError if it is shorter, OSError."""
     begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     lead = offset - begin
     with file.open("rb") as opened:
@@ -141,11 +138,7 @@ def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
 
 
 def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> None:
-    """Raise UserError unless what `source` holds twice is the same both times, to the bit.
-
-    Only one of the two is used, so an output layer that was trained by itself would be lost. Nothing is read where
-    nothing is there twice; else both, one at a time.
-    """
+    """Raise UserError unless what `source` holds twice is alike to the bit: only one of the two is used."""
     for again, name in weights.repeated.items():
         if again in reader.names() and checksum("", reader.get(again)) != checksum("", reader.get(name)):
             raise UserError(
@@ -155,15 +148,14 @@ def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> 
 
 
 def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the file `path` with the tensors that `specs` announces, which `tensors` gives in that order.
+    """Write the file `path` with the tensors that `specs` announces, which `tensors` gives in that order, or ValueError.
 
-    Larger dtypes should come first, so that every tensor lies where its dtype can be read in place. Raises ValueError
-    if a tensor is not the one announced.
+    Larger dtypes should come first, so that every tensor lies where its dtype can be read in place.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb", buffering=0) as file:
-            _write_all(file, _header(specs))
+            write_all(file, _header(specs))
             given = iter(tensors)
             for spec in specs:
                 name, tensor = next(given, ("", torch.empty(0)))
@@ -172,7 +164,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable
                         f"{path.name} was to hold {spec}, and got {name or 'nothing'}, {tensor.dtype}, "
                         f"{tuple(tensor.shape)}."
                     )
-                _write_all(file, _bytes_of(tensor))
+                write_all(file, bytes_of(tensor).data)
                 del tensor
         partial.replace(path)
     finally:
@@ -193,17 +185,6 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def _write_all(file: BinaryIO | Any, data: bytes | memoryview) -> None:
-    # One call of the system writes 2 GB at the most.
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
@@ -233,14 +214,6 @@ def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
         part = f"{stack[1]}.{expert}.{matrix}.weight"
         alone = TensorSpec(part, spec.dtype, (rows // len(matrices), columns))
         yield part, replace(stored, spec=alone, offset=stored.offset + number * alone.nbytes)
-
-
-def _of_all(folder: Path) -> Iterator[tuple[str, _Stored]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} holds no safetensors; give a folder with a Hugging Face checkpoint.")
-    for file in files:
-        yield from _read_header(file).items()
 
 
 def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:

@@ -1,14 +1,21 @@
-"""Ways for weights to travel from the actor's first rank to every process that takes them.
+"""The way of a version's weights from the actor's first rank to every process that takes them: packed, hashed, carried.
 
-`open_sender` and `open_receiver` make the two ends from a spec. Buckets pass through host memory, where they are hashed, but
-for `ipc`: those are packed, hashed, checked and copied on GPUs.
+A bucket holds named tensors in one flat run of bytes, each tensor with a checksum: in host memory, as a numpy array, or in a
+device's memory, as a tensor. What is on a device is packed, hashed and checked there. Whoever unpacks gets the bytes that were
+packed, or an error that names the tensor. The digest of a version depends on every name, dtype, shape and byte, and not on order
+or on how tensors were spread over buckets.
 
-Contract, the same for every way of travelling:
+A byte is copied once and hashed at both ends. The hash of a tensor is one of the hashes of its pieces. In host memory (XXH3)
+that lets threads pack several pieces at a time: one core copies at about half the speed that memory has. A piece is copied and
+hashed block by block, while the block is in the core's cache. On a device see `hash_pieces`; the hashes of the two differ.
+
+`open_sender` and `open_receiver` make the two ends of a transport from a spec. Buckets pass through host memory, but for `ipc`:
+those are packed, hashed, checked and copied on GPUs. The same holds for every way of travelling:
 - A sender hands out buckets one by one, numbered from 1 over its whole life. Each is packed into memory that the sender lends
   (`room`), sent, and described by a handle, which is small and goes by other means.
 - A receiver turns each handle, in order, into a bucket. Its bytes are valid until `release`, the next `receive` or `close`,
-  whichever comes first: whoever needs them for longer copies them. They are to be checked with `rlsys.weights.buckets.unpack`;
-  a transport does not look at them. A receiver releases what it has read before the sender hears of it.
+  whichever comes first: whoever needs them for longer copies them. They are to be checked with `unpack`; a transport does not
+  look at them. A receiver releases what it has read before the sender hears of it.
 - Bytes are overwritten or removed only once every receiver has taken the bucket, of which the sender is told (`release`). Two
   buckets may be under way, so that the next is packed while the last is read.
 - Every wait has a time-out and names who is missing (RunError).
@@ -20,25 +27,294 @@ import mmap
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import RunError
-from rlsys.weights.buckets import Bucket, Memory, TensorRecord
-from rlsys.weights.sizes import aligned
 from rlsys.weights.sockets import listener
+from rlsys.weights.weight_map import aligned, packed
+
+Memory = NDArray[np.uint8] | Tensor
+"""[bytes] uint8: in host memory an array, on a device a tensor. What is a tensor is hashed as on a device, wherever it lies."""
+
+PIECE_BYTES = 4 * 1024 * 1024  # Of a tensor, hashed by itself.
+BLOCK_BYTES = 256 * 1024  # Of a piece; source and copy fit into a core's cache together.
+PACKERS = 2  # Threads that pack.
+DEVICE_PIECE_BYTES = 16 * 1024 * 1024  # What is hashed at a time on a device; three times as much is needed beside it.
+_WORD_BYTES = 8
+_STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)  # The numbers of SplitMix64.
+_COPY_BYTES = 256 * 1024 * 1024  # Of a measurement; a copy of more runs at the same speed.
+COPY_ROUNDS = 3
+
+
+class ChecksumError(Exception):
+    """Weights did not arrive as they were sent."""
+
+
+class BucketFullError(Exception):
+    """A tensor has no room in the memory that was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """Where a tensor lies in a bucket, and what it must hash to."""
+
+    name: str
+    dtype: str  # As torch names it, e.g. `bfloat16`.
+    shape: tuple[int, ...]
+    offset: int  # Bytes from the start of the bucket.
+    checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some tensors of one version."""
+
+    data: Memory  # [bytes]
+    records: tuple[TensorRecord, ...]
+
+    @property
+    def in_host(self) -> NDArray[np.uint8]:
+        """The bytes of a bucket that is known to be in host memory. Raises TypeError for another."""
+        if isinstance(self.data, Tensor):
+            raise TypeError(f"A bucket on {self.data.device} was taken for one in host memory.")
+        return self.data
+
+    @property
+    def flat(self) -> Tensor:
+        """The bytes as a tensor that shares their memory, wherever they lie: do not write to it."""
+        if isinstance(self.data, Tensor):
+            return self.data
+        with warnings.catch_warnings():
+            # A receiver has no right to write to shared memory; the contract above is what torch warns about.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            return torch.from_numpy(self.data)
+
+    def copy(self, to_host: bool = False) -> Bucket:
+        """The same in memory of its own, on the same device or in host memory; it is hashed as before."""
+        if not isinstance(self.data, Tensor):
+            return Bucket(self.data.copy(), self.records)
+        return Bucket(self.data.to("cpu" if to_host else self.data.device, copy=True), self.records)
+
+
+def checksum(name: str, tensor: Tensor) -> str:
+    """Hash of a tensor's name, dtype, shape and bytes (as the hashes of their pieces), 32 hex digits (XXH3, 128 bits)."""
+    return _joined_hash(name, tensor, (xxhash.xxh3_128_digest(piece.data) for piece in _pieces(bytes_of(tensor))))
+
+
+def digest(checksums: Mapping[str, str]) -> str:
+    """One hash of a whole version from its tensors' checksums by name; their order does not matter."""
+    total = xxhash.xxh3_128()
+    for name in sorted(checksums):
+        total.update(f"{name}={checksums[name]};".encode())
+    return total.hexdigest()
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Copy tensors, in order, into buckets of at most `bucket_bytes`, or of one larger tensor."""
+    for run in packed(tensors, lambda named: aligned(named[1].nbytes), bucket_bytes):
+        yield pack_into(np.empty(sum(aligned(tensor.nbytes) for _, tensor in run), dtype=np.uint8), run)
+
+
+def pack_into(memory: Memory, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
+    """Copy tensors of any device and strides to `memory`, [bytes], in order; the bucket is the part that is used.
+
+    The copies are complete on return. Raises BucketFullError, naming the tensor, if they do not fit.
+    """
+    parts: list[tuple[str, Tensor, int]] = []
+    if isinstance(memory, Tensor):
+        for name, source, copy, start in _laid_out(memory, tensors):
+            parts.append((name, copy.copy_(source), start))
+        hashes = hash_pieces([memory[start : start + copy.nbytes] for _, copy, start in parts])
+    else:
+        pending = []
+        with ThreadPoolExecutor(PACKERS, "pack") as packers:
+            for name, source, copy, start in _laid_out(torch.from_numpy(memory), tensors):
+                parts.append((name, copy, start))
+                pending.append(_copy(copy, source, packers))
+        hashes = [[piece.result() for piece in pieces] for pieces in pending]
+    records = tuple(
+        TensorRecord(name, dtype_name(copy.dtype), tuple(copy.shape), start, _joined_hash(name, copy, pieces))
+        for (name, copy, start), pieces in zip(parts, hashes, strict=True)
+    )
+    end = records[-1].offset + records[-1].nbytes if records else 0
+    return Bucket(memory[:end], records)
+
+
+def unpack(bucket: Bucket) -> Iterator[tuple[TensorRecord, Tensor]]:
+    """The tensors of a bucket, as views of its memory: do not write to them.
+
+    Raises ChecksumError with the first tensor that is not what was sent; on a device before any is given out.
+    """
+    flat, names = bucket.flat, [record.name for record in bucket.records]
+    pieces, tensors = [], []
+    for record in bucket.records:
+        piece = flat[record.offset : record.offset + record.nbytes]
+        if piece.numel() != record.nbytes:
+            raise ChecksumError(f"Tensor {record.name} is cut short in transit.")
+        pieces.append(piece)
+        tensors.append(_typed(piece, getattr(torch, record.dtype), record.shape))
+    on_device = isinstance(bucket.data, Tensor)
+    hashes = map(_joined_hash, names, tensors, hash_pieces(pieces)) if on_device else map(checksum, names, tensors)
+    for record, tensor, found in zip(bucket.records, tensors, hashes, strict=True):
+        if found != record.checksum:
+            raise ChecksumError(f"Tensor {record.name} did not arrive as it was sent.")
+        yield record, tensor
+
+
+def _laid_out(memory: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor, int]]:
+    """Name, source, the place for its copy and the offset of that. Raises BucketFullError."""
+    end = 0
+    for name, tensor in tensors:
+        start, end = aligned(end), aligned(end) + tensor.nbytes
+        if end > memory.nbytes:
+            raise BucketFullError(
+                f"{name} takes {tensor.nbytes} bytes, and {memory.nbytes - start} of {memory.nbytes} are left."
+            )
+        yield name, tensor.detach(), _typed(memory[start:end], tensor.dtype, tensor.shape), start
+
+
+def _typed(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    # Bytes without an extent may have a stride of 0, which torch refuses to view as anything else.
+    return flat.view(dtype).view(shape) if flat.numel() else torch.empty(shape, dtype=dtype, device=flat.device)
+
+
+def _copy(target: Tensor, source: Tensor, packers: Executor) -> list[Future[bytes]]:
+    """Copy `source` to `target`, of the same shape and dtype and in host memory; the hashes of its pieces."""
+    copied = bytes_of(target)
+    if source.is_cpu and source.is_contiguous():
+        pairs = zip(_pieces(copied), _pieces(bytes_of(source)), strict=True)
+        return [packers.submit(_copy_piece, *pair) for pair in pairs]
+    target.copy_(source)
+    return [packers.submit(xxhash.xxh3_128_digest, piece.data) for piece in _pieces(copied)]
+
+
+def _copy_piece(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> bytes:
+    running = xxhash.xxh3_128()
+    for start in range(0, target.nbytes, BLOCK_BYTES):
+        block = target[start : start + BLOCK_BYTES]
+        np.copyto(block, source[start : start + BLOCK_BYTES])
+        running.update(block.data)
+    return running.digest()
+
+
+def _pieces(data: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+    return (data[start : start + PIECE_BYTES] for start in range(0, data.nbytes, PIECE_BYTES))
+
+
+def _joined_hash(name: str, tensor: Tensor, pieces: Iterable[bytes]) -> str:
+    whole = xxhash.xxh3_128(f"{name}|{dtype_name(tensor.dtype)}|{tuple(tensor.shape)}|".encode())
+    for piece in pieces:
+        whole.update(piece)
+    return whole.hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as torch and a config.json name it, e.g. `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """The tensor's bytes in host memory, row-major; without a copy where they lie there so."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def write_all(file: BinaryIO | Any, data: bytes | memoryview) -> None:
+    """Write all of `data` to an unbuffered file: one call of the system writes 2 GB at the most."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def hash_pieces(flats: Sequence[Tensor]) -> list[list[bytes]]:
+    """The hashes of all pieces of each of `flats`, 8 bytes a piece, in order; nothing for what is empty.
+
+    In plain tensor operations: the same on every device, and computed where the bytes lie. `flats` are [bytes] uint8,
+    all on one device, each starting at a multiple of 8 bytes. The last piece is filled up with zeros to whole words, so
+    a length that matters has to be told by other means. With the words w_0, w_1, ... of a piece (8 bytes each), its
+    hash is the sum modulo 2^64 of mix(w_i + (i + 1) step), where mix and step are those of SplitMix64 (Steele, Lea,
+    Flood, OOPSLA 2014), in whatever order a device adds. A single word that changes always changes the hash; anything
+    else does, but for one time in 2^64. It finds damage, not forgery. The calling thread waits for the device.
+    """
+    longest = min(max((flat.numel() for flat in flats), default=0), DEVICE_PIECE_BYTES)
+    if not longest:
+        return [[] for _ in flats]
+    words = -(-longest // _WORD_BYTES)
+    keys = torch.arange(1, words + 1, dtype=torch.int64, device=flats[0].device).mul_(_signed(_STEP))
+    sums = [[_mixed_sum(piece, keys) for piece in _words(flat)] for flat in flats]
+    # Read back at once: each read waits for the device.
+    numbers = iter(torch.stack([total for of_flat in sums for total in of_flat]).tolist())
+    return [[next(numbers).to_bytes(_WORD_BYTES, "little", signed=True) for _ in of_flat] for of_flat in sums]
+
+
+def _words(flat: Tensor) -> Iterator[Tensor]:
+    """Of at most `DEVICE_PIECE_BYTES`, as whole words [words] int64."""
+    for start in range(0, flat.numel(), DEVICE_PIECE_BYTES):
+        piece = flat[start : start + DEVICE_PIECE_BYTES]
+        missing = -piece.numel() % _WORD_BYTES
+        yield (torch.cat([piece, piece.new_zeros(missing)]) if missing else piece).view(torch.int64)
+
+
+def _mixed_sum(words: Tensor, keys: Tensor) -> Tensor:
+    mixed = words + keys[: words.numel()]
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        # An int64 moved to the right has copies of its sign on the left, where zeros belong.
+        mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor != 1:
+            mixed *= _signed(factor)
+    return mixed.sum()
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of an unsigned number: torch has no arithmetic for uint64."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def copy_gb_s(nbytes: int, device: torch.device) -> float:
+    """10^9 bytes a second at which `nbytes` are copied: the fastest of a few, on a CPU by one thread."""
+    size = min(nbytes, _COPY_BYTES)
+    fastest = _fastest_s(size, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return size / fastest / 1e9
+
+
+def _fastest_s(size: int, device: torch.device) -> float:
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    fastest = float("inf")
+    for _ in range(COPY_ROUNDS):
+        started = time.perf_counter()
+        if device.type == "cuda":
+            target.copy_(source)
+            torch.cuda.synchronize(device)
+        else:
+            np.copyto(target.numpy(), source.numpy())
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest
+
 
 SLOTS = 2  # Buckets under way at a time: one is read while the next is packed.
 STORAGE_DEVICE, EVENT_SYNC_REQUIRED = 6, 14  # Arguments of torch's `rebuild_cuda_tensor`.
@@ -47,7 +323,6 @@ _FILE_S, _FILE_LOOK_S = 60.0, 0.05
 _MEMBER_LOOK_S, _WORK_LOOK_S = 0.02, 0.0005
 """Between two looks for a member of a broadcast that is not there yet, and whether a broadcast is complete."""
 _PATIENCE = 2.0  # The time-out of a broadcast's group is that many times the one that is waited for.
-Lent = TypeVar("Lent", NDArray[np.uint8], Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,78 +374,60 @@ class BucketHandle:
     """A place in shared memory or on a GPU, a file, or nowhere: then it is being broadcast."""
 
 
-class Sender(Protocol):
-    """The end that the weights come from."""
+class Sender(ABC):
+    """The end that the weights come from; it lends pieces of memory in turn, one for each bucket under way."""
+
+    def __init__(self, pieces: Sequence[Memory] = ()) -> None:
+        self._pieces = pieces
+        self._sent = self._taken = 0
+        """Buckets so far, and of them those that every receiver has taken."""
 
     def room(self) -> Memory:
-        """Memory for the next bucket, [bucket_bytes]; what it holds is undefined.
+        """Memory for the next bucket, [bucket_bytes]. Raises RuntimeError while one that was not released lies there."""
+        if self._sent - self._taken >= len(self._pieces):
+            raise RuntimeError(
+                f"Bucket {self._sent + 1} has no room: {self._sent} were sent and {self._taken} have been taken."
+            )
+        return self._pieces[self._sent % len(self._pieces)]
 
-        Raises RuntimeError while a bucket that was not released lies there.
-        """
-
+    @abstractmethod
     def send(self, bucket: Bucket) -> BucketHandle:
         """Hand out a bucket that lies in the memory lent last. Raises RunError if the last one was not taken."""
 
     def release(self, taken: int) -> None:
         """Every receiver has taken the first `taken` buckets: what they lie in may be used again."""
+        self._taken = taken
 
+    @abstractmethod
     def close(self) -> None:
         """Free everything; may be called again."""
 
+    def _handle(self, bucket: Bucket, where: SharedPlace | DevicePlace | str | None) -> BucketHandle:
+        """Count `bucket` as sent; the next room is for the one after it."""
+        self._sent += 1
+        return BucketHandle(self._sent, bucket.records, bucket.data.nbytes, where)
 
-class Receiver(Protocol):
+
+class Receiver(ABC):
     """An end that the weights go to. May be used from any thread, by one at a time."""
 
+    @abstractmethod
     def receive(self, handle: BucketHandle) -> Bucket:
         """The bucket of a handle. Raises RunError if its bytes do not come, for the sender is gone."""
 
-    def release(self) -> None:
-        """The bytes of the last bucket are not needed any more."""
+    def release(self) -> None:  # noqa: B027
+        """The bytes of the last bucket are not needed any more; most memory is used again."""
 
     def close(self) -> None:
         """Free everything; may be called again."""
+        self.release()
 
 
-class Slots(Generic[Lent]):
-    """Pieces of memory that are lent in turn, one for each bucket under way."""
-
-    def __init__(self, pieces: Sequence[Lent]) -> None:
-        self.pieces: Sequence[Lent] = pieces
-        self.sent = 0  # Buckets so far.
-        self.taken = 0  # Of them, by every receiver.
-
-    def room(self) -> Lent:
-        if self.sent - self.taken >= len(self.pieces):
-            raise RuntimeError(
-                f"Bucket {self.sent + 1} has no room: {self.sent} were sent and {self.taken} have been taken."
-            )
-        return self.pieces[self.sent % len(self.pieces)]
-
-    def count(self) -> int:
-        """Number of the bucket that is sent now; the next room is for the one after it."""
-        self.sent += 1
-        return self.sent
-
-
-class _HostSender:
-    """Packs into host memory."""
-
-    def __init__(self, pieces: Sequence[NDArray[np.uint8]]) -> None:
-        self._slots = Slots(pieces)
-
-    def room(self) -> NDArray[np.uint8]:
-        return self._slots.room()
-
-    def release(self, taken: int) -> None:
-        self._slots.taken = taken
-
-
-class SharedSender(_HostSender):
+class SharedSender(Sender):
     """Packs into memory that processes of one host share: packed once, read where it lies.
 
-    The memory has no name (memfd_create): it belongs to whoever has it open or mapped, so the kernel frees it when the
-    last of them ends, however they end, and there is nothing in /dev/shm to clean up or to be limited by. Pages come
-    into being when they are first written, so buckets that are never filled cost no memory.
+    The memory has no name (memfd_create): the kernel frees it when the last process that has it open or mapped ends,
+    however it ends, and /dev/shm does not limit it. Pages come into being when they are first written.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -182,18 +439,17 @@ class SharedSender(_HostSender):
         self._host = host_identity()
 
     def send(self, bucket: Bucket) -> BucketHandle:
-        number = self._slots.count()
-        place = SharedPlace(self._host, os.getpid(), self._descriptor, (number - 1) % SLOTS * self._stride)
-        return BucketHandle(number, bucket.records, bucket.in_host.nbytes, place)
+        place = SharedPlace(self._host, os.getpid(), self._descriptor, self._sent % SLOTS * self._stride)
+        return self._handle(bucket, place)
 
     def close(self) -> None:
         """See `Sender`. The memory itself goes with the last bucket in it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._slots.pieces = -1, []
+        self._descriptor, self._pieces = -1, ()
 
 
-class SharedReceiver:
+class SharedReceiver(Receiver):
     """Maps the sender's memory through its /proc/<pid>/fd, read-only, and so learns each time whether the sender is alive."""
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -209,9 +465,6 @@ class SharedReceiver:
             )
         self._map(place)
         return Bucket(self._memory[place.offset : place.offset + handle.nbytes], handle.records)
-
-    def release(self) -> None:
-        """See `Receiver`. The memory stays mapped: it is the same again and again."""
 
     def close(self) -> None:
         self._inode, self._memory = -1, np.empty(0, dtype=np.uint8)
@@ -240,11 +493,10 @@ def host_identity() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-class DiskSender(_HostSender):
+class DiskSender(Sender):
     """Writes files, for hosts that share a folder but no memory, and for looking at what was sent.
 
-    A file has its name only when it is complete, and is removed once every receiver has taken it. What a sender that
-    was killed leaves behind is at most three files in one folder, which its owner removes.
+    A file has its name only when complete, and goes once all have taken it; who is killed leaves three at most.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -255,16 +507,14 @@ class DiskSender(_HostSender):
         self._files: dict[int, Path] = {}
 
     def send(self, bucket: Bucket) -> BucketHandle:
-        number = self._slots.count()
+        number = self._sent + 1
         file = self._folder / f"bucket-{number:06d}"
         partial = file.with_name(f".{file.name}.partial")
         with partial.open("wb", buffering=0) as out:
-            rest = bucket.in_host.data
-            while rest:
-                rest = rest[out.write(rest) :]
+            write_all(out, bucket.in_host.data)
         partial.rename(file)
         self._files[number] = file
-        return BucketHandle(number, bucket.records, bucket.in_host.nbytes, str(file.resolve()))
+        return self._handle(bucket, str(file.resolve()))
 
     def release(self, taken: int) -> None:
         super().release(taken)
@@ -272,10 +522,10 @@ class DiskSender(_HostSender):
             self._files.pop(number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.release(self._slots.sent)
+        self.release(self._sent)
 
 
-class DiskReceiver:
+class DiskReceiver(Receiver):
     """Reads files into memory of its own."""
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -295,9 +545,6 @@ class DiskReceiver:
             raise RunError(f"{self._spec.name} found {file} {len(rest)} bytes short; is the disk full?")
         return bucket
 
-    def release(self) -> None:
-        """See `Receiver`. The memory is used again."""
-
     def close(self) -> None:
         self._memory = np.empty(0, dtype=np.uint8)
 
@@ -313,11 +560,8 @@ class DiskReceiver:
             time.sleep(_FILE_LOOK_S)
 
 
-class BroadcastSender(_HostSender):
-    """Rank 0 of a process group of the actor's first rank and every receiver.
-
-    A bucket leaves while the sender gathers the next one; one broadcast is under way at a time.
-    """
+class BroadcastSender(Sender):
+    """Rank 0 of a group with every receiver; one bucket leaves while the next is gathered."""
 
     def __init__(self, spec: TransportSpec) -> None:
         """Blocks until every receiver has joined. Raises RunError naming those that have not."""
@@ -329,9 +573,8 @@ class BroadcastSender(_HostSender):
     def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`. Returns when the bucket before this one has left, and this one is on its way."""
         self._finish()
-        number = self._slots.count()
         self._under_way = self._group.broadcast(self._group.outgoing(bucket.in_host))
-        return BucketHandle(number, bucket.records, bucket.in_host.nbytes, None)
+        return self._handle(bucket, None)
 
     def close(self) -> None:
         self._under_way = None
@@ -345,15 +588,14 @@ class BroadcastSender(_HostSender):
         try:
             self._group.complete(work)
         except (RuntimeError, TimeoutError) as problem:
-            number = self._slots.sent
-            missing = self._group.who_lacks(number)
+            missing = self._group.who_lacks(self._sent)
             raise RunError(
-                f"bucket {number} of the weights was not taken by {' and '.join(missing) or 'a receiver'}: it is "
+                f"bucket {self._sent} of the weights was not taken by {' and '.join(missing) or 'a receiver'}: it is "
                 f"gone, or has hung for {self._spec.timeout_s:g} s; look at its log."
             ) from problem
 
 
-class BroadcastReceiver:
+class BroadcastReceiver(Receiver):
     """Another rank of the group."""
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -370,7 +612,7 @@ class BroadcastReceiver:
         incoming = self._group.incoming(bucket.in_host)
         try:
             self._group.complete(self._group.broadcast(incoming))
-            self._group.note_taken(handle.number)
+            self._group.store.set(f"taken/{self._spec.rank}", str(handle.number))
         except (RuntimeError, TimeoutError) as problem:
             raise RunError(
                 f"bucket {handle.number} of the weights did not reach {self._spec.name}: {self._spec.members[0]} "
@@ -381,9 +623,6 @@ class BroadcastReceiver:
         self._received = handle.number
         return bucket
 
-    def release(self) -> None:
-        """See `Receiver`. The memory is used again."""
-
     def close(self) -> None:
         self._group.leave()
 
@@ -392,7 +631,6 @@ class _Group:
     """A process group apart from torch's default one, with gloo on CPUs and NCCL on GPUs, and a store that the sender hosts.
 
     The store tells who is there and who has taken how many buckets, so that a wait that fails names the missing.
-
     On GPUs the bytes go through a device buffer at each end, for they are hashed in host memory, which is pinned. NCCL wants
     every member on a device of its own, and differs from gloo in ways that shape this class:
     - It connects its members at the first broadcast, which blocks until all of them begin it. The receivers of a bucket begin
@@ -405,8 +643,8 @@ class _Group:
 
     def __init__(self, spec: TransportSpec) -> None:
         self._spec = spec
-        self._store = _join(spec)
-        self._group = _open_group(spec, dist.PrefixStore("group", self._store))
+        self.store = _join(spec)
+        self._group = _open_group(spec, dist.PrefixStore("group", self.store))
         self._staging: Tensor | None = None
         if spec.device is Device.gpu:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -444,16 +682,14 @@ class _Group:
             time.sleep(_WORK_LOOK_S)
         work.wait()
 
-    def note_taken(self, number: int) -> None:
-        """Let the others know how many buckets this member has."""
-        self._store.set(f"taken/{self._spec.rank}", str(number))
-
     def who_lacks(self, number: int) -> list[str]:
         """Names of the receivers that have not taken bucket `number`."""
-        keys = {name: f"taken/{rank}" for rank, name in enumerate(self._spec.members) if rank}
-        return [
-            name for name, key in keys.items() if not self._store.check([key]) or int(self._store.get(key)) < number
-        ]
+
+        def taken(key: str) -> int:
+            return int(self.store.get(key)) if self.store.check([key]) else 0
+
+        members = enumerate(self._spec.members)
+        return [name for rank, name in members if rank and taken(f"taken/{rank}") < number]
 
     def leave(self) -> None:
         """End this member's part; the others' waits fail."""
@@ -507,34 +743,32 @@ def _host_memory(spec: TransportSpec) -> NDArray[np.uint8]:
     return np.empty(spec.bucket_bytes, dtype=np.uint8)
 
 
-class IpcSender:
+class IpcSender(Sender):
     """Packs and hashes on its own device and hands out the memory itself (CUDA IPC): the bytes never leave the GPUs.
 
     It waits until a bucket is written, and sends a handle to each receiver: what torch itself makes of a tensor for another
-    process, good for one use. A receiver maps the memory, checks it, copies what it needs from device to device, waits for that
-    and lets go.
+    process, good for one use. A receiver maps the memory, checks it, copies what it needs, waits for that and lets go.
 
     - The two slots are made when an export begins and freed when all it sent is taken: between exports they take no memory.
     - With a pipeline, the first rank of every stage has such an end and sends its own buckets, since rank 0 could get them only
       by a copy; `skip` keeps all of their counts the same.
-    - torch frees memory that it lent only when each handle was used, so a receiver that died with two buckets under way leaves
-      those two taken until the sender ends.
+    - torch frees memory that it lent only when each handle was used: a receiver that died may leave two buckets taken.
     - Both ends may see other GPUs, and number them otherwise: memory appears on the receiver's own device, wherever it lies.
       GPUs that cannot read each other's memory are refused when the first bucket comes.
 
     Memory on a CPU that torch shares stands for a device's in tests; `open_sender` and `open_receiver` never choose it.
     """
 
-    def __init__(self, spec: TransportSpec, device: torch.device) -> None:
-        """`device` is where buckets lie."""
-        self._spec, self.device, self._host = spec, device, host_identity()
-        self._slots: Slots[Tensor] = Slots([])
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
+        """`device` is where buckets lie: this process's GPU by default."""
+        super().__init__()
+        self._spec, self.device, self._host = spec, device or _device_of(spec), host_identity()
 
-    def room(self) -> Tensor:
-        if not self._slots.pieces:
+    def room(self) -> Memory:
+        if not self._pieces:
             size = self._spec.bucket_bytes
-            self._slots.pieces = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
-        return self._slots.room()
+            self._pieces = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        return super().room()
 
     def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`. Waits until the device has written the bucket."""
@@ -547,28 +781,28 @@ class IpcSender:
                 "cluster.sync_mode=tensor."
             ) from problem
         place = DevicePlace(self._host, os.getpid(), handles)
-        return BucketHandle(self._slots.count(), bucket.records, bucket.flat.nbytes, place)
+        return self._handle(bucket, place)
 
     def skip(self) -> None:
         """Count a bucket that the first rank of another stage sends."""
-        self._slots.count()
+        self._sent += 1
 
     def release(self, taken: int) -> None:
         """See `Sender`. The memory is freed when nothing is under way."""
-        self._slots.taken = taken
-        if taken == self._slots.sent:
-            self._slots.pieces = []
+        super().release(taken)
+        if taken == self._sent:
+            self._pieces = ()
 
     def close(self) -> None:
-        self._slots = Slots([])
+        self._pieces, self._sent, self._taken = (), 0, 0
 
 
-class IpcReceiver:
+class IpcReceiver(Receiver):
     """Reads on a device of its own."""
 
-    def __init__(self, spec: TransportSpec, device: torch.device) -> None:
-        """`device` reads what comes, and is the one that it appears on."""
-        self._spec, self._device, self._host = spec, device, host_identity()
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
+        """`device` reads what comes, and is the one that it appears on: this process's GPU by default."""
+        self._spec, self._device, self._host = spec, device or _device_of(spec), host_identity()
         self._memory: Tensor | None = None
 
     def receive(self, handle: BucketHandle) -> Bucket:
@@ -593,9 +827,6 @@ class IpcReceiver:
         if self._memory is not None:
             await_device(self._device)
         self._memory = None
-
-    def close(self) -> None:
-        self.release()
 
 
 def await_device(device: torch.device) -> None:
@@ -631,25 +862,19 @@ def _device_of(spec: TransportSpec) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-_SENDERS: dict[SyncMode, Callable[[TransportSpec], Sender]] = {
-    SyncMode.tensor: SharedSender,
-    SyncMode.broadcast: BroadcastSender,
-    SyncMode.disk: DiskSender,
-    SyncMode.ipc: lambda spec: IpcSender(spec, _device_of(spec)),
-}
-_RECEIVERS: dict[SyncMode, Callable[[TransportSpec], Receiver]] = {
-    SyncMode.tensor: SharedReceiver,
-    SyncMode.broadcast: BroadcastReceiver,
-    SyncMode.disk: DiskReceiver,
-    SyncMode.ipc: lambda spec: IpcReceiver(spec, _device_of(spec)),
+_ENDS: dict[SyncMode, tuple[Callable[[TransportSpec], Sender], Callable[[TransportSpec], Receiver]]] = {
+    SyncMode.tensor: (SharedSender, SharedReceiver),
+    SyncMode.broadcast: (BroadcastSender, BroadcastReceiver),
+    SyncMode.disk: (DiskSender, DiskReceiver),
+    SyncMode.ipc: (IpcSender, IpcReceiver),
 }
 
 
 def open_sender(spec: TransportSpec) -> Sender:
     """The sending end. A broadcast blocks until all receivers are there. Raises RunError where it cannot be had."""
-    return _SENDERS[spec.mode](spec)
+    return _ENDS[spec.mode][0](spec)
 
 
 def open_receiver(spec: TransportSpec) -> Receiver:
     """A receiving end. A broadcast blocks until all members are there. Raises RunError where it cannot be had."""
-    return _RECEIVERS[spec.mode](spec)
+    return _ENDS[spec.mode][1](spec)

@@ -27,7 +27,7 @@ from rlsys.apps.evaluation.execution import asking
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
-from rlsys.weights.convert.directions import hf_to_megatron
+from rlsys.weights.convert.conversion import hf_to_megatron
 from tests.chat.test_settings import write_rows
 from tests.rollout.tiny import Search, search_server
 from tests.tiny_models import POLICY

@@ -22,10 +22,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rlsys.errors import UserError
-from rlsys.weights.bijection import WeightMap
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
-from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
+from rlsys.weights.weight_map import WeightMap, read_architecture
 from tests.megatron import reference
 
 Stages = Sequence[Sequence[int]]

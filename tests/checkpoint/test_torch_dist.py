@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import mesh
+from rlsys.trainer.export import load_hf
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
-from rlsys.weights.bijection import Entry, WeightMap
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, OnDisk, name_of, open_checkpoint
 from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, require_sound
 from rlsys.weights.checkpoint.store import About
 from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
-from rlsys.weights.families import Cut, read_architecture
 from rlsys.weights.hf_io import HfReader
+from rlsys.weights.weight_map import Cut, Entry, WeightMap, read_architecture
 from tests.megatron import reference
 from tests.megatron.harness import rendezvous, run_group
 from tests.ports import free_port
@@ -89,11 +89,11 @@ def _save(model: StageModel, folder: str) -> None:
 
 def _load(model: StageModel, folder: str) -> bool:
     """Whether the model is the same again after `folder` was loaded over nothing."""
-    before = {name: parameter.detach().clone() for name, parameter in model.parameters().items()}
-    for parameter in model.parameters().values():
+    before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+    for parameter in model.parameters.values():
         parameter.data.fill_(torch.nan)
     model.load_checkpoint(folder)
-    return all(torch.equal(parameter, before[name]) for name, parameter in model.parameters().items())
+    return all(torch.equal(parameter, before[name]) for name, parameter in model.parameters.items())
 
 
 def _in_megatron(rank: int, world: int, folder: str, ports: list[int]) -> None:
@@ -104,8 +104,8 @@ def _in_megatron(rank: int, world: int, folder: str, ports: list[int]) -> None:
         for kind, values in ((PolicyModel, False), (ValueModel, True)):
             config = ModelConfig(hf, Layers.local, Dtype.float32)
             model = kind(read_architecture(hf), config, parallel, place)
-            model.load_hf(hf)
-            for name, parameter in model.parameters().items():
+            load_hf(model, hf)
+            for name, parameter in model.parameters.items():
                 if name.startswith("value_head"):
                     parameter.data.fill_(1.0 if "weight" in name else 2.0)
             _save(model, f"{folder}/{family}/{values}/saved")

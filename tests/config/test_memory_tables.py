@@ -10,7 +10,7 @@ from rlsys.cluster.planning.plan import GIB, MicroBatchLoad, group_memory
 from rlsys.config.compose import load_config
 from rlsys.config.schema import Layers, SyncMode
 from rlsys.errors import UserError
-from rlsys.weights.families import read_architecture
+from rlsys.weights.weight_map import read_architecture
 from scripts.memory_tables import PAGE, shape_of, with_tables
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from rlsys.apps.cli.main import app
 from rlsys.cluster.planning.plan import count_parameters, make_plan, render_plan
 from rlsys.config.schema import RunConfig
-from rlsys.weights.families import architecture_of
+from rlsys.weights.weight_map import architecture_of
 
 TinyRun = Callable[..., RunConfig]
 SMALL = {

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.trainer.actor import Actor
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.critic import Critic
+from rlsys.trainer.actor import Actor, Critic
+from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.forward import forward
 from tests.convert.models import logits_by_transformers, make_model
 from tests.megatron import reference

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from rlsys.apps.convert.verify import verify
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import UserError
-from rlsys.weights.convert.directions import hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import INDEX, SINGLE
 from tests.convert.models import (
     assert_same_tensors,

@@ -33,6 +33,8 @@ class Letters:
     fail: str = ""
     """File at which to fail, and how: `name:user`, `name:disk`, `name:death` or `name:interrupt`."""
     count: int = COUNT
+    crowd: int = 1
+    """Processes that must have begun before a file is written."""
 
     def recipe(self) -> Mapping[str, Any]:
         return {"source": self.source, "pair": (1, 2)}
@@ -43,6 +45,8 @@ class Letters:
     def write(self, name: str, folder: Path) -> Any:
         with self.log.open("a") as log:
             log.write(f"{name} {os.getpid()}\n")
+        while len({line.split()[1] for line in self.log.read_text().splitlines()}) < self.crowd:
+            time.sleep(0.01)
         failing, _, how = self.fail.partition(":")
         if name == failing:
             self._fail(how)
@@ -84,7 +88,7 @@ def letters(tmp_path: Path) -> Letters:
 def test_files_do_not_depend_on_processes(tmp_path: Path) -> None:
     made = []
     for processes in (1, 2):
-        letters = Letters(tmp_path / f"log{processes}")
+        letters = Letters(tmp_path / f"log{processes}", crowd=processes)
         out = tmp_path / f"out{processes}"
         outcome = run(letters, out, processes)
         assert (outcome.files, outcome.kept, outcome.notes) == (COUNT, 0, ("A note.",))

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from rlsys.apps.cli.convert import app
 from rlsys.config.schema import Dtype
-from rlsys.weights.convert.directions import hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from tests.convert.grid import Cut, Model, group_of, logits_of
 from tests.convert.models import assert_same_tensors, tensors_of
 from tests.megatron.hosts import hosts

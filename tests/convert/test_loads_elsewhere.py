@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.weights.convert.directions import hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import INDEX
 from tests.convert.models import configs, logits_by_transformers, make_model
 from tests.rollout import tiny

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from rlsys.apps.convert.verify import TensorDifference, logits_of, prompts, verify
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import UserError
-from rlsys.weights.convert.directions import hf_to_megatron, megatron_to_hf
-from rlsys.weights.convert.sides import info, open_side
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.model_folder import info, open_side
 from tests.convert.models import configs, logits_by_transformers, make_model, tensors_of
 
 

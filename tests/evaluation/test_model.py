@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rlsys.apps.evaluation.evaluation_inputs import Model, as_hf, find_model
 from rlsys.errors import UserError
 from rlsys.weights.checkpoint.store import CheckpointStore
-from rlsys.weights.convert.directions import hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "tiny" / "policy"
 

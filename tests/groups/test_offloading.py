@@ -12,8 +12,8 @@ import pytest
 
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, Switch
-from rlsys.trainer.batches.sharding import BatchSharder
-from rlsys.trainer.messages import Offloaded
+from rlsys.trainer.batches import BatchSharder
+from rlsys.trainer.offload import Offloaded
 from tests.pipeline.virtual_time import now, run_virtually
 
 NAMES = ("actor", "inference", "rollout")

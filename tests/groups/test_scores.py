@@ -13,9 +13,7 @@ from rlsys.config.schema import ParallelConfig
 from rlsys.data.trajectory import Floats, Sample, Scores
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import CriticGroup, EngineLogprobs, InferenceGroup, WithValues, scores_of
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.batches.sharding import BatchSharder
-from rlsys.trainer.messages import LogProbs
+from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
 from tests.pipeline.build import sample
 
 LENGTHS = (9, 7, 5, 5, 3, 2, 2)

@@ -7,7 +7,7 @@ import pytest
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.trajectory import Sample, response_tokens
-from rlsys.trainer.batches.sharding import BatchLoad, BatchSharder
+from rlsys.trainer.batches import BatchSharder
 from tests.pipeline.build import sample
 
 
@@ -89,7 +89,7 @@ def test_the_load_of_micro_batches_by_hand() -> None:
     # Rectangles of 9 + 7, of 5 + 5 + 3 and of 2 + 2 tokens as wide as their longest, rounded up to 2 tokens.
     padded = BatchSharder(ParallelConfig(tp=2, sequence_parallel=True), 2, 20, pad_id=0, packed=False)
     _, batches = padded.shard(samples(9, 7, 5, 5, 3, 2, 2))
-    assert padded.load(batches) == BatchLoad(micro_batches=3, tokens=33, room=2 * 10 + 3 * 6 + 2 * 2, budget=60)
+    assert padded.load(batches) == {"micro_batches": 3, "tokens": 33, "room": 2 * 10 + 3 * 6 + 2 * 2, "budget": 60}
     # The second rank has nothing: its row of two tokens is padding, and its budget counts.
     packed = BatchSharder(ParallelConfig(), 2, 100, pad_id=0, packed=True)
-    assert packed.load(packed.shard(samples(4))[1]) == BatchLoad(micro_batches=2, tokens=4, room=6, budget=200)
+    assert packed.load(packed.shard(samples(4))[1]) == {"micro_batches": 2, "tokens": 4, "room": 6, "budget": 200}

@@ -16,9 +16,8 @@ from rlsys.errors import RunError
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
 from rlsys.orchestrator.worker_groups import InferenceGroup
-from rlsys.trainer.batches.sharding import BatchSharder
-from rlsys.weights.buckets import ChecksumError
-from rlsys.weights.transport import BucketHandle, TransportSpec
+from rlsys.trainer.batches import BatchSharder
+from rlsys.weights.transport import BucketHandle, ChecksumError, TransportSpec
 from tests.weights.ends import End, Group, ends, raw, some_tensors
 
 

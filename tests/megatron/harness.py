@@ -13,11 +13,10 @@ from torch import Tensor
 
 from rlsys.config.schema import Device, ParallelConfig, SyncMode
 from rlsys.trainer.actor import Objective
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.export import WeightSender
 from rlsys.trainer.mesh import Rendezvous
-from rlsys.weights.buckets import Bucket, digest, unpack
-from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
+from rlsys.weights.transport import Bucket, TransportSpec, digest, open_receiver, open_sender, unpack
 from tests.megatron import reference
 
 OBJECTIVE = Objective(reference.LOSS, reference.TEMPERATURE)

@@ -86,7 +86,7 @@ def _fork_all(pipes: list[Connection]) -> None:
     """Fork a process for each pipe. This one only waits: it must not have begun to compute when it forks."""
     for module in (
         "rlsys.orchestrator.worker_groups",
-        "rlsys.trainer.critic",
+        "rlsys.trainer.actor",
         "rlsys.trainer.log_prob",
         "tests.megatron.harness",
     ):

@@ -22,7 +22,7 @@ from transformers import (
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import OptimizerConfig
-from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.batches import MicroBatch
 
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.1, entropy_coef=0.01)
 LOSS = policy_loss(ALGORITHM)

@@ -13,7 +13,7 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, Par
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.batches import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of
 from tests.ports import free_port

@@ -14,11 +14,11 @@ import torch
 from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.optimizer import learning_rate
-from rlsys.weights.buckets import Bucket, ChecksumError, unpack
-from rlsys.weights.sizes import largest_tensor_bytes
+from rlsys.weights.transport import Bucket, ChecksumError, unpack
+from rlsys.weights.weight_map import largest_tensor_bytes
 from tests.megatron import reference
 from tests.megatron.harness import (
     OBJECTIVE,

@@ -13,7 +13,7 @@ from rlsys.errors import UserError
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.weights.checkpoint.store import About, is_complete, read_about
-from rlsys.weights.convert.directions import hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of

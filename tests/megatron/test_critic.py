@@ -16,8 +16,8 @@ from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.trainer import mesh
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
-from rlsys.trainer.critic import Critic
+from rlsys.trainer.actor import Critic
+from rlsys.trainer.batches import MicroBatch, collate
 from tests.megatron import reference
 from tests.megatron.harness import Layout, rendezvous, run_group
 from tests.ports import free_port
@@ -192,7 +192,7 @@ def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) 
 
 
 def _weights(critic: Critic) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in critic._model.parameters().items()}
+    return {name: p.detach().clone() for name, p in critic._model.parameters.items()}
 
 
 def _alone(rank: int, _: int, policy: Path, model: Path, out: Path) -> None:

@@ -16,8 +16,8 @@ from rlsys.trainer import export as export_module
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import LogProbWorker
-from rlsys.weights.buckets import Bucket, digest, pack, unpack
-from rlsys.weights.sizes import largest_tensor_bytes
+from rlsys.weights.transport import Bucket, digest, pack, unpack
+from rlsys.weights.weight_map import largest_tensor_bytes
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, Layout, digest_of, export, rendezvous, run_group
 from tests.ports import free_port

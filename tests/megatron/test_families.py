@@ -14,11 +14,12 @@ from transformers import PretrainedConfig
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.trainer import mesh
-from rlsys.trainer.batches.micro_batch import MicroBatch
+from rlsys.trainer.batches import MicroBatch
+from rlsys.trainer.export import export_plan, load_hf, whole_tensors
 from rlsys.trainer.forward import forward
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import HfReader
+from rlsys.weights.weight_map import read_architecture
 from tests.megatron import reference
 from tests.megatron.harness import rendezvous, run_group
 from tests.ports import free_port
@@ -51,10 +52,10 @@ def _on_the_way_through(rank: int, _: int, folder: str, port: int) -> None:
         model = PolicyModel(
             read_architecture(path), ModelConfig(path, Layers.local, Dtype.float32), ParallelConfig(), place
         )
-        model.load_hf(path)
+        load_hf(model, path)
         (logits,) = forward(model, [_batch()], lambda logits, _: logits)
-        runs = model.export_plan(bucket_bytes=50_000)
-        exported = dict(model.whole_tensors([entry for run in runs for entry in run]))
+        runs = export_plan(model, bucket_bytes=50_000)
+        exported = dict(whole_tensors(model, [entry for run in runs for entry in run]))
         torch.save({"logits": logits, "exported": exported}, f"{path}.pt")
     mesh.stop()
 
@@ -85,7 +86,7 @@ def _load_tied_with_another_output_layer(rank: int, _: int, path: str, port: int
         read_architecture(path), ModelConfig(path, Layers.local, Dtype.float32), ParallelConfig(), place
     )
     with pytest.raises(UserError, match=r"lm_head\.weight with other numbers than model\.embed_tokens\.weight"):
-        model.load_hf(path)
+        load_hf(model, path)
     mesh.stop()
 
 

@@ -18,7 +18,7 @@ from rlsys.trainer.actor import Actor
 from rlsys.trainer.model import stage_model as models
 from rlsys.trainer.model.layers import choose_layers, kernel_settings
 from rlsys.trainer.model.stage_model import transformer_config
-from rlsys.weights.families import read_architecture
+from rlsys.weights.weight_map import read_architecture
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of
 from tests.ports import free_port

@@ -34,15 +34,14 @@ from rlsys.config.schema import (
 )
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer import mesh
-from rlsys.trainer.actor import Actor, Learner
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.trainer.critic import Critic
+from rlsys.trainer.actor import Actor, Critic, Learner
+from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
 from rlsys.trainer.model import layers
 from rlsys.trainer.model.layers import kernel_settings
 from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.offload import gradient_buffers, training_state
-from rlsys.weights.families import read_architecture
+from rlsys.weights.weight_map import read_architecture
 from tests.megatron.harness import OBJECTIVE, Layout, rendezvous, run_group
 from tests.megatron.memory_meter import MemoryMeter
 from tests.ports import free_port

@@ -17,9 +17,9 @@ from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.model.layers import ExpertRouter
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.weights.convert.directions import megatron_to_hf
-from rlsys.weights.families import read_architecture
+from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
+from rlsys.weights.weight_map import read_architecture
 from tests.megatron import reference
 from tests.megatron.harness import OBJECTIVE, rendezvous, run_group, weights_of
 from tests.ports import free_port

@@ -17,7 +17,7 @@ from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.model.logprobs import divergence_of
 from tests.megatron import reference

@@ -22,8 +22,7 @@ from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
-from rlsys.trainer.messages import Offloaded, switch_figures
-from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload
+from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload, Offloaded, switch_figures
 from rlsys.weights.transport import open_sender
 from tests.megatron import reference
 from tests.megatron.harness import (
@@ -72,19 +71,18 @@ def test_bytes_come_back_and_views_stay_views(tmp_path: Path) -> None:
     assert front.data_ptr() + 2000 == back.data_ptr()
 
 
-def test_again_is_nothing_and_use_meanwhile_is_a_sentence(tmp_path: Path) -> None:
+def test_again_is_nothing(tmp_path: Path) -> None:
     tensor = torch.arange(10_000)
     memory = Offload("The tester", lambda: [tensor])
     assert memory.restore().bytes == 0
-    memory.require("work")
+    assert memory.away is None
     released = memory.offload(tmp_path).bytes
     assert released >= 80_000 - 2 * 4096
     assert memory.offload(tmp_path).bytes == 0
-    with pytest.raises(RunError, match=r"^The tester is offloaded and cannot work: restore it first\.$"):
-        memory.require("work")
+    assert memory.away is not None
     assert memory.restore().bytes == released
     assert memory.restore().bytes == 0
-    memory.require("work")
+    assert memory.away is None
     assert tensor.tolist() == list(range(10_000))
 
 
@@ -107,7 +105,7 @@ def test_without_room_nothing_is_released(tmp_path: Path) -> None:
         pytest.raises(RunError, match=rf"its 3\d+ bytes.* found no room in the folder {tmp_path}"),
     ):
         memory.offload(tmp_path)
-    memory.require("work")
+    assert memory.away is None
     assert [raw(tensor) for tensor in tensors] == before
     memory.offload(tmp_path)
     memory.restore()
@@ -126,8 +124,7 @@ def test_a_restore_that_fails_can_be_repeated(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"could not be restored: its 4\d+ bytes .* has become shorter"):
         memory.restore()
     assert int((tensor != 0).sum()) < 4096, "what had come back is gone again"
-    with pytest.raises(RunError, match="cannot work"):
-        memory.require("work")
+    assert memory.away is not None
     file.write_bytes(content)
     memory.restore()
     assert raw(tensor) == before

@@ -35,10 +35,9 @@ from rlsys.data.trajectory import Sample
 from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.batches.sharding import BatchSharder
+from rlsys.trainer.batches import Applied, BatchSharder
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
-from rlsys.trainer.messages import Applied
-from rlsys.weights.buckets import Bucket
+from rlsys.weights.transport import Bucket
 from tests.megatron import reference
 from tests.megatron.harness import digest_of, export, rendezvous, run_group, weights_of
 from tests.megatron.one_process import LOSS_LENGTH, SAMPLES, Expected, OneProcess, Policies, flat

@@ -30,15 +30,15 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import InferenceGroup, launch_megatron
 from rlsys.trainer import mesh
-from rlsys.trainer.batches.micro_batch import MicroBatch, collate
+from rlsys.trainer.batches import LogProbs, MicroBatch, collate
+from rlsys.trainer.export import load_hf
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan
-from rlsys.trainer.messages import LogProbs, Offloaded
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.weights.buckets import digest, pack, unpack
-from rlsys.weights.convert.directions import megatron_to_hf
-from rlsys.weights.families import read_architecture
+from rlsys.trainer.offload import Offloaded
+from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
-from rlsys.weights.transport import BucketHandle, TransportSpec, open_receiver
+from rlsys.weights.transport import BucketHandle, TransportSpec, digest, open_receiver, pack, unpack
+from rlsys.weights.weight_map import read_architecture
 from tests.megatron import reference
 from tests.megatron.harness import digest_of, rendezvous, weights_of
 from tests.megatron.hosts import HostedGroup, hosts
@@ -136,9 +136,9 @@ class Bench:
         """Of the weights, and of all that a reference with `plan` takes."""
         architecture = read_architecture(self._model)
         model = PolicyModel(architecture, self._config, ONE, self._worker.place)
-        model.load_hf(self._model)
+        load_hf(model, self._model)
         anchor = ReferencePolicy(model, plan)
-        weights = sum(parameter.nbytes for parameter in model.parameters().values())
+        weights = sum(parameter.nbytes for parameter in model.parameters.values())
         return weights, sum(tensor.nbytes for tensor in anchor.tensors())
 
     def convert(self, checkpoint: str, out: str) -> None:

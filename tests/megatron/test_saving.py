@@ -34,10 +34,10 @@ from rlsys.errors import RunError, UserError
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import ActorGroup, launch_megatron
 from rlsys.trainer.actor import Actor
-from rlsys.trainer.batches.sharding import BatchSharder
+from rlsys.trainer.batches import BatchSharder
 from rlsys.trainer.log_prob import ReferencePlan
-from rlsys.trainer.messages import Offloaded
 from rlsys.trainer.model.logprobs import divergence_of
+from rlsys.trainer.offload import Offloaded
 from rlsys.weights.checkpoint.sharded import Written, host_copies
 from rlsys.weights.checkpoint.store import is_complete
 from tests.megatron import reference

@@ -27,7 +27,7 @@ from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.worker_groups import ActorGroup, CriticGroup
-from rlsys.trainer.batches.sharding import Flops
+from rlsys.trainer.batches import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 
 SOURCE = Path(rlsys.__file__).parent

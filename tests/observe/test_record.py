@@ -32,7 +32,7 @@ from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, Stage
 from rlsys.orchestrator.run_logger import History, RunLogger, update_metrics
-from rlsys.trainer.batches.sharding import Flops
+from rlsys.trainer.batches import Flops
 from tests.pipeline.build import question, rewarded, trajectory
 
 S = 1_000_000_000

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.trainer.batches.sharding import Flops, Frame, Plan, Size, fills, plan_micro_batches, share_out
+from rlsys.trainer.batches import Flops, Frame, Plan, Size, fills, plan_micro_batches, share_out
 
 UNTIMED = settings(deadline=None)
 FLOPS = Flops(per_token=50.0, per_target=20.0, per_square=1.0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from rlsys.trainer.batches.micro_batch import columns_of, sequence_chunks
+from rlsys.trainer.batches import columns_of, sequence_chunks
 
 
 def test_a_rank_has_an_early_and_a_late_chunk_of_every_sequence() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlsys.trainer.batches.sharding import Flops, flops_of
-from rlsys.weights.families import architecture_of
+from rlsys.trainer.batches import Flops, flops_of
+from rlsys.weights.weight_map import architecture_of
 
 CONFIG = Qwen3Config(
     vocab_size=70,
@@ -37,7 +37,15 @@ def test_a_sequence_costs_what_a_forward_pass_computes(tokens: int) -> None:
 
 
 def test_terms_by_hand() -> None:
-    flops = Flops.transformer(layers=2, hidden=4, attention=8, key_value=2, ffn=6, vocab=10)
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+    }
+    rest = {"intermediate_size": 6, "vocab_size": 10, "max_position_embeddings": 8, "rms_norm_eps": 1e-6}
+    flops = flops_of(architecture_of({"model_type": "llama", **sizes, **rest}))
     # A layer: q 4x8, k and v 4x2, o 8x4, three matrices 4x6 = 152 parameters. Output: 4x10.
     assert flops == Flops(per_token=608.0, per_target=80.0, per_square=32.0)
     assert flops.of(3, 1) == 3 * 608 + 80 + 9 * 32

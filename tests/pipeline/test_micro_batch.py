@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from rlsys.data.trajectory import Sample, TopkLogprobs, response_tokens
-from rlsys.trainer.batches.micro_batch import collate, round_up
+from rlsys.trainer.batches import collate, round_up
 from tests.pipeline.build import sample
 
 LONG = sample(

@@ -20,7 +20,7 @@ from rlsys.orchestrator.pipeline.step_metrics import (
     step_metrics,
     training_flops,
 )
-from rlsys.trainer.batches.sharding import Flops
+from rlsys.trainer.batches import Flops
 from tests.pipeline.build import question, trajectory
 
 SEARCH = Turn("a", Action.SEARCH, "q", "found", 6, 10, 4, 0.1, 0.5)

@@ -15,9 +15,8 @@ from torch import zeros
 from rlsys.cluster.preflight.machine import Disk, Gpu, Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.schema import SearchConfig
 from rlsys.observe.environment import Capabilities
-from rlsys.weights.bijection import WeightMap
-from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import INDEX
+from rlsys.weights.weight_map import WeightMap, read_architecture
 from tests.test_capabilities import H100
 
 BARE_H100 = replace(H100, transformer_engine=None, flash_attn_4=None, apex=False)

@@ -15,7 +15,7 @@ from rlsys.config.schema import RolloutConfig
 from rlsys.data.question import Question
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.engine import Engine, RolloutWorker
-from rlsys.weights.buckets import Bucket, digest, pack
+from rlsys.weights.transport import Bucket, digest, pack
 from tests.rollout import tiny
 
 STOP = ("</search>", "</answer>")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlsys.rollout.engine import Layout, StagedVersion, sha256_prefix
-from rlsys.weights.buckets import ChecksumError, digest, pack, pack_into
+from rlsys.weights.transport import ChecksumError, digest, pack, pack_into
 
 TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]
 

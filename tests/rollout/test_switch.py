@@ -15,7 +15,7 @@ from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied, TurnSampling
 from rlsys.rollout.engine import Engine, Liveness, StagedVersion, sha256_prefix
-from rlsys.weights.buckets import Bucket, digest, pack, pack_into, unpack
+from rlsys.weights.transport import Bucket, digest, pack, pack_into, unpack
 from tests.rollout import tiny
 
 NAME = "model.norm.weight"

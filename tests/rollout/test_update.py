@@ -13,8 +13,7 @@ from rlsys.config.schema import Device, OnUpdate, SyncMode, TokenMode
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import TurnSampling
-from rlsys.weights.buckets import Bucket, pack, pack_into
-from rlsys.weights.transport import BucketHandle, TransportSpec
+from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack, pack_into
 from tests.rollout import tiny
 from tests.rollout.bench import (
     QUESTION,

@@ -19,16 +19,19 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema import Device, SyncMode
-from rlsys.weights.buckets import ChecksumError, digest, pack_into, unpack
 from rlsys.weights.transport import (
     BucketHandle,
+    ChecksumError,
     IpcReceiver,
     IpcSender,
     Receiver,
     Sender,
     TransportSpec,
+    digest,
     open_receiver,
     open_sender,
+    pack_into,
+    unpack,
 )
 from tests.ports import free_port
 

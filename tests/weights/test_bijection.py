@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.errors import UserError
-from rlsys.weights.bijection import Entry, ShardLoader, WeightMap
-from rlsys.weights.families import Architecture, RopeScaling
-from rlsys.weights.sizes import expert_block, stage_layers
+from rlsys.weights.weight_map import (
+    Architecture,
+    Entry,
+    RopeScaling,
+    ShardLoader,
+    WeightMap,
+    expert_block,
+    stage_layers,
+)
 
 LAYERS = 5
 LLAMA = Architecture(
@@ -161,6 +167,17 @@ def gather(weights: WeightMap, names: list[str], checkpoint: dict[str, Tensor], 
     return shards
 
 
+def stage_names(weights: WeightMap, layers: range, first: bool, last: bool, experts: range) -> list[str]:
+    """Megatron tensors of a pipeline stage and expert rank."""
+    entries = weights.entries()
+    begin = next(number for number, entry in enumerate(entries) if entry.layer is not None)
+    held = [entry for entry in entries if entry.layer in layers and (entry.expert is None or entry.expert in experts)]
+    after = [entry for entry in entries[begin:] if entry.layer is None]
+    # A tied last stage has a matrix of its own.
+    ends = after + ([] if first else weights.copies()) if last else []
+    return [entry.name for entry in [*(entries[:begin] if first else []), *held, *ends]]
+
+
 @pytest.mark.parametrize("dtype", BITS, ids=str)
 @pytest.mark.parametrize("pp_layers", [[5], [2, 3], [1, 3, 1]], ids=lambda counts: f"pp{len(counts)}")
 @pytest.mark.parametrize("tp", [1, 2, 4], ids=lambda tp: f"tp{tp}")
@@ -181,7 +198,7 @@ def test_every_tensor_comes_back_bit_for_bit(
     for stage, layers in enumerate(stage_layers(arch.layers, len(pp_layers), pp_layers)):
         for ep_rank in range(ep):
             experts = expert_block(arch.experts, ep, ep_rank)
-            names = weights.stage_names(layers, stage == 0, stage == last, experts)
+            names = stage_names(weights, layers, stage == 0, stage == last, experts)
             # A last stage that is not the first needs a tied matrix of its own.
             here = head == "untied" or (head == "tied" and last > 0)
             assert ("output_layer.weight" in names) == (stage == last and here)
@@ -323,7 +340,7 @@ def test_tensors_may_come_in_any_order(arch: Architecture, data: st.DataObject) 
     checkpoint = {name: torch.rand(shape) for name, shape in shapes_of(arch).items()}
     order = data.draw(st.permutations(sorted(checkpoint)))
     stored: dict[str, Tensor] = {}
-    names = weights.stage_names(range(1), first=True, last=True)
+    names = [entry.name for entry in weights.entries()]
     loader = ShardLoader(weights, names, 0, 1, stored.__setitem__)
     for number, name in enumerate(order):
         assert loader.missing() == sorted(order[number:])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.weights.buckets import (
+from rlsys.weights.transport import (
     BucketFullError,
     ChecksumError,
     checksum,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.weights import buckets
-from rlsys.weights.buckets import copy_gb_s
+from rlsys.weights import transport
+from rlsys.weights.transport import copy_gb_s
 
 
 def test_a_gpu_has_its_memory_back_when_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +31,6 @@ def test_a_gpu_has_its_memory_back_when_it_is_measured(monkeypatch: pytest.Monke
     fake: dict[str, Any] = {"synchronize": lambda _: events.append("wait"), "empty_cache": empty_cache}
     for name, call in fake.items():
         monkeypatch.setattr(torch.cuda, name, call)
-    monkeypatch.setattr(buckets.torch, "ones", on_cpu)
+    monkeypatch.setattr(transport.torch, "ones", on_cpu)
     assert copy_gb_s(1000, torch.device("cuda", 0)) > 0
-    assert events == ["wait"] * buckets.COPY_ROUNDS + ["empty_cache"]
+    assert events == ["wait"] * transport.COPY_ROUNDS + ["empty_cache"]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.weights import buckets
-from rlsys.weights.buckets import hash_pieces
+from rlsys.weights import transport
+from rlsys.weights.transport import hash_pieces
 
 ALL = (1 << 64) - 1
 
@@ -38,7 +38,7 @@ def test_it_is_what_it_is_said_to_be(several: list[bytes]) -> None:
 
 
 def test_long_ones_are_hashed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "DEVICE_PIECE_BYTES", 64)
+    monkeypatch.setattr(transport, "DEVICE_PIECE_BYTES", 64)
     data = torch.randint(0, 256, (150,), dtype=torch.uint8)
     raw = bytes(data.tolist())
     assert hash_pieces([data]) == [[defined(raw[:64]), defined(raw[64:128]), defined(raw[128:])]]

@@ -26,15 +26,16 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlsys.errors import UserError
-from rlsys.weights.bijection import ShardLoader, WeightMap
-from rlsys.weights.families import (
+from rlsys.trainer.model.stage_model import inverse_frequencies
+from rlsys.weights.weight_map import (
     Architecture,
     RopeScaling,
+    ShardLoader,
+    WeightMap,
     architecture_of,
     family_names,
     read_architecture,
 )
-from rlsys.weights.rope import inverse_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -379,7 +380,7 @@ def test_a_family_is_one_file(tmp_path: Path) -> None:
     assert mapped(weights) == written(model)
     tensors = load_file(model / "model.safetensors")
     shards: list[dict[str, torch.Tensor]] = [{}, {}]
-    names = weights.stage_names(range(2), first=True, last=True)
+    names = [entry.name for entry in weights.entries()]
     for rank, held in enumerate(shards):
         loader = ShardLoader(weights, names, rank, 2, held.__setitem__)
         for name, tensor in tensors.items():

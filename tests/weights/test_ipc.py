@@ -17,17 +17,22 @@ from torch.multiprocessing import reductions
 from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import RunError
 from rlsys.weights import transport
-from rlsys.weights.buckets import Bucket, BucketFullError, ChecksumError, pack, pack_into, unpack
 from rlsys.weights.transport import (
     EVENT_SYNC_REQUIRED,
     STORAGE_DEVICE,
+    Bucket,
+    BucketFullError,
     BucketHandle,
+    ChecksumError,
     DevicePlace,
     IpcReceiver,
     IpcSender,
     TransportSpec,
     open_receiver,
     open_sender,
+    pack,
+    pack_into,
+    unpack,
 )
 from tests.weights.ends import connect, ends, raw, some_tensors, spec
 

@@ -20,10 +20,8 @@ from transformers import (
 )
 
 from rlsys.config.schema import Dtype
-from rlsys.weights.bijection import WeightMap
-from rlsys.weights.buckets import BucketFullError, pack_into
-from rlsys.weights.families import architecture_of
-from rlsys.weights.sizes import largest_tensor_bytes
+from rlsys.weights.transport import BucketFullError, pack_into
+from rlsys.weights.weight_map import WeightMap, architecture_of, largest_tensor_bytes
 
 SIZES = {
     "hidden_size": 48,
@@ -84,7 +82,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     script = (
-        "import sys; from rlsys.config.schema import Dtype; from rlsys.weights.sizes import largest_tensor_bytes\n"
+        "import sys; from rlsys.config.schema import Dtype; from rlsys.weights.weight_map import largest_tensor_bytes\n"
         f"print(largest_tensor_bytes({str(tmp_path)!r}, Dtype.float32), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

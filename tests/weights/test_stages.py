@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlsys.errors import UserError
-from rlsys.weights.sizes import chunk_layers, expert_block, stage_layers
+from rlsys.weights.weight_map import chunk_layers, expert_block, stage_layers
 
 
 def _megatron(layers: int, pp: int, virtual: int | None, first: int | None, last: int | None) -> TransformerConfig:

@@ -16,8 +16,16 @@ import torch.distributed as dist
 from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError
 from rlsys.weights import transport
-from rlsys.weights.buckets import ChecksumError, pack_into, unpack
-from rlsys.weights.transport import BucketHandle, SharedPlace, TransportSpec, open_receiver, open_sender
+from rlsys.weights.transport import (
+    BucketHandle,
+    ChecksumError,
+    SharedPlace,
+    TransportSpec,
+    open_receiver,
+    open_sender,
+    pack_into,
+    unpack,
+)
 from tests.weights.ends import End, answers, connect, ends, raw, sender_of, some_tensors, spec
 
 Ends = tuple[End, list[End]]

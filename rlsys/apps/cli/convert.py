@@ -23,7 +23,7 @@ from rlsys.errors import UserError
 if TYPE_CHECKING:
     from rlsys.apps.convert.verify import Comparison
     from rlsys.weights.convert.conversion import Outcome
-    from rlsys.weights.convert.sides import Info
+    from rlsys.weights.convert.model_folder import Info
 
 _HELP = "Convert checkpoints between Hugging Face and Megatron; compare them; say what they hold."
 app = typer.Typer(help=_HELP, no_args_is_help=True)
@@ -52,7 +52,7 @@ def mg2hf(
 ) -> None:
     """Turn a Megatron checkpoint into a Hugging Face folder. One that was ended continues."""
     with warnings.catch_warnings(action="ignore"):
-        from rlsys.weights.convert.directions import megatron_to_hf
+        from rlsys.weights.convert.conversion import megatron_to_hf
 
         with _bar("written") as show:
             shard_bytes = parse_size(shard_size)
@@ -78,7 +78,7 @@ def hf2mg(
     layers = None if pp_layers is None else [int(count) for count in pp_layers.split(",")]
     with warnings.catch_warnings(action="ignore"):
         from rlsys.config.schema import ParallelConfig
-        from rlsys.weights.convert.directions import hf_to_megatron
+        from rlsys.weights.convert.conversion import hf_to_megatron
 
         parallel = ParallelConfig(tp=tp, pp=pp, pp_layers=layers, ep=ep)
         with _bar("written") as show:
@@ -116,7 +116,7 @@ def info(
 ) -> None:
     """Say what a checkpoint holds."""
     with warnings.catch_warnings(action="ignore"):
-        from rlsys.weights.convert.sides import info as look
+        from rlsys.weights.convert.model_folder import info as look
 
         found = look(src, hf)
     if as_json:

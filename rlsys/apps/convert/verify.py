@@ -21,13 +21,11 @@ from torch import Tensor
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.trainer import mesh
-from rlsys.trainer.batches.micro_batch import MicroBatch
-from rlsys.weights.bijection import ShardLoader
-from rlsys.weights.buckets import checksum
-from rlsys.weights.convert.model_folder import name_of
-from rlsys.weights.convert.sides import HfSide, Side, open_side
-from rlsys.weights.families import read_architecture
+from rlsys.trainer.batches import MicroBatch
+from rlsys.weights.convert.model_folder import HfSide, Side, open_side
 from rlsys.weights.hf_io import TensorSpec
+from rlsys.weights.transport import checksum, dtype_name
+from rlsys.weights.weight_map import read_architecture
 
 MISSING = "-"
 PROMPTS, LENGTH = 3, 32
@@ -133,7 +131,7 @@ def _differences(
         elif one.shape != other.shape:
             yield TensorDifference(name, "shape", str(list(one.shape)), str(list(other.shape)))
         elif one.dtype != other.dtype:
-            yield TensorDifference(name, "dtype", name_of(one.dtype), name_of(other.dtype))
+            yield TensorDifference(name, "dtype", dtype_name(one.dtype), dtype_name(other.dtype))
         elif sums[0][name] != sums[1][name]:
             yield TensorDifference(name, "bytes", sums[0][name], sums[1][name])
 
@@ -196,12 +194,11 @@ def _by_transformers(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+    from rlsys.trainer.export import shard_loader
     from rlsys.trainer.forward import forward
 
     with _whole_model(side) as model:
-        parameters = model.parameters()
-        names, put = list(parameters), lambda name, shard: parameters[name].data.copy_(shard)
-        loader = ShardLoader(model.weights, names, 0, 1, put)
+        loader = shard_loader(model)
         for name, tensor in side.tensors():
             loader.feed(name, tensor)
         outputs = forward(model, [_batch(row[None]) for row in tokens], lambda output, _: output.float().cpu())

@@ -203,7 +203,7 @@ def as_hf(model: Model, work: Path) -> Iterator[Path]:
         yield model.folder
         return
     # Loads Megatron, which a Hugging Face folder does not need.
-    from rlsys.weights.convert.directions import megatron_to_hf
+    from rlsys.weights.convert.conversion import megatron_to_hf
 
     with TemporaryDirectory(dir=work, prefix=".model-") as room:
         converted = Path(room) / "hf"

@@ -301,9 +301,9 @@ def require_its_weights(folder: Path) -> None:
     SGLang makes up what it does not find. A family that rlsys does not know is left to it.
     """
     # Loads Megatron's formats, which plain transformers need not.
-    from rlsys.weights.bijection import WeightMap
     from rlsys.weights.convert.model_folder import architecture_in, check_hf
     from rlsys.weights.hf_io import HfReader
+    from rlsys.weights.weight_map import WeightMap
 
     try:
         architecture = architecture_in(folder)

@@ -24,7 +24,7 @@ from rlsys.config.derived import megatron_groups, needs_server
 from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Mode, Packing, ParallelConfig, RunConfig, SyncMode
 from rlsys.errors import UserError
-from rlsys.weights.families import Architecture
+from rlsys.weights.weight_map import Architecture
 
 GROUPS = ("actor", "inference", "rollout")
 CRITIC = "critic"

@@ -29,9 +29,17 @@ from rlsys.config import derived
 from rlsys.config.algorithm import AdvantageBaseline
 from rlsys.config.derived import has_critic, has_reference, megatron_groups, sums_over_vocabulary
 from rlsys.config.problems import algorithm_notes
-from rlsys.config.schema import Device, Dtype, InferenceConfig, Layers, Mode, Packing, RunConfig, SyncMode
-from rlsys.weights.families import Architecture, Cut, Rule, read_architecture, rules_of
-from rlsys.weights.sizes import stage_layers
+from rlsys.config.schema import (
+    Device,
+    Dtype,
+    InferenceConfig,
+    Layers,
+    Mode,
+    Packing,
+    RunConfig,
+    SyncMode,
+)
+from rlsys.weights.weight_map import Architecture, Cut, Rule, read_architecture, rules_of, stage_layers
 
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 MIB, GIB = 1024**2, 1024**3

@@ -36,10 +36,9 @@ from rlsys.errors import UserError
 from rlsys.observe.environment import lacking
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.folder import read_manifest
-from rlsys.weights.bijection import WeightMap
-from rlsys.weights.families import read_architecture
 from rlsys.weights.hf_io import INDEX, HfReader
 from rlsys.weights.sockets import INTERFACE_VARIABLES
+from rlsys.weights.weight_map import WeightMap, read_architecture
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements"
 _SHOWN = 4  # Packages that a finding names.

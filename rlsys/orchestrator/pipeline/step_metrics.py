@@ -24,7 +24,7 @@ from rlsys.data.answers import normalize, score
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.orchestrator.pipeline.grouping import mean_kl
 from rlsys.orchestrator.rewards.reward import count_answer_tags
-from rlsys.trainer.batches.sharding import Flops
+from rlsys.trainer.batches import Flops
 
 _TRAINING_PASSES = 3
 """A forward pass, and a backward pass of twice its operations."""

@@ -44,9 +44,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
-from rlsys.trainer.batches.micro_batch import columns_of
-from rlsys.weights.families import Architecture
-from rlsys.weights.sizes import stage_layers
+from rlsys.trainer.batches import columns_of
+from rlsys.weights.weight_map import Architecture, stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
@@ -100,11 +99,13 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
 def transformer_config(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, kernels: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's config of the model; `kernels` are `kernel_settings`.
-
-    Raises UserError if TP does not divide its sizes, or if experts forbid it.
-    """
+    """Megatron's config of the model; `kernels` are `kernel_settings`. Raises UserError if TP or experts forbid it."""
     _check_tp(architecture, parallel)
+    layout = None  # of stages that hold as many layers each
+    if parallel.pp_layers is not None:
+        layout = [["decoder"] * len(s) for s in stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)]
+        layout[0].insert(0, "embedding")
+        layout[-1].append("loss")
     dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
     return TransformerConfig(
         num_layers=architecture.layers,
@@ -128,7 +129,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
-        pipeline_model_parallel_layout=_pipeline_layout(architecture.layers, parallel),
+        pipeline_model_parallel_layout=layout,
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,
         # Megatron asks for this dispatcher with variable lengths, also for dense models.
@@ -173,16 +174,6 @@ def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dic
     }
 
 
-def _pipeline_layout(layers: int, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Megatron's way of saying which stage holds what; None for even stages."""
-    if parallel.pp_layers is None:
-        return None
-    stages = [["decoder"] * len(stage) for stage in stage_layers(layers, parallel.pp, parallel.pp_layers)]
-    stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
-    return stages
-
-
 def block_spec(config: TransformerConfig, layers: Layers) -> Any:
     """The spec that GPTModel builds its decoder from; `layers` is resolved."""
     if layers is Layers.te:
@@ -215,9 +206,8 @@ def _routed(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 class ExpertRouter(Router):
     """Sends each token to its k most likely experts: none is dropped, no loss balances them.
 
-    In the dtypes of transformers' Qwen3MoeTopKRouter, so that what is trained is what samples: logits in the model's,
-    probabilities in float32 over all experts, their shares among the k (if `norm_topk_prob`, which is not
-    `moe_router_pre_softmax`) rounded to the model's.
+    In the dtypes of transformers' Qwen3MoeTopKRouter: logits in the model's, probabilities in float32 over all experts,
+    their shares among the k (if `norm_topk_prob`, not `moe_router_pre_softmax`) rounded to the model's.
     """
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,11 +301,7 @@ class CausalAttention(MegatronModule):
         return torch.cat(parts)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """All [seq, batch, heads, dim]; the queries are those of the last keys.
-
-        Only fewer queries than keys make a mask, of one byte for each pair, and only where torch's flash attention
-        cannot be had.
-        """
+        """All [seq, batch, heads, dim]; the queries are those of the last keys; fewer of them make a mask."""
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         whole = len(query) == len(key)
         out = scaled_dot_product_attention(

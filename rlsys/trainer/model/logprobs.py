@@ -80,21 +80,16 @@ def gather(values: Tensor, shard: VocabShard) -> Tensor:
 def token_logprobs(
     logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target and, if asked for, entropy of the distribution that it was drawn from.
+    """Log-prob of each target and, if asked for, entropy of the distribution that it was drawn from: float32 [targets].
 
-    `logits` [targets, local vocabulary] and `targets` [targets] give float32 tensors [targets]. Gradients flow into
-    `logits`; each TP rank gets those of its own columns.
+    `logits` [targets, local vocabulary], `targets` [targets]; gradients flow into the local columns.
     """
     logprobs, entropy = _LogProbs.apply(logits, targets[:, None], shard, temperature, with_entropy)
     return logprobs[:, 0], entropy
 
 
 def logprobs_at(logits: Tensor, tokens: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    """Log-probs of several tokens in the place of each target.
-
-    `logits` [targets, local vocabulary] and `tokens` [targets, k] give float32 [targets, k]. Gradients flow into
-    `logits` as in `token_logprobs`.
-    """
+    """Log-probs float32 [targets, k] of several `tokens` [targets, k] for each target; see `token_logprobs`."""
     logprobs, _ = _LogProbs.apply(logits, tokens.long(), shard, temperature, False)
     return logprobs
 
@@ -187,10 +182,8 @@ class Divergence:
     ) -> Tensor:
         """KL in the place of each target, [n] float32, in nats; gradient flows into `logits` and `logprobs`.
 
-        `logits` [n, local vocabulary]; of the sampled `targets` [n], the policy's `logprobs` as `token_logprobs` gave
-        them, the old policy's and the reference's. With a top k, the tokens that were picked [n, k], any integer type,
-        and the reference's log-probs at them; without one, the reference's logits [n, local vocabulary]. Raises
-        ValueError if what is needed is missing.
+        `logits` [n, local vocabulary]; the log-probs are of the sampled `targets` [n]. With a top k, picked tokens
+        [n, k] and the reference's log-probs at them; else its logits. Raises ValueError if what is needed is missing.
         """
         if self.top_k is None:
             if ref_logits is None:
@@ -220,11 +213,9 @@ def whole_vocabulary_kl(
 
 @torch.no_grad()
 def top_tokens(logits: Tensor, shard: VocabShard, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens in the place of each target, most likely first, and their log-probs.
+    """The k most likely tokens in the place of each target, most likely first, and their log-probs; without gradient.
 
-    `logits` [targets, local vocabulary] give int64 and float32 [targets, k], the same on all TP ranks; without
-    gradient. Of tokens that tie for the last place any may be taken. Raises ValueError if the vocabulary has fewer than
-    k tokens.
+    `logits` [targets, local vocabulary] give int64 and float32 [targets, k], alike on all TP ranks. Raises ValueError.
     """
     count, columns = logits.shape
     candidates = min(k, columns)

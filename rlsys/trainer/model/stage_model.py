@@ -1,24 +1,22 @@
-"""The stage and shard of a model that one process holds: a Megatron GPTModel, and its way from and to Hugging Face.
+"""The stage and shard of a model that one process holds: a Megatron GPTModel.
 
 The last stage reads out its hidden states only where a trained token is predicted. The output layer is most of a small
 model and a large part of any; in a search trajectory most positions (prompt, observations, padding) predict nothing
 that is trained. What is left out costs nothing there, in the softmax, and in both their backward passes; the gradients
 of the rest are those of the full computation.
 
-Parameters go by their canonical names (`rlsys.weights.bijection`), which number layers and experts globally.
+Parameters go by their canonical names (`rlsys.weights.weight_map`), which number layers and experts globally;
+`rlsys.trainer.export` takes weights in and gives them out.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from math import pi
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,24 +26,18 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rlsys.config.schema import ModelConfig, ParallelConfig
-from rlsys.errors import UserError
 from rlsys.observe.environment import detect
 from rlsys.trainer.mesh import Place
 from rlsys.trainer.model.layers import block_spec, choose_layers, kernel_settings, transformer_config
 from rlsys.trainer.model.logprobs import VocabShard
-from rlsys.weights.bijection import Entry, ShardLoader, WeightMap
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.families import Architecture
-from rlsys.weights.hf_io import HfReader, check_repeated
-from rlsys.weights.rope import inverse_frequencies
-from rlsys.weights.sizes import aligned, expert_block, stage_layers
+from rlsys.weights.weight_map import Architecture, WeightMap, expert_block, stage_layers
 
 CHECKPOINT_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
 """Makes Megatron write checkpoints that load under any TP, PP and DP."""
-_HEAD = {"value_head.weight", "value_head.bias"}
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 
@@ -54,10 +46,9 @@ class TargetModel(GPTModel):
     """A GPTModel with rotary positions and causal attention, which reads out targets alone."""
 
     def forward(self, input_ids: Tensor, predicting: Tensor, sequences: PackedSeqParams | None) -> Tensor:
-        """`input_ids` [rows, width]; `predicting` [n] positions in [width, rows] flattened.
+        """Outputs of `read_out` in the order of `predicting` on the last stage, else states [width, rows, hidden].
 
-        `sequences` says where those of a packed row begin. Returns what `read_out` does, in the order of `predicting`,
-        on the last stage, and hidden states [width, rows, hidden] before it.
+        `input_ids` [rows, width]; `predicting` [n] positions in [width, rows] flattened; `sequences` of a packed row.
         """
         return super().forward(input_ids, None, None, packed_seq_params=sequences, loss_mask=predicting)
 
@@ -96,11 +87,7 @@ class TargetLogitsModel(TargetModel):
 
 
 class TargetValuesModel(TargetModel):
-    """Reads out values in float32, whatever the model's dtype is.
-
-    The value of a target is read from the state before it, as its logits are: what is expected of the rest of the
-    episode before the token is known.
-    """
+    """Reads out values in float32, whatever the model's dtype is, from the state before a target, as its logits are."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "share_embeddings_and_output_weights": False})
@@ -118,7 +105,7 @@ class TargetValuesModel(TargetModel):
         return state
 
 
-class StageModel(ABC):
+class StageModel:
     """Base of the policy and of the critic's value model."""
 
     _MODULE: ClassVar[type[TargetModel]]
@@ -133,13 +120,14 @@ class StageModel(ABC):
         layers = choose_layers(model.layers, here)
         kernels = kernel_settings(model, layers, here)
         self.config = transformer_config(architecture, model, parallel, kernels)
+        vocab = architecture.padded_vocab(place.tp_size)
         module = self._MODULE(
             config=self.config,
             transformer_layer_spec=block_spec(self.config, layers),
-            vocab_size=architecture.padded_vocab(place.tp_size),
+            vocab_size=vocab,
             max_sequence_length=architecture.max_positions,
-            pre_process=place.first_stage,
-            post_process=place.last_stage,
+            pre_process=place.pp == 0,
+            post_process=place.pp == place.pp_size - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied,
             position_embedding_type="rope",
@@ -148,24 +136,25 @@ class StageModel(ABC):
         # Of the scaled ones Megatron knows a single kind of model.
         module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
         self.module = module.cuda() if torch.cuda.is_available() else module
-        for name, parameter in self.parameters().items():
-            if self.weights.entry(name).expert is not None:
+        self.device = next(self.module.parameters()).device
+        columns = vocab // place.tp_size
+        self.vocab_shard = VocabShard(
+            group=parallel_state.get_tensor_model_parallel_group() if place.tp_size > 1 else None,
+            start=columns * place.tp,
+            valid=min(max(architecture.vocab - columns * place.tp, 0), columns),
+        )
+        """The columns of this process's logits."""
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        """This process's parameters by their canonical name."""
+        for name, parameter in self.module.named_parameters():
+            # Megatron counts layers and experts from 0 in every process.
+            name = _LAYER.sub(lambda number: str(int(number[0]) + self.layers.start), name)
+            entry = self.weights.entry(_EXPERT.sub(lambda number: str(int(number[0]) + self.experts.start), name))
+            self.parameters[entry.name] = parameter
+            if entry.expert is not None:
                 # Megatron takes an expert's gradients to be like any other's where experts are not spread. But no
                 # expert is cut by TP, whose ranks each give theirs for other tokens.
-                parameter.allreduce = False  # type: ignore[attr-defined]
-
-    @property
-    def device(self) -> torch.device:
-        """Where its parameters are."""
-        return next(self.module.parameters()).device
-
-    @abstractmethod
-    def load_hf(self, path: str | Path) -> None:
-        """Load the Hugging Face folder `path`. Raises UserError if it does not fit the architecture."""
-
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This process's parameters by their canonical name."""
-        return {self.weights.entry(self._global_name(name)).name: p for name, p in self.module.named_parameters()}
+                parameter.allreduce = False
 
     def sharded_state(self) -> dict[str, Any]:
         """The model's part of a distributed checkpoint."""
@@ -176,109 +165,11 @@ class StageModel(ABC):
         """Load only the weights of a distributed checkpoint."""
         self.module.load_state_dict(sharded.load(folder, {"model": self.sharded_state()})["model"])
 
-    def loader(self, parameters: Mapping[str, torch.nn.Parameter] | None = None) -> ShardLoader:
-        """Takes whole Hugging Face tensors and copies this process's shards into its `parameters`, all unless given."""
-        into = self.parameters() if parameters is None else parameters
-
-        def store(name: str, shard: Tensor) -> None:
-            into[name].data.copy_(shard)
-
-        return ShardLoader(self.weights, list(into), self.place.tp, self.place.tp_size, store)
-
-    def _load(self, parameters: Mapping[str, torch.nn.Parameter], reader: HfReader) -> None:
-        loader = self.loader(parameters)
-        for name in loader.missing():
-            loader.feed(name, reader.get(name))
-
-    def _global_name(self, name: str) -> str:
-        """Megatron's name with the numbers of layer and expert that they have in the whole model."""
-        name = _LAYER.sub(lambda number: str(int(number[0]) + self.layers.start), name)
-        return _EXPERT.sub(lambda number: str(int(number[0]) + self.experts.start), name)
-
 
 class PolicyModel(StageModel):
-    """The policy, or a reference of it: it has logits, and its tensors go out to the other groups."""
+    """The policy, or a reference of it: it has logits."""
 
     _MODULE = TargetLogitsModel
-
-    @property
-    def vocab_shard(self) -> VocabShard:
-        """The columns of this process's logits."""
-        columns = self.architecture.padded_vocab(self.place.tp_size) // self.place.tp_size
-        start = columns * self.place.tp
-        return VocabShard(
-            group=parallel_state.get_tensor_model_parallel_group() if self.place.tp_size > 1 else None,
-            start=start,
-            valid=min(max(self.architecture.vocab - start, 0), columns),
-        )
-
-    def load_hf(self, path: str | Path) -> None:
-        """See `StageModel`."""
-        reader = HfReader(path)
-        self.weights.check_hf_names(reader.names())
-        check_repeated(reader, self.weights, path)
-        self._load(self.parameters(), reader)
-
-    def export_plan(self, bucket_bytes: int) -> list[list[str]]:
-        """This stage's exported parameters, in order, in runs that take at most `bucket_bytes` of a bucket.
-
-        All ranks of the stage get the same plan. A larger parameter is a run of its own.
-        """
-        runs: list[list[str]] = []
-        size, itemsize = 0, self.config.params_dtype.itemsize
-        held = self.parameters()
-        for entry in self.weights.entries():
-            # An expert is of the stage, whichever of its ranks holds it.
-            if entry.name not in held and (entry.expert is None or entry.layer not in self.layers):
-                continue
-            nbytes = sum(aligned(prod(shape) * itemsize) for shape in entry.rule.shapes)
-            if not runs or size + nbytes > bucket_bytes:
-                runs.append([])
-                size = 0
-            runs[-1].append(entry.name)
-            size += nbytes
-        return runs
-
-    @torch.no_grad()
-    def whole_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Parameters as whole Hugging Face tensors, yielded on the first rank of the stage.
-
-        The ranks that `exports` of the stage iterate together; the others get nothing.
-        """
-        parameters = self.parameters()
-        for name in names:
-            entry = self.weights.entry(name)
-            if entry.expert is not None:
-                shards = self._fetch(entry, parameters.get(name))
-            else:
-                first = self.place.in_stage < self.place.tp_size
-                shards = self._gather(parameters[name].data) if first else []
-            if self.place.in_stage == 0:
-                yield from self.weights.merge(entry, shards)
-
-    def _gather(self, shard: Tensor) -> list[Tensor]:
-        """The pieces of all TP ranks."""
-        if self.place.tp_size == 1:
-            return [shard]
-        shards = [torch.empty_like(shard) for _ in range(self.place.tp_size)]
-        dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-        return shards
-
-    def _fetch(self, entry: Entry, held: torch.nn.Parameter | None) -> list[Tensor]:
-        """An expert's tensor on the first rank of the stage; `held` on the ranks that have it."""
-        assert entry.expert is not None
-        owner = entry.expert // len(self.experts)
-        group = parallel_state.get_expert_model_parallel_group()
-        if self.place.in_stage == owner:
-            assert held is not None
-            if owner:
-                dist.send(held.data.contiguous(), self.place.rank - owner, group)
-            return [held.data]
-        if self.place.in_stage:
-            return []
-        whole = torch.empty(self.weights.whole_shape(entry, 1), dtype=self.config.params_dtype, device=self.device)
-        dist.recv(whole, self.place.rank + owner, group)
-        return [whole]
 
 
 class ValueModel(StageModel):
@@ -286,26 +177,27 @@ class ValueModel(StageModel):
 
     _MODULE = TargetValuesModel
 
-    def load_hf(self, path: str | Path) -> None:
-        """Load a policy, with a head of zeros, or a token classification of one label, with its own.
 
-        Zeros make all values 0 at first: advantages then begin as the returns themselves. A random head would begin
-        with noise, which value clipping lets it leave only slowly. Raises UserError if the Hugging Face folder `path`
-        does not fit the architecture.
-        """
-        reader = HfReader(path)
-        names = reader.names()
-        self.weights.check_hf_names(names, headless=True)
-        parameters = self.parameters()
-        for name in _HEAD & parameters.keys():
-            (hf,) = self.weights.entry(name).hf
-            if hf not in names:
-                parameters.pop(name).data.zero_()
-                continue
-            shape, own = list(reader.get(hf).shape), list(parameters[name].shape)
-            if shape != own:
-                raise UserError(
-                    f"{path} has a head {hf} of shape {shape}, but a value is one number, {own}: give a model with "
-                    "num_labels=1, or one without a head."
-                )
-        self._load(parameters, reader)
+def inverse_frequencies(architecture: Architecture) -> Tensor:
+    """Radians that a position turns each pair of a head's numbers by, [head_dim / 2] float32 on the CPU.
+
+    Without scaling f_i = theta^(-2 i / head_dim) (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2). With it, as in
+    `apply_scaling` of Meta's Llama 3.1 (github.com/meta-llama/llama-models, models/llama3): with n_i =
+    original_max_positions f_i / (2 pi) turns within the original context,
+
+        s_i = clamp((n_i - low) / (high - low), 0, 1),   f'_i = (1 - s_i) f_i / factor + s_i f_i
+
+    so fast pairs stay, slow ones are slowed down by `factor`, and those in between are interpolated.
+    """
+    powers = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim
+    frequencies = 1.0 / architecture.rope_theta**powers
+    scaling = architecture.rope
+    if scaling is None:
+        return frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_positions / (2 * pi / frequencies)
+    share = (turns - low) / (high - low)
+    between = (1 - share) * frequencies / scaling.factor + share * frequencies
+    # Not clamped: at the ends the two terms would not add up to the last bit.
+    slow = torch.where(turns < low, frequencies / scaling.factor, between)
+    return torch.where(turns > high, frequencies, slow)

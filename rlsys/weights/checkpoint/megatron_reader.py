@@ -16,7 +16,8 @@ import pickletools
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from math import lcm, prod
@@ -32,12 +33,10 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rlsys.errors import UserError
-from rlsys.weights.bijection import Entry, WeightMap
-from rlsys.weights.buckets import checksum
 from rlsys.weights.checkpoint.store import is_complete, read_about
-from rlsys.weights.families import VOCAB_MULTIPLE, Cut
 from rlsys.weights.hf_io import map_bytes
-from rlsys.weights.sizes import chunk_layers
+from rlsys.weights.transport import checksum
+from rlsys.weights.weight_map import VOCAB_MULTIPLE, Cut, Entry, WeightMap, chunk_layers
 
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 """Files of a distributed checkpoint beside the tensors."""
@@ -46,14 +45,17 @@ LAYER_STATE = "_extra_state"
 _LATEST, _RANK_FILE = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 
 
-def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
-    """The checkpoint in `folder`, or the one that Megatron's note of the latest names there.
+def saved(value: Any) -> bytes:
+    """What `torch.save` writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
-    Only what is said of the tensors is read. Raises UserError if there is none, it is incomplete or damaged, or asks to run code.
-    """
+
+def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
+    """Opens the checkpoint in `folder`, or the one that Megatron's note of the latest names there. Raises UserError."""
     folder = _resolve(Path(folder))
     if (folder / BACKEND).is_file():
-        _require_torch_dist(folder)
         return TorchDistCheckpoint(folder)
     if (folder / METADATA).is_file():
         raise UserError(f"{folder} has {METADATA} but no {BACKEND}: it was not written to the end; give another.")
@@ -81,17 +83,6 @@ def _resolve(folder: Path) -> Path:
     return saved[0] if saved else folder
 
 
-def _require_torch_dist(folder: Path) -> None:
-    try:
-        backend = json.loads((folder / BACKEND).read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{folder / BACKEND} is damaged; copy the checkpoint again.") from error
-    if backend != "torch_dist":
-        raise UserError(f"{folder} was saved as {backend}, which is not read here; save it as torch_dist.")
-    if not (folder / METADATA).is_file():
-        raise UserError(f"{folder / METADATA} is not there; complete the checkpoint, or copy it again.")
-
-
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
     """One Megatron tensor as a checkpoint holds it."""
@@ -107,29 +98,32 @@ class MegatronCheckpoint(ABC):
     format: str  # torch_dist or mp_rank.
 
     def __init__(
-        self, folder: Path, step: int | None, layout: str, stored: Mapping[str, StoredWeight], cuts: Mapping[str, int]
+        self,
+        folder: Path,
+        step: int | None,
+        layout: str,
+        stored: Mapping[str, StoredWeight],
+        pieces: Mapping[str, list[Any]],
     ) -> None:
-        """`layout` says to people how it was cut when it was saved, as far as can be told; `cuts` in how many pieces
-        each weight is stored: at least as many as the tensor-parallel ranks that cut it."""
-        self.folder, self.step, self.layout, self._stored, self._cuts = folder, step, layout, stored, cuts
+        """`layout` says to people how it was cut when it was saved, as far as can be told; `pieces` of a weight are at
+        least as many as the tensor-parallel ranks that cut it."""
+        self.folder, self.step, self.layout, self._stored, self._pieces = folder, step, layout, stored, pieces
 
     def names(self) -> Mapping[str, StoredWeight]:
         """Every weight, named as it is stored: of Transformer Engine's layers as those name it."""
         return self._stored
 
-    @abstractmethod
     def files(self) -> list[Path]:
         """The files that weights are read from, as far as they are there, relative to the folder."""
+        named = {piece.file for pieces in self._pieces.values() for piece in pieces}
+        return [file.relative_to(self.folder) for file in sorted(named) if file.is_file()]
 
     @abstractmethod
     def _read(self, name: str) -> list[Tensor]:
         """The tensor-parallel pieces of a weight, in the order of ranks."""
 
     def check(self, weights: WeightMap) -> None:
-        """Raise UserError unless this is a checkpoint of the model of `weights`, whole and of the right shapes.
-
-        Only what is said of the tensors is read, not the tensors.
-        """
+        """Raise UserError unless this is a checkpoint of the model of `weights`, whole and of the right shapes."""
         entries = {entry.name: entry for entry in weights.entries()}
         known = {name: _entry(weights, name) for name in self.names()}
         unknown = [
@@ -151,19 +145,26 @@ class MegatronCheckpoint(ABC):
             )
         for entry in entries.values():
             self._check_shape(entry, weights)
-            if entry.rule.cut is Cut.VOCAB:
-                self._check_padding(entry, weights.architecture.vocab)
+            name, vocab = self._stored_name(entry), weights.architecture.vocab
+            rows = sum(shape[0] for shape in self.names()[name].shapes)
+            # Megatron pads by less than a multiple of its own for each tensor-parallel rank; more is another model's.
+            if entry.rule.cut is Cut.VOCAB and rows - vocab >= VOCAB_MULTIPLE * len(self._pieces[name]):
+                raise UserError(
+                    f"{self.folder} has a vocabulary of {rows} rows in {name}, and the config.json says {vocab}, which "
+                    "is too few for the rest to be padding; give the config.json of the model that was trained (--hf)."
+                )
 
     def check_copies(self, weights: WeightMap) -> None:
-        """Raise UserError unless what is stored beside the tensor that it is a copy of has the same numbers.
+        """Raise UserError unless what is stored beside the tensor that it is a copy of has the same numbers."""
 
-        Both are read, one at a time.
-        """
+        def sums(entry: Entry) -> list[str]:
+            return [checksum(name, tensor) for name, tensor in self.parts(entry, weights)]
+
         originals = {entry.hf: entry for entry in weights.entries()}
         stored = {known.name for name in self.names() if (known := _entry(weights, name))}
         for copy in weights.copies():
             original = originals[copy.hf]
-            if copy.name in stored and self._sums(copy, weights) != self._sums(original, weights):
+            if copy.name in stored and sums(copy) != sums(original):
                 raise UserError(
                     f"{self.folder} has {copy.name} with other numbers than {original.name}, and they would be lost, "
                     "for the config.json says that the two are one (tie_word_embeddings); give the config.json of the "
@@ -177,8 +178,7 @@ class MegatronCheckpoint(ABC):
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
         """A weight's whole Hugging Face tensors with their names, on the CPU, in the dtype they are stored in.
 
-        Reads no other weight. They may share memory with each other. Raises UserError if the weight is not there, or
-        its file is damaged.
+        They may share memory. Raises UserError if the weight is not there, or its file is damaged.
         """
         return self._merged(entry, weights, self._read(self._stored_name(entry)))
 
@@ -188,19 +188,6 @@ class MegatronCheckpoint(ABC):
         merged = [tuple(part.shape) for _, part in self._merged(entry, weights, shapes)]
         if merged != list(entry.rule.shapes):
             raise self._misfit(entry, stored)
-
-    def _check_padding(self, entry: Entry, vocab: int) -> None:
-        """Megatron pads by less than a multiple of its own for each tensor-parallel rank; more is another model's."""
-        name = self._stored_name(entry)
-        rows = sum(shape[0] for shape in self.names()[name].shapes)
-        if rows - vocab >= VOCAB_MULTIPLE * self._cuts[name]:
-            raise UserError(
-                f"{self.folder} has a vocabulary of {rows} rows in {name}, and the config.json says {vocab}, which is "
-                "too few for the rest to be padding; give the config.json of the model that was trained (--hf)."
-            )
-
-    def _sums(self, entry: Entry, weights: WeightMap) -> list[str]:
-        return [checksum(name, tensor) for name, tensor in self.parts(entry, weights)]
 
     def _merged(self, entry: Entry, weights: WeightMap, shards: list[Tensor]) -> list[tuple[str, Tensor]]:
         try:
@@ -224,14 +211,9 @@ class MegatronCheckpoint(ABC):
 
 
 def _entry(weights: WeightMap, name: str) -> Entry | None:
-    try:
+    with suppress(KeyError):
         return weights.entry(name)
-    except KeyError:
-        return None
-
-
-_BEFORE_ZIP = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
-"""How files of `torch.save` began that were no archives yet."""
+    return None
 
 
 class Inert:
@@ -291,12 +273,14 @@ def find_tensors(
 ) -> tuple[Any, Callable[[Tensor], OnDisk]]:
     """What `torch.save` wrote to `stream`, with tensors that have no data, and where such a tensor lies.
 
-    `stream` begins `start` bytes into `file`. `is_inert` says of the full name of a class or function whether objects
-    made with it are tolerated, as `Inert` ones. Raises UserError if it is damaged or asks for anything else.
+    `stream` begins `start` bytes into `file`. `is_inert` says of a full name whether objects made with it are tolerated,
+    as `Inert` ones. Raises UserError if it is damaged or asks for anything else.
     """
-    begins = stream.read(len(_BEFORE_ZIP))
+    # So files of `torch.save` began that were no archives yet.
+    old = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
+    begins = stream.read(len(old))
     stream.seek(0)
-    if begins == _BEFORE_ZIP:
+    if begins == old:
         raise UserError(
             f"{file} was written by a torch before 1.6, or as that did, which is not read here; load it with torch and "
             "save it again."
@@ -376,7 +360,7 @@ _METADATA_BYTES = 1 << 30  # Largest `.metadata` that is read; no model needs as
 class _Piece(NamedTuple):
     """A part of a weight within a chunk."""
 
-    file: str
+    file: Path
     start: int  # Bytes into the file, to what `torch.save` wrote.
     length: int
     sizes: tuple[int, ...]  # Of the chunk.
@@ -385,33 +369,36 @@ class _Piece(NamedTuple):
 
 
 class TorchDistCheckpoint(MegatronCheckpoint):
-    """A distributed checkpoint: `.metadata` says which chunk of which tensor lies where in `.distcp` files.
-
-    A chunk is what `torch.save` writes.
-    """
+    """A distributed checkpoint: `.metadata` says which chunk (of `torch.save`) of which tensor lies where."""
 
     format = "torch_dist"
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError if the folder is incomplete, or its metadata is damaged or is none."""
+        try:
+            backend = json.loads((folder / BACKEND).read_text())["sharded_backend"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{folder / BACKEND} is damaged; copy the checkpoint again.") from error
+        if backend != "torch_dist":
+            raise UserError(f"{folder} was saved as {backend}, which is not read here; save it as torch_dist.")
+        if not (folder / METADATA).is_file():
+            raise UserError(f"{folder / METADATA} is not there; complete the checkpoint, or copy it again.")
         found = read_metadata(folder / METADATA)
         try:
-            stored, self._pieces = _index(found)
+            stored, pieces = _index(folder, found)
         except UserError:
             raise
         except Exception as error:  # it may lack anything
             raise _damaged(folder / METADATA, error) from error
-        cuts = {name: len(pieces) for name, pieces in self._pieces.items()}
         # A distributed checkpoint is whole; only the chunks tell of the tensor parallelism that wrote it.
-        tp = max((cut for name, cut in cuts.items() if name.endswith("linear_proj.weight")), default=1)
+        tp = max((len(cut) for name, cut in pieces.items() if name.endswith("linear_proj.weight")), default=1)
         layout = f"whole tensors, saved under tp {tp} in {len(list(folder.glob('*.distcp')))} files"
         named = re.fullmatch(r"iter_(\d+)", folder.name)
         step = read_about(folder).step if is_complete(folder) else int(named[1]) if named else None
-        super().__init__(folder, step, layout, stored, cuts)
+        super().__init__(folder, step, layout, stored, pieces)
 
     def files(self) -> list[Path]:
-        named = {piece.file for pieces in self._pieces.values() for piece in pieces}
-        return [Path(name) for name in sorted({METADATA, *named}) if (self.folder / name).is_file()]
+        return [Path(METADATA), *super().files()]
 
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
         """See `MegatronCheckpoint`; what lies in one piece is not copied."""
@@ -448,7 +435,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         return whole
 
     def _locate(self, name: str, piece: _Piece, dtype: torch.dtype) -> OnDisk:
-        file = self.folder / piece.file
+        file = piece.file
         if not file.is_file():
             raise UserError(f"{file} is not there, but holds {name}; complete the checkpoint.")
         if file.stat().st_size < piece.start + piece.length:
@@ -543,10 +530,11 @@ def _damaged(file: Path, reason: object) -> UserError:
     return UserError(f"{file} is damaged or cut short ({reason}); take another checkpoint, or copy it again.")
 
 
-def _index(found: metadata.Metadata) -> tuple[dict[str, StoredWeight], dict[str, list[_Piece]]]:
+def _index(folder: Path, found: metadata.Metadata) -> tuple[dict[str, StoredWeight], dict[str, list[_Piece]]]:
     """Every weight, and the pieces that it is made of."""
     stored: dict[str, StoredWeight] = {}
     pieces: dict[str, list[_Piece]] = {}
+    files: dict[str, Path] = {}
     count = 0
     for key, tensor in found.state_dict_metadata.items():
         if not isinstance(tensor, metadata.TensorStorageMetadata) or not is_weight(key):
@@ -568,7 +556,8 @@ def _index(found: metadata.Metadata) -> tuple[dict[str, StoredWeight], dict[str,
             for within in product(*(range(size) for size in sizes[:axes])):
                 name = name_of(plain, tuple(map(sum, zip(offsets, within, strict=False))))
                 stored[name] = StoredWeight((shape,), tensor.properties.dtype)
-                piece = _Piece(place.relative_path, place.offset, place.length, sizes, within, at)
+                file = files.setdefault(place.relative_path, folder / place.relative_path)
+                piece = _Piece(file, place.offset, place.length, sizes, within, at)
                 pieces.setdefault(name, []).append(piece)
     return stored, pieces
 
@@ -612,13 +601,9 @@ class _Grid(NamedTuple):
     ep: int
     etp: int
 
-    def pairs(self) -> set[tuple[int, int]]:
+    def files(self) -> list[tuple[int, int]]:
         """Tensor and expert rank of each file of a stage."""
-        return {(rank % self.tp, rank // self.etp % self.ep) for rank in range(self.files())}
-
-    def files(self) -> int:
-        """Of a stage."""
-        return lcm(self.tp, self.etp * self.ep)
+        return [(rank % self.tp, rank // self.etp % self.ep) for rank in range(lcm(self.tp, self.etp * self.ep))]
 
 
 class LegacyCheckpoint(MegatronCheckpoint):
@@ -632,38 +617,27 @@ class LegacyCheckpoint(MegatronCheckpoint):
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError if a rank's file is missing, damaged, or asks to run code."""
-        files = _with_expert_ranks({rank: _read_file(file) for rank, file in sorted(_rank_files(folder))})
+        files = {}
+        for path in sorted(folder.glob("mp_rank_*")):
+            if named := _RANK.fullmatch(path.name):
+                if not (path / _RANK_FILE).is_file():
+                    raise UserError(f"{path / _RANK_FILE} is not there; complete the checkpoint, or copy it again.")
+                files[_Rank(*(int(number or 0) for number in named.groups()))] = _read_file(path / _RANK_FILE)
+        files = _with_expert_ranks(dict(sorted(files.items(), key=lambda item: item[0])))
         grid = _grid(folder, files)
-        self._pieces = _assemble(files, grid)
-        stored = {
-            name: StoredWeight(tuple(piece.shape for piece in pieces), pieces[0].dtype)
-            for name, pieces in self._pieces.items()
-        }
-        for name, pieces in self._pieces.items():
+        stored, weights = {}, _assemble(files, grid)
+        for name, pieces in weights.items():
+            stored[name] = StoredWeight(tuple(piece.shape for piece in pieces), pieces[0].dtype)
             if len({piece.dtype for piece in pieces}) > 1:
                 raise UserError(
                     f"{folder} has {name} in different dtypes on different ranks; give a checkpoint of one run."
                 )
         stages = max(len(file.models) for file in files.values())
         layout = f"tp {grid.tp}, pp {grid.pp}, ep {grid.ep}" + (f", {stages} virtual stages" if stages > 1 else "")
-        cuts = {name: len(pieces) for name, pieces in self._pieces.items()}
-        super().__init__(folder, next(iter(files.values())).step, layout, stored, cuts)
-
-    def files(self) -> list[Path]:
-        named = {piece.file for pieces in self._pieces.values() for piece in pieces}
-        return [file.relative_to(self.folder) for file in sorted(named) if file.is_file()]
+        super().__init__(folder, next(iter(files.values())).step, layout, stored, weights)
 
     def _read(self, name: str) -> list[Tensor]:
         return [piece.read() for piece in self._pieces[name]]
-
-
-def _rank_files(folder: Path) -> Iterator[tuple[_Rank, Path]]:
-    """With one number after the tensor rank it is taken for the pipeline's; see `_with_expert_ranks`."""
-    for path in folder.glob("mp_rank_*"):
-        if named := _RANK.fullmatch(path.name):
-            if not (path / _RANK_FILE).is_file():
-                raise UserError(f"{path / _RANK_FILE} is not there; complete the checkpoint, or copy it again.")
-            yield _Rank(*(int(number or 0) for number in named.groups())), path / _RANK_FILE
 
 
 def _read_file(file: Path) -> _RankFile:
@@ -684,17 +658,13 @@ def _read_file(file: Path) -> _RankFile:
         models.append({re.sub(r"^(?:module\.)+", "", name): locate(tensor) for name, tensor in weights.items()})
     step, settings = loaded.get("iteration"), loaded.get("args")
     # Ranks that there should be, where Megatron's settings lie beside the weights.
-    sizes = {short: getattr(settings, name, None) for short, name in _SIZES.items() if isinstance(settings, Inert)}
-    known = isinstance(step, int) and 0 <= step < _SHOWN
-    numbers = {short: size for short, size in sizes.items() if isinstance(size, int)}
-    return _RankFile(tuple(models), numbers, step if known else None)
+    said = vars(settings) if isinstance(settings, Inert) else {}
+    sizes = {short: said[name] for short, name in _SIZES.items() if isinstance(said.get(name), int)}
+    return _RankFile(tuple(models), sizes, step if isinstance(step, int) and 0 <= step < _SHOWN else None)
 
 
 def _with_expert_ranks(files: dict[_Rank, _RankFile]) -> dict[_Rank, _RankFile]:
-    """Without pipeline stages, the one number after the tensor rank is the expert rank.
-
-    Then every file begins with the embedding; of pipeline stages only the first does.
-    """
+    """Without stages, the number after the tensor rank is the expert rank, and every file has the embedding."""
     first = "embedding.word_embeddings.weight"
     if any(rank.ep for rank in files) or not all(first in file.models[0] for file in files.values()):
         return files
@@ -715,7 +685,7 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
     tp, pp, ep = sizes.values()
     stages = [{(rank.tp, rank.ep) for rank in files if rank.pp == stage} for stage in range(pp)]
     for grid in (_Grid(tp, pp, ep, etp) for etp in range(tp, 0, -1) if tp % etp == 0):
-        if all(len(stage) == grid.files() for stage in stages) and all(stage == grid.pairs() for stage in stages):
+        if all(sorted(stage) == sorted(grid.files()) for stage in stages):
             return grid
     every = (_Rank(t, p, e) for t in range(tp) for p in range(pp) for e in range(ep))
     missing = next(rank for rank in every if rank not in files)
@@ -756,7 +726,7 @@ def _holders(grid: _Grid) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
     is the first one's."""
     whole: dict[int, int] = {}
     expert: dict[tuple[int, int], int] = {}
-    for tp, ep in sorted(grid.pairs(), reverse=True):
+    for tp, ep in sorted(grid.files(), reverse=True):
         whole[tp] = ep
         expert[ep, tp % grid.etp] = tp
     return set(whole.items()), {(tp, ep) for (ep, _), tp in expert.items()}

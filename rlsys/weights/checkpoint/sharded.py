@@ -16,7 +16,7 @@ import json
 import os
 import random
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,9 +60,10 @@ from rlsys.weights.checkpoint.megatron_reader import (
     find_tensors,
     is_weight,
     read_metadata,
+    saved,
 )
 from rlsys.weights.checkpoint.store import COMPLETE, About, is_complete, read_about
-from rlsys.weights.sizes import aligned
+from rlsys.weights.weight_map import aligned
 
 Shard: TypeAlias = "ShardedTensor | ShardedObject"
 T = TypeVar("T")
@@ -109,20 +110,25 @@ class CheckpointWriter:
 
     @property
     def writing(self) -> bool:
-        """Whether this process's files are still being written."""
+        """This process's files are still being written."""
         return self._writing is not None and not self._writing.done()
 
     def begin(self, contents: Sequence[Content]) -> None:
-        """Copy `contents`, and begin to write them to a file system that all ranks share.
+        """Copy `contents`, and begin to write them to a file system that all ranks share, once a save before is finished.
 
-        A save before it is finished first. Raises what `finish` raises, and UserError if a folder holds a complete
-        checkpoint.
+        Raises what `finish` raises, and UserError if a folder holds a complete checkpoint.
         """
         self.finish()
         for content in contents:
             _agree(content.folder, partial(_open, content.folder))
         prepared = [save_preprocess(content.state) for content in contents]
-        kept = [_own_shards(sharded) for sharded, _ in prepared]
+        kept = []
+        for state, _ in prepared:
+            # Of what data-parallel ranks have alike each writes its share.
+            group = parallel_state.get_data_parallel_group()
+            shares = determine_main_replica_uniform_distribution(state, group)
+            distribute_main_replicas_with_precomputed_distribution(state, group, shares)
+            kept.append([shard for shard in nested_values(state) if is_main_replica(shard.replica_id)])
         _agree(contents[-1].folder, partial(_stage, [shard for shards in kept for shard in shards]))
         self._jobs = [
             _plan(content, shards, common)
@@ -131,10 +137,7 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, self._jobs)
 
     def finish(self) -> Written:
-        """Wait until what was begun is complete; nothing happens if nothing was.
-
-        Raises RunError on all ranks if one could not write, and then leaves the folders incomplete.
-        """
+        """Wait until what was begun, if anything, is complete. Raises RunError on all ranks if one could not write."""
         jobs, writing, self._jobs, self._writing = self._jobs, self._writing, (), None
         if writing is None:
             return Written(0, 0.0)
@@ -166,19 +169,10 @@ def _open(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _own_shards(sharded_state: dict[str, Any]) -> list[Shard]:
-    """What this process is to write: of what data-parallel ranks have alike each takes its share."""
-    group = parallel_state.get_data_parallel_group()
-    shares = determine_main_replica_uniform_distribution(sharded_state, group)
-    distribute_main_replicas_with_precomputed_distribution(sharded_state, group, shares)
-    return [shard for shard in nested_values(sharded_state) if is_main_replica(shard.replica_id)]
-
-
 def _stage(shards: Sequence[Shard]) -> None:
     """Put copies in the places of what training is going to change. Objects are pickled by `_plan`."""
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    copies = host_copies([shard.data for shard in tensors])
-    for shard, copy in zip(tensors, copies, strict=True):
+    for shard, copy in zip(tensors, host_copies([shard.data for shard in tensors]), strict=True):
         shard.data = copy
 
 
@@ -200,9 +194,7 @@ def _plan(content: Content, shards: Sequence[Shard], common: dict[str, Any]) -> 
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
     files = {_generators_file(rank): _capture_generators()}
     if rank == 0:
-        data = io.BytesIO()
-        torch.save(common, data)
-        files[COMMON] = data.getvalue()
+        files[COMMON] = saved(common)
     about = replace(content.about, layout=_parallel_layout())
     return _Job(content.folder, about, files, writer, planner, plan, metadata)
 
@@ -227,23 +219,21 @@ def _write_file(path: Path, data: bytes) -> None:
 
 def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
     """What `action` gives on each rank. Where it fails on one all raise: a UserError as it is, else RunError."""
-    outcome: tuple[T | None, Exception | None]
+    result: T | None = None
+    failure: Exception | None = None
     cause = None
     try:
-        outcome = action(), None
+        result = action()
     except UserError as error:
-        outcome = None, error
+        failure = error
     except Exception as error:  # noqa: BLE001
         cause, reason = error, f"{_reason(error)}, rank {dist.get_rank()}"
-        outcome = (
-            None,
-            RunError(
-                f"The checkpoint {folder} could not be written ({reason}): see that there is room, and that writing is "
-                "allowed; earlier checkpoints are as they were."
-            ),
+        failure = RunError(
+            f"The checkpoint {folder} could not be written ({reason}): see that there is room, and that writing is "
+            "allowed; earlier checkpoints are as they were."
         )
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    dist.all_gather_object(outcomes, (result, failure))
     for _, problem in outcomes:
         if problem is not None:
             raise problem from cause
@@ -276,33 +266,24 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """Fill `sharded_state` from a checkpoint and return it; all ranks call this together.
-
-    Raises UserError if the checkpoint is incomplete, damaged, of another model, or could run code.
-    """
+    """Fill `sharded_state` from a checkpoint and return it; all ranks call this together. Raises UserError."""
     folder = Path(folder)
     read_about(folder)
     require_sound(folder)
     try:
         state, unused, lacking = dist_checkpointing.load(sharded_state, str(folder), strict=StrictHandling.RETURN_ALL)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise _as_user_error(folder, error) from error
+        failed = isinstance(error, CheckpointException) and error.failures
+        inner = min(failed.items())[1][0] if failed else error
+        reason = (str(inner) or type(inner).__name__).splitlines()[0]
+        if isinstance(inner, CheckpointingException | KeyError):
+            raise _of_another_model(folder, reason) from error
+        raise UserError(f"{folder} could not be loaded: take an earlier checkpoint. ({reason})") from error
     for names, what in ((lacking, "lacks"), (set(filter(is_weight, unused)), "has, and the model lacks,")):
         if names:
             raise _of_another_model(folder, f"it {what} {min(names)}")
     loaded: dict[str, Any] = state
     return loaded
-
-
-def _as_user_error(folder: Path, error: BaseException) -> UserError:
-    """What is wrong with the checkpoint `folder`, which could not be loaded."""
-    inner = error
-    if isinstance(error, CheckpointException) and error.failures:
-        inner = min(error.failures.items())[1][0]
-    reason = (str(inner) or type(inner).__name__).splitlines()[0]
-    if isinstance(inner, CheckpointingException | KeyError):
-        return _of_another_model(folder, reason)
-    return UserError(f"{folder} could not be loaded: take an earlier checkpoint. ({reason})")
 
 
 def _of_another_model(folder: Path, reason: str) -> UserError:
@@ -313,8 +294,7 @@ def require_sound(folder: Path) -> None:
     """Raise UserError, which names the file, unless `folder` holds a checkpoint that can be loaded without danger.
 
     Megatron and torch unpickle the metadata, and the objects that lie among the tensors, with trust. So what they read is read
-    here before, by readers that make nothing but plain values, tensors and classes that torch's `weights_only` allows (to which
-    Megatron adds some of its own when it is imported). Of tensors only their places are looked at, not what they hold.
+    here before, by readers that make nothing but plain values, tensors and classes that torch's `weights_only` allows.
     """
     for name in (BACKEND, COMMON, METADATA):
         if not (folder / name).is_file():
@@ -328,7 +308,13 @@ def require_sound(folder: Path) -> None:
     with (folder / COMMON).open("rb") as stream:
         find_tensors(folder / COMMON, stream)
     seen = set()
-    for key, file, content in _objects(folder, found):
+    for index, place in found.storage_data.items():
+        key, file = index.fqn, folder / place.relative_path
+        if isinstance(found.state_dict_metadata.get(key), TensorStorageMetadata):
+            continue
+        with file.open("rb") as stream:
+            stream.seek(place.offset)
+            content = stream.read(place.length)
         # Most layers have the same one.
         known = (LAYER_STATE in key, blake2b(content).digest())
         if known not in seen:
@@ -352,16 +338,6 @@ def _require_whole(folder: Path, found: Metadata) -> None:
             raise _unsound(file, "is missing")
         if file.stat().st_size < end:
             raise _unsound(file, f"was cut short, to {file.stat().st_size} bytes")
-
-
-def _objects(folder: Path, found: Metadata) -> Iterator[tuple[str, Path, bytes]]:
-    """What is no tensor: its key, the file that it is in, and its bytes."""
-    for index, place in found.storage_data.items():
-        if not isinstance(found.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
-            file = folder / place.relative_path
-            with file.open("rb") as stream:
-                stream.seek(place.offset)
-                yield index.fqn, file, stream.read(place.length)
 
 
 def _unsound(file: Path, what: str) -> UserError:
@@ -388,15 +364,10 @@ def _generators_file(rank: int) -> str:
 
 
 def _capture_generators() -> bytes:
-    """The content of this process's file: all generators as they are now.
-
-    Torch's (CPU and CUDA), those that Megatron keeps for parallel regions, numpy's and Python's: all that a draw in a
-    worker process can come from.
-    """
+    """The content of this process's file: all generators (torch's, Megatron's, numpy's, Python's) as they are."""
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     keys = numpy_state["state"].pop("key")
-    version, words, gauss = random.getstate()
-    rest = {"numpy": numpy_state, "python": [version, words, gauss]}
+    rest = {"numpy": numpy_state, "python": random.getstate()}
     arrays: dict[str, NDArray[Any]] = {
         _CPU: torch.get_rng_state().numpy(),
         _NUMPY: keys,

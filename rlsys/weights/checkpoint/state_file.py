@@ -40,13 +40,11 @@ T = TypeVar("T")
 
 
 def save_values(path: Path, value: Any) -> None:
-    """Write `value`, a dataclass, to `path`.
-
-    Raises TypeError for a value that its hints do not allow or that no file can hold, RunError if it cannot be written.
-    """
+    """Write the dataclass `value` to `path`. Raises TypeError for what no file can hold, RunError."""
     arrays = _Arrays()
     tree = json.dumps(_encoded(value, type(value), arrays), separators=(",", ":"))
-    members = {_TREE: np.frombuffer(tree.encode(), np.uint8), **arrays.joined()}
+    joined = {name: np.concatenate(found) for name, found in arrays.of_dtype.items()}
+    members = {_TREE: np.frombuffer(tree.encode(), np.uint8), **joined}
     try:
         with open_atomically(path) as file:
             np.savez(file, allow_pickle=False, **members)
@@ -78,7 +76,7 @@ class _Arrays:
     """Arrays on their way into a file."""
 
     def __init__(self) -> None:
-        self._of_dtype: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        self.of_dtype: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self._lengths: dict[str, int] = defaultdict(int)
 
     def add(self, array: NDArray[Any]) -> dict[str, Any]:
@@ -87,22 +85,25 @@ class _Arrays:
             raise TypeError(f"An array of {array.dtype} cannot be saved without pickle.")
         name = array.dtype.str
         start = self._lengths[name]
-        self._of_dtype[name].append(array.ravel())
+        self.of_dtype[name].append(array.ravel())
         self._lengths[name] += array.size
         return {"in": name, "from": start, "shape": list(array.shape)}
-
-    def joined(self) -> dict[str, NDArray[Any]]:
-        """Members of the file."""
-        return {name: np.concatenate(found) for name, found in self._of_dtype.items()}
 
 
 def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
     """`value`, which is a `hint`, as JSON."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
-        kind, tagged = _member(type(value), inner)
-        made = None if kind is NoneType else _encoded(value, kind, arrays)
-        return {kind.__name__: made} if tagged else made
+        others = [other for other in inner if other is not NoneType]
+        if value is None and NoneType in inner:
+            return None
+        if len(others) == 1:
+            return _encoded(value, others[0], arrays)
+        # Where several are possible, the class has to be told.
+        kind = type(value)
+        if kind not in others:
+            raise TypeError(f"A {kind.__name__} stands where one of {others} should.")
+        return {kind.__name__: _encoded(value, kind, arrays)}
     if origin is Any:
         return value
     if not isinstance(value, _SCALARS.get(origin, origin)):
@@ -128,13 +129,11 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
     """The `hint` that `tree` stands for."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
-        named = {kind.__name__: kind for kind in inner}
+        named = {kind.__name__: kind for kind in inner if kind is not NoneType}
         if tree is None and NoneType in inner:
             return None
-        if len(inner) - (NoneType in inner) > 1:
-            ((name, tree),) = tree.items()
-            return _decoded(tree, named[name], members)
-        return _decoded(tree, next(kind for kind in inner if kind is not NoneType), members)
+        (name,) = tree if len(named) > 1 else named
+        return _decoded(tree[name] if len(named) > 1 else tree, named[name], members)
     if origin is Any:
         return tree
     if origin in _SCALARS:
@@ -155,16 +154,6 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
         key, item = inner
         return {_decoded(k, key, members): _decoded(v, item, members) for k, v in tree}
     return tuple(_decoded(item, of, members) for item, of in zip(tree, _items(inner, len(tree)), strict=True))
-
-
-def _member(kind: type, kinds: tuple[Any, ...]) -> tuple[Any, bool]:
-    """The kind that a value of a union is written as, and whether its class has to be told: where several are possible."""
-    others = [other for other in kinds if other is not NoneType]
-    if kind is NoneType and NoneType in kinds:
-        return NoneType, False
-    if len(others) > 1 and kind not in others:
-        raise TypeError(f"A {kind.__name__} stands where one of {others} should.")
-    return (kind, True) if len(others) > 1 else (others[0], False)
 
 
 def _items(inner: tuple[Any, ...], length: int) -> tuple[Any, ...]:

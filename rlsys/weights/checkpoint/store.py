@@ -21,7 +21,7 @@ from pathlib import Path
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
 
-MANIFEST = "manifest.json"
+MANIFEST, COMPLETE = "manifest.json", "complete.json"  # Megatron's own checkpoints have neither.
 _SMALL_BYTES = 1024 * 1024  # Files up to which the manifest has checksums of: what says what the others hold.
 _NAME = re.compile(r"global_step_(\d+)")
 _HIDDEN = re.compile(r"\.(global_step_\d+)\.(partial|deleted|replaced)")
@@ -37,7 +37,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which checkpoints stay. The newest always does; a rule that is None keeps none, but all stay without `last`."""
+    """The rules by which checkpoints stay. The newest always does; None keeps none, but all stay without `last`."""
 
     last: int | None  # The newest so many.
     every: int | None  # Those of steps that this divides.
@@ -80,7 +80,14 @@ class CheckpointStore:
     def publish(self, step: int) -> Path:
         """Give what `begin` has opened its name, in place of an earlier checkpoint of that step. Returns its folder."""
         partial, final, old = self._hidden(step, "partial"), self.path(step), self._hidden(step, "replaced")
-        _write_manifest(partial)
+        inside = sorted(partial.rglob("*"))
+        sizes = {str(path.relative_to(partial)): path.stat().st_size for path in inside if path.is_file()}
+        sums = {name: sha256_of(partial / name) for name, size in sizes.items() if size <= _SMALL_BYTES}
+        manifest = partial / MANIFEST
+        manifest.write_text(json.dumps({"files": sizes, "sha256": sums}, indent=1) + "\n")
+        # Folders too: they hold the names of what is in them.
+        for path in (*inside, manifest, partial):
+            _sync(path)
         if final.exists():
             final.rename(old)
         partial.rename(final)
@@ -149,23 +156,9 @@ def check(folder: Path) -> None:
             raise UserError(f"{path} holds other bytes than were saved: take an earlier checkpoint.")
 
 
-def _write_manifest(folder: Path) -> None:
-    inside = sorted(folder.rglob("*"))
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in inside if path.is_file()}
-    sums = {name: sha256_of(folder / name) for name, size in sizes.items() if size <= _SMALL_BYTES}
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"files": sizes, "sha256": sums}, indent=1) + "\n")
-    # Folders too: they hold the names of what is in them.
-    for path in (*inside, manifest, folder):
-        _sync(path)
-
-
 def _remove(path: Path) -> None:
     """Delete a checkpoint; of one that was moved elsewhere, only the link to it."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -177,17 +170,14 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-COMPLETE = "complete.json"  # Megatron's own checkpoints have none.
-
-
 @dataclass(frozen=True, slots=True)
 class About:
-    """Of one checkpoint."""
+    """What one checkpoint says of itself."""
 
     step: int  # Optimiser steps taken.
-    optimizer: bool = False  # Whether the optimiser's state is there, beside the weights.
+    optimizer: bool = False  # The optimiser's state is there, beside the weights.
     version: int = 0  # Of the policy, when a reference last changed.
-    master: bool = False  # Whether the exact weights of a reference are there, of which its own are the rounding.
+    master: bool = False  # The exact weights of a reference are there, of which its own are the rounding.
     layout: Mapping[str, int] | None = None
     """Of the processes that saved, whose random generators are there; None: nobody's are."""
 
@@ -197,15 +187,12 @@ class About:
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether `folder` holds a checkpoint that was written to the end."""
+    """Tell if `folder` holds a checkpoint that was written to the end."""
     return (Path(folder) / COMPLETE).is_file()
 
 
 def read_about(folder: str | Path) -> About:
-    """What the checkpoint in `folder` says of itself; what another version says beyond that is left out.
-
-    Raises UserError if it is not complete, or does not tell its step.
-    """
+    """What the complete checkpoint in `folder` says of itself, as far as this version knows it. Raises UserError."""
     if not is_complete(folder):
         raise UserError(f"{folder} holds no complete checkpoint; give a folder with {COMPLETE} in it.")
     file = Path(folder) / COMPLETE

@@ -9,13 +9,13 @@ Any TP, PP and EP can load the result; how it is cut only decides which of it a 
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,12 @@ from torch.utils.serialization import config
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import RunError, UserError
-from rlsys.weights.bijection import Entry, WeightMap
-from rlsys.weights.checkpoint.megatron_reader import BACKEND, COMMON, LAYER_STATE, METADATA, key_of
+from rlsys.weights.checkpoint.megatron_reader import BACKEND, COMMON, LAYER_STATE, METADATA, key_of, saved
 from rlsys.weights.checkpoint.store import COMPLETE, About
-from rlsys.weights.families import Cut, Rule
-from rlsys.weights.sizes import expert_block, packed, stage_layers
+from rlsys.weights.weight_map import ALIGNMENT, Cut, Entry, Rule, WeightMap, expert_block, packed, stage_layers
 
 _OPTIONS: Any = config
 FILE_BYTES = 1 << 30  # About how much a file holds; a larger tensor has one for itself.
-_ALIGNMENT = 64
 _STATE_FILE = "__state.distcp"
 _BACKEND: Mapping[str, object] = {
     "sharded_backend": "torch_dist",
@@ -73,10 +70,7 @@ class TorchDistWriter:
         self.files: list[FileJob] = self._plan(parallel, file_bytes)
 
     def write(self, folder: Path, job: FileJob, parts_of: Callable[[Entry], Sequence[Tensor]]) -> dict[str, Any]:
-        """Write one file of tensors from their whole Hugging Face tensors; a receipt for `finish`, as plain JSON.
-
-        At most one Megatron tensor is in memory at a time. Raises RunError if the file cannot be written.
-        """
+        """Write one file of tensors, one in memory at a time; a receipt for `finish`, as plain JSON. Raises RunError."""
         chunks = []
         folder.mkdir(parents=True, exist_ok=True)
         # Reading takes no notice of checksums, and making them takes longer than writing.
@@ -89,24 +83,21 @@ class TorchDistWriter:
                 axes = [1 for number in (entry.layer, entry.expert) if number is not None]
                 for at, chunk in self._chunks(entry, parts_of(entry)):
                     # torch aligns what it writes from its own start; so a reader can map the tensor as it is.
-                    stream.write(bytes(-stream.tell() % _ALIGNMENT))
+                    stream.write(bytes(-stream.tell() % ALIGNMENT))
                     start = stream.tell()
                     torch.save(chunk.view(axes + list(chunk.shape)), stream)
                     chunks.append([entry.name, at, list(chunk.shape), start, stream.tell() - start])
         return {"file": job.name, "chunks": chunks}
 
     def finish(self, folder: Path, receipts: Sequence[Mapping[str, Any]], about: About) -> None:
-        """Complete the checkpoint, of which all files are written and which says `about` of itself.
-
-        Raises ValueError if a receipt is missing, and RunError if a file cannot be written.
-        """
+        """Complete the checkpoint, which says `about` of itself. Raises ValueError if a receipt is missing, RunError."""
         if {receipt["file"] for receipt in receipts} != {job.name for job in self.files}:
             raise ValueError("Not every file of the checkpoint has a receipt.")
         # Megatron's linear layers ask for a state of their own, which is None.
-        state = _saved([None])
+        state = saved([None])
         contents = {
             _STATE_FILE: state,
-            COMMON: _saved({}),
+            COMMON: saved({}),
             METADATA: pickle.dumps(self._metadata(receipts, len(state))),
             BACKEND: json.dumps(_BACKEND).encode(),
             COMPLETE: about.to_json().encode(),
@@ -128,7 +119,7 @@ class TorchDistWriter:
         ]
 
     def _nbytes(self, entry: Entry) -> int:
-        return torch.Size(self._shape(entry)).numel() * self._dtypes[entry.name].itemsize
+        return prod(self._shape(entry)) * self._dtypes[entry.name].itemsize
 
     def _shape(self, entry: Entry) -> tuple[int, ...]:
         return self._weights.whole_shape(entry, self._tp)
@@ -153,7 +144,13 @@ class TorchDistWriter:
         """Where each piece begins in the whole tensor, and the piece, in memory of its own."""
         dimension, bounds = self._cuts[entry.name]
         shape, before = self._shape(entry), 0
-        for whole in self._wholes(entry, parts):
+        # What makes up the Megatron tensor one after the other; as little as possible of it is a copy.
+        wholes = parts
+        if entry.rule.cut is Cut.VOCAB:
+            wholes = [*parts, parts[0].new_zeros(shape[0] - parts[0].shape[0], *shape[1:])]
+        elif entry.rule.cut is not Cut.GATE_UP:
+            wholes = [self._weights.shard(entry, parts, 0, 1)]
+        for whole in wholes:
             if whole.dtype != self._dtypes[entry.name]:
                 raise ValueError(f"{entry.name} is {whole.dtype}, not {self._dtypes[entry.name]} as was said.")
             after = before + whole.shape[dimension]
@@ -161,18 +158,10 @@ class TorchDistWriter:
                 if before <= start < after:
                     at = [0] * len(shape)
                     at[dimension] = start
-                    yield at, _compact(whole.narrow(dimension, start - before, end - start))
+                    piece = whole.narrow(dimension, start - before, end - start).contiguous()
+                    # `torch.save` writes all memory that a tensor is a view of.
+                    yield at, piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()
             before = after
-
-    def _wholes(self, entry: Entry, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What makes up the Megatron tensor one after the other; as little as possible of it is a copy."""
-        if entry.rule.cut is Cut.GATE_UP:
-            return parts
-        if entry.rule.cut is Cut.VOCAB:
-            (matrix,) = parts
-            padding = self._shape(entry)[0] - matrix.shape[0]
-            return [matrix, matrix.new_zeros(padding, *matrix.shape[1:])]
-        return [self._weights.shard(entry, parts, 0, 1)]
 
     def _metadata(self, receipts: Sequence[Mapping[str, Any]], state_bytes: int) -> described.Metadata:
         entries = {entry.name: entry for entry in self._weights.entries()}
@@ -188,9 +177,14 @@ class TorchDistWriter:
                 chunk = described.ChunkStorageMetadata(offsets, torch.Size([1] * len(lead) + sizes))
                 tensors.setdefault(key, empty).chunks.append(chunk)
                 places[described.MetadataIndex(key, offsets)] = _StorageInfo(receipt["file"], start, length)
-        for state in filter(None, map(self._state, entries.values())):
-            tensors[state] = described.BytesStorageMetadata()
-            places[described.MetadataIndex(state)] = _StorageInfo(_STATE_FILE, 0, state_bytes)
+        for entry in entries.values():
+            key, lead = self._key(entry)
+            # Megatron's layers ask for a state beside each weight.
+            if key.startswith("decoder.") and key.endswith(".weight"):
+                at, of = (".".join(map(str, axis)) for axis in zip(*(lead or [(0, 1)]), strict=True))
+                state = f"{key.removesuffix('weight')}{LAYER_STATE}/shard_{at}_{of}"
+                tensors[state] = described.BytesStorageMetadata()
+                places[described.MetadataIndex(state)] = _StorageInfo(_STATE_FILE, 0, state_bytes)
         return described.Metadata(tensors, storage_data=places, storage_meta=described.StorageMeta(), version="1.0.0")
 
     def _key(self, entry: Entry) -> tuple[str, list[tuple[int, int]]]:
@@ -199,14 +193,6 @@ class TorchDistWriter:
         numbers = ((entry.layer, architecture.layers), (entry.expert, architecture.experts))
         lead = [(number, count) for number, count in numbers if number is not None]
         return key_of(entry.name, mixture=architecture.experts > 0), lead
-
-    def _state(self, entry: Entry) -> str | None:
-        """The name of the state that Megatron's layers ask for beside a weight."""
-        key, lead = self._key(entry)
-        if not key.startswith("decoder.") or not key.endswith(".weight"):
-            return None
-        at, of = (".".join(map(str, axis)) for axis in zip(*(lead or [(0, 1)]), strict=True))
-        return f"{key.removesuffix('weight')}{LAYER_STATE}/shard_{at}_{of}"
 
 
 @contextmanager
@@ -226,18 +212,6 @@ def _appearing(file: Path) -> Iterator[Path]:
             # Of another file, which the tensors come from.
             raise cause from None
         raise RunError(f"{file} could not be written: {cause.strerror}.") from error
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _compact(piece: Tensor) -> Tensor:
-    """`torch.save` writes all memory that a tensor is a view of, so this one is a view of no more than it is."""
-    piece = piece.contiguous()
-    return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()
 
 
 def _dtypes(weights: WeightMap, dtype_of: Callable[[Entry], torch.dtype]) -> dict[str, torch.dtype]:
@@ -261,9 +235,7 @@ def _owners(weights: WeightMap, parallel: ParallelConfig) -> Callable[[Entry], t
     blocks = [expert_block(architecture.experts, parallel.ep, rank) for rank in range(parallel.ep)]
 
     def owner(entry: Entry) -> tuple[int, int]:
-        expert = 0
-        if entry.expert is not None:
-            expert = next(rank for rank, block in enumerate(blocks) if entry.expert in block)
+        expert = next((rank for rank, block in enumerate(blocks) if entry.expert in block), 0)
         if entry.layer is None:
             return (0 if entry.name.startswith("embedding.") else parallel.pp - 1), expert
         return next(stage for stage, layers in enumerate(stages) if entry.layer in layers), expert

@@ -1,0 +1,529 @@
+"""THE map between Hugging Face tensors and Megatron shards, and the model families that it is made from. Pure: no process or device.
+
+Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP and EP size and split into stages. Loading, live
+synchronisation and conversion all go through here, so they cannot disagree. Sizes can be asked for without loading torch.
+
+A family is the file `family/<model_type>.yaml`, and adding one is adding such a file. Its sections:
+
+- `extends`: another file, whose entries hold unless this one has its own (an entry of null takes it away).
+- `config`: a field of `Architecture` -> the key of config.json that gives it, or a value, or a list of these, the first
+  that is there. The keys of `rope_parameters` (once `rope_scaling`) count as keys of config.json.
+- `only`: a key -> the values that are supported; what is left out or null is. `else` says what others mean; with
+  `computes` they change what is computed of the weights and not the weights, which can be converted.
+- `tensors`: a Megatron tensor -> how it is `cut`, the Hugging Face tensors in it (`hf`, with their shapes), another
+  name for it (`also`: Transformer Engine fuses norms into the linear layer behind them, and keeps the weights of all
+  experts in one module), and `when` it is there: a flag of `Architecture`, or `logits` or `values` for a head of that
+  kind. `tied` names the tensor that it is a copy of where embeddings are tied.
+
+Megatron names carry the *global* numbers of layer and expert, also under pipeline and expert parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from functools import cache
+from itertools import accumulate, pairwise, starmap
+from math import lcm, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+
+from rlsys.config.schema import Dtype
+from rlsys.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VOCAB_MULTIPLE = 128
+"""Megatron's vocabulary is padded to a multiple of this, so that its shape is the same for most TP."""
+FAMILIES = Path(__file__).with_name("family")  # The folder of the families.
+_SECTIONS = ("config", "only", "tensors")
+_HEADS = ("logits", "values")
+
+
+class Cut(Enum):
+    """How the Hugging Face tensors of a rule become one Megatron tensor, and how TP cuts that."""
+
+    WHOLE = "whole"  # One tensor, the same on every TP rank.
+    ROWS = "rows"  # One tensor, cut along dimension 0.
+    COLUMNS = "columns"  # One tensor, cut along dimension 1.
+    VOCAB = "vocab"  # One tensor, padded with zero rows, cut along dimension 0.
+    QKV = "qkv"  # Query, key and value, interleaved by query group, cut along dimension 0.
+    GATE_UP = "gate_up"  # Gate and up projection: each is cut along dimension 0, a rank holds [gate_r; up_r].
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch rotary positions; `stage_model.inverse_frequencies` has the formula."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The sizes and choices of one model, read from its Hugging Face config."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # Width of the MLP; of no use where there are experts.
+    vocab: int
+    tied: bool  # Input embedding and output layer share one matrix.
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    rope: RopeScaling | None = None
+    experts: int = 0  # In every layer; 0 is a dense model.
+    experts_per_token: int = 0
+    expert_ffn: int = 0  # Width of one expert's MLP.
+    norm_topk: bool = False  # The weights of a token's experts add up to 1.
+
+    def padded_vocab(self, tp: int) -> int:
+        """Rows of Megatron's embedding under tensor parallelism of `tp`."""
+        multiple = lcm(VOCAB_MULTIPLE, tp)
+        return -(-self.vocab // multiple) * multiple
+
+
+_END = 1 << 62  # No number of a config is as large.
+_KINDS: dict[Any, type] = {"int": int, "float": float, "bool": bool}
+_FIELDS = {field.name: _KINDS[field.type] for field in fields(Architecture) if field.type in _KINDS}
+"""What `config` may say, and the kind of number that it is."""
+_SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab")
+_WIDTHS = {"query": "heads", "key_value": "kv_heads"}
+"""What the shapes in `tensors` may be made of, next to numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron tensor and the Hugging Face tensors that it is made of."""
+
+    megatron: tuple[str, ...]  # Its names, the one to use first, with `{layer}` and `{expert}` for their numbers.
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # Of the Hugging Face tensors, whole.
+    cut: Cut
+    exported: bool = True  # False for a copy of a tensor that another rule exports.
+
+    @property
+    def per_layer(self) -> bool:
+        """Every layer has one."""
+        return "{layer}" in self.megatron[0]
+
+    @property
+    def per_expert(self) -> bool:
+        """Every expert of a layer has one."""
+        return "{expert}" in self.megatron[0]
+
+
+def rules_of(architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> tuple[Rule, ...]:
+    """The tensors that a model of this architecture has: those before the layers, of a layer, after them.
+
+    `values` gives it a value head in place of the output layer. With tied embeddings the last pipeline stage still
+    holds a matrix of its own: a copy of the embedding that is loaded but not exported.
+    """
+    tensors = _family(architecture.family, folder)["tensors"]
+    sizes = {word: getattr(architecture, word) for word in _SIZES}
+    sizes |= {word: getattr(architecture, heads) * architecture.head_dim for word, heads in _WIDTHS.items()}
+    absent = _HEADS[0 if values else 1]
+    rules = []
+    for name, tensor in tensors.items():
+        when = tensor.get("when")
+        if when == absent or not (when is None or when in _HEADS or getattr(architecture, when)):
+            continue
+        copy = architecture.tied and "tied" in tensor
+        source = tensors[tensor["tied"]] if copy else tensor
+        names = (name, tensor["also"]) if "also" in tensor else (name,)
+        shapes = (tuple(sizes.get(size, size) for size in shape) for shape in source["hf"].values())
+        rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), Cut(tensor["cut"]), exported=not copy))
+    return tuple(rules)
+
+
+def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
+    """Read the config of the Hugging Face folder `path`, of a family in `folder` or of one of rlsys' own.
+
+    `weights_only`: no model is built of it, so that what changes no weight need not be supported. Raises UserError.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise UserError(f"model.path is {path}, which has no config.json; give a Hugging Face model folder.")
+    try:
+        config = json.loads(file.read_text())
+    except (ValueError, RecursionError) as problem:
+        raise UserError(f"{file} is not JSON ({problem}); copy it from the original model.") from problem
+    try:
+        return architecture_of(config if isinstance(config, dict) else {}, folder, weights_only=weights_only)
+    except UserError as problem:
+        raise UserError(f"{file}: {problem}") from problem
+
+
+def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
+    """The architecture of what a config.json holds, or of a transformers config object. Raises UserError."""
+    keys: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
+    keys |= _rope(keys)
+    kind = keys.get("model_type")
+    if kind not in family_names(folder):
+        choices = ", ".join(family_names(folder))
+        raise UserError(f"model_type is {kind}, which is not supported; use one of {choices}.")
+    family = _family(kind, folder)
+    for key, rule in family["only"].items():
+        value = keys.get(key)
+        if value is not None and value not in rule["values"] and not (weights_only and rule.get("computes")):
+            choices = " or ".join(map(_written, rule["values"])) or "leaving it out"
+            raise UserError(
+                f"{key} is {_written(value)}, which means {rule['else']}; that is not supported, only {choices} is."
+            )
+    values = {name: _read(keys, source, _FIELDS[name]) for name, source in family["config"].items()}
+    values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
+    if values["heads"] % values["kv_heads"] or not values["head_dim"]:
+        raise UserError(
+            f"{values['heads']} heads, {values['kv_heads']} for keys and values, and a width of {values['hidden']} do "
+            "not divide; copy config.json from the original model."
+        )
+    rope = None
+    if keys["rope_type"] == "llama3":
+        original = ["original_max_position_embeddings", "max_position_embeddings"]
+        factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        rope = RopeScaling(**factors, original_max_positions=_read(keys, original, int))
+    return Architecture(family=kind, rope=rope, **values)
+
+
+def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys about rotary positions, which older configs write under other names."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if found := keys.get(name):
+            if not isinstance(found, Mapping):
+                raise UserError(f"{name} is {_written(found)}; give an object, as the original model does.")
+            return {**found, "rope_type": found.get("rope_type", found.get("type"))}
+    return {"rope_type": None}
+
+
+def _written(value: Any) -> str:
+    """`value` as config.json writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
+    """The first source that is there, as a finite number above 0 of this kind; None where the last one is null."""
+    sources = source if isinstance(source, list) else [source]
+    for name in sources:
+        value = keys.get(name) if isinstance(name, str) else name
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) != (kind is bool):
+            wanted = "true or false" if kind is bool else "a number"
+        elif kind is not bool and not (0 < value < _END and kind(value) == value):
+            wanted = "a number of at least 1" if kind is int else "a number above 0"
+        else:
+            return kind(value)
+        raise UserError(f"{name} is {_written(value)}; give {wanted}, as the original model does.")
+    if sources[-1] is None:
+        return None
+    raise UserError(f"{sources[0]} is missing; copy config.json from the original model.")
+
+
+def family_names(folder: Path = FAMILIES) -> list[str]:
+    """Every `model_type` that can be read, sorted."""
+    files = {*folder.glob("*.yaml"), *FAMILIES.glob("*.yaml")}
+    return sorted({file.stem for file in files if not file.stem.startswith("_")})
+
+
+@cache
+def _family(name: str, folder: Path) -> dict[str, Any]:
+    """The sections of a family's file, over those of what it extends. Raises ValueError if it is not one."""
+    file = folder / f"{name}.yaml"
+    file = file if file.is_file() else FAMILIES / file.name
+    own: dict[str, Any] = yaml.safe_load(file.read_text())
+    base = _family(own.pop("extends"), folder) if "extends" in own else {}
+    merged = {section: base.get(section, {}) | own.pop(section, {}) for section in _SECTIONS}
+    family = {name: {key: x for key, x in entries.items() if x is not None} for name, entries in merged.items()}
+    unknown = [*own, *_unknown_words(family)]
+    if unknown:
+        raise ValueError(f"{file} says {unknown[0]}, which has no meaning; see rlsys/weights/weight_map.py.")
+    return family
+
+
+def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
+    """What a family's sections say that nothing here understands."""
+    cuts = {cut.value for cut in Cut}
+    whens = {*_HEADS, *(name for name, kind in _FIELDS.items() if kind is bool)}
+    yield from family["config"].keys() - _FIELDS.keys()
+    for key, rule in family["only"].items():
+        yield from (f"{key}: {word}" for word in (rule.keys() - {"computes"}) ^ {"values", "else"})
+    for name, tensor in family["tensors"].items():
+        yield from (f"{name}: {word}" for word in tensor.keys() - {"cut", "hf", "also", "when", "tied"})
+        words = {tensor["cut"]} - cuts | {tensor.get("when", _HEADS[0])} - whens
+        sizes = {size for shape in tensor["hf"].values() for size in shape if isinstance(size, str)}
+        words |= sizes - {*_SIZES, *_WIDTHS}
+        yield from (f"{name}: {word}" for word in words)
+
+
+ALIGNMENT = (
+    64  # Bytes; every tensor of a bucket or file starts at a multiple, so that it can be viewed in its own dtype.
+)
+T = TypeVar("T")
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` up to the next multiple of `ALIGNMENT`: what a tensor takes in a bucket."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FAMILIES) -> int:
+    """Bytes of the smallest bucket that the weights of the Hugging Face folder `model_path` can travel in, as `dtype`.
+
+    Tensors that are one parameter in training (query, key and value; gate and up) travel together. Raises UserError.
+    """
+    item = 4 if dtype is Dtype.float32 else 2
+    rules = rules_of(read_architecture(model_path, folder), folder=folder)
+    return max(sum(aligned(prod(shape) * item) for shape in rule.shapes) for rule in rules)
+
+
+def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -> list[range]:
+    """The layer numbers of each of `pp` stages, as many in all, or `pp_layers`. Raises UserError."""
+    if pp_layers is None:
+        if layers % pp:
+            raise UserError(
+                f"pp is {pp}, which does not divide the model's {layers} layers; set pp_layers to {pp} counts."
+            )
+        pp_layers = [layers // pp] * pp
+    if len(pp_layers) != pp or sum(pp_layers) != layers or min(pp_layers) < 1:
+        raise UserError(
+            f"pp_layers is {list(pp_layers)}; give {pp} counts of at least 1 that add up to {layers} layers."
+        )
+    return list(starmap(range, pairwise(accumulate(pp_layers, initial=0))))
+
+
+def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[range]]:
+    """The global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank]. Raises UserError.
+
+    `counts` [pp][virtual] are the layers of each. A micro-batch passes the first chunk of every rank, then the second
+    of every rank and so on (interleaved schedule: Narayanan et al., arXiv:2104.04473, section 2.2).
+    """
+    virtual = max(map(len, counts))
+    if any(len(rank) != virtual for rank in counts) or sum(map(sum, counts)) != layers:
+        raise UserError(
+            f"The pipeline's chunks hold {[list(rank) for rank in counts]} layers; every rank must have as many "
+            f"chunks as the others, and all must add up to {layers} layers."
+        )
+    ends = accumulate((rank[chunk] for chunk in range(virtual) for rank in counts), initial=0)
+    in_order = list(starmap(range, pairwise(ends)))
+    return [[in_order[chunk * len(counts) + rank] for chunk in range(virtual)] for rank in range(len(counts))]
+
+
+def expert_block(experts: int, ep: int, ep_rank: int) -> range:
+    """The global numbers of the experts that one expert-parallel rank holds, of a layer. Raises UserError."""
+    if not experts and ep > 1:
+        raise UserError(f"ep is {ep}, but the model has no experts; set it to 1.")
+    if experts % ep:
+        raise UserError(f"ep is {ep}, which does not divide the model's {experts} experts; lower ep.")
+    held = experts // ep
+    return range(held * ep_rank, held * (ep_rank + 1))
+
+
+def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> list[list[T]]:
+    """The items in order, in runs of at most `most` bytes; one that is larger is a run of its own."""
+    runs: list[list[T]] = []
+    size = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if not runs or size + nbytes > most:
+            runs.append([])
+            size = 0
+        runs[-1].append(item)
+        size += nbytes
+    return runs
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
+"""A layer or an expert in a Megatron name; Transformer Engine writes the expert at the end."""
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One Megatron tensor of one model: its rule with the numbers filled in."""
+
+    hf: tuple[str, ...]
+    rule: Rule
+    name: str  # The first of its names, with the global numbers of layer and expert.
+    layer: int | None = None
+    expert: int | None = None
+
+
+class WeightMap:
+    """The map for one architecture."""
+
+    def __init__(self, architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> None:
+        """`values`: of a critic, with a value head and no output layer. `folder` holds the family's file."""
+        self.architecture = architecture
+        self._rules = rules_of(architecture, values, folder)
+        self._by_name = {name.format(layer="#", expert="#"): rule for rule in self._rules for name in rule.megatron}
+        policy = rules_of(replace(architecture, tied=False), folder=folder)
+        self._of_policy = {hf for rule in policy if not rule.per_layer for hf in rule.hf}
+        untied = {rule.megatron: rule.hf for rule in policy}
+        copies = [rule for rule in self._rules if not rule.exported]
+        self.repeated: dict[str, str] = {
+            k: v for rule in copies for k, v in zip(untied[rule.megatron], rule.hf, strict=True)
+        }
+        """A Hugging Face tensor that some checkpoints of a tied model have -> the one that it must be equal to."""
+
+    def entry(self, megatron: str) -> Entry:
+        """Look up a Megatron tensor by any of its names, with global numbers. KeyError if there is none."""
+        rule = self._by_name[_NUMBER.sub("#", megatron)]
+        entry = _entry(rule, *map(int, _NUMBER.findall(megatron)))
+        if (entry.layer or 0) >= self.architecture.layers or (
+            entry.expert is not None and entry.expert >= self.architecture.experts
+        ):
+            raise KeyError(megatron)
+        return entry
+
+    def entries(self) -> list[Entry]:
+        """Every exported Megatron tensor of the model, in the order of export: layer by layer."""
+        first = next(number for number, rule in enumerate(self._rules) if rule.per_layer)
+        block = [rule for rule in self._rules if rule.per_layer]
+        entries = list(map(_entry, self._rules[:first]))
+        for layer in range(self.architecture.layers):
+            entries += [_entry(rule, layer) for rule in block if not rule.per_expert]
+            experts = range(self.architecture.experts)
+            entries += [_entry(rule, layer, expert) for expert in experts for rule in block if rule.per_expert]
+        entries += [_entry(rule) for rule in self._rules[first:] if not rule.per_layer]
+        return [entry for entry in entries if entry.rule.exported]
+
+    def copies(self) -> list[Entry]:
+        """Every Megatron tensor that is stored beside the one that it is a copy of; its `hf` are that one's."""
+        return [_entry(rule) for rule in self._rules if not rule.exported]
+
+    def hf_names(self) -> set[str]:
+        """Every Hugging Face tensor of the model."""
+        return {name for entry in self.entries() for name in entry.hf}
+
+    def whole_shape(self, entry: Entry, tp: int) -> tuple[int, ...]:
+        """Shape of the Megatron tensor before it is cut; the vocabulary is padded for `tp`."""
+        shapes = entry.rule.shapes
+        rows = sum(shape[0] for shape in shapes)
+        return (self.architecture.padded_vocab(tp) if entry.rule.cut is Cut.VOCAB else rows, *shapes[0][1:])
+
+    def check_hf_names(self, found: set[str], headless: bool = False) -> None:
+        """Raise UserError unless a checkpoint with the tensors `found` is one of this architecture.
+
+        `headless` also takes a critic without its head, or with one without bias. A policy's output layer is ignored
+        where there is none; whether it is the embedding that it is tied to, only its numbers tell (`repeated`).
+        """
+        expected = self.hf_names()
+        head = {hf for rule in self._rules if not rule.per_layer for hf in rule.hf} - self._of_policy
+        if headless:
+            biases = {name for name in head if name.endswith(".bias")}
+            expected -= (biases if head & found else head) - found
+        missing = sorted(expected - found)
+        if missing:
+            raise UserError(f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; is it complete?")
+        # Some checkpoints repeat a tied matrix under the output layer's name.
+        unknown = sorted(name for name in found - expected - self._of_policy if not _IGNORED.search(name))
+        if unknown:
+            raise UserError(
+                f"The checkpoint has {len(unknown)} tensors that a {self.architecture.family} model does "
+                f"not have, first {unknown[0]}; use a checkpoint that fits its config.json."
+            )
+
+    def shard(self, entry: Entry, parts: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
+        """Rank `tp_rank`'s piece of a Megatron tensor, made from its whole Hugging Face `parts` in the order of `entry.hf`.
+
+        It may share memory with a part. Raises UserError where `tp_size`, which may exceed the query groups, does not fit.
+        """
+        if entry.rule.cut is Cut.GATE_UP:
+            return _joined([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in parts])
+        if entry.rule.cut is Cut.QKV:
+            # Per query group: its query heads, then its key head, then its value head.
+            groups = self.architecture.kv_heads
+            whole = _joined([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+        else:
+            (whole,) = parts
+        if entry.rule.cut is Cut.VOCAB:
+            padding = self.architecture.padded_vocab(tp_size) - whole.shape[0]
+            whole = _joined([whole, whole.new_zeros(padding, *whole.shape[1:])]) if padding else whole
+        return _piece(whole, entry.rule.cut, tp_rank, tp_size)
+
+    def merge(self, entry: Entry, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        """Names and whole Hugging Face tensors from the pieces of all TP ranks in order, maybe in their memory."""
+        cut = entry.rule.cut
+        if cut is Cut.WHOLE:
+            parts = [shards[0]]
+        elif cut is Cut.COLUMNS:
+            parts = [_joined(shards, dim=1)]
+        elif cut is Cut.GATE_UP:
+            parts = [_joined(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+        elif cut is Cut.QKV:
+            arch, fused = self.architecture, _joined(shards)
+            sizes = [arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim, arch.head_dim]
+            grouped = fused.reshape(arch.kv_heads, sum(sizes), *fused.shape[1:])
+            parts = [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+        else:
+            parts = [_joined(shards)[: self.architecture.vocab] if cut is Cut.VOCAB else _joined(shards)]
+        return list(zip(entry.hf, parts, strict=True))
+
+
+def _entry(rule: Rule, layer: int | None = None, expert: int | None = None) -> Entry:
+    numbers = {"layer": layer, "expert": expert}
+    hf = tuple(name.format(**numbers) for name in rule.hf)
+    return Entry(hf, rule, rule.megatron[0].format(**numbers), layer, expert)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """One tensor of all parts; one part alone is not copied."""
+    import torch  # which a plan, that asks for sizes alone, need not load
+
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+
+
+def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
+    if cut is Cut.WHOLE:
+        return whole
+    dimension = 1 if cut is Cut.COLUMNS else 0
+    if whole.shape[dimension] % tp_size:
+        raise UserError(f"tp is {tp_size}, which does not divide a dimension of {whole.shape[dimension]}; lower tp.")
+    return whole.chunk(tp_size, dim=dimension)[tp_rank]
+
+
+class ShardLoader:
+    """Turns a stream of whole Hugging Face tensors, in any order, into one rank's shards.
+
+    A fused tensor waits until all its parts are in; nothing else is kept. No expert is cut.
+    """
+
+    def __init__(
+        self, weights: WeightMap, names: Sequence[str], tp_rank: int, tp_size: int, store: Callable[[str, Tensor], None]
+    ) -> None:
+        """`names` are this rank's Megatron tensors, its experts among them; `store(name, shard)` takes each shard."""
+        self._weights, self._store = weights, store
+        self._tp = (tp_rank, tp_size)
+        self._entries = {name: weights.entry(name) for name in names}
+        self._user = {hf: name for name, entry in self._entries.items() for hf in entry.hf}
+        self._parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+
+    def feed(self, hf_name: str, tensor: Tensor) -> None:
+        """Take one tensor; tensors that other ranks hold are ignored."""
+        name = self._user.get(hf_name)
+        if name is None or name not in self._parts:
+            return
+        entry, parts = self._entries[name], self._parts[name]
+        parts[hf_name] = tensor
+        if len(parts) == len(entry.hf):
+            tp = self._tp if entry.expert is None else (0, 1)
+            self._store(name, self._weights.shard(entry, [parts[hf] for hf in entry.hf], *tp))
+            del self._parts[name]
+
+    def missing(self) -> list[str]:
+        """Hugging Face tensors that this rank still lacks."""
+        return sorted(hf for name, parts in self._parts.items() for hf in self._entries[name].hf if hf not in parts)
