@@ -528,8 +528,14 @@ class EpisodeGroup:
 
         async def play(sample: int, episode: Episode) -> None:
             async with slots:
-                finish = await within(episode.run(), timeout_s=timeout_s)
-            self._episodes[sample] = episode.trajectory(finish or Finish.ABORTED)
+                try:
+                    async with asyncio.timeout(timeout_s) as limit:
+                        finish = await episode.run()
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    finish = Finish.ABORTED
+            self._episodes[sample] = episode.trajectory(finish)
 
         waiting = [(sample, each) for sample, each in self._episodes.items() if isinstance(each, Episode)]
         tasks = [asyncio.create_task(play(sample, episode)) for sample, episode in waiting]
