@@ -11,12 +11,11 @@ from rlsys.data.question import Question
 from rlsys.errors import root_cause
 from rlsys.observe import status
 from rlsys.orchestrator.engine_pool import EnginePool, NoneSetAside
-from rlsys.orchestrator.evaluation.heldout import Ask, Evaluation, evaluate, heldout_score
+from rlsys.orchestrator.evaluation.heldout import STAGE, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.search_server import Serving
 
 _log = logging.getLogger(__name__)
-_STAGE = "rollout.evaluation"
 
 
 class Evaluator:
@@ -69,13 +68,12 @@ class Evaluator:
 
     async def _ask(self, step: int, ask: Ask, concurrency: int) -> Evaluation:
         await self._search.require()
-        with status.stage("evaluates", _STAGE):
+        with status.stage("evaluates", STAGE):
             return await evaluate(
                 self._questions,
                 ask,
                 concurrency,
                 step,
-                say=lambda text: status.show(text, _STAGE),
                 score=heldout_score(self._config),
                 samples=self._config.eval.samples,
                 temperature=self._config.eval.temperature,

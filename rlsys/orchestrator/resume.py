@@ -85,8 +85,8 @@ def write_state(checkpoint: Path, state: RunState, config: RunConfig) -> None:
     write_atomically(folder / _ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
 
 
-def find_origin(config: RunConfig, say: Callable[[str], None]) -> Origin | None:
-    """What `resume` names; None for a run that begins. `say` is told what is passed over, and what is lost."""
+def find_origin(config: RunConfig, note: Callable[[str], None]) -> Origin | None:
+    """What `resume` names; None for a run that begins. `note` is told what is passed over, and what is lost."""
     found = _candidates(config)
     if found is None:
         return None
@@ -99,9 +99,9 @@ def find_origin(config: RunConfig, say: Callable[[str], None]) -> Origin | None:
                 raise UserError(
                     f"{str(damage).rstrip('.')}, or set checkpoint.fall_back=true to go on from the newest one that is whole."
                 ) from damage
-            say(f"{damage} It is passed over, as checkpoint.fall_back=true says.")
+            note(f"{damage} It is passed over, as checkpoint.fall_back=true says.")
         else:
-            _tell_lost_rows(origin, say)
+            _tell_lost_rows(origin, note)
             return origin
     raise UserError(
         f"resume={config.resume}: none of the checkpoints in {run_dir / CHECKPOINTS} is whole; give another run, or "
@@ -215,7 +215,7 @@ def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_
         )
 
 
-def _tell_lost_rows(origin: Origin, say: Callable[[str], None]) -> None:
+def _tell_lost_rows(origin: Origin, note: Callable[[str], None]) -> None:
     """Say where the run's own records have less than they had when it was saved."""
     known = origin.state.history
     for name in LOGS:
@@ -223,7 +223,7 @@ def _tell_lost_rows(origin: Origin, say: Callable[[str], None]) -> None:
         file = origin.run_dir / name
         found = file.stat().st_size if file.is_file() else 0
         if found < size:
-            say(
+            note(
                 f"{file} has {found} bytes and not the {size} it had at step {origin.state.step}: rows are lost, and the "
                 "run goes on without them."
             )

@@ -9,6 +9,7 @@ import pytest
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
+from rlsys.observe import status
 from rlsys.orchestrator.evaluation.heldout import Answered, evaluate
 from tests.evaluation.answers import SEARCH, turn
 from tests.pipeline.build import trajectory
@@ -66,7 +67,8 @@ async def test_answers_keep_the_order_of_the_questions_and_the_concurrency() -> 
         running -= 1
         return EPISODES[question.uid]
 
-    evaluation = await evaluate(QUESTIONS, slow, concurrency=3, say=said.append)
+    with status.reported_to(lambda _stage, text: said.append(text)):
+        evaluation = await evaluate(QUESTIONS, slow, concurrency=3)
     assert [one.question.uid for one in evaluation.answered] == ["q:1", "q:2", "q:3", "q:4"]
     assert most == 3
     assert said == [f"evaluates {number}/4 questions" for number in (0, 1, 2, 3, 4)]

@@ -38,6 +38,7 @@ from rlsys.config.schema import Device, Dtype, RunConfig, TagsConfig
 from rlsys.data.question import Question, as_asked, search_prompt
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError, UserError
+from rlsys.observe import status
 from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.run_logger import new_run_dir
 from rlsys.orchestrator.search_server import serving
@@ -178,7 +179,8 @@ async def _run(
     async with asking(config, how.engine) as ask:
         options: dict[str, Any] = {"samples": config.eval.samples, "temperature": config.eval.temperature, "note": note}
         most, score = config.rollout.max_episodes, heldout_score(config)
-        return await evaluate(questions, ask, most, say=report, score=score, **options)
+        with status.reported_to(lambda _stage, text: report(text)):
+            return await evaluate(questions, ask, most, score=score, **options)
 
 
 def evaluate_into_folder(inputs: EvaluationInputs, how: How, shown: int, out: Path | None) -> None:

@@ -17,10 +17,13 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import UserError
+from rlsys.observe import status
 from rlsys.orchestrator.evaluation.scores import AnswerScores, scores_of
 from rlsys.orchestrator.rewards.reward import Reader
 from rlsys.rollout.tools.interface import tool_tags
 
+STAGE = "rollout.evaluation"
+"""Stage that reports how far an evaluation is."""
 Ask = Callable[[Question, int, float], Awaitable[Trajectory]]
 """Answers a question, as number so many of it, at a temperature; 0 is greedy."""
 
@@ -183,7 +186,6 @@ async def evaluate(
     ask: Ask,
     concurrency: int,
     step: int = 0,
-    say: Callable[[str], None] = lambda _: None,
     score: Callable[[Trajectory, Question], AnswerScores] = plain_score,
     samples: int = 1,
     temperature: float = 0.0,
@@ -196,14 +198,14 @@ async def evaluate(
     slots = asyncio.Semaphore(concurrency)
     done, total = 0, len(questions) * samples
     noun = "questions" if samples == 1 else "answers"
-    say(f"evaluates 0/{total} {noun}")
+    status.show(f"evaluates 0/{total} {noun}", STAGE)
 
     async def answer(question: Question, sample: int) -> Answered:
         nonlocal done
         async with slots:
             trajectory = await ask(question, sample, temperature)
         done += 1
-        say(f"evaluates {done}/{total} {noun}")
+        status.show(f"evaluates {done}/{total} {noun}", STAGE)
         answered = Answered(question, trajectory, score(trajectory, question))
         note(answered)
         return answered
