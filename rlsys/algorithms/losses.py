@@ -7,8 +7,8 @@ The policy's loss is a weighted sum, the critic's a plain one:
 Statistics are sums, maxima and minima. Whoever accumulates micro-batches divides once, by the sum of their divisors over
 all ranks (`divisor`; of the critic's loss, the number of trained tokens). A token's weight depends on its own sequence
 alone. So the result is that of one batch for any split into micro-batches and ranks, and for any cut of a sequence over
-ranks, except with `gspo`, whose ratio is the sequence's. Whoever cuts a sequence takes its weight from the whole of it and counts its divisor once. A
-sequence without a trained token counts nowhere.
+ranks, except with `gspo`, whose ratio is the sequence's. Whoever cuts a sequence takes its weight from the whole of it and
+counts its divisor once. A sequence without a trained token counts nowhere.
 
 Invariant: a masked token adds nothing to a loss and gets a gradient of exactly zero, whatever stands in its place in any
 input, NaN and infinity included. A trained token that is NaN makes the loss NaN: it is not hidden here, nor in the maxima

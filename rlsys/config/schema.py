@@ -427,6 +427,10 @@ class CompatConfig:
     """Let observation tokens take part in the critic's loss, in advantage estimation and in whitening."""
 
 
+JUDGE_PLACEHOLDERS = ("{question}", "{answers}", "{answer}")
+"""Parts of a judge's prompt that are filled in."""
+
+
 @dataclass
 class JudgeConfig:
     """A language model that grades answers, behind an OpenAI-compatible endpoint; used by the term `judge`."""

@@ -166,8 +166,9 @@ def tool_template(tools: str, *, searches: bool = True) -> Template:
     return lambda question: (_REASON + about + _ANSWER).replace(QUESTION, as_asked(question))
 
 
-search_prompt = tool_template("")
-"""Search-R1's prompt of a raw question."""
+def search_prompt(question: str) -> str:
+    """Search-R1's prompt of a raw question."""
+    return tool_template("")(question)
 
 
 def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) -> Template:

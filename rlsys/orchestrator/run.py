@@ -213,6 +213,8 @@ class Run:
         if self._keeps_reference and self.groups.inference:
             await self.groups.devices.need("inference")
             await self.groups.inference.reference.load(folder / "reference")
+        await self.groups.devices.need("actor")
+        await self.groups.actor.end_step(origin.state.step)
 
     @property
     def _keeps_reference(self) -> bool:

@@ -140,18 +140,18 @@ class WeightSync:
         self._members, self._taken = members, 0
 
     async def push(self, version: int) -> SyncReport:
-        """Bring the sender's weights to every receiver, to be known as `version`.
+        """Bring the sender's weights to every receiver, to be known as `version`; groups that share devices come onto them.
 
         Waits for the last switch. Raises RunError if that failed or takes too long.
         """
         if self._need:
             await self._need(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
-        if not self._switched.is_set():
-            status.show("waits for the last switch", "sync")
-        await self._last_switch(version)
-        if self._living_members() != self._members:
-            await self.open()
         with status.stage(f"takes version {version}", *(f"{one.workers.name}.weights" for one in self._immediate)):
+            if not self._switched.is_set():
+                status.show("waits for the last switch", "sync")
+            await self._last_switch(version)
+            if self._living_members() != self._members:
+                await self.open()
             status.show("waits for log-probs", "sync")
             # Outside of what is measured: they may have to wait for work that is under way.
             await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
@@ -168,7 +168,7 @@ class WeightSync:
         return report
 
     async def activate(self, version: int) -> SyncReport:
-        """Let the receivers that hold `version` aside use it; returns when all do."""
+        """Let the receivers that hold `version` aside use it; when all do, `activated` learns of it."""
         held = self._transferred
         if held is None or held.version != version:
             raise RunError(f"Version {version} cannot be switched to: it was not transferred last.")

@@ -75,7 +75,10 @@ async def build_groups(
     built: Callable[[str], Awaitable[None]],
     done: int = 0,
 ) -> None:
-    """Make the workers of all groups, each followed by `built`. With `done` steps behind it, a run draws otherwise than at its beginning."""
+    """Make the workers of all groups, each followed by `built`.
+
+    With `done` steps behind it, a run draws otherwise than at its beginning.
+    """
 
     async def build(name: str) -> None:
         status.show("starts", name)

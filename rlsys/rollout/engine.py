@@ -122,8 +122,7 @@ class Engine:
         self._device = device
         self._seed = seed
         self._process: SglangProcess | None = None
-        self._liveness: Liveness
-        """There is one as soon as there is a process."""
+        self._liveness: Liveness | None = None
         self._hasher: Hasher = sha256_prefix
         self._eos_id: int = AutoTokenizer.from_pretrained(model_path).eos_token_id
         model = AutoConfig.from_pretrained(model_path)
@@ -310,8 +309,9 @@ class Engine:
         """End SGLang's processes and wait until they are gone. May be called again, or without a start."""
         self._refusal = f"{self._name} is not running."
         process, self._process = self._process, None
-        if process is not None:
+        if self._liveness is not None:
             self._liveness.stop()
+        if process is not None:
             await asyncio.to_thread(process.shutdown)
 
     @property
@@ -325,6 +325,12 @@ class Engine:
         return bool(self._requests) or not self._open.is_set()
 
     @property
+    def _alive(self) -> Liveness:
+        if self._liveness is None:
+            raise RunError(f"{self._name} is not running.")
+        return self._liveness
+
+    @property
     def _sglang(self) -> SglangProcess:
         if self._process is None:
             raise RunError(f"{self._name} is not running.")
@@ -332,14 +338,14 @@ class Engine:
 
     async def _outcome(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
         """Await `request`. Raises RunError for one that `_reject` has ended."""
-        await self._liveness.first_of(request)
+        await self._alive.first_of(request)
         if request.cancelled():
             raise RunError(self._refusal)
         return request.result()
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
         """Await SGLang's answer to `call`. Raises EngineDied once one of its processes is gone."""
-        return await self._liveness.guard(call)
+        return await self._alive.guard(call)
 
     def _launch(self) -> SglangProcess:
         """Blocking part of `start`; runs in a thread."""

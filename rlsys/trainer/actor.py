@@ -67,7 +67,7 @@ class Learner(MegatronWorker, ABC):
     def __init__(
         self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int, scratch: str | Path
     ) -> None:
-        """Train `model`, whose weights are undefined; messages name the `owner`, `total_steps` are the optimiser's."""
+        """Train `model`, whose weights are undefined until `load_hf` or `load`; messages name the `owner`, `total_steps` are the optimiser's."""
         super().__init__(owner, model.place, scratch, self._kept, lambda: gradient_buffers(self._wrapped))
         self.step = 0
         """Optimiser steps taken."""

@@ -91,7 +91,9 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
         # An expert is of the stage, whichever of its ranks holds it.
         if entry.name in model.parameters or (entry.expert is not None and entry.layer in model.layers)
     ]
-    return packed(entries, lambda e: sum(aligned(prod(shape) * itemsize) for shape in e.rule.shapes), bucket_bytes)
+    return list(
+        packed(entries, lambda e: sum(aligned(prod(shape) * itemsize) for shape in e.rule.shapes), bucket_bytes)
+    )
 
 
 @torch.no_grad()

@@ -270,7 +270,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
         """Log-probs of the trained tokens of each micro-batch, and picks; None on ranks that do not report.
 
-        All ranks of a data-parallel rank call this together with the same micro-batches.
+        All ranks of a data-parallel rank call this together with the same micro-batches. Raises RuntimeError after an update
+        that did not finish.
         """
         self._require("compute")
         if self.version is None:

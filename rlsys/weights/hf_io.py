@@ -148,9 +148,10 @@ def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> 
 
 
 def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the file `path` with the tensors that `specs` announces, which `tensors` gives in that order, or ValueError.
+    """Write the file `path` with the tensors that `specs` announces, which `tensors` gives in that order.
 
-    Larger dtypes should come first, so that every tensor lies where its dtype can be read in place.
+    Larger dtypes should come first, so that every tensor lies where its dtype can be read in place. Raises ValueError for
+    tensors that were not announced so.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -439,6 +439,7 @@ class SharedSender(Sender):
         self._host = host_identity()
 
     def send(self, bucket: Bucket) -> BucketHandle:
+        assert not isinstance(bucket.data, Tensor), "what lies on a device is not in the memory that was lent"
         place = SharedPlace(self._host, os.getpid(), self._descriptor, self._sent % SLOTS * self._stride)
         return self._handle(bucket, place)
 

@@ -1,4 +1,4 @@
-"""THE map between Hugging Face tensors and Megatron shards, and the model families that it is made from. Pure: no process or device.
+"""Maps Hugging Face tensors to Megatron shards and back, for the model families that are data. Pure: no process or device.
 
 Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP and EP size and split into stages. Loading, live
 synchronisation and conversion all go through here, so they cannot disagree. Sizes can be asked for without loading torch.
@@ -269,9 +269,8 @@ def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{name}: {word}" for word in words)
 
 
-ALIGNMENT = (
-    64  # Bytes; every tensor of a bucket or file starts at a multiple, so that it can be viewed in its own dtype.
-)
+ALIGNMENT = 64
+"""Bytes; every tensor of a bucket or file starts at a multiple, so that it can be viewed in its own dtype."""
 T = TypeVar("T")
 
 
@@ -332,18 +331,19 @@ def expert_block(experts: int, ep: int, ep_rank: int) -> range:
     return range(held * ep_rank, held * (ep_rank + 1))
 
 
-def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> list[list[T]]:
-    """The items in order, in runs of at most `most` bytes; one that is larger is a run of its own."""
-    runs: list[list[T]] = []
+def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in order, in runs of at most `most` bytes; one that is larger is a run of its own. Holds one run at a time."""
+    run: list[T] = []
     size = 0
     for item in items:
         nbytes = nbytes_of(item)
-        if not runs or size + nbytes > most:
-            runs.append([])
-            size = 0
-        runs[-1].append(item)
+        if run and size + nbytes > most:
+            yield run
+            run, size = [], 0
+        run.append(item)
         size += nbytes
-    return runs
+    if run:
+        yield run
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")

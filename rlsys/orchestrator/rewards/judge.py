@@ -26,16 +26,14 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_exponential_jitter
 
-from rlsys.config.schema import JudgeConfig
+from rlsys.config.schema import JUDGE_PLACEHOLDERS, JudgeConfig
 from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.files import parse_json
 from rlsys.search.wire import BodyError, Encoding, read_body
 
-PLACEHOLDERS = ("{question}", "{answers}", "{answer}")
-"""Parts of a judge's prompt that are filled in."""
-_PLACEHOLDER = re.compile("|".join(map(re.escape, PLACEHOLDERS)))
+_PLACEHOLDER = re.compile("|".join(map(re.escape, JUDGE_PLACEHOLDERS)))
 _THOUGHT_END = "</think>"
 """What reasoning models put between their reasoning and their reply."""
 _MARKER = "Question:"

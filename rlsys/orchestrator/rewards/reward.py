@@ -30,21 +30,24 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 
-from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig, TagsConfig, TaskConfig
+from rlsys.config.schema import JUDGE_PLACEHOLDERS, CompatConfig, JudgeConfig, RewardConfig, TagsConfig, TaskConfig
 from rlsys.data.answers import contains, exact_match, f1, sub_exact_match
 from rlsys.data.question import Question
 from rlsys.data.trajectory import ANSWER_TERMS, Action, Group, Sample, Trajectory, Turn
 from rlsys.errors import RunError, UserError
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.rewards.judge import PLACEHOLDERS, Judge
 from rlsys.rollout.tools.interface import tool_tags
 from rlsys.search.address import is_url
 from rlsys.search.web.loop import LoopThread
+
+if TYPE_CHECKING:
+    import httpx
+
+    from rlsys.orchestrator.rewards.judge import Judge
 
 _THINK = "think"
 """The tag of reasoning, which the protocol does not know but the structure asks for."""
@@ -190,6 +193,12 @@ def _of_answer(measure: Callable[[str, Sequence[str]], float]) -> PureTerm:
     return term
 
 
+def _judge(config: JudgeConfig, transport: httpx.AsyncBaseTransport | None) -> Judge:
+    from rlsys.orchestrator.rewards.judge import Judge  # loads HTTP clients, which the check of a config does not need
+
+    return Judge(config, transport)
+
+
 def _judged_by(judge: Judge) -> Callable[[Reading], Awaitable[Sequence[float]]]:
     """The term that asks `judge`."""
 
@@ -240,7 +249,7 @@ class Rewards:
         self._config = config
         self._weights = weights_of(config)
         self._reader = Reader(task.tags, compat, tool_tags(task.tools))
-        self._judge = Judge(config.judge, transport) if JUDGE in self._weights else None
+        self._judge = _judge(config.judge, transport) if JUDGE in self._weights else None
         self._calls = Calls(config.own_timeout_s) if any("." in name for name in self._weights) else None
         known: dict[str, Callable[[Reading], Sequence[float] | Awaitable[Sequence[float]]]] = {
             **pure_terms(config, task),
@@ -457,7 +466,7 @@ def _judge_problems(judge: JudgeConfig) -> Iterator[str]:
             f"reward.judge.token_env={judge.token_env} is not set in the environment: export the endpoint's key as "
             f"{judge.token_env}, or set reward.judge.token_env to null."
         )
-    missing = [placeholder for placeholder in PLACEHOLDERS if placeholder not in judge.prompt]
+    missing = [placeholder for placeholder in JUDGE_PLACEHOLDERS if placeholder not in judge.prompt]
     if missing:
         yield f"reward.judge.prompt lacks {', '.join(missing)}: put in what the judge has to know."
     if judge.cache_path is not None:

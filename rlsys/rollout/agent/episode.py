@@ -528,14 +528,8 @@ class EpisodeGroup:
 
         async def play(sample: int, episode: Episode) -> None:
             async with slots:
-                try:
-                    async with asyncio.timeout(timeout_s) as limit:
-                        finish = await episode.run()
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    finish = Finish.ABORTED
-            self._episodes[sample] = episode.trajectory(finish)
+                finish = await within(asyncio.ensure_future(episode.run()), timeout_s=timeout_s)
+            self._episodes[sample] = episode.trajectory(finish or Finish.ABORTED)
 
         waiting = [(sample, each) for sample, each in self._episodes.items() if isinstance(each, Episode)]
         tasks = [asyncio.create_task(play(sample, episode)) for sample, episode in waiting]
@@ -621,7 +615,7 @@ def _encodable(text: str) -> str:
     return text[:MOST_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
-async def within(call: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T | None:
+async def within(call: Coroutine[Any, Any, T] | asyncio.Future[T], *, timeout_s: float | None = None) -> T | None:
     """Return the result of `call`, or None after `timeout_s` seconds.
 
     The call is then cancelled. One that ignores this is left behind after `CANCEL_GRACE_S`.

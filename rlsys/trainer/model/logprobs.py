@@ -215,7 +215,8 @@ def whole_vocabulary_kl(
 def top_tokens(logits: Tensor, shard: VocabShard, temperature: float, k: int) -> tuple[Tensor, Tensor]:
     """The k most likely tokens in the place of each target, most likely first, and their log-probs; without gradient.
 
-    `logits` [targets, local vocabulary] give int64 and float32 [targets, k], alike on all TP ranks. Raises ValueError.
+    `logits` [targets, local vocabulary] give int64 and float32 [targets, k], alike on all TP ranks. Raises ValueError
+    if the vocabulary has fewer than k tokens.
     """
     count, columns = logits.shape
     candidates = min(k, columns)

@@ -27,8 +27,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -160,14 +159,22 @@ def _together(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job
         ordered = sorted(jobs, key=lambda job: -job.nbytes)
         written = {pool.submit(conversion.write, job.name, draft.folder): job.name for job in ordered}
         for future in as_completed(written):
-            draft.finish(written[future], future.result())
-    except BrokenProcessPool:
-        raise RunError(
-            f"A process of the conversion was ended (is there too little memory? use fewer processes); {GOES_ON}"
-        ) from None
+            draft.finish(written[future], _receipt_of(future))
     finally:
         here.close()
         pool.shutdown(cancel_futures=True)
+
+
+def _receipt_of(future: Future[Any]) -> Any:
+    """What a process has answered. Raises RunError for one that was ended, or that failed for want of memory and the like."""
+    try:
+        return future.result()
+    except (UserError, RunError, OSError):
+        raise
+    except Exception as error:
+        raise RunError(
+            f"A process of the conversion was ended (is there too little memory? use fewer processes); {GOES_ON}"
+        ) from error
 
 
 def _begin_process(pipe: Connection) -> None:
@@ -395,7 +402,7 @@ class ToHf:
             dtype, shapes = self.dtype or self.checkpoint.dtype(entry), entry.rule.shapes
             specs = [TensorSpec(name, dtype, shape) for name, shape in zip(entry.hf, shapes, strict=True)]
             pairs.append((entry, specs))
-        runs = packed(pairs, lambda pair: sum(spec.nbytes for spec in pair[1]), self.shard_bytes)
+        runs = list(packed(pairs, lambda pair: sum(spec.nbytes for spec in pair[1]), self.shard_bytes))
         for number, held in enumerate(runs, 1):
             name = SINGLE if len(runs) == 1 else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
             held.sort(key=lambda pair: -pair[1][0].dtype.itemsize)
