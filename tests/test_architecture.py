@@ -143,6 +143,12 @@ def test_a_pure_package_loads_nothing_heavy(package: str) -> None:
         assert heavy == set(), module
 
 
+def test_the_command_line_starts_without_what_only_some_commands_need() -> None:
+    """`rlsys --help` is quick, and `rlsys doctor` can say that one of these is missing."""
+    needless = {"torch", "transformers", "httpx", "aiohttp", "faiss", *HEAVY}
+    assert {name for name in loads("rlsys.apps.cli.main") if any(belongs(name, each) for each in needless)} == set()
+
+
 def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 

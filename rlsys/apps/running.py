@@ -33,6 +33,14 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         raise Interrupted("Interrupted; what was known is in the run's folder.") from None
 
 
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def finish(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` from a script or a notebook and return what it returns.
 
@@ -41,7 +49,7 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
     also out of a group.
     """
     try:
-        if threading.current_thread() is not threading.main_thread() or asyncio._get_running_loop() is not None:
+        if threading.current_thread() is not threading.main_thread() or _in_a_loop():
             return _in_another_thread(work)
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         try:

@@ -28,6 +28,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -41,6 +42,8 @@ _BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
 """Groups that a file in RLinf's dialect builds on, where the command line chooses no other."""
 _Composed = tuple[Any, dict[str, int]]
 """The tree; and for each dotted key where it is set: 2 is the command line, 1 the file, and what is in neither stands below."""
+_BUILT_ON_SCHEMA = "__rlsys__"
+"""Key of the schema's node alone: a tree without it is not built on the schema."""
 _OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
 
 _LEARNS = (
@@ -88,14 +91,14 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
             )
         if _OVERRIDE.fullmatch(override) is None:
             raise UserError(f'"{override}" is not a setting: write KEY=VALUE, such as trainer.steps=5.')
-    ConfigStore.instance().store(name="rlsys_schema", node=as_dict(RunConfig()))
+    ConfigStore.instance().store(name="rlsys_schema", node=as_dict(RunConfig()) | {_BUILT_ON_SCHEMA: True})
     GlobalHydra.instance().clear()
     try:
         tree, levels = _compose_translated(file, overrides) if is_rlinf(file) else _compose(file, overrides)
         plain: Any = OmegaConf.to_container(tree, resolve=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as problem:
         raise UserError(_sentence(problem)) from problem
-    if any(item.name not in plain for item in fields(RunConfig)):
+    if not plain.pop(_BUILT_ON_SCHEMA, False):
         raise UserError(f"{file} does not build on the schema: begin its defaults with rlsys_schema.")
     config = typed(_of_chosen_kinds(plain, RunConfig(), refuse=partial(_refuse_other_kind, levels)), RunConfig)
     assert isinstance(config, RunConfig)
@@ -123,7 +126,7 @@ def _compose(file: Path, overrides: Sequence[str]) -> _Composed:
     """What is outside of the project may build on its configs."""
     search_path = [] if file.parent == PROJECT_CONFIGS else [f'hydra.searchpath=["file://{PROJECT_CONFIGS}"]']
     keys = [_opened(override, file.parent) for override in overrides]
-    return _composed(file.parent, file.stem, [*search_path, *keys], OmegaConf.to_container(OmegaConf.load(file)))
+    return _composed(file.parent, file.stem, [*search_path, *keys])
 
 
 def _compose_translated(file: Path, overrides: Sequence[str]) -> _Composed:
@@ -135,20 +138,38 @@ def _compose_translated(file: Path, overrides: Sequence[str]) -> _Composed:
     defaults = ["rlsys_schema", *beneath, "_self_", *({group: choice} for group, choice in chosen.items())]
     ConfigStore.instance().store(name=_TRANSLATED, node={"defaults": defaults, **settings})
     keys = [_opened("".join(pair)) for pair in pairs if pair[0] not in chosen]
-    return _composed(PROJECT_CONFIGS, _TRANSLATED, keys, settings)
+    return _composed(PROJECT_CONFIGS, _TRANSLATED, keys)
 
 
-def _composed(folder: Path, name: str, overrides: Sequence[str], in_file: Any) -> _Composed:
-    levels = dict.fromkeys(dict(_flat(in_file)) if isinstance(in_file, dict) else (), 1)
+def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
+    """The tree, and the level of each key: the last file of the defaults that sets it, or the command line above them all."""
+    given: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.is_sweep_override():
             raise UserError(
                 f"{str(override.input_line).lstrip('+')} is a sweep, and a run has one value of each key: start a run for "
                 "each, or put [brackets] around a list and quotes around a text."
             )
-        levels |= dict.fromkeys(dict(_flat({override.key_or_group: override.value()})), 2)
+        given |= _flat({override.key_or_group: override.value()})
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return compose(config_name=name, overrides=list(overrides)), levels
+        tree = compose(config_name=name, overrides=list(overrides))
+        loader = GlobalHydra.instance().config_loader()
+        parts = loader.compute_defaults_list(name, list(overrides), RunMode.RUN).defaults
+    levels: dict[str, int] = {}
+    for level, part in enumerate(parts):
+        package = "" if part.package in (None, "_global_") else part.package
+        keys = _flat(_content(str(part.config_path), folder))
+        levels |= dict.fromkeys((f"{package}.{key}".lstrip(".") for key, _ in keys), level)
+    return tree, levels | dict.fromkeys(given, len(parts))
+
+
+def _content(part: str, folder: Path) -> Any:
+    """The keys of a part of Hydra's defaults: a file of `folder` or of the project, or what was stored as the schema is."""
+    for file in (folder / f"{part}.yaml", PROJECT_CONFIGS / f"{part}.yaml"):
+        if file.is_file():
+            return OmegaConf.to_container(OmegaConf.load(file))
+    stored = ConfigStore.instance().repo.get(f"{part}.yaml")
+    return OmegaConf.to_container(stored.node) if stored else {}
 
 
 def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
@@ -165,7 +186,7 @@ def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
 
 def _refuse_other_kind(levels: Mapping[str, int], group: str, name: str, value: Any, own: str, chosen: str) -> None:
     """Raise UserError unless the kind was chosen above the level of the key, which then goes with the kind that it is of."""
-    if levels.get(f"{group}.{name}", 0) >= levels.get(f"{group}.kind", 0):
+    if levels[f"{group}.{name}"] >= levels[f"{group}.kind"]:
         raise UserError(
             f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
             f"{group}.kind={own}."
@@ -276,7 +297,8 @@ def _sentence(problem: Exception) -> str:
     key = getattr(cause, "full_key", None)
     if not key:
         place = _first_line(problem) + " " if cause is not problem else ""
-        return f"{place}{text}; see docs/configuration.md and the folders of configs/ for the choices."
+        text = f"{place}{text}".replace(" ++", " ")  # See `_opened`.
+        return f"{text}; see docs/configuration.md and the folders of configs/ for the choices."
     return f"{key}: {text}; see docs/configuration.md."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -209,6 +210,28 @@ class Uneven(World):
             await asyncio.Event().wait()
         self.ids[turn] = CODECS[0].encode("<answer>a</answer>" if sample == 0 else "<search>b</search>")
         return await super().generate(input_ids, sampling, rid)
+
+
+class Deaf(Uneven):
+    """Goes on where it is cancelled, until it is let go."""
+
+    let_go: asyncio.Event
+
+    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await self.let_go.wait()
+                return await super().generate(input_ids, sampling, rid)
+
+
+async def test_an_episode_that_ignores_its_time_out_keeps_no_slot() -> None:
+    world, slots = Deaf(CODECS[0], [[], []]), asyncio.Semaphore(1)
+    world.let_go = asyncio.Event()
+    deaf = group(world, samples=range(1))
+    await asyncio.wait_for(deaf.play(slots, timeout_s=0.05), 60)
+    assert not slots.locked()
+    assert [one.finish for one in deaf.trajectories()] == [Finish.ABORTED]
+    world.let_go.set()
 
 
 ANSWERS = [CODECS[0].encode(text) for text in ("<search>b</search>", "<answer>c</answer>")]

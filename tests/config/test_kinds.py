@@ -65,6 +65,28 @@ def test_a_kind_takes_its_own_keys_and_leaves_others_beneath_it(
     assert composed(mine, beneath, *overrides) == expected
 
 
+def test_a_chain_of_files_says_which_key_is_above_which(tmp_path: Path) -> None:
+    chain = {
+        "a": ("searchr1_tiny_cpu", {"schedule": ASYNC}),
+        "b": ("a", {"schedule": {"kind": "pipelined"}}),
+        "c": ("b", {"steps": 3}),
+        "d": ("c", {"schedule": {"max_staleness": 4}}),
+        "e": ("c", {"schedule": {"kind": "async"}}),
+    }
+    for name, (base, trainer) in chain.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"defaults": [base, "_self_"], "trainer": trainer}))
+    assert load_config("c", (), tmp_path).trainer.schedule == PipelinedSchedule()
+    assert load_config("e", (), tmp_path).trainer.schedule == FOUR
+    with pytest.raises(UserError, match="belongs to"):
+        load_config("d", (), tmp_path)
+
+
+def test_a_record_of_a_run_is_no_config_to_begin_from(tmp_path: Path) -> None:
+    (tmp_path / "record.yaml").write_text(yaml.safe_dump(as_dict(RunConfig())))
+    with pytest.raises(UserError, match="does not build on the schema"):
+        load_config("record", (), tmp_path)
+
+
 BELONGS = "trainer.schedule.max_staleness=4 belongs to trainer.schedule.kind=async, and the kind is "
 WAY_OUT = ": leave it out, or set trainer.schedule.kind=async."
 

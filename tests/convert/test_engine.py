@@ -31,7 +31,7 @@ class Letters:
     hold: str = ""
     """File at which to wait for ever, half-way."""
     fail: str = ""
-    """File at which to fail, and how: `name:user`, `name:disk`, `name:death` or `name:interrupt`."""
+    """File at which to fail, and how: `name:user`, `name:disk`, `name:death`, `name:memory` or `name:interrupt`."""
     count: int = COUNT
     crowd: int = 1
     """Processes that must have begun before a file is written."""
@@ -69,6 +69,8 @@ class Letters:
             raise OSError(28, "No space left on device", "/some/file")
         if how == "interrupt":
             raise KeyboardInterrupt
+        if how == "memory":
+            raise MemoryError
         os._exit(1)
 
 
@@ -196,9 +198,10 @@ def test_a_failure_is_a_sentence_and_keeps_what_is_complete(
     assert outcome.kept == COUNT - len(begun(letters)) > 0
 
 
-def test_a_process_that_dies_is_a_sentence(letters: Letters, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["death", "memory"])
+def test_a_process_that_dies_is_a_sentence(how: str, letters: Letters, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"was ended .* fewer processes.* goes on where"):
-        run(Letters(letters.log, fail="3.bin:death"), tmp_path / "out", 2)
+        run(Letters(letters.log, fail=f"3.bin:{how}"), tmp_path / "out", 2)
 
 
 def test_an_interrupt_says_how_to_go_on(letters: Letters, tmp_path: Path) -> None:

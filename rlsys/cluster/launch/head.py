@@ -386,8 +386,10 @@ class GatheredLogs:
         """Keep everything in a new folder of `parent`, named by the time, from now on: a resumed run has many there."""
         now = time.strftime("%Y-%m-%d_%H-%M-%S")
         names = (now if number == 1 else f"{now}_{number}" for number in itertools.count(1))
-        folder = next(parent / name for name in names if not (parent / name).exists())
-        folder.mkdir(parents=True)
+        for folder in (parent / name for name in names):
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                break
         for part in self._folder.glob("*"):
             shutil.move(part, folder / part.name)
         self._folder = folder

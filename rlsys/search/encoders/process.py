@@ -126,9 +126,9 @@ class EncoderProcess:
 
     def close(self) -> None:
         """End the process. May be called again."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        worker, self._worker = self._worker, None  # Another thread may be starting one meanwhile.
+        if worker is not None:
+            worker.close()
 
     def _start(self) -> EncoderFacts:
         self._worker = EncoderWorker(self._spec, one_thread=False)

@@ -48,6 +48,7 @@ from rlsys.search.index.folder import (
     new_array,
     open_corpus,
     read_values,
+    refuse_foreign,
     silent,
     typed,
 )
@@ -302,6 +303,7 @@ def build(
     """
     out = Path(out).absolute()
     options = options or BuildOptions()
+    refuse_foreign(out)  # Before the encoder is loaded.
     planned = _plan(corpus, encoder, options)
     if _manifest_at(out) == planned:
         return False

@@ -135,7 +135,8 @@ class IndexDraft:
             (self.folder / MANIFEST_FILE).unlink()
             raise
         if self._out.exists():
-            shutil.rmtree(self._replaced, ignore_errors=True)
+            if self._replaced.exists():
+                shutil.rmtree(self._replaced)
             self._out.rename(self._replaced)
         self.folder.rename(self._out)
         _sync(self._out.parent)
@@ -149,14 +150,19 @@ class IndexDraft:
                 path.unlink()
 
 
+def refuse_foreign(out: Path) -> None:
+    """Raise UserError for what is no index at `out`."""
+    if out.exists() and not (out / MANIFEST_FILE).is_file() and (out.is_file() or any(out.iterdir())):
+        raise UserError(f"{out} is there and is no index: give an empty or a new folder")
+
+
 @contextmanager
 def claim_draft(out: Path) -> Iterator[IndexDraft]:
     """The draft of `out` for this process alone; what a killed build left is kept, or recovered.
 
     Raises UserError for what is no index at `out` and while another process builds there, RunError for a full disk.
     """
-    if out.exists() and not (out / MANIFEST_FILE).is_file() and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out} is there and is no index: give an empty or a new folder")
+    refuse_foreign(out)
     with ExitStack() as stack:
         home = out.with_name(f".{out.name}.building")
         try:

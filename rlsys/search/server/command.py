@@ -133,8 +133,6 @@ def _run(
         _end_with_parent(given.parent_pid)
 
     def parts() -> Parts:
-        if given.threads is not None and given.threads < 1:
-            raise UserError(f"threads {given.threads} is out of range: give 1 or more")
         if given.threads is not None:  # torch and tokenizers read these when they are imported
             os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(given.threads))
         retriever, pages = load(given)
@@ -142,6 +140,7 @@ def _run(
         return Parts(retriever, reranker, pages)
 
     try:
+        _check_threads(given.threads)
         serve_parts(
             parts,
             name=str(getattr(given, subject)),
@@ -155,6 +154,11 @@ def _run(
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     return 0
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is not None and threads < 1:
+        raise UserError(f"threads {threads} is out of range: give 1 or more")
 
 
 def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
