@@ -32,6 +32,8 @@ from rlsys.errors import RunError, UserError
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 LOOK_S = 0.5  # Between two looks for machines that are not there yet.
+_STARTS = 3
+"""Tries to start a Ray of the run's own: a machine that is busy may need another."""
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Variable by which Ray leaves a process the GPUs that it sees, also where it takes up none of them."""
 _SLIVER = 0.001  # Of the resource that every machine has of its own: enough to be there.
@@ -259,5 +261,15 @@ def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
     require_token(os.environ, make=True)
     on_cpus = {"num_cpus": slots, "object_store_memory": 512 * 1024 * 1024} if cluster.device is Device.cpu else {}
     with local_ray(ray.shutdown) as folder:
-        _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
+        for attempt in range(1, _STARTS + 1):
+            try:
+                _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
+                break
+            except Exception as problem:  # Ray raises a bare one where its processes take more than its own 30 s.
+                ray.shutdown()
+                if attempt == _STARTS:
+                    reason = str(problem).partition("\n")[0].rstrip(".")
+                    raise RunError(
+                        f"Ray did not start on this machine ({reason}), {_STARTS} times: end what else runs here, and try again."
+                    ) from problem
         yield
