@@ -59,8 +59,8 @@ BREACH = 100 * TOLERANCE
 STEPS, GROUPS, SAMPLES = 3, 8, 4
 OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-4, clip_grad=2.5)
 QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(GROUPS)]
-SEQUENTIAL, PIPELINED, ASYNC = SequentialSchedule(), PipelinedSchedule(), AsyncSchedule(max_staleness=0)
-Schedule = SequentialSchedule | PipelinedSchedule | AsyncSchedule
+SCHEDULES = {one.kind: one for one in (SequentialSchedule(), PipelinedSchedule(), AsyncSchedule(max_staleness=0))}
+SEQUENTIAL, PIPELINED, ASYNC = SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Bench:
     def run(
         self,
         case: Case,
-        schedule: Schedule,
+        schedule: str,
         arrivals: Arrivals,
         *,
         actor_ranks: int = 1,
@@ -128,7 +128,7 @@ class Bench:
         config, actor = self.config(case, schedule, packing), self.pipes[1 : 1 + actor_ranks]
         return run(config, self.recording, QUESTIONS, arrivals, self.pipes[:1], actor, learner)
 
-    def config(self, case: Case, schedule: Schedule, packing: Packing = Packing.packed) -> RunConfig:
+    def config(self, case: Case, schedule: str, packing: Packing = Packing.packed) -> RunConfig:
         return RunConfig(
             model=ModelConfig(str(self.model), Layers.local, Dtype.float32),
             cluster=ClusterConfig(
@@ -151,7 +151,7 @@ class Bench:
                 loss_length=reference.LOSS_LENGTH,
             ),
             trainer=TrainerConfig(
-                schedule=schedule,
+                schedule=SCHEDULES[schedule],
                 steps=STEPS,
                 prompts_per_step=GROUPS,
                 mini_batches=case.mini_batches,
