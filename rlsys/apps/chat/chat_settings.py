@@ -32,11 +32,11 @@ from rlsys.rollout.tools.interface import described
 from rlsys.search.address import TOKEN_VARIABLE, is_url
 
 _UP = 4
-"""Folders from a checkpoint's config to the run's folder, at most."""
+"""Parents of a checkpoint's folder that are looked through for the folder of its run."""
 _RETRIES = 2
-"""Of a search: a person waits for it."""
+"""Retries of a failed search; few, since a person waits for it."""
 _ROWS = 20
-"""Of a file that a template is read off; two with different questions would tell, more catch a file of several templates."""
+"""Rows that a prompt template is inferred from; two suffice, more reveal a file with several templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """How the model is asked."""
+    """Settings of a conversation with a model."""
 
     config: RunConfig
-    """Its `model.path` is still to be set, and its `search.url` where a server has to be started."""
+    """Config without `model.path`, and without `search.url` where a server is still to be started."""
     prompt: Callable[[str], str]
     """The prompt of a question."""
     notes: tuple[str, ...]
-    """What the user should know of where these are from, a sentence each."""
+    """Sentences for the user that say where the settings were found."""
 
 
 def settings_of(model: Model, options: ChatOptions) -> ChatSettings:

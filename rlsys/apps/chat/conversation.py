@@ -52,11 +52,11 @@ from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
 TIME_LIMIT = "time_limit"
-"""How an episode has ended that ran out of time."""
+"""Finish of an episode that ran out of time."""
 
 
 class Kind(StrEnum):
-    """What a piece of generated text is, by the tags around it."""
+    """Kinds of generated text, told apart by the tags around them."""
 
     text = "text"
     thought = "thought"

@@ -27,7 +27,7 @@ from rlsys.errors import RunError
 from rlsys.observe.samples import visible
 
 STYLES = dict(zip(Kind, ("", "dim", "bold cyan", "bold green", "bold magenta"), strict=True))
-"""Of text, thoughts, searches, answers and tools."""
+"""Terminal style of each kind of generated text."""
 _OBSERVED, _FIGURES, _WRONG = "blue", "dim italic", "bold red"
 _FINISHES = {
     "turn_limit": "no answer: the turn limit is reached",

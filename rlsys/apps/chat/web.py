@@ -35,9 +35,9 @@ from rlsys.search.address import bind, is_foreign, is_trusted, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
 
 _MOST_BYTES = 1 << 16
-"""Of a request."""
+"""Largest body of a request, in bytes."""
 _BODY_S = 10.0
-"""Until a request has arrived."""
+"""Time that the body of a request may take to arrive."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -45,13 +45,13 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class LogitsCheck:
-    """How far the logits of two models are from each other."""
+    """Difference between the logits of two models on the same tokens."""
 
     positions: int
     largest: float
-    """Magnitude of the first's."""
+    """Largest magnitude of a logit of the first model."""
     difference: float
-    """Of any two, at most."""
+    """Largest difference of two logits at the same place."""
     agreement: float
     """Share of positions where both put the same token first; 1 for a critic."""
 
@@ -63,7 +63,7 @@ class LogitsCheck:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two models compare: `tensors` of both by name, `nbytes` of the first."""
+    """Result of comparing two models: number of `tensors` that both have by name, `nbytes` of the first."""
 
     tensors: int
     nbytes: int

@@ -39,7 +39,7 @@ class QuestionSet:
 
     name: str
     title: str
-    """How papers write the name."""
+    """Name as papers write it."""
     splits: tuple[str, ...]
     hops: str
     """Searches that an answer takes: one or several."""

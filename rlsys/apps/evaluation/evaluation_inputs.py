@@ -40,7 +40,7 @@ def named(flag: str, word: str, kind: type[Choice]) -> Choice:
 
 
 class Baseline(StrEnum):
-    """How the model is asked; see the help of `rlsys eval`."""
+    """Ways to ask the model; the help of `rlsys eval` describes each."""
 
     none = "none"
     direct = "direct"
@@ -50,7 +50,7 @@ class Baseline(StrEnum):
 
 
 class EngineName(StrEnum):
-    """What generates."""
+    """Engines that can generate the answers."""
 
     sglang = "sglang"
     transformers = "transformers"

@@ -76,7 +76,7 @@ _TASKS = {
     ),
     Baseline.search: search_prompt("?").rpartition(_QUESTION)[0],
 }
-"""What stands before the question."""
+"""Instructions of each baseline; the question follows them."""
 _TAG = re.compile(r"(?<=<|/)(search|answer|information)(?=>)")
 
 
