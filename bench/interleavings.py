@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tests.pipeline.simulation import Simulation, simulate, simulate_lives
-from tests.pipeline.watched import Breach
+from tests.orchestrator.pipeline.simulation import Simulation, simulate, simulate_lives
+from tests.orchestrator.pipeline.watched import Breach
 
 RESULT = Path("outputs/bench/interleavings.json")
 SHOWN = 20

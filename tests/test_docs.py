@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlsys.config.schema import RunConfig, free_maps, schema_keys
+from tests.support.paths import PROJECT
 
-PROJECT = Path(__file__).resolve().parents[1]
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
 SOURCE = "".join(file.read_text() for file in (PROJECT / "rlsys").rglob("*.py"))
 GROUPS = {field.name for field in fields(RunConfig)}

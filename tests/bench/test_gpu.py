@@ -13,8 +13,7 @@ import torch
 
 from bench.gpu import step
 from bench.gpu.figures import FULL
-
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
 

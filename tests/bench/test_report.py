@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import chromium
-
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.support.browser import chromium
+from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="No Chromium is on the path.")
 

@@ -15,8 +15,9 @@ from rlsys.config.compose import as_dict, load_config
 from rlsys.config.rlinf import rules
 from rlsys.config.schema import Device, Dtype, Mode, RunConfig, SyncMode, free_maps, schema_keys
 from rlsys.errors import UserError
+from tests.support.paths import PROJECT
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "config"
+FOLDER = PROJECT / "examples" / "searchr1" / "config"
 TRAIN, EVAL = FOLDER / "qwen2.5-3b-tool-1node.yaml", FOLDER / "qwen2.5-3b-tool-1node-eval.yaml"
 Edited = Callable[..., Path]
 

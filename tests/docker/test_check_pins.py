@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
 from packaging.version import Version
 
-DOCKER = Path(__file__).resolve().parents[2] / "docker"
+from tests.support.paths import PROJECT
+
+DOCKER = PROJECT / "docker"
 
 
 @pytest.fixture(scope="module")

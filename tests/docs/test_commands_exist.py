@@ -16,7 +16,8 @@ from typer.main import get_command
 from rlsys.apps.cli.main import app
 from rlsys.config.compose import load_config
 from rlsys.errors import UserError
-from tests.docs.pages import PAGES, PROJECT, Command, commands
+from tests.docs.pages import PAGES, Command, commands
+from tests.support.paths import PROJECT
 
 ALL = list(dict.fromkeys(command for page in PAGES for command in commands(page)))
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_.]*$|.*(\.\.\.|\[|\]|\|)")

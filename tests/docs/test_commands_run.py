@@ -21,9 +21,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.docs.pages import PAGES, PROJECT, Command, commands
-from tests.ports import free_port
-from tests.runs import Finished
+from tests.docs.pages import PAGES, Command, commands
+from tests.support.paths import PROJECT
+from tests.support.ports import free_port
+from tests.support.runs import Finished
 
 NEEDS = {
     r"^make |^\. |mkdocs|^docker|^pip ": "is what runs this test, or sets its machine up",

@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from tests.docs.pages import PAGES, PROJECT
+from tests.docs.pages import PAGES
+from tests.support.paths import PROJECT
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 

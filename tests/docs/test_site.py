@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.docs.pages import PROJECT
+from tests.support.paths import PROJECT
 
 
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.fake_hub import FakeHub, running
+from tests.apps.data.fake_hub import FakeHub, running
+from tests.support.paths import PROJECT
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "download.py"
+SCRIPT = PROJECT / "examples" / "searchr1" / "download.py"
 CORPUS = b'{"id": "0", "contents": "a"}\n' * 1000
 PARTS = [random.Random(seed).randbytes(2000) for seed in range(3)]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout import tiny
+from tests.support import tiny
+from tests.support.paths import PROJECT
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "searchr1" / "run_main_searchr1_single_eval.sh"
-POLICY = ROOT / "examples" / "searchr1" / "tiny" / "policy"
+SCRIPT = PROJECT / "examples" / "searchr1" / "run_main_searchr1_single_eval.sh"
+POLICY = PROJECT / "examples" / "searchr1" / "tiny" / "policy"
 DEAD = "http://127.0.0.1:9"
 
 
@@ -111,10 +111,10 @@ def test_it_evaluates_from_anywhere_with_a_config_of_ones_own(tmp_path: Path) ->
     write_questions(here / "sets" / "popqa" / "test.jsonl")
     (here / "nq").mkdir()  # Of the name of a set, and none.
     write_questions(here / "sets" / "nq" / "test.jsonl")
-    tiny_config = (ROOT / "configs" / "searchr1_tiny_cpu.yaml").read_text()
+    tiny_config = (PROJECT / "configs" / "searchr1_tiny_cpu.yaml").read_text()
     (here / "mine.yaml").write_text(tiny_config.replace("name: searchr1_tiny_cpu", "name: mine"))
     for folder in ("profile", "model", "cluster", "algorithm", "task", "search", "compat"):
-        (here / folder).symlink_to(ROOT / "configs" / folder)
+        (here / folder).symlink_to(PROJECT / "configs" / folder)
     with tiny.search_server() as server:
         done = run(
             *(

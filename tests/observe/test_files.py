@@ -22,7 +22,7 @@ from rlsys.files import (
 )
 from rlsys.observe.records import LineLog, read_metrics, write_summary
 from rlsys.observe.trackers import Trackers
-from tests.damage import ALIASES, DEEP, LEVELS
+from tests.support.damage import ALIASES, DEEP, LEVELS
 
 
 def test_scalars_of_numpy_and_torch_and_what_json_lacks() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.errors import UserError
 from rlsys.observe.run_folder import open_run
-from tests.damage import DAMAGES, OBJECTS, holding
+from tests.support.damage import DAMAGES, OBJECTS, holding
 
 FILES = ("run.json", "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "status.json")
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rlsys.errors import Interrupted, RunError
 from rlsys.observe.status import HEARTBEAT_S, Progress, StageState, Status, StatusFile, ending, read_status
-from tests.small_disk import run_on_small_disk
+from tests.support.small_disk import run_on_small_disk
 
 MOMENT = Status(step=3, steps=9, begun=1000.0, at=1010.0, states={"actor": StageState("waits for rollouts", 1008.0)})
 

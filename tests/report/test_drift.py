@@ -25,7 +25,7 @@ from rlsys.report.drift import (
     report_of,
     tally_step,
 )
-from tests.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
+from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 TEXTS = st.lists(

@@ -22,9 +22,9 @@ from rlsys.observe.kept import Kept, read_kept_step, read_row
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
 from rlsys.report.run_model import ANSWERS, CHUNK, Memory, build, flat, read_chunk, runs_of
-from tests.damage import DAMAGES, LEVELS, holding
-from tests.evaluation.answers import SEARCH, answered, asked, turn
+from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
 from tests.report.made import Maker, Size, add_measured, made_run
+from tests.support.damage import DAMAGES, LEVELS, holding
 
 
 def spread(value: Any, count: int) -> list[Any]:

@@ -16,9 +16,9 @@ from playwright.sync_api import Page, expect
 from rlsys.observe.run_folder import RunFolder, open_run
 from rlsys.report.report_page import render, write_report
 from rlsys.report.run_model import build
-from tests.browser import DESKTOP, PHONE, Look, browser, look
-from tests.evaluation.answers import answered, asked
+from tests.apps.evaluation.answers import answered, asked
 from tests.report.made import Maker, Size, add_measured, made_run
+from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 
 __all__ = ["browser", "look"]
 

@@ -11,10 +11,10 @@ from playwright.sync_api import Page, expect
 from rlsys.data.trajectory import Action
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import write_report
-from tests.browser import DESKTOP, PHONE, Look, browser, look
-from tests.evaluation.answers import SEARCH, answered, asked, turn
+from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
 from tests.report.made import Maker, Size, add_measured, made_run
 from tests.report.test_page import at, bare_run
+from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 
 __all__ = ["browser", "look"]
 

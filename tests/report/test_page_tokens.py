@@ -17,8 +17,8 @@ from rlsys.observe.environment import Life
 from rlsys.observe.kept import Kept, write_kept
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import write_report
-from tests.audit.episodes import CODEC, POLICY, TOKENIZER, played
-from tests.browser import DESKTOP, PHONE, Look, browser, look
+from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, played
+from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 
 __all__ = ["browser", "look"]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from rlsys.report.report_page import bundle
-from tests.browser import Look, browser, look
+from tests.support.browser import Look, browser, look
+from tests.support.paths import PROJECT
 
 __all__ = ["browser", "look"]
 
-METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
+METRICS = PROJECT / "docs" / "metrics.md"
 
 
 @pytest.fixture

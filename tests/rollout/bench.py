@@ -16,7 +16,7 @@ from rlsys.data.question import Question
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.engine import Engine, RolloutWorker
 from rlsys.weights.transport import Bucket, digest, pack
-from tests.rollout import tiny
+from tests.support import tiny
 
 STOP = ("</search>", "</answer>")
 QUESTION = Question(uid="q1", prompt=tiny.FIRST.prompt, answers=("Paris",))

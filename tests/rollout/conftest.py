@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from rlsys.config.schema import Device, Dtype, EngineConfig, RolloutConfig, SearchConfig, TaskConfig
 from rlsys.rollout.engine import RolloutWorker
-from tests.rollout import tiny
 from tests.rollout.bench import Bench
+from tests.support import tiny
 
 
 def shared_by(processes: set[psutil.Process]) -> set[str]:

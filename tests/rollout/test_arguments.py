@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 from rlsys.config.schema import Device, EngineConfig
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.engine import Engine
-from tests.rollout import tiny
+from tests.support import tiny
 
 DENSE, EXPERTS = Qwen2Config(), Qwen3MoeConfig()
 CONFIG = EngineConfig(tp=2, memory_fraction=0.6)

@@ -14,7 +14,6 @@ from rlsys.data.trajectory import Action, Finish
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import PartialEpisode
-from tests.rollout import tiny
 from tests.rollout.bench import (
     QUESTION,
     STOP,
@@ -24,6 +23,7 @@ from tests.rollout.bench import (
     greedy_by_transformers,
     logprobs_of,
 )
+from tests.support import tiny
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from rlsys.errors import UserError
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.cpu_standins import sgl_kernel
 from rlsys.rollout.engine import RolloutWorker
-from tests.rollout import tiny
+from tests.support import tiny
 
 
 def test_sequences_that_the_engine_cannot_hold_are_refused(tmp_path: Path) -> None:

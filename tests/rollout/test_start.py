@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import PROJECT
+
 SCRIPT = """
 import asyncio, sys
 import psutil
 from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
 from rlsys.rollout.engine import Engine
-from tests.rollout import tiny
+from tests.support import tiny
 
 async def main():
     words = tiny.tokenizer()
@@ -45,7 +47,7 @@ def test_a_start_out_of_time(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=150,
-        env={"PATH": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={"PATH": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)},
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]

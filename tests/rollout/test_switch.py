@@ -16,7 +16,7 @@ from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied, TurnSampling
 from rlsys.rollout.engine import Engine, Liveness, StagedVersion, sha256_prefix
 from rlsys.weights.transport import Bucket, digest, pack, pack_into, unpack
-from tests.rollout import tiny
+from tests.support import tiny
 
 NAME = "model.norm.weight"
 SAMPLING = TurnSampling(temperature=0.0, max_new_tokens=1)

@@ -14,7 +14,6 @@ from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import TurnSampling
 from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack, pack_into
-from tests.rollout import tiny
 from tests.rollout.bench import (
     QUESTION,
     STOP,
@@ -25,6 +24,7 @@ from tests.rollout.bench import (
     greedy_by_transformers,
     logprobs_of,
 )
+from tests.support import tiny
 from tests.weights.ends import receiver_of, sender_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]

@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from rlsys.search.address import bind
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 MOST_BYTES = 100_000_000
 """What an attack sends, unless the server hangs up."""
@@ -160,8 +160,8 @@ def run_search(port: int) -> None:
 def run_chat(port: int) -> None:
     """The page to ask from, over a scripted conversation."""
     from rlsys.apps.chat.web import serve
-    from tests.chat.pages import opened
-    from tests.chat.scripted import ANSWERS, Script, Shelf, codec
+    from tests.apps.chat.pages import opened
+    from tests.apps.chat.scripted import ANSWERS, Script, Shelf, codec
 
     with bind("127.0.0.1", port) as sock:
         asyncio.run(serve(opened(Script(codec(), (ANSWERS,)), Shelf()), sock, "127.0.0.1"))
@@ -172,7 +172,7 @@ def run_watch(port: int) -> None:
     import tempfile
 
     from rlsys.report.watch import serve_run
-    from tests.watch.folder import write_run
+    from tests.report.watch.folder import write_run
 
     with tempfile.TemporaryDirectory() as folder:
         serve_run(write_run(Path(folder) / "run"), "127.0.0.1", port, lambda _: None)

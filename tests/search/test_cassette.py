@@ -22,8 +22,8 @@ from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.retrieval import Failure, Passage, SearchResult, served
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server_process import SearchServer
-from tests.pipeline.virtual_time import now, run_virtually
-from tests.ports import free_port
+from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.ports import free_port
 
 from .conftest import serving
 from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, written

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rlsys.errors import RunError
 from rlsys.search.cassette import Cassette, CassetteFile, Header, RecordedCall
 from rlsys.search.retrieval import SearchResult
-from tests.pipeline.virtual_time import run_virtually
+from tests.orchestrator.pipeline.virtual_time import run_virtually
 
 from .scripted import EXTEND, RECORD, Script, found, rows, tool, written
 

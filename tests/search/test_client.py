@@ -17,7 +17,7 @@ from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.retrieval import Failure, SearchResult
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server_process import SearchServer
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 from .conftest import serving
 

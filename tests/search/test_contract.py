@@ -18,7 +18,7 @@ from schemathesis.checks import load_all_checks
 from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import ServerLimits
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 from .conftest import serving
 from .gated import Gated, Lengths, Pages, until

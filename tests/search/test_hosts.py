@@ -12,7 +12,7 @@ import requests
 
 from rlsys.search.address import is_foreign, is_inner, is_trusted, own_names
 from rlsys.search.server.asgi import create_app
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 from .conftest import serving
 from .gated import Gated

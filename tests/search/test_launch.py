@@ -21,7 +21,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind
 from rlsys.search.server.command import TOKEN_VARIABLE, read_token, serve_index
 from rlsys.search.server_process import SearchServer
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

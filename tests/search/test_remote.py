@@ -16,9 +16,9 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.index.folder import REMOTE
 from rlsys.search.index.remote import Patience, RemoteRetriever, build_remote
 from rlsys.search.server.command import open_retriever
-from tests.hostile import answer_of_child, hostile_server
-from tests.ports import free_port
 from tests.search.fake_elastic import FakeElastic, bm25, running
+from tests.support.hostile import answer_of_child, hostile_server
+from tests.support.ports import free_port
 
 VERSIONS = {"elasticsearch": "9.1.0", "opensearch": "3.2.0"}
 PATIENCE = Patience(timeout_s=10, retries=3, backoff_s=0.001)

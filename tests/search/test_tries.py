@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlsys.errors import RunError, UserError
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, SearchResult
-from tests.pipeline.virtual_time import now, run_virtually
+from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 
 from .scripted import SERVES, Behind, ScriptedWire, found
 

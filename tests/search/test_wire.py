@@ -12,9 +12,9 @@ import pytest
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure
 from rlsys.search.wire import Fault, HttpWire, ReplicaVerdict, Reply, passages_of
-from tests.hostile import answer_of_child, hostile_server
-from tests.ports import free_port
 from tests.search.conftest import serving
+from tests.support.hostile import answer_of_child, hostile_server
+from tests.support.ports import free_port
 
 SEARCHES = """
 import sys

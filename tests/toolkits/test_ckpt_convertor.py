@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.convert.models import assert_same_tensors, make_model
+from tests.support.paths import PROJECT
+from tests.weights.convert.models import assert_same_tensors, make_model
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "toolkits" / "ckpt_convertor" / "megatron_convertor"
+SCRIPTS = PROJECT / "toolkits" / "ckpt_convertor" / "megatron_convertor"
 SHELL = [path.name for path in sorted(SCRIPTS.glob("*.sh")) if path.name != "run_converter.sh"]
 
 

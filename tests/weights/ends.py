@@ -33,7 +33,7 @@ from rlsys.weights.transport import (
     pack_into,
     unpack,
 )
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 Named = list[tuple[str, Tensor]]
 ANSWER_S = 60.0

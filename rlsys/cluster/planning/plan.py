@@ -9,7 +9,7 @@ A layer is a list of steps in the order of its forward pass. Each `keeps` some b
 and has others alive only while that runs (`backward`) or, without gradients, while it itself runs (`forward`). They
 follow from which tensors each operation saves for its gradient: a storage counts once, however many operations save views
 of it, and for as long as one of them does. Seen with torch 2.13 and megatron-core 0.16 for Megatron's own layers
-(tests/megatron/test_memory.py); read in Transformer Engine 2.20 and not seen for its layers (`StageRank.engine`).
+(tests/trainer/test_memory.py); read in Transformer Engine 2.20 and not seen for its layers (`StageRank.engine`).
 
 Not counted: the CUDA context, workspaces of libraries and kernels, communication buffers, fragmentation, and tensors that
 have neither a layer's width nor a weight's size. Experts are taken to get equally many tokens, every token of a

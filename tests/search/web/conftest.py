@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.ports import free_port
 from tests.search.conftest import serving
 from tests.search.web.fake_web import FakeWeb
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="session")

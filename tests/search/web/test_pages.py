@@ -13,11 +13,11 @@ from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import ServerLimits
 from rlsys.search.web.extract import Page
 from rlsys.search.web.web_search import FetchLimits, RankedSlots, WebPages, open_pages
-from tests.ports import free_port
 from tests.search.conftest import serving
 from tests.search.gated import Gated, in_process, until
 from tests.search.web.fake_web import FakeWeb, redirect_to
 from tests.search.web.test_fetch import local
+from tests.support.ports import free_port
 
 
 class Reader:

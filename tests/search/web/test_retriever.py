@@ -14,10 +14,10 @@ from rlsys.errors import UserError
 from rlsys.search.server.asgi import create_app
 from rlsys.search.web.providers import ProviderError, ProviderLimits
 from rlsys.search.web.web_search import WebRetriever, open_web
-from tests.ports import free_port
 from tests.search.conftest import serving
 from tests.search.web.fake_web import ENVIRON, KEY, FakeWeb
 from tests.search.web.test_fetch import local
+from tests.support.ports import free_port
 
 
 def opened(web: FakeWeb, name: str = "serper", **options: Any) -> WebRetriever:

@@ -1,0 +1,149 @@
+"""The API's arguments as settings: what a person would type for `rlsys train`, and nothing else."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from rlsys.apps.api.arguments import Given, compose_settings, of_batch, of_devices, of_reward, quoted
+from rlsys.config.compose import load_config
+from rlsys.errors import UserError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
+ODD = st.text(st.sampled_from("a/ .,:=\\'\"${}[]()%#&~+-0null"), max_size=12)
+NUMBER = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(TEXT | ODD)
+@example("\\${")
+@example("a\\\\${b}\\")
+def test_any_text_comes_back_from_hydra_and_omegaconf_as_it_was(text: str) -> None:
+    parsed = OverridesParser.create().parse_override(f"key={quoted(text)}")
+    assert OmegaConf.create({"key": parsed.value()}).key == text
+
+
+@given(NUMBER | st.booleans() | st.none() | st.lists(NUMBER | ODD, max_size=3))
+def test_other_values_come_back_with_their_types(value: Any) -> None:
+    parsed = OverridesParser.create().parse_override(f"key={quoted(value)}").value()
+    found = OmegaConf.to_container(OmegaConf.create({"key": parsed}))
+    assert isinstance(found, dict)
+    assert found["key"] == value
+    assert type(found["key"]) is type(value)
+
+
+def test_a_folder_of_any_name_reaches_the_config() -> None:
+    for name in ("my runs, 2", "it's = ${here}", "null", "a\\", "ends with '"):
+        config = load_config("searchr1_tiny_cpu", [f"output_dir={quoted(name)}"])
+        assert config.output_dir == name
+
+
+def test_what_is_given_twice_is_refused_by_both_names() -> None:
+    arguments = [Given("num_iterations", {"trainer.steps": 3})]
+    with pytest.raises(UserError, match=r"trainer\.steps=4 is what num_iterations says already"):
+        compose_settings("x", arguments, ["trainer.steps=4"])
+    assert compose_settings("x", arguments, ["trainer.seed=4"]).overrides == (
+        "trainer.steps=3",
+        "trainer.seed=4",
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [
+        ("trainer.steps", "trainer={steps: 9}"),
+        ("model.path", "model={path: b}"),
+        ("reward.terms.f1", "reward.terms={exact_match: 1.0}"),
+        ("cluster.placement.actor", "++cluster.placement={actor: 0-3}"),
+    ],
+)
+def test_a_section_around_what_is_given_is_refused_too(key: str, override: str) -> None:
+    with pytest.raises(UserError, match="is what mine says already: give it as mine alone"):
+        compose_settings("x", [Given("mine", {key: 1})], [override])
+
+
+def test_a_group_s_config_lies_beneath_what_is_given() -> None:
+    made = compose_settings("searchr1_tiny_cpu", [Given("model_name", {"model.path": "a"})], ["model=qwen2.5-3b"])
+    assert load_config(made.config, made.overrides).model.path == "a"
+
+
+def test_what_passes_with_the_run_is_not_handed_on() -> None:
+    search = Given("search_backend", {"search.url": "http://a:1", "search.token_env": "T"}, passing=True)
+    made = compose_settings("x", [Given("name", {"name": "n"}), search], ["search.timeout_s=77"])
+    assert made.lasting == ("name=n", "search.timeout_s=77")
+    assert len(made.overrides) == 4
+
+
+@pytest.mark.parametrize("batch", [8.0, "8", True, 0])
+def test_what_is_no_batch_is_refused(batch: Any) -> None:
+    with pytest.raises(UserError, match="is no number of questions: give a whole one"):
+        of_batch(batch, 4)
+
+
+def test_the_command_can_be_pasted_into_a_shell() -> None:
+    made = compose_settings("x", [Given("output_dir", {"output_dir": "a b"})], ())
+    assert shlex.split(made.command("rlsys", "train")) == ["rlsys", "train", "-c", "x", "output_dir='a b'"]
+
+
+def test_eight_devices_are_the_published_node() -> None:
+    config = load_config("searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(8).items()])
+    assert config == load_config("searchr1_qwen2.5_3b_1node")
+
+
+@pytest.mark.parametrize(
+    ("devices", "actor", "inference", "rollout"),
+    [
+        (1, "0", "0", "0"),
+        ([5, 4], "4-5", "4-5", "4-5"),
+        (3, "0", "1", "2"),
+        ([0, 2, 3, 6], "0,2", "3", "6"),
+        (16, "0-7", "8-9", "10-15"),
+    ],
+)
+def test_devices_are_dealt_to_the_groups(devices: Any, actor: str, inference: str, rollout: str) -> None:
+    config = load_config("searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(devices).items()])
+    assert config.cluster.placement == {"actor": actor, "inference": inference, "rollout": rollout}
+    assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "collocated")
+
+
+@pytest.mark.parametrize("devices", [0, -1, True, [], [0, 0], [-1], ["0"], "gpu", 1.5])
+def test_what_is_no_device_is_refused(devices: Any) -> None:
+    with pytest.raises(UserError, match="names no devices"):
+        of_devices(devices)
+
+
+def test_a_reward_has_terms_and_keys() -> None:
+    given_ = {"exact_match": 1.0, "format": 0.5, "structure_score": 0.3, "tests.support.tiny_models.even_tokens": 0.1}
+    overrides = [f"{k}={quoted(v)}" for k, v in of_reward(given_ | {"judge": {"retries": 2}}).items()]
+    reward = load_config("searchr1_tiny_cpu", overrides).reward
+    assert reward.terms == {"exact_match": 1.0, "format": 0.5, "tests.support.tiny_models.even_tokens": 0.1}
+    assert (reward.structure_score, reward.judge.retries) == (0.3, 2)
+    assert of_reward({"terms": {"f1": 1}}) == {"reward.terms.f1": 1}
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ({"exact_match": "much"}, "neither a key of the reward"),
+        ({"exact_match": True}, "neither a key of the reward"),
+        ({"judge": 3}, "must be a mapping"),
+        (["exact_match"], "is no mapping: give terms with their weights"),
+        ({"judge": {"uri": "x"}}, "judge has no uri"),
+    ],
+)
+def test_what_is_no_reward_is_refused(reward: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        of_reward(reward)
+
+
+@given(st.integers(1, 600), st.integers(1, 8))
+def test_no_more_mini_batches_than_questions(batch: int, before: int) -> None:
+    made = of_batch(batch, before)
+    assert made["trainer.prompts_per_step"] == batch
+    now = made.get("trainer.mini_batches", before)
+    assert now == min(batch, before)

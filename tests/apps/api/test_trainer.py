@@ -1,0 +1,211 @@
+"""The trainer: its settings are those of the command line, and the example of ten lines runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from rlsys.apps.api import HttpRetriever, SearchR1Trainer, TrainingResult
+from rlsys.apps.api.arguments import model_folder
+from rlsys.config.compose import load_config
+from rlsys.config.schema import RunConfig
+from rlsys.errors import RunError, UserError
+from tests.config.conftest import SHAPE
+from tests.support.paths import PROJECT
+
+POLICY = PROJECT / "examples/searchr1/tiny/policy"
+ROWS = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]
+SERVER = HttpRetriever("http://127.0.0.1:8000")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Configs that would have been trained; no run is started."""
+    configs: list[RunConfig] = []
+
+    def note(config: RunConfig) -> tuple[Path, dict[str, Any]]:
+        configs.append(config)
+        return Path("run"), {"checkpoint": "run/checkpoints/global_step_1/actor"}
+
+    monkeypatch.setattr("rlsys.apps.api.trainer._trained", note)
+    return configs
+
+
+def test_the_settings_are_what_one_types_for_the_command_line(asked: list[RunConfig], tmp_path: Path) -> None:
+    trainer = SearchR1Trainer(
+        POLICY, SERVER, "rloo", {"f1": 1.0}, 1, "cpu", config="searchr1_tiny_cpu", output_dir=tmp_path,
+        overrides=["task.max_prompt_tokens=300"],
+    )  # fmt: skip
+    result = trainer.train(ROWS, 3, 8, holdout=4)
+    (train,), (heldout,) = ((tmp_path / "questions").glob(f"*-{side}-*") for side in ("train", "heldout"))
+    typed = [
+        "algorithm=rloo", "reward.terms={f1: 1.0}", "task.max_turns=1", "task.max_prompt_tokens=300", "trainer.steps=3",
+        "trainer.prompts_per_step=8", "search.url=http://127.0.0.1:8000", f"model.path={POLICY}", f"output_dir={tmp_path}",
+        f"task.train_path={train}", f"task.eval_path={heldout}",
+    ]  # fmt: skip
+    assert asked == [load_config("searchr1_tiny_cpu", typed)]
+    words = shlex.split(result.command)
+    assert words[:4] == ["rlsys", "train", "-c", "searchr1_tiny_cpu"]
+    assert [load_config(words[3], words[4:])] == asked
+
+
+def test_without_more_said_it_is_the_published_run(asked: list[RunConfig], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 32768}))
+    rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(600)]
+    SearchR1Trainer(tmp_path / "model", SERVER, devices=8, output_dir=tmp_path).train(rows)
+    published = load_config("searchr1_qwen2.5_3b_1node", [f"model.path={tmp_path / 'model'}", f"output_dir={tmp_path}"])
+    task = asked[0].task
+    published.task.train_path, published.task.eval_path = task.train_path, task.eval_path
+    assert asked == [published]
+
+
+def test_mistakes_are_sentences_before_anything_starts(asked: list[RunConfig], tmp_path: Path) -> None:
+    def trainer(**more: Any) -> SearchR1Trainer:
+        return SearchR1Trainer(**({"model_name": POLICY, "search_backend": SERVER, "output_dir": tmp_path} | more))
+
+    with pytest.raises(UserError, match=r"rl_algorithm=grpoo is unknown: give one of .*grpo"):
+        trainer(rl_algorithm="grpoo")
+    with pytest.raises(UserError, match="is no retriever"):
+        trainer(search_backend="http://127.0.0.1:8000")
+    with pytest.raises(UserError, match="give a list of settings"):
+        trainer(overrides="trainer.seed=1")
+    with pytest.raises(UserError, match=r"trainer\.steps=-1 must be at least 1"):
+        trainer().train(ROWS, num_iterations=-1)
+    with pytest.raises(UserError, match=r"trainer\.steps=2 is what num_iterations says"):
+        trainer(overrides=["trainer.steps=2"]).train(ROWS, num_iterations=1)
+    with pytest.raises(UserError, match=r"reward\.terms\.exactmatch"):
+        trainer(reward_config={"exactmatch": 1.0}).train(ROWS)
+    with pytest.raises(UserError, match="is no retriever"):
+        trainer(search_backend=HttpRetriever)
+    assert asked == []
+
+
+class Unwanted:
+    """A backend that must not be started."""
+
+    def serving(self, log_dir: Path) -> Any:
+        raise AssertionError(log_dir)
+
+
+def test_what_can_be_refused_is_refused_before_a_download_or_a_server(
+    asked: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Unwanted().serving)
+    trainer = SearchR1Trainer("Qwen/Small", Unwanted(), output_dir=tmp_path, overrides=["actor.lrate=1"])
+    with pytest.raises(UserError, match=r"actor\.lrate is not a key"):
+        trainer.train(ROWS)
+    tiny = SearchR1Trainer(
+        POLICY,
+        Unwanted(),
+        devices="cpu",
+        config="searchr1_tiny_cpu",
+        output_dir=tmp_path,
+        overrides=["trainer.steps=0"],
+    )
+    with pytest.raises(UserError, match=r"trainer\.steps=0 must be at least 1"):
+        tiny.train(ROWS, batch_size=8)
+    assert asked == []
+
+
+def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
+    asked: list[RunConfig], tmp_path: Path
+) -> None:
+    def train(*overrides: str) -> None:
+        given = {
+            "devices": "cpu",
+            "config": "searchr1_tiny_cpu",
+            "output_dir": tmp_path,
+            "overrides": overrides,
+        }
+        SearchR1Trainer(POLICY, SERVER, **given).train(ROWS, eval_data=ROWS[:8])  # type: ignore[arg-type]
+
+    with pytest.warns(UserWarning, match="questions") as notes:
+        train()
+    dropped, lowered = notes
+    assert str(dropped.message) == "8 questions of train_data are in eval_data too: they are not trained on."
+    assert str(lowered.message).startswith("a step takes 12 questions, all that there are to train on, in place of ")
+    assert {note.filename for note in notes} == {__file__}
+    assert asked[0].trainer.prompts_per_step == 12
+    with pytest.warns(UserWarning, match="8 questions of train_data"):
+        train("trainer.prompts_per_step=4")
+    assert asked[1].trainer.prompts_per_step == 4
+
+
+def test_without_a_search_there_are_tools_alone(asked: list[RunConfig], tmp_path: Path) -> None:
+    overrides = [
+        "task.tools=[rlsys.rollout.tools.calculator.Calculator]",
+        "task.invalid_message='Use <answer>.'",
+    ]
+    trainer = SearchR1Trainer(
+        POLICY, None, devices="cpu", config="searchr1_tiny_cpu", output_dir=tmp_path, overrides=overrides
+    )
+    trainer.train(ROWS, batch_size=8)
+    assert not asked[0].search.enabled
+
+
+def test_models_are_folders_or_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model_folder(POLICY) == POLICY
+    with pytest.raises(UserError, match="neither a folder nor the name of a model"):
+        model_folder(tmp_path / "no/such")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
+    assert model_folder("Qwen/Small") == tmp_path / "Qwen/Small"
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(RunError, match=r"cannot be downloaded \(no network\)"):
+        model_folder("Qwen/Small")
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import sys, rlsys; sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
+
+
+NOTEBOOK = """
+import asyncio, json
+from examples.searchr1 import ten_lines
+
+async def cell():
+    settings = ["eval.limit=16", "tracking.wandb=false", "tracking.tensorboard=false", "trainer.seed=3"]
+    result = ten_lines.main(1, 8, settings, {outputs!r})
+    saved = result.save_pretrained({outputs!r} + "/hf")
+    print(json.dumps([str(result.run_dir), str(result.checkpoint), result.command, str(saved)]))
+
+asyncio.run(cell())
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_ten_lines_train_and_evaluate_even_where_a_loop_runs(tmp_path: Path) -> None:
+    """In a script without a guard of its main module and within a running loop, as in a notebook."""
+    script = tmp_path / "cell.py"
+    script.write_text(NOTEBOOK.format(outputs=str(tmp_path / "my outputs")))
+    done = subprocess.run(
+        [sys.executable, script], cwd=PROJECT, env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_dir, checkpoint, command, saved = json.loads(done.stdout.splitlines()[-1])
+    result = TrainingResult(Path(run_dir), json.loads((Path(run_dir) / "summary.json").read_text()), None, SERVER)  # type: ignore[arg-type]
+    assert [row["step"] for row in result.history] == [1]
+    assert [row["step"] for row in result.evaluations] == [0, 1]
+    assert result.checkpoint == Path(checkpoint)
+    assert result.checkpoint.is_dir()
+    assert "trainer.prompts_per_step=8" in command
+    assert (Path(saved) / "model.safetensors").is_file()
+    (evaluated,) = Path(run_dir).glob("eval-*/results.json")
+    assert json.loads(evaluated.read_text())["average"]["questions"] == 16
+    assert "held-out questions again: EM " in done.stdout

@@ -1,0 +1,87 @@
+"""An engine and a search that say what a test has written down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rlsys.apps.chat.conversation import Conversation
+from rlsys.config.schema import TaskConfig
+from rlsys.rollout.agent.episode import Generation, Heard, TurnSampling
+from rlsys.rollout.agent.tokens import Codec
+from rlsys.search.retrieval import SearchResult
+from tests.rollout.agent.bpe import build_tokenizer
+from tests.rollout.agent.found import result_of
+
+PASSAGE = '"Paris"\nParis is the capital of <b>France</b>.'
+SEARCHES = "<think>I need it.</think><search> capital of France </search>"
+ANSWERS = "<think>It says so.</think><answer> Paris </answer>"
+
+
+class Script:
+    """A generator that writes `turns`, token by token; after `halt_after` tokens of a turn it waits to be cancelled."""
+
+    def __init__(self, codec: Codec, turns: Sequence[str], halt_after: int | None = None) -> None:
+        self.codec = codec
+        self._turns = list(turns)
+        self._halt_after = halt_after
+        self.inputs: list[list[int]] = []
+        self.sampled: list[TurnSampling] = []
+        self.rids: list[str] = []
+        self.halted = asyncio.Event()
+        self.cancelled = 0
+
+    async def generate(
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+    ) -> Generation:
+        self.inputs.append(input_ids)
+        self.sampled.append(sampling)
+        self.rids.append(rid)
+        ids = self.codec.encode(self._turns[(len(self.inputs) - 1) % len(self._turns)])
+        assert heard is not None
+        for count in range(1, len(ids) + 1):
+            await asyncio.sleep(0)
+            heard(ids[:count])
+            if count == self._halt_after:
+                await self._halt()
+        return Generation(ids, [-0.5] * len(ids), "stop", 0, [0] * len(ids))
+
+    async def _halt(self) -> None:
+        self.halted.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+class Shelf:
+    """A search that finds one passage, or fails."""
+
+    def __init__(self, passage: str = PASSAGE, error: str = "") -> None:
+        self._result = result_of(error=error) if error else result_of(passage)
+        self.queries: list[str] = []
+
+    async def search(self, query: str) -> SearchResult:
+        self.queries.append(query)
+        return self._result
+
+
+def codec() -> Codec:
+    return Codec(build_tokenizer(words=True))
+
+
+def task(**changes: object) -> TaskConfig:
+    limits = {"max_turns": 2, "max_prompt_tokens": 64, "max_turn_tokens": 512, "max_total_tokens": 4096}
+    return TaskConfig(train_path="", eval_path="", **limits | changes)  # type: ignore[arg-type]
+
+
+def conversation(script: Script, search: Shelf | None, tasks: TaskConfig | None = None) -> Conversation:
+    return Conversation(
+        script,
+        search,
+        script.codec,
+        tasks or task(),
+        TurnSampling(0.0, stop=("</search>", "</answer>")),
+        lambda text: f"Question: {text}\n",
+    )

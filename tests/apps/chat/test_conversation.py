@@ -1,0 +1,213 @@
+"""What is told of an answer, against the episode that `run_episode` plays with the same engine and search."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from rlsys.apps.chat.conversation import (
+    Acted,
+    Asked,
+    Conversation,
+    EpisodeEnded,
+    Event,
+    Failed,
+    Found,
+    FoundPassage,
+    Kind,
+    Observed,
+    TextPiece,
+)
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish
+from rlsys.errors import RunError
+from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
+from tests.apps.chat.scripted import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
+from tests.rollout.tools.own_tools import Echo
+
+QUESTION = "What is the capital of France?"
+
+
+async def all_of(asked: Conversation, text: str = QUESTION, temperature: float | None = None) -> list[Event]:
+    async with aclosing(asked.ask(text, temperature)) as events:
+        return [event async for event in events]
+
+
+def response(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextPiece | Observed))
+
+
+class Silent:
+    """A script as a plain generator."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+        return await self._script.generate(input_ids, sampling, rid, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        (SEARCHES, ANSWERS),
+        ("I do not know.", SEARCHES, ANSWERS),
+        (SEARCHES + " and more", "<answer>Zürich 東京 🚀</answer>"),
+        ("nothing", "at all"),
+        (SEARCHES, SEARCHES, SEARCHES),
+    ],
+)
+async def test_what_is_told_is_the_episode_of_training(turns: tuple[str, ...]) -> None:
+    words = codec()
+    script, search = Script(words, turns), Shelf()
+    events = await all_of(conversation(script, search))
+    again, same_search = Script(words, turns), Shelf()
+    tools = EpisodeTools(Silent(again), same_search, words, task())
+    sampling = TurnSampling(0.0, stop=("</search>", "</answer>"))
+    played = await run_episode(Question("other", f"Question: {QUESTION}\n", ()), 0, tools, sampling)
+    assert script.inputs == again.inputs
+    assert script.sampled == again.sampled
+    assert search.queries == same_search.queries
+    assert response(events) == played.response
+    ended = events[-1]
+    assert isinstance(ended, EpisodeEnded)
+    assert (ended.answer, ended.finish, ended.searches) == (played.answer, played.finish, played.searches)
+    assert ended.tokens == sum(turn.generated_tokens for turn in played.turns)
+    acted = [event for event in events if isinstance(event, Acted)]
+    assert [(one.action, one.content) for one in acted] == [(t.action, t.content) for t in played.turns]
+    observed = [event.text for event in events if isinstance(event, Observed)]
+    assert observed == [turn.observation for turn in played.turns if turn.observation]
+
+
+@pytest.mark.parametrize("last", [SEARCHES, "no action", "<calculator> 1 + 1 </calculator>"])
+async def test_what_fills_the_last_room_is_told(last: str) -> None:
+    """Over every limit of tokens that ends the episode somewhere around its first observation."""
+    words, ends = codec(), set()
+    passage = '"Paris"\n' + "Paris is the capital of France. " * 20
+    question = Question("other", f"Question: {QUESTION}\n", ())
+    for limit in range(40, 220, 5):
+        tasks = task(
+            max_total_tokens=limit,
+            max_observation_tokens=400,
+            tools=["rlsys.rollout.tools.calculator.Calculator"],
+        )
+        events = await all_of(conversation(Script(words, (last, ANSWERS)), Shelf(passage), tasks))
+        tools = EpisodeTools(Silent(Script(words, (last, ANSWERS))), Shelf(passage), words, tasks)
+        sampling = TurnSampling(0.0, stop=("</search>", "</answer>"))
+        played = await run_episode(question, 0, tools, sampling)
+        assert response(events) == played.response
+        kinds = [type(event) for event in events]
+        assert kinds[-1] is EpisodeEnded
+        assert kinds.count(Observed) == sum(bool(turn.observation) for turn in played.turns)
+        ends.add((played.finish, kinds[-2] is Observed))
+    assert last != SEARCHES or (Finish.TOKEN_LIMIT, True) in ends
+
+
+async def test_an_episode_that_runs_out_of_time_says_so() -> None:
+    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
+    asked = Conversation(script, Shelf(), script.codec, task(), TurnSampling(0.0), lambda text: text, timeout_s=0.2)
+    ended = (await all_of(asked))[-1]
+    assert isinstance(ended, EpisodeEnded)
+    assert (ended.answer, ended.finish) == (None, "time_limit")
+
+
+async def test_tools_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(Echo, "__init__", lambda self: made.append(self))
+    tasks = task(tools=["tests.rollout.tools.own_tools.Echo"])
+    asked = conversation(Script(codec(), ("<say>a</say>", ANSWERS)), None, tasks)
+    for _ in range(3):
+        assert (await all_of(asked))[-1].tool_calls == 1  # type: ignore[union-attr]
+    assert len(made) == 1
+
+
+async def test_events_come_in_order_and_as_they_happen() -> None:
+    script = Script(codec(), (SEARCHES, ANSWERS))
+    events = await all_of(conversation(script, Shelf()))
+    order = [type(event) for event in events if not isinstance(event, TextPiece)]
+    assert order == [Asked, Acted, Found, Observed, Acted, EpisodeEnded]
+    assert events[0] == Asked(QUESTION, f"Question: {QUESTION}\n")
+    found = next(event for event in events if isinstance(event, Found))
+    assert (found.query, found.error) == ("capital of France", "")
+    assert found.passages == (FoundPassage("Paris", PASSAGE.partition("\n")[2]),)
+    texts = [event for event in events if isinstance(event, TextPiece)]
+    assert len(texts) > 8, "it streams"
+    kinds = {kind: "".join(one.text for one in texts if one.kind is kind and one.turn == 0) for kind in Kind}
+    assert kinds[Kind.search] == "<search> capital of France </search>"
+    assert kinds[Kind.thought] == "<think>I need it.</think>"
+
+
+async def test_half_a_character_waits_for_the_rest() -> None:
+    words = codec()
+    events = await all_of(conversation(Script(words, ("<answer>東京 🚀</answer>",)), Shelf()))
+    assert max(len(words.encode(one)) for one in "東🚀") > 1, "a character of several tokens"
+    assert response(events) == "<answer>東京 🚀</answer>"
+    assert not any("\ufffd" in event.text for event in events if isinstance(event, TextPiece))
+
+
+async def test_a_search_that_fails_is_told_and_the_answer_goes_on() -> None:
+    events = await all_of(conversation(Script(codec(), (SEARCHES, ANSWERS)), Shelf(error="the server is gone")))
+    found = next(event for event in events if isinstance(event, Found))
+    assert (found.error, found.passages) == ("the server is gone", ())
+    assert "Search failed: the server is gone" in response(events)
+    assert isinstance(events[-1], EpisodeEnded)
+    assert events[-1].answer == "Paris"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (" \n", "The question is empty: write one."),
+        ("why " * 100, "task.max_prompt_tokens=64: ask a shorter one."),
+    ],
+)
+async def test_what_cannot_be_asked_is_one_sentence_and_the_next_is_answered(text: str, reason: str) -> None:
+    asked = conversation(Script(codec(), (ANSWERS,)), Shelf())
+    (failed,) = await all_of(asked, text)
+    assert isinstance(failed, Failed)
+    assert failed.reason.endswith(reason)
+    assert isinstance((await all_of(asked))[-1], EpisodeEnded)
+
+
+async def test_who_stops_listening_ends_the_generation() -> None:
+    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=6)
+    asked = conversation(script, Shelf())
+    async with aclosing(asked.ask(QUESTION)) as events:
+        async for event in events:
+            if isinstance(event, TextPiece):
+                break
+        await script.halted.wait()
+    assert script.cancelled == 1
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_dead_engine_is_raised() -> None:
+    class Dead(Script):
+        async def generate(self, *_: object) -> Generation:  # type: ignore[override]
+            raise RunError("the engine died")
+
+    with pytest.raises(RunError, match="the engine died"):
+        await all_of(conversation(Dead(codec(), ()), Shelf()))
+
+
+async def test_questions_have_ids_of_their_own_and_a_temperature() -> None:
+    script = Script(codec(), (ANSWERS,))
+    asked = conversation(script, None)
+    await all_of(asked)
+    await all_of(asked, temperature=0.7)
+    assert script.rids == ["chat:1#0.0", "chat:2#0.0"]
+    assert [one.temperature for one in script.sampled] == [0.0, 0.7]
+
+
+async def test_a_tool_of_the_task_is_told_by_name() -> None:
+    calls = "<calculator> 6 * 7 </calculator>"
+    tasks = task(tools=["rlsys.rollout.tools.calculator.Calculator"])
+    events = await all_of(conversation(Script(codec(), (calls, "<answer>42</answer>")), None, tasks))
+    acted = next(event for event in events if isinstance(event, Acted))
+    assert (acted.action, acted.tool, acted.content) == ("tool", "calculator", "6 * 7")
+    assert {one.kind for one in events if isinstance(one, TextPiece) and one.turn == 0} == {Kind.tool}
+    assert "42" in next(event for event in events if isinstance(event, Observed)).text
+    assert isinstance(events[-1], EpisodeEnded)
+    assert (events[-1].tool_calls, events[-1].searches) == (1, 0)

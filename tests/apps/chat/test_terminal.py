@@ -1,0 +1,152 @@
+"""What a terminal, a pipe and a program get to read; and questions one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+from rich.console import Console
+
+from rlsys.apps.chat.conversation import Asked, EpisodeEnded, Failed, Kind, Observed, TextPiece
+from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
+from rlsys.errors import RunError
+from rlsys.rollout.agent.episode import Generation
+from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec, conversation
+
+HOSTILE = "\x1b]0;owned\x07[bold]x[/bold] \u202e\x9b31m\udc80"
+ESCAPED = "\\x1b]0;owned\\x07[bold]x[/bold] \\u202e\\x9b31m\\udc80"
+
+
+async def these(*questions: str) -> AsyncIterator[str]:
+    for question in questions:
+        yield question
+
+
+async def shown(terminal: bool, *turns: str, search: Shelf | None = None) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, color_system="standard" if terminal else None, width=20)
+    script = Script(codec(), turns)
+    assert await session(conversation(script, search or Shelf()), these("Who?"), TextScreen(console, echo=True)) == 0
+    return out.getvalue()
+
+
+async def test_a_pipe_gets_the_response_as_it_is() -> None:
+    text = await shown(False, SEARCHES, ANSWERS)
+    passage = 'Doc 1(Title: "Paris") Paris is the capital of <b>France</b>.'
+    response = f"{SEARCHES}\n\n<information>{passage}</information>\n\n{ANSWERS}"
+    assert text.startswith(f"> Who?\n{response}\nanswer: Paris\n(1 search, ")
+    assert "\x1b" not in text
+
+
+async def test_a_terminal_gets_colours() -> None:
+    text = await shown(True, SEARCHES, ANSWERS)
+    assert "\x1b[1;36m" in text
+    assert "\x1b[1;32manswer: Paris\x1b[0m" in text
+
+
+async def test_a_search_that_failed_is_said() -> None:
+    text = await shown(False, SEARCHES, ANSWERS, search=Shelf(error="nobody is there"))
+    assert f"{SEARCHES}\n[the search failed: nobody is there]\n" in text
+    assert "answer: Paris" in text
+
+
+def test_nothing_acts_on_a_terminal() -> None:
+    out = io.StringIO()
+    screen = TextScreen(Console(file=out, color_system=None, width=20), echo=True)
+    for event in (
+        Asked(HOSTILE, ""),
+        TextPiece(0, Kind.text, HOSTILE),
+        Observed(0, HOSTILE),
+        EpisodeEnded(HOSTILE, "answer", 0, 0, 1, 0.1),
+        Failed(HOSTILE),
+    ):
+        screen.show(event)
+    assert out.getvalue().count(ESCAPED) == 5
+    assert not set(out.getvalue()) & {"\x1b", "\x07", "\u202e", "\x9b", "\udc80"}
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "> \\u6771 \\xe9\n"), ("latin-1", "> \\u6771 é\n")])
+def test_what_an_encoding_does_not_have_is_spelled_out(encoding: str, shown: str) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    TextScreen(Console(file=out, color_system=None), echo=True).show(Asked("東 é", ""))
+    assert out.buffer.getvalue().decode(encoding) == shown  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("finish", ["turn_limit", "token_limit", "time_limit", "aborted"])
+def test_every_end_without_an_answer_says_why(finish: str) -> None:
+    out = io.StringIO()
+    TextScreen(Console(file=out)).show(EpisodeEnded(None, finish, 0, 0, 1, 0.1))
+    assert out.getvalue().startswith("no answer: the ")
+
+
+async def test_an_engine_that_dies_is_shown_and_raised() -> None:
+    class Dead(Script):
+        async def generate(self, *_: object) -> Generation:  # type: ignore[override]
+            raise RunError("The engine has died.")
+
+    out = io.StringIO()
+    with pytest.raises(RunError, match="has died"):
+        await session(conversation(Dead(codec(), ()), Shelf()), these("Who?"), JsonScreen(out))
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+    assert json.loads(out.getvalue().splitlines()[-1]) == {
+        "event": "failed",
+        "reason": "The engine has died.",
+    }
+
+
+def test_an_event_is_a_line_of_json() -> None:
+    out = io.StringIO()
+    JsonScreen(out).show(TextPiece(1, Kind.thought, f"a\n\u2028{HOSTILE}"))
+    (line,) = out.getvalue().splitlines()
+    assert line.isascii()
+    assert json.loads(line) == {"event": "text", "turn": 1, "kind": "thought", "text": f"a\n\u2028{HOSTILE}"}
+
+
+async def test_questions_one_after_the_other_go_on_after_a_bad_one() -> None:
+    out = io.StringIO()
+    asked = conversation(Script(codec(), (ANSWERS,)), Shelf())
+    invited: list[int] = []
+    failed = await session(asked, these("Who?", " ", "And?"), JsonScreen(out), lambda: invited.append(1))
+    last = [json.loads(line) for line in out.getvalue().splitlines() if '"ended"' in line or '"failed"' in line]
+    assert [one["event"] for one in last] == ["ended", "failed", "ended"]
+    assert (failed, len(invited)) == (1, 4)
+
+
+async def test_ctrl_c_stops_the_answer_and_not_the_session() -> None:
+    out = io.StringIO()
+    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=6)
+    going = asyncio.create_task(session(conversation(script, Shelf()), these("Who?", ""), JsonScreen(out)))
+    await script.halted.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await going == 2
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+    reasons = [json.loads(line).get("reason") for line in out.getvalue().splitlines()]
+    assert reasons[-2:] == ["Stopped.", "The question is empty: write one."]
+    assert script.cancelled == 1
+
+
+async def test_lines_come_when_they_are_written() -> None:
+    reading, writing = os.pipe()
+    lines = lines_of(reading)
+    first = asyncio.ensure_future(anext(lines))
+    await asyncio.sleep(0)
+    assert not first.done()
+    os.write(writing, b"one\r\ntw")
+    assert await first == "one"
+    os.write(writing, "o\n\nthree ü".encode())
+    os.write(writing, b"\xff")
+    os.close(writing)
+    assert [line async for line in lines] == ["two", "", "three ü\ufffd"]
+    os.close(reading)
+
+
+async def test_a_file_is_read_too(tmp_path: object) -> None:
+    with open(f"{tmp_path}/questions", "w+b") as file:
+        file.write(b"one\ntwo\n")
+        file.seek(0)
+        assert [line async for line in lines_of(file.fileno())] == ["one", "two"]

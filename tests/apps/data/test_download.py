@@ -1,0 +1,236 @@
+"""Downloads from a local server that speaks the Hub's protocol, with every fault that they must survive."""
+
+from __future__ import annotations
+
+import fcntl
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlsys.apps.data.download import Downloader, Hub, RemoteFile, Target, require_space
+from rlsys.errors import RunError, UserError
+from tests.apps.data.fake_hub import COMMIT, TOKEN, FakeHub, running
+
+PARTS = {f"a/set/part_a{letter}": random.Random(letter).randbytes(size) for letter, size in (("a", 3000), ("b", 1000))}
+WHOLE = b"".join(PARTS.values())
+FILES = {**PARTS, "a/set/README.md": b"small"}
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeHub]:
+    with running(FakeHub(dict(FILES), small={"a/set/README.md"})) as hub:
+        yield hub
+
+
+class Bench:
+    """A downloader on a folder with a space in its name, with its waits written down in place of waited."""
+
+    def __init__(self, fake: FakeHub, tmp_path: Path) -> None:
+        self.hub = Hub(fake.url, TOKEN)
+        self.folder = tmp_path / "save here"
+        self.waits: list[float] = []
+        self.downloader = Downloader(self.folder, self.hub, sleep=self.waits.append)
+        self.target = Target("joined.index", self.hub.find("a/set", ["part_*"]))
+        self.path = self.folder / "joined.index"
+        self.told = 0
+
+    def advance(self, count: int) -> None:
+        self.told += count
+
+    def fetch(self) -> bytes:
+        self.told = 0
+        path = self.downloader.fetch(self.target, self.advance)
+        assert path == self.path
+        return path.read_bytes()
+
+
+@pytest.fixture
+def bench(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """With blocks as small as these files are, and without the waits of huggingface_hub."""
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10)
+    monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
+    return Bench(fake, tmp_path)
+
+
+def test_the_hub_describes_files_at_a_commit(fake: FakeHub, bench: Bench) -> None:
+    first, second, readme = bench.hub.find("a/set", ["part_*", "README.md"])
+    assert first == RemoteFile(
+        "part_aa", f"{fake.url}/datasets/a/set/resolve/{COMMIT}/part_aa", 3000, fake.checksum("a/set/part_aa")
+    )
+    assert (second.name, second.size, readme.name, len(readme.checksum)) == ("part_ab", 1000, "README.md", 40)
+
+
+def test_pieces_are_joined_and_checked(fake: FakeHub, bench: Bench) -> None:
+    assert bench.downloader.missing(bench.target) == 4000
+    assert bench.fetch() == WHOLE
+    assert (bench.told, bench.downloader.missing(bench.target), bench.waits) == (4000, 0, [])
+    assert sorted(path.name for path in bench.folder.iterdir()) == [".downloads", "joined.index"]
+    assert fake.authorised == [True, True]
+
+
+def test_what_is_complete_is_left(fake: FakeHub, bench: Bench) -> None:
+    bench.fetch()
+    before, asked = bench.path.stat().st_mtime_ns, len(fake.asked)
+    assert bench.fetch() == WHOLE
+    assert (bench.path.stat().st_mtime_ns, len(fake.asked), bench.told) == (before, asked, 4000)
+
+
+def test_small_files_are_checked_by_gits_checksum(fake: FakeHub, bench: Bench) -> None:
+    target = Target("docs/README.md", bench.hub.find("a/set", ["README.md"]))
+    assert bench.downloader.fetch(target, bench.advance).read_bytes() == b"small"
+    (bench.folder / "docs" / "README.md").unlink()
+    fake.files["a/set/README.md"] = b"smell"
+    with pytest.raises(RunError, match="wrong checksum"):
+        bench.downloader.fetch(target, bench.advance)
+
+
+def test_a_dropped_connection_goes_on_where_it_broke(fake: FakeHub, bench: Bench) -> None:
+    fake.faults = [100, 200, None, 400]
+    assert bench.fetch() == WHOLE
+    assert [asked for _, asked in fake.asked] == ["", "bytes=100-", "bytes=300-", "", "bytes=400-"]
+    assert (bench.told, bench.waits) == (4000, [])
+
+
+def test_a_new_process_goes_on_where_the_old_one_ended(fake: FakeHub, bench: Bench, tmp_path: Path) -> None:
+    fake.faults = [None, 100, *["503"] * 6]
+    with pytest.raises(RunError, match=r"HTTP 503\), tried 6 times: what has arrived is kept"):
+        bench.fetch()
+    assert len(bench.waits) == 5
+    assert not bench.path.exists()
+    fake.asked.clear()
+    again = Bench(fake, tmp_path)
+    assert again.downloader.missing(again.target) == 900
+    assert again.fetch() == WHOLE
+    assert fake.asked == [("a/set/part_ab", "bytes=100-")]
+    assert again.told == 4000
+
+
+def test_tries_without_a_byte_wait_longer_and_longer_and_progress_forgets_them(fake: FakeHub, bench: Bench) -> None:
+    fake.faults = ["503", "500", 50, "502", 20, 0, "504", None]
+    assert bench.fetch() == WHOLE
+    assert bench.waits == [2, 4, 2, 2]
+
+
+def test_a_corrupted_body_is_fetched_once_more(fake: FakeHub, bench: Bench) -> None:
+    fake.faults = ["corrupt"]
+    assert bench.fetch() == WHOLE
+    assert [asked for _, asked in fake.asked] == ["", "", ""]
+    assert bench.told == 4000
+
+
+def test_a_body_corrupted_twice_is_given_up(fake: FakeHub, bench: Bench) -> None:
+    fake.faults = [None, "corrupt", "corrupt"]
+    with pytest.raises(RunError, match="part_ab arrived twice with a wrong checksum"):
+        bench.fetch()
+    assert not bench.path.exists()
+    assert bench.downloader.missing(bench.target) == 1000, "the piece that was right is kept"
+    assert bench.fetch() == WHOLE
+
+
+@pytest.mark.parametrize("fault", ["no ranges", "shifted"])
+def test_a_server_without_ranges_is_read_from_the_start(fake: FakeHub, bench: Bench, fault: str) -> None:
+    fake.faults = [100, fault]
+    assert bench.fetch() == WHOLE
+    assert bench.told == 4000
+
+
+def test_a_server_without_ranges_that_always_breaks_off_is_given_up(
+    fake: FakeHub, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
+    fake.faults = ["no ranges 100", "no ranges 200", *["no ranges 200", "no ranges 90"] * 50]
+    with pytest.raises(RunError, match="tried 6 times"):
+        bench.fetch()
+
+
+def test_more_than_was_announced_is_refused(fake: FakeHub, bench: Bench) -> None:
+    fake.faults = ["endless"]
+    with pytest.raises(RunError, match="sends more or less than its 3,000 bytes"):
+        bench.fetch()
+
+
+def test_a_part_that_grew_beyond_its_piece_is_checked_too(fake: FakeHub, bench: Bench) -> None:
+    fake.faults = [None, *["503"] * 6]
+    with pytest.raises(RunError):
+        bench.fetch()
+    with (bench.folder / "joined.index.part").open("ab") as file:
+        file.write(b"x" * 1000)
+    assert bench.fetch() == WHOLE
+
+
+def test_a_changed_file_starts_from_zero(fake: FakeHub, bench: Bench, tmp_path: Path) -> None:
+    fake.faults = [100, *["503"] * 6]
+    with pytest.raises(RunError):
+        bench.fetch()
+    fake.files["a/set/part_aa"] = b"new" * 500
+    again = Bench(fake, tmp_path)
+    assert again.downloader.missing(again.target) == 2500
+    assert again.fetch() == b"new" * 500 + PARTS["a/set/part_ab"]
+    assert fake.asked[-2][1] == ""
+
+
+def test_a_file_made_by_other_means_is_checked(fake: FakeHub, bench: Bench) -> None:
+    bench.folder.mkdir()
+    bench.path.write_bytes(WHOLE)
+    assert bench.fetch() == WHOLE
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize("content", [WHOLE[:-1] + b"!", WHOLE[:-1], b"!" + WHOLE[1:]])
+def test_a_wrong_file_in_the_way_is_not_touched(bench: Bench, content: bytes) -> None:
+    bench.folder.mkdir()
+    bench.path.write_bytes(content)
+    with pytest.raises(UserError, match=r"joined.index is in the way: .* take it away"):
+        bench.fetch()
+    assert bench.path.read_bytes() == content
+
+
+def test_only_one_download_works_on_a_folder(bench: Bench) -> None:
+    (bench.folder / ".downloads").mkdir(parents=True)
+    with (bench.folder / ".downloads" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="another download is at work in"):
+            bench.fetch()
+    assert bench.fetch() == WHOLE
+
+
+def test_what_may_not_be_read_is_told(fake: FakeHub, bench: Bench) -> None:
+    fake.faults = ["403"]
+    with pytest.raises(UserError, match=r"may not be read \(HTTP 403\): check HF_TOKEN"):
+        bench.fetch()
+    fake.faults = ["410"]
+    with pytest.raises(RunError, match="cannot be fetched: HTTP 410"):
+        bench.fetch()
+
+
+def test_mistakes_in_names_are_told(fake: FakeHub, bench: Bench) -> None:
+    for dataset, pattern, revision, message in (
+        ("a/none", "part_aa", "main", "data set a/none does not exist or is private"),
+        ("a/set", "part_zz", "main", "a file of data set a/set is gone"),
+        ("a/set", "*.bin", "main", r"has no file \*.bin at main"),
+        ("a/set", "part_aa", "v9", "has no revision 'v9'"),
+        ("a b", "part_aa", "main", "Repo id"),
+    ):
+        with pytest.raises(UserError, match=message):
+            bench.hub.find(dataset, [pattern], revision)
+    fake.gated = True
+    with pytest.raises(UserError, match="is gated: ask for access on its page, then set HF_TOKEN"):
+        Hub(fake.url, "hf_wrong").find("a/set", ["part_aa"])
+    fake.checksums = False
+    with pytest.raises(UserError, match="could not be verified"):
+        bench.hub.find("a/set", ["part_aa"])
+
+
+def test_space_is_asked_for_first(tmp_path: Path) -> None:
+    require_space(tmp_path / "not" / "there yet", 1)
+    with pytest.raises(UserError, match=r"GB free and 1,000,000.0 GB are needed"):
+        require_space(tmp_path / "not" / "there yet", 10**15)
+
+
+def test_a_folder_that_cannot_be_written_is_told(bench: Bench) -> None:
+    bench.folder.write_text("a file")
+    with pytest.raises(UserError, match="save here cannot be written"):
+        bench.fetch()

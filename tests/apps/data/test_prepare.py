@@ -1,0 +1,230 @@
+"""Prepared questions: what a row becomes, what is refused, and that nothing is left out in silence."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from rlsys.apps.cli.data import app
+from rlsys.apps.data.download import Hub
+from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file
+from rlsys.data.question import read_questions, search_prompt
+from rlsys.errors import UserError
+from rlsys.rollout.tools.interface import described
+from tests.apps.data.fake_hub import FakeHub, running
+
+HAMLET = {"id": "test_0", "question": " who wrote Hamlet", "golden_answers": ["Shakespeare", "the Bard"]}
+PARIS = {"id": "test_1", "question": "What is the capital of France?", "golden_answers": ["Paris"]}
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
+    made = prepare_file(jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), "nq", "test", tmp_path / "nq.jsonl")
+    first, second = (json.loads(line) for line in made.path.read_text().splitlines())
+    assert first["data_source"] == "nq"
+    assert first["question"] == "who wrote Hamlet"
+    assert first["prompt"][0]["content"].endswith("Question: who wrote Hamlet?\n")
+    assert second["prompt"][0]["content"].endswith("Question: What is the capital of France?\n")
+    assert first["reward_model"]["ground_truth"]["target"] == ["Shakespeare", "the Bard"]
+    assert [row["extra_info"] for row in (first, second)] == [
+        {"split": "test", "index": 0}, {"split": "test", "index": 1},
+    ]  # fmt: skip
+    question = read_questions(made.path)[0]
+    assert (question.text, question.answers) == ("who wrote Hamlet", ("Shakespeare", "the Bard"))
+
+
+def test_what_was_made_is_recorded_by_its_hash(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS)
+    made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=1)
+    digest = hashlib.sha256(made.path.read_bytes()).hexdigest()
+    assert made.sha256 == digest
+    assert json.loads((tmp_path / "nq.jsonl.json").read_text()) == {
+        "rows": 1,
+        "sha256": digest,
+        "from": [{"file": str(source), "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}],
+    }
+    again = prepare_file(source, "nq", "test", tmp_path / "again.jsonl", limit=1)
+    assert again.sha256 == digest
+
+
+def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    bad = [
+        {"question": "Who?"},
+        {"question": " ", "golden_answers": ["x"]},
+        [1],
+        {**PARIS, "golden_answers": [""]},
+    ]
+    source = jsonl(tmp_path / "raw.jsonl", HAMLET, *bad, PARIS)
+    with pytest.raises(UserError) as caught:
+        prepare_file(source, "nq", "test", tmp_path / "out" / "nq.jsonl")
+    lines = str(caught.value).splitlines()
+    assert [line.partition("line ")[2][0] for line in lines] == ["2", "3", "4", "5"]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_bad_rows_among_the_first_are_told_and_those_after_them_are_not(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "raw.jsonl", {"question": "Who?"}, HAMLET, PARIS, {"question": "?"})
+    with pytest.raises(UserError, match=r"^[^\n]*line 1 has no answer[^\n]*$"):
+        prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2)
+    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS, {"question": "?"})
+    assert prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2).rows == 2
+
+
+def test_rows_before_one_that_is_no_json_are_named_too(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "raw.jsonl", {"question": "Who?"})
+    source.write_text(source.read_text() + "{\n")
+    with pytest.raises(UserError, match=r"(?s)line 1 has no answer.*line 2 is not JSON"):
+        prepare_file(source, "nq", "test", tmp_path / "nq.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
+def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None:
+    rows = [{"query": "Größte Stadt, von allen?", "answer": "Tokio"}, {"query": "Who?", "answer": 'a "b"'}]
+    file = tmp_path / f"mine.{kind}"
+    if kind == "jsonl":
+        jsonl(file, *rows)
+    elif kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        comma = "," if kind == "csv" else "\t"
+        text = [f"query{comma}answer", f'"Größte Stadt, von allen?"{comma}Tokio', f'Who?{comma}"a ""b"""']
+        file.write_text("\n".join(text) + "\n", encoding="utf-8")
+    made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
+    assert [(one.text, one.answers, one.data_source) for one in read_questions(made.path)] == [
+        ("Größte Stadt, von allen?", ("Tokio",), "mine"), ("Who?", ('a "b"',), "mine"),
+    ]  # fmt: skip
+
+
+def test_fields_of_other_names_are_told(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "mine.jsonl", {"q": "Who?", "gold": ["me", "I"]})
+    with pytest.raises(UserError, match='"question" or "query"'):
+        prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
+    made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl", question="q", answers="gold")
+    assert read_questions(made.path)[0].answers == ("me", "I")
+
+
+def test_merged_rows_are_all_there_once_with_an_index_of_their_own(tmp_path: Path) -> None:
+    one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
+    two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
+    plain = merge([one.path, two.path], tmp_path / "plain.jsonl", None)
+    shuffled = merge([one.path, two.path], tmp_path / "shuffled.jsonl", 3)
+    rows = [json.loads(line) for line in plain.path.read_text().splitlines()]
+    assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
+    assert [row["data_source"] for row in rows] == ["nq", "nq", "hotpotqa"]
+    key = [(one.data_source, one.text, one.answers) for one in read_questions(plain.path)]
+    other = [(one.data_source, one.text, one.answers) for one in read_questions(shuffled.path)]
+    assert sorted(key) == sorted(other)
+    with pytest.raises(UserError, match="cannot be written too"):
+        merge([one.path], one.path, None)
+
+
+def prepare(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["prepare", *map(str, arguments)])
+
+
+def test_the_command_takes_local_files_in_their_usual_places(tmp_path: Path) -> None:
+    jsonl(tmp_path / "flashrag" / "nq" / "train.jsonl", HAMLET)
+    jsonl(tmp_path / "flashrag" / "nq" / "test.jsonl", PARIS)
+    done = prepare("nq", "--from", tmp_path / "flashrag", "--split", "train", "--split", "test", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert len(read_questions(tmp_path / "nq" / "train.jsonl")) == 1
+    assert read_questions(tmp_path / "nq" / "test.jsonl")[0].text == PARIS["question"]
+    with pytest.raises(UserError, match="hotpotqa has train, dev"):
+        raise prepare("hotpotqa", "--split", "test", "--out", tmp_path).exception
+    with pytest.raises(UserError, match=r"has no popqa/test.jsonl"):
+        raise prepare("popqa", "--from", tmp_path / "flashrag", "--out", tmp_path).exception
+
+
+def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = (json.dumps(PARIS) + "\n").encode()
+    with running(FakeHub({f"{REPOSITORY}/{name}/{one.evaluated}.jsonl": content for name, one in SETS.items()})) as hub:
+        monkeypatch.setattr("rlsys.apps.data.download.Hub", functools.partial(Hub, endpoint=hub.url))
+        done = prepare("all", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    for name, one in SETS.items():
+        assert [q.data_source for q in read_questions(tmp_path / name / f"{one.evaluated}.jsonl")] == [name]
+
+
+CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
+
+
+def prompts(file: Path) -> list[str]:
+    return [one.prompt for one in read_questions(file)]
+
+
+def own(tmp_path: Path, *arguments: object) -> list[str]:
+    """The prompts that `prepare own` makes of two questions."""
+    source, out = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), tmp_path / "own.jsonl"
+    done = prepare("own", source, "--out", out, *arguments)
+    if done.exception:
+        raise done.exception
+    return prompts(out)
+
+
+def test_own_questions_have_search_r1s_prompt_unless_told(tmp_path: Path) -> None:
+    assert own(tmp_path) == [
+        search_prompt("who wrote Hamlet"),
+        search_prompt("What is the capital of France?"),
+    ]
+
+
+def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> None:
+    said = described([CALCULATOR])
+    before, after = search_prompt("who wrote Hamlet").split("If you find no")
+    assert own(tmp_path, "--tool", CALCULATOR)[0] == f"{before}{said} If you find no{after}"
+    alone = own(tmp_path, "--tool", CALCULATOR, "--no-search")[0]
+    assert "search" not in alone
+    assert f"every time you get new information. {said} If you find no" in alone
+
+
+def test_a_prompt_of_ones_own_holds_the_question_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Think, then <answer>. {tools}\nQ: {question}\nA:", encoding="utf-8")
+    first, _ = own(tmp_path, "--prompt", file, "--tool", CALCULATOR)
+    assert first == f"Think, then <answer>. {described([CALCULATOR])}\nQ: who wrote Hamlet\nA:"
+
+
+def test_a_question_is_not_taken_for_a_place_in_the_prompt(tmp_path: Path) -> None:
+    file, source = tmp_path / "prompt.txt", tmp_path / "raw.jsonl"
+    file.write_text("Q: {question}", encoding="utf-8")
+    jsonl(source, {"question": "What are {tools} and {question}?", "answer": "places"})
+    assert not prepare("own", source, "--out", tmp_path / "own.jsonl", "--prompt", file).exception
+    assert prompts(tmp_path / "own.jsonl") == ["Q: What are {tools} and {question}?"]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "why"),
+    [
+        (b"no place", [], "has {question} 0 times"),
+        (b"{question} {question}", [], "has {question} 2 times"),
+        (b"{tools} {question}", [], "no tool is named"),
+        (b"{question}", ["--tool", CALCULATOR], "does not say where the tools go"),
+        (b"{question}\xff", [], "is not UTF-8"),
+        (None, [], "cannot be read"),
+        (b"{question}", ["--no-search"], "leave one out"),
+        (b"{tools} {question}", ["--tool", "no_such.Tool"], "cannot be imported"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_one_sentence(
+    tmp_path: Path, content: bytes | None, arguments: list[str], why: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        own(tmp_path, "--prompt", file, *arguments)
+    assert why in str(caught.value)
+    assert not (tmp_path / "own.jsonl").exists()

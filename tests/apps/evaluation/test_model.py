@@ -1,0 +1,148 @@
+"""What counts as a model, and what a checkpoint has to say."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from rlsys.apps.evaluation.evaluation_inputs import Model, as_hf, find_model
+from rlsys.errors import UserError
+from rlsys.weights.checkpoint.store import CheckpointStore
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
+from tests.support.paths import PROJECT
+
+POLICY = PROJECT / "examples" / "searchr1" / "tiny" / "policy"
+
+
+def hf_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A run's checkpoint with a manifest and a config."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    folder = store.begin(12)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "shard.bin").write_bytes(b"12345")
+    (folder / "data").mkdir()
+    original = hf_folder(tmp_path / "original")
+    (folder / "data" / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(original)}}))
+    return store.publish(12)
+
+
+def find(path: Path, hf: Path | None = None) -> Model:
+    return find_model(path, hf, f"--model {path}")
+
+
+def test_a_hugging_face_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "model")
+    model = find(folder)
+    assert model == Model(folder, None)
+    with as_hf(model, tmp_path) as path:
+        assert path == folder
+    with pytest.raises(UserError, match="--hf goes with a Megatron checkpoint"):
+        find(folder, folder)
+
+
+def test_the_runs_config_says_the_original(saved: Path, tmp_path: Path) -> None:
+    expected = Model(saved / "actor", tmp_path / "original", 12)
+    assert find(saved / "actor") == expected
+    assert find(saved) == expected
+    other = hf_folder(tmp_path / "other")
+    assert find(saved, other).original == other
+
+
+def test_a_runs_folder_names_its_newest_checkpoint(saved: Path) -> None:
+    (saved.parent / "global_step_9").mkdir()
+    for folder in (saved.parents[1], saved.parent):
+        with pytest.raises(UserError, match=r"is a run's folder: .* such as .*checkpoints/global_step_12/actor\.$"):
+            find(folder)
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(saved: Path) -> None:
+    (saved / "actor" / "shard.bin").write_bytes(b"123")
+    with pytest.raises(UserError, match=r"shard\.bin has 3 bytes and not the 5"):
+        find(saved / "actor")
+
+
+def test_what_does_not_say_its_original_asks_for_it(saved: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    with pytest.raises(UserError, match=f"--model {bare} does not say .* as --hf"):
+        find(bare)
+    with pytest.raises(UserError, match=r"--hf .*none is not a Hugging Face folder"):
+        find(bare, tmp_path / "none")
+    (tmp_path / "original" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"The original of .*actor, .*original is not .* as --hf\."):
+        find(saved / "actor")
+    with pytest.raises(UserError, match="is not a folder"):
+        find(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> None:
+    hf_to_megatron(POLICY, tmp_path / "megatron", processes=1)
+    work = tmp_path / "work"
+    work.mkdir()
+    with as_hf(find(tmp_path / "megatron"), work) as path:
+        assert work in path.parents
+        got, expected = (load_file(folder / "model.safetensors") for folder in (path, POLICY))
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert (path / "tokenizer.json").is_file()
+    assert list(work.iterdir()) == []
+    with pytest.raises(ZeroDivisionError), as_hf(find(tmp_path / "megatron"), work):
+        raise ZeroDivisionError
+    assert list(work.iterdir()) == []
+
+
+def test_a_converted_checkpoint_says_its_own(tmp_path: Path) -> None:
+    hf_folder(tmp_path / "megatron" / "hf")
+    assert find(tmp_path / "megatron").original == tmp_path / "megatron" / "hf"
+
+
+@pytest.mark.parametrize("text", ["[]", '{"architectures": ["Qwen2For', "\ud800"])
+def test_a_damaged_config_is_one_sentence(tmp_path: Path, text: str) -> None:
+    folder = hf_folder(tmp_path / "model")
+    (folder / "config.json").write_text(text, errors="surrogatepass")
+    with pytest.raises(UserError, match=r"config\.json .*; get it again\.$"), as_hf(find(folder), tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kinds", "speaks"),
+    [
+        ('["Qwen2ForCausalLM"]', True),
+        ('["GPT2LMHeadModel"]', True),
+        ("null", True),
+        ('["BertForMaskedLM"]', False),
+        ('["BertModel"]', False),
+        ('["T5ForConditionalGeneration"]', False),
+        ("3", False),
+    ],
+)
+def test_a_model_that_says_no_text_is_refused(tmp_path: Path, kinds: str, speaks: bool) -> None:
+    folder = hf_folder(tmp_path / "model")
+    (folder / "config.json").write_text(f'{{"architectures": {kinds}}}')
+    expected = nullcontext() if speaks else pytest.raises(UserError, match=r"does not continue text")
+    with expected, as_hf(find(folder), tmp_path):
+        pass
+
+
+def test_a_critic_is_not_evaluated_as_a_policy(tmp_path: Path) -> None:
+    """One word away from the actor, and every engine would load it with an output layer made up."""
+    hf_to_megatron(POLICY, tmp_path / "critic", values=True, processes=1)
+    (tmp_path / "work").mkdir()
+    of_a_checkpoint = as_hf(find(tmp_path / "critic"), tmp_path / "work")
+    with pytest.raises(UserError, match=r"critic is a critic .*give the actor"), of_a_checkpoint:
+        pass
+    megatron_to_hf(tmp_path / "critic", tmp_path / "hf", POLICY, processes=1)
+    with pytest.raises(UserError, match=r"hf is a critic"), as_hf(find(tmp_path / "hf"), tmp_path / "work"):
+        pass

@@ -1,0 +1,79 @@
+"""What an evaluation needs, and which of a config's problems are none to it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from rlsys.apps.evaluation.evaluation_inputs import Baseline, EvaluationInputs, find_inputs
+from rlsys.config.compose import load_config
+from rlsys.config.schema import RunConfig
+from rlsys.errors import RunError, UserError
+from tests.support.paths import PROJECT
+
+POLICY = PROJECT / "examples" / "searchr1" / "tiny" / "policy"
+DEAD = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    file = tmp_path / "own.jsonl"
+    file.write_text("{}\n")
+    return str(file)
+
+
+def config_of(*overrides: str) -> RunConfig:
+    """Of a run that has neither questions nor a model nor an index."""
+    nothing = ["task.train_path=none", "task.eval_path=none", "model.path=none", "search.index=none"]
+    return load_config("searchr1_tiny_cpu", [*nothing, *overrides])
+
+
+async def want(
+    config: RunConfig, *names: str, baseline: Baseline = Baseline.direct, model: Path | None = POLICY
+) -> EvaluationInputs:
+    return await find_inputs(config, baseline, names, Path("data"), model, None)
+
+
+async def problems_of(config: RunConfig, *names: str, **flags: object) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        await want(config, *names, **flags)  # type: ignore[arg-type]
+    return str(caught.value).splitlines()
+
+
+async def test_what_is_only_for_training_or_named_by_a_flag_may_be_missing(own: str) -> None:
+    config = config_of("search.topk=0")
+    before = copy.deepcopy(config)
+    wanted = await want(config, own)
+    assert [source.path for source in wanted.sources] == [Path(own)]
+    assert wanted.model.folder == POLICY
+    assert wanted.config.model.path == str(POLICY)
+    assert config == before, "the caller's config is his own"
+
+
+async def test_the_configs_own_questions_and_model_must_be_there() -> None:
+    lines = await problems_of(config_of(), model=None)
+    assert [line.partition(" ")[0] for line in lines] == ["model.path=none", "task.eval_path=none"]
+
+
+async def test_a_baseline_that_searches_needs_a_search_that_can_work(own: str) -> None:
+    lines = await problems_of(config_of("search.topk=0"), own, baseline=Baseline.rag)
+    assert [line.partition(" ")[0] for line in lines] == ["search.topk=0", "search.index=none"]
+
+
+@pytest.mark.parametrize("baseline", [Baseline.rag, Baseline.search])
+async def test_a_baseline_that_searches_is_refused_without_a_search(own: str, baseline: Baseline) -> None:
+    off = config_of("search.enabled=false", "task.invalid_message=no")
+    (line,) = await problems_of(off, own, baseline=baseline)
+    assert line.startswith(f"--baseline {baseline} searches, and search.enabled=false")
+    await want(off, own, baseline=Baseline.none)
+
+
+async def test_a_server_is_asked_unless_its_settings_are_wrong(own: str) -> None:
+    with pytest.raises(RunError, match=f"search.url={DEAD} does not answer"):
+        await want(config_of(f"search.url={DEAD}"), own, baseline=Baseline.search)
+    lines = await problems_of(config_of(f"search.url={DEAD}", "eval.samples=4"), own, baseline=Baseline.rag)
+    assert [line.partition("=")[0] for line in lines] == ["eval.samples", "the search server at search.url"]
+    (line,) = await problems_of(config_of(f"search.url={DEAD}", "search.topk=0"), own, baseline=Baseline.rag)
+    assert line.startswith("search.topk=0")

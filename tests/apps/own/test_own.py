@@ -1,0 +1,245 @@
+"""`rlsys own`: the commands it stands for, in order, and what another call leaves out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from rlsys.apps.cli.data import app as data
+from rlsys.apps.cli.data import split
+from rlsys.apps.cli.own import Wish, Words, command, commands
+from rlsys.apps.cli.search import app as search
+from rlsys.config.compose import load_config
+from rlsys.errors import RunError, UserError
+from rlsys.observe.environment import detect
+from rlsys.observe.status import Progress
+from rlsys.orchestrator.run_logger import RunLogger
+from tests.support.paths import PROJECT
+
+POLICY = PROJECT / "examples/searchr1/tiny/policy"
+
+
+class World:
+    """Documents and questions, and a stand-in for the commands that take a machine: what they would leave is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.killed = False
+        """Whether trainings are, soon after they have begun."""
+        self.docs, self.questions, self.out = folder / "docs", folder / "q.csv", folder / "own"
+        self.docs.mkdir()
+        (self.docs / "a.txt").write_text("Kenya: capital Nairobi.")
+        self.questions.write_text("question,answer\n" + "".join(f"what is {n}?,{n}\n" for n in range(20)))
+
+    def wish(self, **more: object) -> Wish:
+        given = {"kind": "bm25", "devices": "cpu", "config": "searchr1_tiny_cpu", "holdout": 4} | more
+        quiet = ("tracking.wandb=false", "tracking.tensorboard=false")
+        given["overrides"] = (*quiet, *given.get("overrides", ()))  # type: ignore[misc]
+        return Wish(self.docs, self.questions, POLICY, self.out, **given)  # type: ignore[arg-type]
+
+    def run(self, wish: Wish) -> list[Words]:
+        """All commands; the cheap ones are run."""
+        done = []
+        for words in commands(wish):
+            done.append(words)
+            self.carry_out(words)
+        return done
+
+    def carry_out(self, words: Words) -> None:
+        splitter = Typer()
+        splitter.command()(split)
+        match words:
+            case ("search", *rest):
+                result = CliRunner().invoke(search, rest)
+            case ("data", "split", *rest):
+                result = CliRunner().invoke(splitter, rest)
+            case ("data", *rest):
+                result = CliRunner().invoke(data, rest)
+            case ("train", "-c", name, "--folder-to", note, *settings):
+                return self.train(name, Path(note), settings)
+            case ("eval", *rest):
+                out = Path(rest[rest.index("--out") + 1])
+                out.mkdir()
+                (out / "results.json").write_text("{}")
+                return None
+            case ("report", run_dir):
+                assert (Path(run_dir) / "summary.json").is_file()
+                return None
+        assert result.exit_code == 0, result.output
+        return None
+
+    def train(self, name: str, note: Path, settings: list[str]) -> None:
+        config = load_config(name, settings)
+        run_dir = Path(config.output_dir) / f"{config.name}-20250101-000000"  # `folder_of` finds it again.
+        checkpoint = run_dir / "checkpoints" / f"global_step_{config.trainer.steps}" / "actor"
+        note.write_text(str(run_dir))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        RunLogger(config, run_dir, Progress()).close()
+        if self.killed:
+            raise KeyboardInterrupt
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        summary = {"checkpoint": str(checkpoint), "steps": config.trainer.steps}
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def names(done: list[Words]) -> list[str]:
+    return [" ".join(words[:2]) if words[0] in ("search", "data") else words[0] for words in done]
+
+
+def test_from_documents_to_a_report(world: World) -> None:
+    done = world.run(world.wish(steps=3, overrides=("trainer.seed=5",)))
+    assert names(done) == [
+        "search ingest", "search index", "data prepare", "data split", "train", "eval", "report",
+    ]  # fmt: skip
+    settings = done[4][5:]
+    config = load_config("searchr1_tiny_cpu", settings)
+    assert (config.trainer.steps, config.trainer.seed) == (3, 5)
+    assert config.trainer.prompts_per_step == 16, "no more than there are to train on"
+    assert Path(config.task.train_path).read_text().count("\n") == 16
+    assert Path(config.task.eval_path).read_text().count("\n") == 4
+    assert (Path(config.search.index or "") / "manifest.json").is_file()
+    assert done[5][-len(settings) :] == settings, "evaluated as it was trained"
+
+
+def test_what_is_finished_is_not_done_again(world: World) -> None:
+    world.run(world.wish())
+    assert names(world.run(world.wish()))[4:] == ["report"]
+
+
+def test_a_run_that_was_broken_off_goes_on(world: World) -> None:
+    world.killed = True
+    with pytest.raises(KeyboardInterrupt):
+        world.run(world.wish())
+    world.killed = False
+    again = world.run(world.wish())
+    assert names(again)[4:] == ["train", "eval", "report"]
+    assert "resume=auto" in again[4]
+
+
+def test_a_longer_training_that_was_killed_is_not_finished_by_its_first_life(world: World) -> None:
+    world.run(world.wish(steps=2))
+    world.killed = True
+    with pytest.raises(KeyboardInterrupt):
+        world.run(world.wish(steps=8))
+    world.killed = False
+    assert names(world.run(world.wish(steps=8)))[4:] == ["train", "eval", "report"]
+
+
+def test_what_went_on_or_is_asked_otherwise_is_evaluated_again(world: World) -> None:
+    asked = []
+    for more in ({"steps": 2}, {"steps": 4}, {"steps": 4, "overrides": ("eval.limit=3",)}):
+        done = world.run(world.wish(**more))
+        (words,) = [words for words in done if words[0] == "eval"]
+        asked.append(Path(words[words.index("--out") + 1]))
+    assert len(set(asked)) == 3
+    assert len({folder.parent for folder in asked}) == 1, "one run, which went on"
+    assert [folder.name.rpartition("-")[0] for folder in asked] == [
+        "eval-global_step_2", "eval-global_step_4", "eval-global_step_4",
+    ]  # fmt: skip
+    assert names(world.run(world.wish(steps=4, overrides=("eval.limit=3",))))[4:] == ["report"]
+
+
+def test_other_settings_documents_or_questions_train_again(world: World) -> None:
+    first = world.run(world.wish())[4]
+    changed = world.run(world.wish(overrides=("algorithm.clip_high=0.3",)))
+    assert names(changed)[4] == "train"
+    (world.docs / "b.txt").write_text("Mali: capital Bamako.")
+    other_documents = world.run(world.wish())[4]
+    world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))
+    other_questions = world.run(world.wish())[4]
+    named = {
+        next(word for word in words if word.startswith("name=")) for words in (first, other_documents, other_questions)
+    }
+    assert len(named) == 3
+    for words in (first, other_documents, other_questions):
+        config = load_config("searchr1_tiny_cpu", words[5:])
+        read = (config.task.train_path, config.task.eval_path, config.search.index)
+        assert all(Path(str(one)).exists() for one in read)
+    corpora = {load_config("searchr1_tiny_cpu", words[5:]).search.index for words in (first, other_documents)}
+    assert [len((Path(str(one)) / "corpus.jsonl").read_text().splitlines()) for one in sorted(corpora, key=str)] in (
+        [1, 2], [2, 1],
+    )  # fmt: skip
+
+
+def test_a_run_stays_finished_when_others_come(world: World) -> None:
+    world.run(world.wish())
+    (world.docs / "b.txt").write_text("Mali: capital Bamako.")
+    world.run(world.wish())
+    (world.docs / "b.txt").unlink()
+    assert names(world.run(world.wish()))[4:] == ["report"]
+
+
+def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:
+    prompt, heldout = tmp_path / "prompt.txt", tmp_path / "h.csv"
+    prompt.write_text("Find out: {question}\n")
+    heldout.write_text("question,answer\nWhat is 0?,0\nwhat is love?,nobody knows\n")
+    done = world.run(world.wish(heldout=heldout, holdout=None, prompt=prompt))
+    assert names(done)[2:6] == ["data prepare", "data prepare", "data split", "train"]
+    task = load_config("searchr1_tiny_cpu", done[5][5:]).task
+    trained, held = (
+        [json.loads(line) for line in Path(file).read_text().splitlines()] for file in (task.train_path, task.eval_path)
+    )
+    assert held[0]["prompt"][0]["content"].startswith("Find out: What is 0?")
+    assert held[0]["extra_info"]["split"] == "test"
+    assert [row["question"] for row in trained] == [f"what is {n}?" for n in range(1, 20)], "0 is held out"
+    tools = ("rlsys.rollout.tools.calculator.Calculator",)
+    words = next(one for one in commands(world.wish(tools=tools)) if one[:2] == ("data", "prepare"))
+    assert words[3:5] == ("--tool", tools[0])
+
+
+def test_mistakes_are_sentences(world: World) -> None:
+    with pytest.raises(UserError, match="--holdout 4 and --heldout"):
+        world.run(world.wish(heldout=world.questions))
+    with pytest.raises(UserError, match=r"trainer\.steps=2 is what --steps says"):
+        world.run(world.wish(steps=1, overrides=("trainer.steps=2",)))
+
+
+def test_a_training_that_leaves_no_run_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "train", lambda *_: None)
+    with pytest.raises(RunError, match=r"own-\w+\.txt does not name the folder of a finished run"):
+        world.run(world.wish())
+
+
+def test_devices_are_those_of_the_given_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes: list[Wish] = []
+    monkeypatch.setattr("rlsys.apps.cli.own.commands", lambda wish: wishes.append(wish) or ())
+    app = Typer()
+    app.command()(command)
+    for more in ([], ["-c", "searchr1_tiny_cpu"], ["-c", "searchr1_tiny_cpu", "--devices", "2"]):
+        assert CliRunner().invoke(app, ["docs", "q.csv", "--model", str(POLICY), *more]).exit_code == 0
+    assert [wish.devices for wish in wishes][1:] == [None, 2]
+    assert wishes[0].devices == (detect().cuda_devices or "cpu")
+
+
+def test_the_index_of_own_documents_has_no_replicas(world: World) -> None:
+    config = world.out.parent / "mine.yaml"
+    config.write_text("defaults: [searchr1_tiny_cpu, _self_]\nsearch: {url: 'http://a:1', replicas: ['http://b:1']}\n")
+    train = world.run(world.wish(config=str(config)))[4]
+    assert load_config(str(config), train[5:]).search.replicas == []
+
+
+def test_the_command_line_says_what_it_takes() -> None:
+    app = Typer()
+    app.command()(command)
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert shown.exit_code == 0
+    for flag in ("--model", "--holdout", "--devices", "--prompt", "--tool", "--config-name"):
+        assert flag in shown.output
+
+
+def test_a_command_that_fails_ends_it_as_it_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    from rlsys.apps.cli.own import _run
+
+    _run(("data", "--help"))
+    assert "$ rlsys data --help" in capfd.readouterr().out
+    with pytest.raises(UserError, match="rlsys report has ended with status 2"):
+        _run(("report", "/nowhere"))
+    assert "/nowhere is no folder" in capfd.readouterr().err

@@ -1,0 +1,109 @@
+"""Algorithms that need more than the demo's, on real parts: one run each by `rlsys train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import Finished, train
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def checkpoints(run: Finished, step: int) -> set[str]:
+    """What groups have saved after `step`, beside the driver's own part."""
+    folder = run.folder / "checkpoints" / f"global_step_{step}"
+    return {path.name for path in folder.iterdir()} - {"data", "manifest.json"}
+
+
+def test_ppo_learns_values_first_and_the_policy_with_them(tmp_path: Path) -> None:
+    run = Finished(tmp_path, "algorithm=ppo", "trainer.steps=3", "critic.warmup_steps=1")
+    first, *others = run.rows
+    assert "actor/policy_loss" not in first
+    assert (first["critic/values/max"], first["critic/values/min"]) == (0.0, 0.0), "a fresh critic expects nothing"
+    assert first["critic/kl"] == pytest.approx(0.0, abs=1e-6), "the policy is its reference still"
+    for row in others:
+        assert row["critic/values/max"] > row["critic/values/min"]
+        assert row["actor/grad_norm"] > 0
+        assert row["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-5)
+        assert row["critic/advantages/std"] == pytest.approx(1.0, abs=0.01)
+    assert run.rows[1]["actor/first_ratio_dev_max"] < 1e-3
+    last = others[-1]
+    missed = abs(last["critic/values/mean"] - last["critic/returns/mean"])
+    assert missed < abs(last["critic/returns/mean"]), "it expects more rightly than nothing at all"
+    assert checkpoints(run, 3) == {"actor", "critic"}
+
+
+def test_ema_pg_moves_its_reference_and_asks_it(tmp_path: Path) -> None:
+    run = Finished(
+        tmp_path,
+        "algorithm=ema_pg",
+        "algorithm.ref_policy_ema_update_period=1",
+        "algorithm.eval_ref_policy=true",
+        "trainer.steps=2",
+    )
+    first, second = run.rows
+    assert first["kl/k3"] == pytest.approx(0.0, abs=1e-6)
+    assert 0 < second["kl/k3"] < 1, "the reference follows, and stays behind"
+    assert second["actor/kl_loss"] > 0
+    assert 0 <= run.summary["em_reference"] <= 1
+    answers = (run.folder / "evaluations" / "reference_step_000002.jsonl").read_text().splitlines()
+    assert len(answers) == 16
+    assert checkpoints(run, 2) == {"actor", "reference"}
+
+
+@pytest.mark.slow
+def test_a_kl_over_the_whole_vocabulary_and_its_quirks(tmp_path: Path) -> None:
+    run = Finished(
+        tmp_path,
+        "algorithm=ema_pg",
+        "algorithm.kl_topk_tokens=null",
+        "algorithm.use_kl_iw=false",
+        "algorithm.ref_policy_reset_period=1",
+        "compat=search_r1",
+        "compat.validation_batch=10",
+        "trainer.steps=2",
+    )
+    assert run.summary["questions"] == 10
+    assert run.rows[1]["kl/k3"] == pytest.approx(0.0, abs=1e-6), "a reset makes the reference the policy"
+    assert checkpoints(run, 2) == {"actor", "actor_reference", "reference"}
+
+
+@pytest.mark.slow
+def test_shaped_rewards_by_turns_under_a_steered_kl(tmp_path: Path) -> None:
+    run = Finished(
+        tmp_path,
+        "reward.terms={correct_answer: 10.0, search_penalty: -0.1, invalid_format: -5.0}",
+        "algorithm.credit=turn",
+        "algorithm.kl_in=reward",
+        "algorithm.kl_control=adaptive",
+        "trainer.schedule.kind=async",
+        "trainer.steps=3",
+    )
+    for row in run.rows:
+        assert {"reward/term/correct_answer", "reward/term/search_penalty", "critic/kl"} <= row.keys()
+    assert run.rows[0]["critic/kl_coef"] == 0.001
+    assert run.rows[-1]["critic/kl_coef"] < 0.001, "far below its target the weight falls"
+
+
+@pytest.mark.slow
+def test_ppo_with_everything_on_one_slot(tmp_path: Path) -> None:
+    run = Finished(tmp_path, "algorithm=ppo", "cluster=one_slot", "trainer.schedule.kind=sequential", "trainer.steps=2")
+    assert run.summary["overlap_s"] == 0
+    assert run.rows[-1]["critic/values/max"] > 0
+
+
+@pytest.mark.slow
+def test_a_collapse_ends_the_run_with_a_checkpoint_and_one_sentence(tmp_path: Path) -> None:
+    done = train(tmp_path, "guards.action=stop", "guards.entropy_floor=100", "guards.patience=1", "trainer.steps=3")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "actor/entropy is" in last
+    assert "guards.entropy_floor=100" in last
+    assert "Traceback" not in done.stderr
+    (folder,) = tmp_path.glob("searchr1_tiny_cpu-*")
+    assert (folder / "checkpoints" / "global_step_1" / "actor").is_dir()
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert row["guard/entropy"] == 1.0

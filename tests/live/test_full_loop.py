@@ -1,0 +1,127 @@
+"""The whole system on real parts, small: what `make demo` does, in a few steps.
+
+One run, looked at from all sides; each assertion fails if a stage were faked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.paths import PROJECT
+
+POLICY = PROJECT / "examples/searchr1/tiny/policy"
+STEPS = 4
+SETTINGS = [
+    f"trainer.steps={STEPS}",
+    "eval.interval=0",
+    "eval.limit=160",
+    "tracking.wandb=false",
+]
+
+MARK = "RLSYS_TEST_OF_THE_DEMO"
+"""A variable that the run's processes have, whoever their parent is."""
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+class FinishedRun:
+    """The folder of a finished run and what it printed."""
+
+    def __init__(self, folder: Path, printed: str) -> None:
+        self.folder = folder
+        self.printed = printed
+        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        self.rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.trace: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Run the demo as a user does, in a process of its own."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    command = [sys.executable, "-m", "examples.searchr1.tiny.demo", f"output_dir={outputs}", *SETTINGS]
+    done = subprocess.run(
+        command,
+        cwd=PROJECT,
+        env=os.environ | {MARK: str(outputs)},
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (folder,) = outputs.iterdir()
+    return FinishedRun(folder, done.stdout)
+
+
+def test_the_policy_learns_to_search(run: FinishedRun) -> None:
+    summary = run.summary
+    assert summary["steps"] == STEPS
+    assert summary["em_after"] > summary["em_before"] + 0.1
+    assert summary["em_after_by_hop"]["2"] > summary["em_before_by_hop"]["2"]
+    assert summary["searches_after"] > summary["searches_before"]
+
+
+def test_the_world_can_be_answered_by_searching(run: FinishedRun) -> None:
+    assert run.summary["oracle_em"] >= 0.95
+    assert run.summary["recall_at_3"] >= 0.95
+
+
+def test_megatron_and_the_engine_agree_on_the_same_tokens(run: FinishedRun) -> None:
+    differences = [row["logprob/max_diff"] for row in run.rows]
+    assert 0 < max(differences) < 1e-3, "equal to the bit would mean that one of them was copied"
+    assert run.summary["first_ratio_max_dev"] < 1e-3
+
+
+def test_every_version_reached_the_engine(run: FinishedRun) -> None:
+    assert run.summary["weight_syncs"] == STEPS + 1
+    assert [row["engine/0/version"] for row in run.rows] == list(range(1, STEPS + 1))
+    assert run.rows[-1]["sync/bytes"] >= (POLICY / "model.safetensors").stat().st_size * 0.9
+
+
+def test_training_overlaps_generation(run: FinishedRun) -> None:
+    assert run.summary["overlap_s"] > 0
+    spans = [event for event in run.trace if event.get("ph") == "X"]
+    for step in range(1, STEPS + 1):
+        of_step = [span for span in spans if span["args"].get("step") == step]
+        names = {span["name"] for span in of_step}
+        assert {"rollout.group", "logprob.compute", "train.accumulate", "train.apply"} <= names
+        first_scored = min(span["ts"] for span in of_step if span["name"] == "logprob.compute")
+        last_rolled = max(span["ts"] + span["dur"] for span in of_step if span["name"] == "rollout.group")
+        assert first_scored < last_rolled, f"step {step} waited for its last rollout"
+
+
+def test_the_converted_model_is_what_was_trained(run: FinishedRun) -> None:
+    hf = run.folder / "hf"
+    before, after = load_file(POLICY / "model.safetensors"), load_file(hf / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(moved) > len(before) * 0.9, "training must have moved the weights"
+    assert AutoModelForCausalLM.from_pretrained(hf).num_parameters() > 1_000_000
+    assert run.summary["hf_engine_agreement"] >= 0.98
+
+
+def test_everything_promised_is_in_the_folder(run: FinishedRun) -> None:
+    for name in ("config.yaml", "curves.png", "em.png", "reward.png", "stage_times.png", "trace.json"):
+        assert (run.folder / name).stat().st_size > 0, name
+    assert len(list((run.folder / "samples").glob("*.txt"))) == 10
+    assert list(run.folder.rglob("events.out.tfevents.*"))
+    assert "exact match" in run.printed
+
+
+def test_no_process_is_left(run: FinishedRun) -> None:
+    assert run.folder.exists()
+    processes = psutil.process_iter(["environ", "cmdline"])
+    left = [p for p in processes if (p.info["environ"] or {}).get(MARK) == str(run.folder.parent)]
+    assert not [" ".join(p.info["cmdline"] or []) for p in left]

@@ -1,0 +1,308 @@
+"""Every experiment for GPUs: it composes, passes the checks against the machines that it names and has a plan; and its
+placement in miniature works, by whole runs on real parts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from examples.searchr1.tiny.demo import prepare_world
+from rlsys.apps.cli.main import app
+from rlsys.cluster.planning.placement import parse_placement
+from rlsys.config.algorithm import AdvantageBaseline
+from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config
+from rlsys.config.derived import has_critic, megatron_groups
+from rlsys.config.schema import Mode, ParallelConfig, RunConfig
+from rlsys.orchestrator.validate import find_problems
+from rlsys.weights.weight_map import read_architecture
+from tests.support.miniature import MOST_PROCESSES, miniature
+from tests.support.paths import PROJECT
+from tests.support.tiny_models import LAYERS, even_tokens, tiny_model
+
+SHAPES = PROJECT_CONFIGS / "model" / "shapes"
+EXPERIMENTS = sorted({path.stem for path in PROJECT_CONFIGS.glob("*.yaml")} - {"searchr1_tiny_cpu"})
+BILLIONS = {
+    "qwen2.5-1.5b-instruct": 1.54,
+    "qwen2.5-3b-instruct": 3.09,
+    "qwen2.5-7b-instruct": 7.62,
+    "qwen2.5-14b-instruct": 14.77,
+    "qwen2.5-32b-instruct": 32.76,
+    "llama-3.2-3b-instruct": 3.21,
+    "qwen3-30b-a3b": 30.53,
+}
+"""Parameters as the models' cards have them."""
+QUICK = ("searchr1_qwen2.5_32b_8node_ppo", "searchr1_qwen3_30b_a3b_4node")
+"""Whose miniatures every test run starts: a critic, stages, tensor and context parallelism; experts over engines."""
+REWARD = f"{even_tokens.__module__}.{even_tokens.__name__}"
+
+
+@cache
+def composed(experiment: str) -> RunConfig:
+    """As the file has it; not to be changed."""
+    return load_config(experiment)
+
+
+def shape_of(experiment: str) -> Path:
+    """The folder of facts of an experiment's model."""
+    name = composed(experiment).model.path.lower()
+    return next(folder for folder in (SHAPES / name, SHAPES / f"{name}-instruct") if folder.is_dir())
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> list[str]:
+    """Overrides that stand for data and an index that only the machines have."""
+    (tmp_path / "questions.jsonl").write_text("{}\n")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "manifest.json").write_text("{}")
+    paths = [f"task.{which}_path={tmp_path / 'questions.jsonl'}" for which in ("train", "eval")]
+    return [*paths, f"search.index={tmp_path / 'index'}"]
+
+
+@pytest.fixture(scope="module")
+def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConfig]:
+    """By family: what its miniatures run on, all there."""
+    prepare_world(Console(quiet=True))
+    return cache(lambda family: tiny_run(tiny_model(family, tmp_path_factory.mktemp(family))))
+
+
+def tiny_run(model: Path | str, *overrides: str) -> RunConfig:
+    """What a miniature runs on."""
+    return load_config(
+        "searchr1_tiny_cpu",
+        [
+            f"model.path={model}",
+            "trainer.steps=2",
+            "trainer.prompts_per_step=8",
+            "trainer.mini_batches=2",
+            "task.max_turns=1",
+            "eval.interval=0",
+            "eval.limit=4",
+            "rollout.engine.kv_cache_tokens=16384",
+            "tracking.wandb=false",
+            "tracking.tensorboard=false",
+            f"reward.terms.{REWARD}=1.0",
+            *overrides,
+        ],
+    )
+
+
+def in_small(experiment: str, *overrides: str) -> RunConfig:
+    return miniature(load_config(experiment, overrides), tiny_run("tiny"), LAYERS)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_fits_its_machines_and_has_a_plan(experiment: str, elsewhere: list[str]) -> None:
+    shape = shape_of(experiment)
+    settings = [f"model.path={shape}", *elsewhere]
+    done = CliRunner().invoke(app, ["train", "-c", experiment, *settings, "--dry-run", "--json"])
+    assert done.exit_code == 0, done.output
+    plan, cluster = json.loads(done.stdout), load_config(experiment, settings).cluster
+    assert plan["device"] == "gpu"
+    assert plan["model"]["parameters"] / 1e9 == pytest.approx(BILLIONS[shape.name], rel=0.005)
+    assert cluster.devices_per_node is not None, "it names its machines"
+    assert cluster.device_memory_gib is not None
+    assert plan["world_size"] == cluster.nodes * cluster.devices_per_node, "none is left without work"
+    for name, group in plan["groups"].items():
+        degrees = (
+            [group["engines"], group["tp"]] if name == "rollout" else [group[key] for key in ("tp", "pp", "cp", "dp")]
+        )
+        assert prod(degrees) == len(group["ranks"])
+        assert 0 < group["memory_gib_per_rank"] < cluster.device_memory_gib
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_miniature_is_valid_and_of_the_same_kind(experiment: str, tiny_of: Callable[[str], RunConfig]) -> None:
+    big = composed(experiment)
+    small = miniature(big, tiny_of(read_architecture(shape_of(experiment)).family), LAYERS)
+    assert [problem.sentence for problem in find_problems(small)] == []
+    ranks, few = placed(big), placed(small)
+    assert ranks.keys() == few.keys()
+    assert sum(len(few[name]) for name in megatron_groups(small)) <= MOST_PROCESSES
+    for a in ranks:
+        for b in ranks:
+            assert (set(ranks[a]) == set(ranks[b])) == (set(few[a]) == set(few[b]))
+    assert small.trainer.schedule == big.trainer.schedule
+    even, still = (one.trainer.prompts_per_step % one.trainer.mini_batches == 0 for one in (big, small))
+    assert even == still
+    assert small.algorithm.baseline is big.algorithm.baseline
+    assert small.actor.optimizer.distributed is big.actor.optimizer.distributed
+    for name, settings in megatron_groups(small).items():
+        wanted, got = megatron_groups(big)[name].parallel, settings.parallel
+        for degree in ("pp", "tp", "cp", "ep"):
+            assert getattr(got, degree) <= min(2, getattr(wanted, degree))
+
+
+def placed(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    return parse_placement(config.cluster.placement, has_critic(config.algorithm))
+
+
+def degrees(parallel: ParallelConfig) -> tuple[int, int, int, int]:
+    return parallel.pp, parallel.tp, parallel.cp, parallel.ep
+
+
+def test_stages_and_tensor_parallelism_come_before_data_parallelism() -> None:
+    small = in_small("searchr1_qwen2.5_32b_4node")
+    assert small.cluster.placement == {"actor": "0-3", "inference": "4-5", "rollout": "6-7"}
+    assert degrees(small.actor.parallel) == (2, 2, 1, 1)
+    assert degrees(small.inference.parallel) == (1, 2, 1, 1)
+    assert small.actor.parallel.sequence_parallel
+
+
+def test_groups_that_are_cut_in_all_ways_keep_each_way_somewhere() -> None:
+    small = in_small("searchr1_qwen2.5_32b_8node_ppo")
+    assert small.cluster.placement == {"actor": "0-1", "inference": "2-5", "rollout": "6-7"}
+    assert degrees(small.actor.parallel) == (1, 1, 2, 1)
+    assert degrees(small.critic.parallel) == (2, 1, 1, 1)
+    assert degrees(small.inference.parallel) == (1, 2, 1, 1)
+    assert small.algorithm.baseline is AdvantageBaseline.critic
+
+
+def test_every_sequence_is_cut_in_two_where_there_is_room() -> None:
+    small = in_small("searchr1_qwen2.5_32b_4node", "actor.parallel.cp=2", "actor.parallel.pp=1")
+    assert degrees(small.actor.parallel) == (1, 2, 2, 1)
+    assert small.cluster.placement["actor"] == "0-3"
+
+
+def test_experts_are_spread_and_engines_side_by_side() -> None:
+    small = in_small("searchr1_qwen3_30b_a3b_4node")
+    assert small.cluster.placement == {"actor": "0-1", "inference": "2-3", "rollout": "4-5"}
+    assert degrees(small.actor.parallel) == degrees(small.inference.parallel) == (1, 1, 1, 2)
+    assert small.cluster.sync_mode == "broadcast"
+
+
+def test_a_critic_on_the_actors_devices_stays_there() -> None:
+    small = in_small("searchr1_qwen2.5_7b_1node_ppo")
+    assert small.cluster.placement == {"actor": "0-1", "inference": "2-2", "rollout": "3-4"}
+    assert degrees(small.actor.parallel) == degrees(small.critic.parallel) == (1, 2, 1, 1)
+
+
+def test_groups_that_take_turns_on_all_devices_still_do() -> None:
+    small = in_small("searchr1_qwen2.5_7b_1node_collocated")
+    assert small.cluster.placement == dict.fromkeys(("actor", "inference", "rollout"), "0-3")
+    assert degrees(small.actor.parallel) == degrees(small.inference.parallel) == (1, 2, 1, 1)
+    assert small.trainer.schedule.kind == "sequential"
+
+
+def test_uneven_stages_stay_uneven_and_the_lighter_one_where_it_was() -> None:
+    settings = ["actor.parallel.pp=4", "actor.parallel.pp_layers=[10,9,9,8]"]
+    small = in_small("searchr1_qwen2.5_3b_1node", *settings)
+    assert small.actor.parallel.pp_layers == [3, 1]
+    assert in_small("searchr1_qwen2.5_3b_1node", "actor.parallel.pp=2").actor.parallel.pp_layers is None
+
+
+SIZES = st.sampled_from([1, 2, 4])
+
+
+@pytest.fixture(scope="module")
+def tiny() -> RunConfig:
+    return tiny_run("tiny")
+
+
+@given(
+    actor=st.builds(ParallelConfig, tp=SIZES, pp=SIZES, cp=SIZES, ep=SIZES),
+    inference=st.builds(ParallelConfig, tp=SIZES, pp=SIZES, cp=SIZES),
+    critic=st.builds(ParallelConfig, tp=SIZES, pp=SIZES, cp=SIZES),
+    collocated=st.booleans(),
+)
+def test_any_placement_has_a_miniature(
+    tiny: RunConfig,
+    actor: ParallelConfig,
+    inference: ParallelConfig,
+    critic: ParallelConfig,
+    collocated: bool,
+) -> None:
+    kind = "collocated" if collocated else "ppo"
+    big = deepcopy(composed(f"searchr1_qwen2.5_3b_1node_{kind}"))
+    everywhere = dict.fromkeys(("actor", "inference", "rollout"), "0-127")
+    apart = {"actor": "0-63", "inference": "64-127", "rollout": "128-129"}
+    big.cluster.placement = everywhere if collocated else apart
+    big.actor.parallel, big.inference.parallel, big.critic.parallel = actor, inference, critic
+    small = miniature(big, tiny, LAYERS)
+    ranks = placed(small)
+    assert sum(len(ranks[name]) for name in megatron_groups(small)) <= MOST_PROCESSES
+    assert len({ranks[name] for name in ranks}) == (1 if collocated else 3)
+    assert collocated == (small.cluster.mode is Mode.collocated)
+    for name, settings in megatron_groups(small).items():
+        pp, tp, cp, ep = degrees(settings.parallel)
+        assert len(ranks[name]) % (pp * tp * cp) == len(ranks[name]) // pp % ep == 0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a miniature left behind."""
+
+    rows: list[dict[str, float]]
+    summary: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], Ran]:
+    """Runs an experiment's miniature by `rlsys train`; those that are the same but for their name, once."""
+    known: dict[str, Ran] = {}
+
+    def run(experiment: str) -> Ran:
+        family = read_architecture(shape_of(experiment)).family
+        small = miniature(composed(experiment), tiny_of(family), LAYERS)
+        key = json.dumps(as_dict(replace(small, name="")), sort_keys=True)
+        if key not in known:
+            known[key] = train(small, tmp_path_factory.mktemp(experiment))
+        return known[key]
+
+    return run
+
+
+def train(config: RunConfig, folder: Path) -> Ran:
+    """A run of `config` to its end, in processes of its own."""
+    file = folder / f"{config.name}.yaml"
+    settings = {"defaults": ["rlsys_schema", "_self_"], **as_dict(config), "output_dir": str(folder / "out")}
+    file.write_text(yaml.safe_dump(settings, sort_keys=False))
+    command = [
+        sys.executable,
+        "-m",
+        "rlsys.apps.cli.main",
+        "train",
+        "--config-dir",
+        folder,
+        "-c",
+        config.name,
+    ]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=850, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    (run,) = (folder / "out").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return Ran(rows, json.loads((run / "summary.json").read_text()))
+
+
+def quick_or_slow(experiment: str) -> Any:
+    return pytest.param(experiment, marks=[] if experiment in QUICK else [pytest.mark.slow])
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("experiment", [*map(quick_or_slow, EXPERIMENTS)])
+def test_the_miniature_trains(experiment: str, ran: Callable[[str], Ran]) -> None:
+    run = ran(experiment)
+    assert run.summary["steps"] == len(run.rows) == 2
+    for step, row in enumerate(run.rows, start=1):
+        versions = [value for key, value in row.items() if key.startswith("engine/") and key.endswith("/version")]
+        assert set(versions) == {step}, "an engine checks every tensor that it holds before it takes a version"
+        assert 0 < row["logprob/max_diff"] < 1e-3, "the engines and Megatron compute the same model"
+        assert row["actor/first_ratio_dev_max"] < 1e-3, "so do the groups of Megatron, each cut in its own way"
+        assert row["actor/grad_norm"] > 0
+    if composed(experiment).algorithm.baseline is AdvantageBaseline.critic:
+        assert run.rows[1]["critic/values/max"] > run.rows[1]["critic/values/min"]

@@ -1,0 +1,96 @@
+"""A run folder that rlsys wrote at 3180461 is read, resumed, converted and reported as it was then.
+
+`fixtures/run_of_3180461.tar.xz` holds two asynchronous steps of a random Llama of two layers, and the model that they began
+with. What the conversion must give is the hash of what 3180461 itself made of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlsys.config.compose import load_config
+from rlsys.observe.run_folder import open_run
+from rlsys.orchestrator.resume import find_origin
+from tests.support.paths import PROJECT
+from tests.support.runs import SETTINGS
+
+ARCHIVE = Path(__file__).parent / "fixtures" / "run_of_3180461.tar.xz"
+CONVERTED_SHA256 = "477a2ee84eb8c9613abd8369d158ca6196ed6929fba9f8002c55cea9af905269"
+NAME = "searchr1_tiny_cpu-20261122-171518"
+AS_THEN = [
+    *("trainer.prompts_per_step=4", "trainer.mini_batches=2", "algorithm.n_samples=2", "task.max_turns=2"),
+    *("trainer.schedule.kind=async", "trainer.schedule.max_staleness=1", "eval.interval=1", "eval.limit=4"),
+]
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds the run's folder and the model's."""
+    home = tmp_path_factory.mktemp("old")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(home, filter="data")
+    (home / "run").rename(home / NAME)
+    return home
+
+
+def rlsys(*words: object, cwd: Path = PROJECT) -> str:
+    """The output of a command that ends well."""
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_its_state_is_what_was_saved(old: Path) -> None:
+    config = load_config("searchr1_tiny_cpu", [*AS_THEN, f"resume={old / NAME}", "trainer.steps=3"])
+    config.checkpoint.may_differ = ["task.train_path", "model.path"]
+    origin = find_origin(config, pytest.fail)
+    assert origin is not None
+    state = origin.state
+    assert (state.step, origin.newest, state.history.step) == (2, True, 2)
+    scheduler = state.pipeline.scheduler
+    assert (scheduler.version, scheduler.published) == (2, 2)
+    numbers = [group.number for group in (*scheduler.rolling, *scheduler.ready)]
+    assert len(set(numbers)) == len(numbers)
+    assert max(numbers, default=-1) < scheduler.admitted
+    assert {*state.pipeline.begun, *state.pipeline.rolled, *state.pipeline.scored} <= set(numbers)
+    assert [row["step"] for row in state.history.evaluations] == [0, 1, 2]
+
+
+def test_its_folder_is_read_without_a_problem(old: Path) -> None:
+    folder = open_run(old / NAME)
+    assert [row["step"] for row in folder.rows] == [1, 2]
+    assert folder.problems == []
+
+
+def test_its_config_still_composes(old: Path) -> None:
+    then = yaml.safe_load((old / NAME / "config.yaml").read_text())
+    assert then["trainer"]["schedule"]["kind"] == "async"
+    rlsys("report", old / NAME)
+    assert (old / NAME / "report.html").stat().st_size > 100_000
+
+
+def test_its_checkpoint_converts_to_the_same_bytes(old: Path) -> None:
+    checkpoint, hf = old / NAME / "checkpoints" / "global_step_2" / "actor", old / "hf"
+    rlsys("convert", "mg2hf", checkpoint, hf, "--hf", old / "model")
+    assert hashlib.sha256((hf / "model.safetensors").read_bytes()).hexdigest() == CONVERTED_SHA256
+
+
+@pytest.mark.slow
+def test_it_resumes(old: Path) -> None:
+    settings = [*AS_THEN, *SETTINGS, "trainer.mini_batches=2", "trainer.prompts_per_step=4", "eval.limit=4"]
+    allowed = "checkpoint.may_differ=[task.train_path,model.path]"
+    rlsys(
+        *("train", "--config-name", "searchr1_tiny_cpu", f"output_dir={old}", f"model.path={old / 'model'}"),
+        *(*settings, "trainer.steps=3", allowed, f"resume={old / NAME}"),
+    )
+    summary = json.loads((old / NAME / "summary.json").read_text())
+    assert summary["steps"] == 3

@@ -1,0 +1,93 @@
+"""A real run, killed with all its processes while rollouts are under way, goes on and loses no prompt."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from examples.searchr1.tiny.demo import prepare_world
+from tests.support.paths import PROJECT
+from tests.support.runs import SETTINGS
+
+STEPS, GROUPS = 5, 16
+RUN = [
+    *SETTINGS,
+    f"trainer.steps={STEPS}",
+    "trainer.schedule.kind=async",
+    "checkpoint.interval=2",
+    "checkpoint.keep_last=1",
+    "resume=auto",
+]
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def start(outputs: Path, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [*command, f"output_dir={outputs}", *RUN], cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def kill_with_all_children(process: subprocess.Popen[bytes]) -> None:
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for one in family:
+        one.kill()
+    psutil.wait_procs(family, timeout=30)
+    process.wait()
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Path) -> Path:
+    """The run's folder, once a checkpoint is published and `step` is recorded."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-3000:]
+        for metrics in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl"):
+            saved = list((metrics.parent / "checkpoints").glob("global_step_*"))
+            if saved and len(metrics.read_text().splitlines()) >= step:
+                return metrics.parent
+        time.sleep(0.05)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def test_every_prompt_is_trained_or_dropped_once_across_a_kill(tmp_path: Path) -> None:
+    prepare_world(Console(quiet=True))
+    outputs, log = tmp_path / "outputs", tmp_path / "log"
+    process = start(outputs, log)
+    try:
+        folder = wait_for(process, outputs, 3, log)
+    finally:
+        kill_with_all_children(process)
+    before = rows(folder / "prompts.jsonl")
+    process = start(outputs, log)
+    assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
+    assert "goes on after step 2" in log.read_text()
+    assert [one.name for one in outputs.iterdir()] == [folder.name]
+
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    ends = rows(folder / "prompts.jsonl")
+    prompt_groups = Counter(row["ticket"] for row in ends)
+    assert set(prompt_groups.values()) == {1}, "a prompt_group has ended twice"
+    assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt_group is lost"
+    trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
+    assert sum(trained.values()) == STEPS * GROUPS
+    assert set(trained.values()) == {1}, "the world has more prompts than are trained: each comes once"
+    kept = [row for row in before if row["step"] <= 2]
+    assert ends[: len(kept)] == kept, "what was recorded before the checkpoint stays"
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert checkpoint.name == f"global_step_{STEPS}"
+    assert (folder / "summary.json").is_file()

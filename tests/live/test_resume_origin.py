@@ -1,0 +1,534 @@
+"""Where a run goes on from: the right checkpoint of the right run, or one sentence that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.schema import CheckpointConfig, RunConfig, TaskConfig, TrainerConfig
+from rlsys.data.question import SourceState
+from rlsys.errors import UserError
+from rlsys.files import claim, sha256_of
+from rlsys.observe.environment import environment
+from rlsys.observe.guards import GuardsState
+from rlsys.observe.kept import kept_steps, write_kept
+from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
+from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
+from rlsys.orchestrator.run_logger import LOGS, History
+from rlsys.weights.checkpoint.state_file import save_values
+from rlsys.weights.checkpoint.store import CheckpointStore
+from tests.orchestrator.pipeline.bare import Bare
+from tests.orchestrator.pipeline.build import question, same
+
+STEPS = 9
+FIRST, SECOND = "run-20250101-120000", "run-20250102-120000"
+
+
+class Outputs:
+    """A folder of runs, whose checkpoints have the driver's part and one other file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.questions = folder / "questions.jsonl"
+        folder.mkdir()
+        self.questions.write_text("{}\n")
+        self._age = 0
+
+    def config(self, resume: str = "auto", fall_back: bool = False, *may_differ: str) -> RunConfig:
+        return RunConfig(
+            output_dir=str(self.folder),
+            resume=resume,
+            task=TaskConfig(train_path=str(self.questions)),
+            trainer=TrainerConfig(steps=STEPS),
+            checkpoint=CheckpointConfig(fall_back=fall_back, may_differ=list(may_differ)),
+        )
+
+    def run(self, name: str, *steps: int) -> Path:
+        """A run with a row of each file a step, and an evaluation."""
+        run_dir = self.folder / name
+        (run_dir / "evaluations").mkdir(parents=True)
+        for step in range(1, max(steps, default=0) + 1):
+            for file in LOGS:
+                with (run_dir / file).open("a") as rows:
+                    rows.write(json.dumps({"step": step}) + "\n")
+            for stem in ("step", "reference_step"):
+                for kind in ("json", "jsonl"):
+                    (run_dir / "evaluations" / f"{stem}_{step:06d}.{kind}").write_text(f"{step}\n")
+            write_kept(run_dir, step, ())
+            if step in steps:
+                self.save(run_dir, step)
+        (run_dir / "run.json").write_text('{"lives": []}')
+        return run_dir
+
+    def save(self, run_dir: Path, step: int) -> Path:
+        """A checkpoint of now; each is younger than those before it."""
+        store = CheckpointStore(run_dir / CHECKPOINTS)
+        folder = store.begin(step)
+        write_state(folder, self.state(run_dir, step), self.config("none"))
+        (folder / "actor").mkdir()
+        (folder / "actor" / "part").write_text("weights")
+        published = store.publish(step)
+        self._age += 1
+        os.utime(published / "manifest.json", ns=(self._age * 10**9, self._age * 10**9))
+        return published
+
+    def state(self, run_dir: Path, step: int) -> RunState:
+        pipeline, _ = Bare().pipeline(StalenessScheduler(1, 0))
+        logs = {name: (run_dir / name).stat().st_size for name in LOGS}
+        return RunState(
+            step=step,
+            pipeline=pipeline.state({}),
+            prompts=SourceState(3 * step, (question(1),)),
+            kl={"coef": 0.25},
+            history=History(step, logs, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",)), ()),
+            questions_sha256=sha256_of(self.questions),
+        )
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Outputs:
+    return Outputs(tmp_path / "outputs")
+
+
+def found(config: RunConfig) -> Origin:
+    """The origin, found without a word."""
+    said: list[str] = []
+    origin = find_origin(config, said.append)
+    assert origin is not None
+    assert said == []
+    return origin
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(UserError) as refused:
+        find_origin(config, print)
+    return str(refused.value)
+
+
+def is_one_sentence(text: str) -> bool:
+    return "\n" not in text and text.endswith(".") and ". " not in text.replace("... ", "")
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / CHECKPOINTS / f"global_step_{step}"
+
+
+def test_none_begins_anew(outputs: Outputs) -> None:
+    outputs.run(FIRST, 1)
+    config = outputs.config("none")
+    assert find_origin(config, print) is None
+    folder = folder_of(config, None)
+    assert folder.parent == outputs.folder
+    assert [*folder.iterdir()] == []
+
+
+def test_auto_begins_anew_where_no_run_of_the_name_has_a_checkpoint(outputs: Outputs, tmp_path: Path) -> None:
+    assert find_origin(replace(outputs.config(), output_dir=str(tmp_path / "nowhere")), print) is None
+    assert find_origin(outputs.config(), print) is None
+    outputs.run(FIRST)
+    for other in ("run-large-20250103-120000", "run-20250103-120000-old", "another-20250103-120000", "run-x"):
+        outputs.run(other, 1)
+    assert find_origin(outputs.config(), print) is None
+
+
+def test_auto_takes_the_checkpoint_that_was_saved_last(outputs: Outputs) -> None:
+    first, second = outputs.run(FIRST, 1, 2), outputs.run(f"{SECOND}-1", 1)
+    origin = found(outputs.config())
+    assert (origin.run_dir, origin.checkpoint.step, origin.newest) == (second, 1, True)
+    outputs.run("run-20250103-120000")
+    outputs.save(first, 3)
+    origin = found(outputs.config())
+    assert (origin.run_dir, origin.checkpoint.folder) == (first, checkpoint(first, 3))
+
+
+def test_auto_understands_names_with_signs_and_folders(outputs: Outputs) -> None:
+    run_dir = outputs.run("a/b[1]*-20250101-120000", 1)
+    assert found(replace(outputs.config(), name="a/b[1]*")).run_dir == run_dir
+    assert find_origin(replace(outputs.config(), name="a/b1"), print) is None
+
+
+def test_auto_leaves_other_runs_alone_which_may_be_saving(outputs: Outputs) -> None:
+    other = outputs.run(FIRST, 1)
+    partial = CheckpointStore(other / CHECKPOINTS).begin(2)
+    outputs.run(SECOND, 1)
+    found(outputs.config())
+    assert partial.is_dir()
+
+
+def test_everything_comes_back(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 1, 2)
+    origin = found(outputs.config())
+    assert same(origin.state, outputs.state(run_dir, 2))
+    assert origin.history == origin.state.history
+    assert origin.changed == ()
+    assert folder_of(outputs.config(), origin) == run_dir
+
+
+@pytest.mark.parametrize("spelling", ["plain", "slash", "relative", "symlink", "dots"])
+@pytest.mark.parametrize("step", [None, 2, 1])
+def test_a_path_may_be_spelt_in_any_way(
+    spelling: str, step: int | None, outputs: Outputs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_dir = outputs.run(FIRST, 1, 2)
+    target = run_dir if step is None else checkpoint(run_dir, step)
+    (tmp_path / "link").symlink_to(target)
+    monkeypatch.chdir(target)
+    path = {
+        "plain": str(target),
+        "slash": f"{target}/",
+        "relative": ".",
+        "symlink": str(tmp_path / "link"),
+        "dots": f"../{target.name}/../{target.name}",
+    }[spelling]
+    origin = found(outputs.config(path))
+    assert origin.checkpoint.folder.resolve() == checkpoint(run_dir, step or 2)
+    assert origin.run_dir.resolve() == run_dir
+    assert origin.newest == (step != 1)
+
+
+def test_checkpoints_may_lie_on_another_disk(outputs: Outputs, tmp_path: Path) -> None:
+    run_dir = outputs.run(FIRST, 1, 2)
+    shutil.move(run_dir / CHECKPOINTS, tmp_path / "disk")
+    (run_dir / CHECKPOINTS).symlink_to(tmp_path / "disk")
+    for path in (run_dir, checkpoint(run_dir, 2), "auto"):
+        assert found(outputs.config(str(path))).run_dir == run_dir
+    assert not found(outputs.config(str(checkpoint(run_dir, 1)))).newest
+
+
+@pytest.mark.parametrize("kind", ["nothing", "file", "empty run", "no such step", "elsewhere", "too deep", "root"])
+def test_a_path_without_a_checkpoint_is_refused(kind: str, outputs: Outputs, tmp_path: Path) -> None:
+    run_dir = outputs.run(FIRST, 1)
+    shutil.copytree(checkpoint(run_dir, 1), tmp_path / "global_step_1")
+    path = {
+        "nothing": tmp_path / "nonsense",
+        "file": outputs.questions,
+        "empty run": outputs.run(SECOND),
+        "no such step": checkpoint(run_dir, 7),
+        "elsewhere": tmp_path / "global_step_1",
+        "too deep": checkpoint(run_dir, 1) / "actor",
+        "root": Path("/"),
+    }[kind]
+    text = refusal(outputs.config(str(path)))
+    assert text.startswith(f"resume={path} has no checkpoint: give the folder of a run")
+    assert is_one_sentence(text)
+    assert not [*tmp_path.glob(".*")], "nothing is left where no run is"
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def seal(folder: Path, file: str, text: str) -> None:
+    """Write a file anew, and have the manifest agree: damage that sizes do not show."""
+    (folder / file).write_text(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][file] = len(text.encode())
+    del manifest["sha256"][file]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def another_type(folder: Path) -> None:
+    save_values(folder / "data" / "state.npz", SourceState(1, ()))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["data/state.npz"] = (folder / "data" / "state.npz").stat().st_size
+    del manifest["sha256"]["data/state.npz"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def renamed(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("global_step_2"), folder)
+
+
+def forgotten(folder: Path) -> None:
+    shutil.rmtree(folder / "data")
+    (folder / "manifest.json").write_text('{"files": {}, "sha256": {}}')
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut part": (lambda folder: cut(folder / "actor" / "part"), "actor/part has 3 bytes and not the 7"),
+    "missing part": (lambda folder: (folder / "actor" / "part").unlink(), "actor/part is missing"),
+    "missing folder": (lambda folder: shutil.rmtree(folder / "data"), "is missing"),
+    "cut state": (lambda folder: cut(folder / "data" / "state.npz"), "state.npz has "),
+    "garbage state": (
+        lambda folder: seal(folder, "data/state.npz", "PK\x03\x04 garbage"),
+        "state.npz is damaged",
+    ),
+    "another type": (another_type, "state.npz does not hold a RunState"),
+    "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
+    "cut manifest": (lambda folder: cut(folder / "manifest.json"), "manifest.json is damaged"),
+    "manifest of a list": (
+        lambda folder: (folder / "manifest.json").write_text("[1]"),
+        "manifest.json is damaged",
+    ),
+    "manifest of numbers": (
+        lambda folder: (folder / "manifest.json").write_text('{"files": [3]}'),
+        "manifest.json is damaged",
+    ),
+    "manifest of text": (
+        lambda folder: (folder / "manifest.json").write_text('{"files": {"a": "b"}}'),
+        "manifest.json is damaged",
+    ),
+    "manifest of bytes": (
+        lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe{"),
+        "manifest.json is damaged",
+    ),
+    "manifest that lacks files": (forgotten, "state.npz does not exist"),
+    "config no YAML": (
+        lambda folder: seal(folder, "data/config.yaml", "a: [1\n b: }"),
+        "config.yaml is damaged",
+    ),
+    "config a list": (lambda folder: seal(folder, "data/config.yaml", "- 1\n"), "config.yaml is damaged"),
+    "config empty": (lambda folder: seal(folder, "data/config.yaml", ""), "config.yaml is damaged"),
+    "environment no JSON": (
+        lambda folder: seal(folder, "data/environment.json", '{"a": '),
+        "environment.json is damaged",
+    ),
+    "environment a number": (
+        lambda folder: seal(folder, "data/environment.json", "3"),
+        "environment.json is damaged",
+    ),
+    "renamed": (renamed, "global_step_4 is of step 2"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_and_passed_over_only_if_told_to(damage: str, outputs: Outputs) -> None:
+    harm, words = DAMAGE[damage]
+    run_dir = outputs.run(FIRST, 2, 4)
+    harm(checkpoint(run_dir, 4))
+    text = refusal(outputs.config())
+    assert words in text
+    assert text.endswith(", or set checkpoint.fall_back=true to go on from the newest one that is whole.")
+    assert is_one_sentence(text)
+
+    said: list[str] = []
+    origin = find_origin(outputs.config("auto", True), said.append)
+    assert origin is not None
+    assert (origin.checkpoint.step, origin.newest) == (2, False)
+    (line,) = said
+    assert words in line
+    assert line.endswith("It is passed over, as checkpoint.fall_back=true says.")
+
+
+def test_where_all_are_damaged_there_is_none_to_fall_back_to(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 1, 2)
+    for step in (1, 2):
+        (checkpoint(run_dir, step) / "actor" / "part").unlink()
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"resume=auto: none of the checkpoints in .* is whole; give") as refused:
+        find_origin(outputs.config("auto", True), said.append)
+    assert is_one_sentence(str(refused.value))
+    assert [f"global_step_{step}/actor/part is missing" in line for step, line in zip((2, 1), said, strict=True)]
+
+
+def test_falling_back_never_goes_past_the_checkpoint_that_was_asked_for(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 1, 2, 3)
+    (checkpoint(run_dir, 2) / "actor" / "part").unlink()
+    origin = find_origin(outputs.config(str(checkpoint(run_dir, 2)), True), lambda _: None)
+    assert origin is not None
+    assert origin.checkpoint.step == 1
+
+
+def test_an_empty_path_is_not_the_working_directory(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(outputs.run(FIRST, 1))
+    assert refusal(outputs.config("")).startswith("resume= has no checkpoint")
+
+
+def test_a_checkpoint_that_may_not_be_read_is_named(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = outputs.run(FIRST, 1)
+
+    def forbidden(self: Path, *_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    text = refusal(outputs.config())
+    assert str(checkpoint(run_dir, 1)) in text
+    assert "Permission denied" in text
+    assert is_one_sentence(text)
+
+
+@pytest.mark.parametrize("harm", ["replaced", "partial", "deleted"])
+def test_what_a_kill_has_left_half_done_is_put_right(harm: str, outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 1, 2)
+    newest = checkpoint(run_dir, 2)
+    hidden = newest.with_name(f".global_step_2.{harm}")
+    if harm == "replaced":
+        newest.rename(hidden)
+        shutil.copytree(hidden, newest.with_name(".global_step_2.partial"))
+    else:
+        shutil.copytree(checkpoint(run_dir, 1), hidden)
+    assert found(outputs.config(str(run_dir))).checkpoint.step == 2
+    assert {path.name for path in newest.parent.iterdir()} == {"global_step_1", "global_step_2"}
+
+
+def test_a_run_that_still_goes_on_is_left_alone(outputs: Outputs) -> None:
+    """One may branch from it; to write to its folder is refused."""
+    run_dir = outputs.run(FIRST, 1, 2)
+    saving = CheckpointStore(run_dir / CHECKPOINTS).begin(3)
+    with claim(run_dir):
+        origin = found(outputs.config(str(checkpoint(run_dir, 1))))
+        assert saving.is_dir()
+        assert folder_of(outputs.config(), origin) != run_dir
+        origin = found(outputs.config(str(run_dir)))
+        folder = folder_of(outputs.config(), origin)
+        with pytest.raises(UserError, match="of a run that still goes on") as refused, claim(folder):
+            pass
+        assert is_one_sentence(str(refused.value))
+    with claim(run_dir):
+        found(outputs.config(str(checkpoint(run_dir, 1))))
+    found(outputs.config(str(run_dir)))
+    assert not saving.is_dir()
+
+
+def test_a_claim_ends_with_its_process(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 1)
+    text = "import sys; from pathlib import Path; from rlsys.files import claim\nwith claim(Path(sys.argv[1])): print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", text, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as owner:
+        assert owner.stdout
+        owner.stdout.readline()
+        with pytest.raises(UserError, match="still goes on"), claim(run_dir):
+            pass
+        owner.kill()
+    with claim(run_dir):
+        pass
+
+
+def test_a_folder_that_is_not_ours_may_be_read(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = outputs.run(FIRST, 1, 2)
+    opened = Path.open
+
+    def forbidden(self: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if "w" in mode:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, mode, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", forbidden)
+        origin = found(outputs.config(str(checkpoint(run_dir, 1))))
+    assert origin.checkpoint.step == 1
+
+
+def learning_otherwise(outputs: Outputs, *may_differ: str) -> RunConfig:
+    return replace(
+        outputs.config("auto", False, *may_differ),
+        algorithm=AlgorithmConfig(kl_coef=0.75),
+        trainer=TrainerConfig(steps=STEPS, seed=77),
+    )
+
+
+def test_a_run_that_learns_otherwise_is_refused_with_each_difference(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 1)
+    first, *listed, last = refusal(learning_otherwise(outputs)).splitlines()
+    before = RunConfig()
+    assert first == f"{checkpoint(run_dir, 1)} was saved by a run that learns otherwise:"
+    assert listed == [
+        f"  algorithm.kl_coef was {before.algorithm.kl_coef}, and is 0.75",
+        f"  trainer.seed was {before.trainer.seed}, and is 77",
+    ]
+    assert last.endswith("allow them with 'checkpoint.may_differ=[algorithm.kl_coef,trainer.seed]'.")
+
+
+def test_differences_go_as_they_are_allowed(outputs: Outputs) -> None:
+    outputs.run(FIRST, 1)
+    text = refusal(learning_otherwise(outputs, "trainer.seed"))
+    assert "algorithm.kl_coef" in text
+    assert "trainer.seed" not in text
+    assert found(learning_otherwise(outputs, "trainer.seed", "algorithm.kl_coef")).checkpoint.step == 1
+
+
+def test_a_difference_is_no_damage_to_fall_back_from(outputs: Outputs) -> None:
+    outputs.run(FIRST, 1, 2)
+    config = learning_otherwise(outputs)
+    config.checkpoint.fall_back = True
+    assert "learns otherwise" in refusal(config)
+
+
+def test_other_questions_under_the_same_name_are_refused(outputs: Outputs) -> None:
+    outputs.run(FIRST, 1)
+    outputs.questions.write_text("{} \n")
+    text = refusal(outputs.config())
+    assert f"task.train_path={outputs.questions} is another file than when" in text
+    assert is_one_sentence(text)
+    assert found(outputs.config("auto", False, "task.train_path")).checkpoint.step == 1
+
+
+def test_a_run_cannot_end_before_its_checkpoint(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 2, 5)
+    text = refusal(replace(outputs.config(), trainer=TrainerConfig(steps=4)))
+    assert text.startswith(f"trainer.steps=4 lies before {checkpoint(run_dir, 5)}: raise it")
+    assert is_one_sentence(text)
+    assert found(replace(outputs.config(), trainer=TrainerConfig(steps=5))).checkpoint.step == 5
+
+
+def test_other_versions_of_packages_are_told(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 1)
+    before = environment() | {"torch": "0.1", "host": "elsewhere"}
+    seal(checkpoint(run_dir, 1), "data/environment.json", json.dumps(before))
+    assert found(outputs.config()).changed == (f"torch 0.1 -> {environment()['torch']}",)
+
+
+def test_the_config_is_saved_beside_the_state(outputs: Outputs) -> None:
+    """So that people can read what a checkpoint was saved under."""
+    run_dir = outputs.run(FIRST, 1)
+    saved = yaml.safe_load((checkpoint(run_dir, 1) / "data" / "config.yaml").read_text())
+    assert saved["trainer"]["steps"] == STEPS
+    assert saved["task"]["train_path"] == str(outputs.questions)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_an_earlier_checkpoint_branches(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 2, 4)
+    before = snapshot(run_dir)
+    config = outputs.config(str(checkpoint(run_dir, 2)))
+    origin = found(config)
+    branch = folder_of(config, origin)
+    assert branch.parent == outputs.folder
+    assert branch != run_dir
+    for name in LOGS:
+        assert (branch / name).read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert {path.name for path in (branch / "evaluations").iterdir()} == {
+        f"{stem}_00000{step}.{kind}" for stem in ("step", "reference_step") for step in (1, 2) for kind in ("json", "jsonl")
+    }  # fmt: skip
+    assert kept_steps(branch) == [1, 2]
+    assert (branch / "run.json").read_text() == (run_dir / "run.json").read_text(), "its lives so far"
+    assert not (branch / CHECKPOINTS).exists()
+    assert origin.history == replace(origin.state.history, trackers={})
+    assert origin.state.history.trackers == {"wandb": "abc"}
+    assert snapshot(run_dir) == before
+
+
+def test_lost_rows_are_told_and_do_not_end_the_run(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 2, 4)
+    os.truncate(run_dir / "metrics.jsonl", 16)
+    (run_dir / "prompts.jsonl").unlink()
+    os.truncate(run_dir / "timeline.jsonl", 12)
+    shutil.rmtree(run_dir / "evaluations")
+    said: list[str] = []
+    config = outputs.config(str(checkpoint(run_dir, 2)))
+    origin = find_origin(config, said.append)
+    assert [line.split(":")[0] for line in said] == [
+        f"{run_dir / 'metrics.jsonl'} has 16 bytes and not the 24 it had at step 2",
+        f"{run_dir / 'prompts.jsonl'} has 0 bytes and not the 24 it had at step 2",
+        f"{run_dir / 'timeline.jsonl'} has 12 bytes and not the 24 it had at step 2",
+    ]
+    branch = folder_of(config, origin)
+    assert (branch / "metrics.jsonl").stat().st_size == 16
+    assert not (branch / "prompts.jsonl").exists()

@@ -1,0 +1,95 @@
+"""Schedules other than the demo's, on real parts: one run each by `rlsys train`, looked at through its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import Finished, train
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
+    run = Finished(
+        tmp_path,
+        "trainer.steps=4",
+        "trainer.schedule.kind=async",
+        "trainer.schedule.on_update=continue",
+        "algorithm.correction.kind=truncate",
+        "algorithm.curation.oversample=1.25",
+        "algorithm.curation.drop_no_spread=true",
+        "algorithm.curation.max_replaced=0.5",
+        "search.cassette.mode=record",
+        f"search.cassette.path={tmp_path / 'searches.jsonl'}",
+    )
+    assert max(row["staleness/max"] for row in run.rows) == 1, "rollouts ran ahead, and by one version alone"
+    assert sum(row.get("staleness/lag_1", 0.0) for row in run.rows) > 0.2
+    assert run.summary["weight_syncs"] == 5
+    assert run.rows[-1]["engine/0/version"] >= 3
+    late = [row for row in run.rows if row["staleness/max"]]
+    assert all(0 < row["correction/ess"] <= 1 for row in late)
+    assert any(row["correction/ess"] < 1 for row in late), "older tokens have weights that differ"
+    dropped = run.rows[-1]
+    assert dropped["pipeline/dropped_no_spread"] <= 4 * 8
+    assert dropped["pipeline/dropped_lost"] == 0
+    assert run.rows[-1]["engine/0/search_recorded"] > 0
+    assert len((tmp_path / "searches.jsonl").read_text().splitlines()) > 1
+
+
+@pytest.mark.slow
+def test_a_collocated_run_leaves_and_takes_the_devices_in_turn(tmp_path: Path) -> None:
+    settings = [
+        "trainer.steps=2",
+        "trainer.schedule.kind=sequential",
+        "cluster=one_slot",
+        "checkpoint.interval=1",
+    ]
+    run = Finished(tmp_path, *settings)
+    assert run.summary["overlap_s"] == 0
+    saved = run.folder / "checkpoints"
+    assert {path.name for path in saved.iterdir()} == {"global_step_1", "global_step_2"}
+    branch = train(tmp_path, *settings, f"resume={saved / 'global_step_1'}")
+    assert branch.returncode == 0, branch.stdout[-3000:] + branch.stderr[-3000:]
+    assert run.summary["first_ratio_max_dev"] < 1e-3
+    assert 0 < run.summary["logprob_max_diff"] < 1e-3
+    work = {"rollout": "rollout.group", "inference": "logprob.compute", "actor": "train.accumulate"}
+    for group, name in work.items():
+        stays = _stays(run.spans, group)
+        for span in run.spans:
+            if span["name"] == name:
+                begins, ends = span["ts"], span["ts"] + span["dur"]
+                assert any(came <= begins and ends <= left for came, left in stays), f"{group} was not there"
+    released = [span["args"] for span in run.spans if span["name"] == "switch.release"]
+    assert sum(args.get("bytes", 0) for args in released) > 0
+
+
+def _stays(spans: list[dict[str, Any]], group: str) -> list[tuple[float, float]]:
+    """When `group` was on the device: from the end of each acquisition to the next release."""
+    threads = {
+        (span["pid"], span["tid"]) for span in spans if span["name"] == "thread_name" and span["args"]["name"] == group
+    }
+    own = [span for span in spans if (span["pid"], span["tid"]) in threads and "dur" in span]
+    came = [span["ts"] + span["dur"] for span in own if span["name"] == "switch.acquire"]
+    left = sorted(span["ts"] for span in own if span["name"] == "switch.release")
+    return [(start, min((end for end in left if end > start), default=float("inf"))) for start in came]
+
+
+@pytest.mark.slow
+def test_an_evaluation_aside_leaves_the_other_engine_to_rollouts(tmp_path: Path) -> None:
+    place = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
+    aside = ["eval.engines=1", "eval.interval=1", "eval.limit=64"]
+    run = Finished(tmp_path, "trainer.steps=4", "trainer.schedule.kind=async", place, *aside)
+    assert [row["step"] for row in run.summary["evaluations"]] == [0, 1, 2, 3, 4]
+    assert all(row["questions"] == 64 for row in run.summary["evaluations"])
+    asked = [span for span in run.spans if span["name"] == "eval.episode"]
+    rolled = [span for span in run.spans if span["name"] == "rollout.group"]
+    meanwhile = [
+        (one["args"]["question"], other["args"]["question"])
+        for one in asked
+        for other in rolled
+        if one["ts"] < other["ts"] < one["ts"] + one["dur"] and one["tid"] != other["tid"]
+    ]
+    assert meanwhile, "no rollout began on the other engine while questions were answered"

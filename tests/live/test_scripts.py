@@ -1,0 +1,354 @@
+"""The shell scripts of the repository: sound, usable from anywhere, and RLinf's published walk-through, line by line.
+
+The walk-through (its page on Search-R1) is what a user types: index, server, training, conversion, evaluation. It is run
+as it stands there, with the same file names, flags and keys, on a small world and two CPU cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from examples.searchr1.tiny.demo import WORLD, prepare_world
+from rlsys.config.compose import load_config
+from tests.examples.test_search_scripts import served
+from tests.support.paths import PROJECT
+
+EXAMPLE = PROJECT / "examples" / "searchr1"
+POLICY = EXAMPLE / "tiny" / "policy"
+LIBRARIES = {"common.sh", "published.sh"}
+RUNNERS = sorted(file.name for file in EXAMPLE.glob("*.sh") if file.name not in LIBRARIES)
+TRAINERS = ["run_main_searchr1_single.sh", "train_ppo.sh", "train_grpo.sh", "train_grpo_ema_pg.sh"]
+SHAPE = PROJECT / "configs" / "model" / "shapes" / "qwen2.5-3b-instruct"
+
+
+def scripts() -> list[Path]:
+    """Every shell script that belongs to the repository, by its name or its first line."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=PROJECT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    files = [PROJECT / name for name in listed.stdout.split("\0") if name]
+    return [file for file in files if file.is_file() and _is_shell(file)]
+
+
+def _is_shell(file: Path) -> bool:
+    if file.suffix in (".sh", ".sbatch"):
+        return True
+    with file.open("rb") as content:
+        return re.match(rb"#!.*\b(ba|da)?sh\b", content.readline(200)) is not None
+
+
+def run(
+    script: str, *arguments: str | Path, cwd: Path, shell: str = "bash", timeout: float = 100, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    dropped = ("PYTHONPATH", "DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return subprocess.run(
+        [shell, str(EXAMPLE / script), *map(str, arguments)],
+        cwd=cwd,
+        env=kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "COLUMNS": "200"} | settings,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_every_script_passes_shellcheck() -> None:
+    checker = Path(sys.executable).with_name("shellcheck")
+    found = shutil.which(str(checker)) or shutil.which("shellcheck")
+    assert found, "shellcheck is missing: run `make setup`"
+    files = scripts()
+    assert {"run_main_searchr1_single.sh", "mg2hf_3b.sh", "setup.sh"} <= {file.name for file in files}
+    done = subprocess.run([found, "-x", *map(str, files)], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", RUNNERS)
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_help_needs_no_environment(script: str, shell: str, tmp_path: Path) -> None:
+    done = run(script, "--help", cwd=tmp_path, shell=shell, PYTHON="/bin/false")
+    assert script in done.stdout
+    assert done.stderr.startswith("PYTHON=/bin/false lacks what rlsys needs")
+    assert done.returncode == 2
+
+
+def test_help_shows_the_flags_of_the_command(tmp_path: Path) -> None:
+    done = run("train_grpo.sh", "-h", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "EXPERIMENT_NAME" in done.stdout
+    assert "--dry-run" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "sentence"),
+    [
+        ("run_main_searchr1_single.sh", ["no where/mine.yaml"], "no where/mine.yaml does not exist"),
+        ("run_main_searchr1_single.sh", ["nope", "--dry-run"], "--config-name nope: there is no"),
+        (
+            "run_main_searchr1_single.sh",
+            ["searchr1_tiny_cpu", "trainer.steps"],
+            '"trainer.steps" is not a setting',
+        ),
+        ("run_main_searchr1_multi_node.sh", ["no where/mine.yaml"], "no where/mine.yaml does not exist"),
+        ("run_main_searchr1_multi_node.sh", ["searchr1_tiny_cpu", "2"], '"2" is not a setting'),
+        ("train_ppo.sh", ["nq"], '"nq" is not a setting'),
+        ("train_ppo.sh", ["--config-dir"], "--config-dir is a flag with a value"),
+        ("train_grpo.sh", ["--dry-run", "model.path=/no model"], "model.path=/no model"),
+    ],
+)
+def test_a_mistake_is_a_sentence(script: str, arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    done = run(script, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_nothing_starts_before_the_preflight_is_content(script: str, tmp_path: Path) -> None:
+    """The interpreter notes what it is asked to do, and is not content."""
+    asked = tmp_path / "asked"
+    python = tmp_path / "my python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\necho "$3 $4 $5" >> "{asked}"\nexit 2\n')
+    python.chmod(0o755)
+    done = run(script, "trainer.steps=2", cwd=tmp_path, PYTHON=str(python))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Nothing was started")
+    (only,) = asked.read_text().splitlines()
+    assert only.startswith("doctor --for ")
+
+
+def asked_for(tmp_path: Path, script: str, *arguments: str, cwd: Path, **settings: str) -> list[list[str]]:
+    """The words after `rlsys` of each call, by an interpreter that notes them and is content."""
+    asked = tmp_path / "asked"
+    asked.unlink(missing_ok=True)
+    python = tmp_path / "noting python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nshift 2\nprintf "%s\\n" "$@" "" >> "{asked}"\n')
+    python.chmod(0o755)
+    done = run(script, *arguments, cwd=cwd, PYTHON=str(python), **settings)
+    assert done.returncode == 0, done.stderr
+    return [call.splitlines() for call in asked.read_text().removesuffix("\n\n").split("\n\n")]
+
+
+ODD = ["a (b)=c", "für, {all} #1", "it's", 'of "both" it\'s', "to [the] end\\"]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_folder_it_is_called_from_may_have_any_name(name: str, tmp_path: Path) -> None:
+    here = tmp_path / name
+    here.mkdir()
+    (here / "train.jsonl").write_text("")
+    words = ("searchr1_tiny_cpu", "task.train_path=train.jsonl", "output_dir=out")
+    for script in ("run_main_searchr1_single.sh", "run_main_searchr1_multi_node.sh"):
+        for call in asked_for(tmp_path, script, *words, cwd=here):
+            config = load_config("searchr1_tiny_cpu", call[-2:])
+            assert (config.task.train_path, config.output_dir) == (f"{here}/train.jsonl", f"{here}/out")
+
+
+def test_names_from_the_environment_may_have_any_characters(tmp_path: Path) -> None:
+    here = tmp_path / "it's (a) place"
+    (here / "my, data").mkdir(parents=True)
+    (here / "my, data" / "train.parquet").write_text("")
+    named = {"DATA_DIR": "my, data", "BASE_MODEL": "/no/model (3B)", "EXPERIMENT_NAME": "a=b, #1"}
+    for _, *call in asked_for(tmp_path, "train_grpo.sh", cwd=here, **named):
+        config = load_config("searchr1_published_grpo", [word for word in call if "=" in word])
+        assert config.task.train_path == f"{here}/my, data/train.parquet"
+        assert config.task.eval_path == "my, data/test.parquet"
+        assert (config.model.path, config.name) == (named["BASE_MODEL"], named["EXPERIMENT_NAME"])
+
+
+@pytest.mark.parametrize(
+    ("given", "passed_on"),
+    [
+        ('["a.jsonl"]', "'{here}/a.jsonl'"),
+        ("[a.jsonl]", "'{here}/a.jsonl'"),
+        ("a.jsonl", "'{here}/a.jsonl'"),
+        ("'a.jsonl'", "'{here}/a.jsonl'"),
+        ('["a.jsonl","b.jsonl"]', '["a.jsonl","b.jsonl"]'),
+        ("[no.jsonl]", "[no.jsonl]"),
+    ],
+)
+def test_a_list_of_one_is_its_path_and_any_other_is_left_alone(given: str, passed_on: str, tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("")
+    words = ("searchr1_tiny_cpu", f"data.train_data_paths={given}")
+    for call in asked_for(tmp_path, "run_main_searchr1_single.sh", *words, cwd=tmp_path):
+        assert call[-1] == "data.train_data_paths=" + passed_on.format(here=tmp_path)
+
+
+def test_flags_take_their_values_from_here(tmp_path: Path) -> None:
+    (tmp_path / "my configs").mkdir()
+    folder = str(tmp_path / "my configs")
+    for given in (["--config-dir", "my configs"], ["--config-dir=my configs"]):
+        for script in ("run_main_searchr1_single.sh", "run_main_searchr1_multi_node.sh"):
+            for call in asked_for(tmp_path, script, "mine", *given, "trainer.steps=5", cwd=tmp_path):
+                assert " ".join(call).replace("=", " ").count(f"--config-dir {folder} trainer.steps 5") == 1
+    doctor, train = asked_for(
+        tmp_path, "run_main_searchr1_single.sh", "mine", "--folder-to", "note", "--json", cwd=tmp_path
+    )
+    assert doctor == ["doctor", "--for", "mine"]
+    assert train[3:] == ["--folder-to", str(tmp_path / "note"), "--json"]
+    launch = asked_for(tmp_path, "run_main_searchr1_multi_node.sh", "mine", "--nodes", "2", cwd=tmp_path)
+    assert launch == [["launch", "--nodes", "2", "--config-name", "mine"]]
+
+
+@pytest.mark.parametrize(
+    ("script", "steps", "algorithm"),
+    [
+        ("train_ppo.sh", "512 prompts, 512 episodes", "critic"),
+        ("train_grpo.sh", "512 prompts, 2560 episodes", "actor"),
+        ("train_grpo_ema_pg.sh", "512 prompts, 2560 episodes", "actor"),
+    ],
+)
+def test_published_scripts_keep_their_names_of_settings(
+    script: str, steps: str, algorithm: str, tmp_path: Path
+) -> None:
+    data = tmp_path / "my data"
+    data.mkdir()
+    for name in ("train.parquet", "test.parquet"):
+        (data / name).write_bytes(b"")
+    done = run(
+        *(script, "--dry-run"),
+        cwd=tmp_path,
+        DATA_DIR="my data",
+        BASE_MODEL=str(SHAPE),
+        EXPERIMENT_NAME="my-run",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("my-run: 8 gpu ranks")
+    assert steps in done.stdout
+    assert f"\n  {algorithm} " in done.stdout
+
+
+def test_without_a_config_it_is_rlinfs_once_its_paths_are_filled_in(tmp_path: Path) -> None:
+    """On a copy of the repository's outline, whose file is edited as the walk-through says."""
+    copy = tmp_path / "a copy"
+    shutil.copytree(EXAMPLE, copy / "examples" / "searchr1", ignore=shutil.ignore_patterns("tiny", "__pycache__"))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    script = copy / "examples" / "searchr1" / "run_main_searchr1_single.sh"
+    file = script.with_name("config") / "qwen2.5-3b-tool-1node.yaml"
+    before = run(str(script), cwd=tmp_path, PYTHON=str(python))
+    assert "The config is searchr1_qwen2.5_3b_1node." in before.stderr
+    file.write_text(file.read_text().replace("/path/to/", "/data/"))
+    after = run(str(script), cwd=tmp_path, PYTHON=str(python))
+    assert f"The config is {file}." in after.stderr
+
+
+CPU = (
+    *("profile=cpu", "actor.model.precision=fp32", "actor.optim.bf16=False"),
+    *("rollout.sglang.attention_backend=auto", "runner.seq_length=1024", "data.max_prompt_length=96"),
+    *("algorithm.sampling_params.max_new_tokens=64", "agentloop.max_tool_response_length=256"),
+)
+"""What two cores change of a config for 8 GPUs."""
+SMALL = (
+    *("cluster.component_placement={actor: 0, inference: 1, rollout: 2}", "cluster.devices_per_node=null"),
+    *("runner.max_steps=2", "runner.val_check_interval=-1", "runner.save_interval=-1", "eval.limit=4"),
+    *("data.rollout_batch_size=4", "actor.lr_sched.lr_warmup_fraction=0", "tracking.tensorboard=false"),
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the walk-through downloads: passages, pages, and questions in RLinf's rows."""
+    prepare_world(Console(quiet=True))
+    folder = tmp_path_factory.mktemp("the path to save")
+    passages = (PROJECT / WORLD / "corpus.jsonl").read_text().splitlines()[:200]
+    (folder / "wiki_corpus.jsonl").write_text("\n".join(passages) + "\n")
+    pages = [{"url": json.loads(line)["id"], "contents": "A page."} for line in passages]
+    (folder / "wiki_webpages.jsonl").write_text("".join(json.dumps(page) + "\n" for page in pages))
+    for name, source, count in (("train", "train", 40), ("eval", "heldout", 6)):
+        rows = map(json.loads, (PROJECT / WORLD / f"{source}.jsonl").read_text().splitlines()[:count])
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(_of_rlinf(row)) + "\n" for row in rows))
+    return folder
+
+
+def _of_rlinf(row: dict) -> dict:
+    return {"prompt": row["prompt"][0]["content"], "solutions": row["reward_model"]["ground_truth"]["target"]}
+
+
+@pytest.fixture(scope="module")
+def server(world: Path) -> Iterator[str]:
+    """HOST:PORT of the local wiki server, built and started by the walk-through's scripts."""
+    encoder = {"RETRIEVER_NAME": "minilm", "RETRIEVER_MODEL": "minilm"}
+    built = run("build_index.sh", cwd=world, CORPUS_PATH="wiki_corpus.jsonl", SAVE_DIR="e5.index", **encoder)
+    assert built.returncode == 0, built.stderr
+    flags = (
+        "--index_path",
+        "e5.index",
+        "--corpus_path",
+        "wiki_corpus.jsonl",
+        "--pages_path",
+        "wiki_webpages.jsonl",
+    )
+    encoding = ("--topk", "3", "--retriever_name", "minilm", "--retriever_model", "minilm", "--port", "0")
+    with served("launch_local_server.sh", *flags, *encoding, cwd=world) as address:
+        yield address.removeprefix("http://")
+
+
+def filled_in(name: str, world: Path, **paths: str) -> Path:
+    """A copy of the config `name`, its places filled in as the walk-through says."""
+    text = (EXAMPLE / "config" / name).read_text()
+    for place, path in paths.items():
+        text = re.sub(rf"({place}: \[?\"?)/path/to/[^\"\]\s]+", rf"\g<1>{path}", text)
+    file = world / name
+    file.write_text(text)
+    return file
+
+
+def test_rlinfs_walk_through_works_line_by_line(world: Path, server: str) -> None:
+    paths = {"train_data_paths": f"{world}/train.jsonl", "val_data_paths": f"{world}/train.jsonl"}
+    config = filled_in("qwen2.5-3b-tool-1node.yaml", world, model_path=str(POLICY), **paths)
+    search = f"tools.search.server_addr={server}"
+    trained = run(
+        *("run_main_searchr1_single.sh", config.name, search, "runner.output_dir=my results", *CPU, *SMALL),
+        cwd=world,
+        timeout=500,
+    )
+    assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
+    (folder,) = (world / "my results").glob("searchr1-grpo-qwen2.5-3b-ins*")
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-1] == 2
+
+    converted = subprocess.run(
+        ["sh", "toolkits/ckpt_convertor/mg2hf_3b.sh", str(folder / "checkpoints" / "global_step_2" / "actor"),
+         str(world / "hf model"), str(POLICY)],
+        cwd=PROJECT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert converted.returncode == 0, converted.stderr
+
+    config = filled_in(
+        *("qwen2.5-3b-tool-1node-eval.yaml", world),
+        model_path=str(world / "hf model"),
+        val_data_paths=str(world / "eval.jsonl"),
+    )
+    place = "cluster.component_placement={rollout: 0}"
+    evaluated = run(
+        *(
+            "run_main_searchr1_single_eval.sh",
+            config.name,
+            search,
+            "--out",
+            "my eval",
+            *CPU[0:1],
+            *CPU[3:],
+            place,
+        ),
+        *("rollout.model.precision=fp32",),
+        cwd=world,
+        timeout=300,
+    )
+    assert evaluated.returncode == 0, evaluated.stdout[-3000:] + evaluated.stderr[-3000:]
+    results = json.loads((world / "my eval" / "results.json").read_text())
+    assert len((world / "my eval" / "answers.jsonl").read_text().splitlines()) == 6
+    assert results["settings"]["config"]["task"]["eval_path"] == str(world / "eval.jsonl")

@@ -1,0 +1,137 @@
+"""Tools beside the search, on real parts: one step of `rlsys train` by a policy that has learnt to call them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from rlsys.observe.kept import Kept, read_kept
+from tests.rollout.tools.test_docs import blocks
+from tests.support import tiny
+from tests.support.runs import Finished
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PROMPT = "Question: What is six by seven?\n"
+SEARCH = (f"<search> {tiny.QUERY} </search>", tiny.OBSERVATION)
+RIGHT = [  # Turns: what the policy writes, and what it then reads.
+    SEARCH,
+    ("<calculator> 6 * 7 </calculator>", "\n\n<information>42</information>\n\n"),
+    (
+        "<word> etude </word>",
+        "\n\n<information>a short piece to practise a technique with</information>\n\n",
+    ),
+    ("<answer> 42 </answer>", ""),
+]
+WRONG = [
+    SEARCH,
+    ("<calculator> 6 + 7 </calculator>", "\n\n<information>13</information>\n\n"),
+    (
+        "<word> polka </word>",
+        "\n\n<information>dictionary failed: polka is in no dictionary</information>\n\n",
+    ),
+    ("<answer> 13 </answer>", ""),
+]
+
+
+def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tmp_path / "policy"
+    tiny.tokenizer().save_pretrained(policy)
+    tiny.train(tiny.FIRST, tiny.tokenizer(), seed=0, steps=0).save_pretrained(policy)
+    # As the run reads it: for a Qwen2, transformers splits text in Qwen2's way, whatever the file says.
+    words = AutoTokenizer.from_pretrained(policy)
+    learnt([RIGHT, WRONG], words).save_pretrained(policy)
+    (tmp_path / "my_tools.py").write_text(blocks("python")[0])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    row = {
+        "prompt": [{"role": "user", "content": PROMPT}],
+        "reward_model": {"ground_truth": {"target": ["42"]}},
+    }
+    (tmp_path / "rows.jsonl").write_text(4 * f"{json.dumps(row)}\n")
+    with tiny.search_server() as search:
+        run = Finished(
+            tmp_path,
+            f"model.path={policy}",
+            f"task.train_path={tmp_path / 'rows.jsonl'}",
+            f"task.eval_path={tmp_path / 'rows.jsonl'}",
+            "task.tools=[rlsys.rollout.tools.calculator.Calculator,my_tools.Dictionary]",
+            f"search.url={search.url}",
+            "trainer.steps=1",
+            "trainer.prompts_per_step=4",
+            "trainer.mini_batches=1",
+        )
+    problems: list[str] = []
+    kept = list(read_kept(run.folder, problems.append))
+    assert (problems, len(kept)) == ([], 32)
+    for turns, reward in ((RIGHT, 1.0), (WRONG, 0.0)):
+        taken = [one for one in kept if [turn.text for turn in one.turns] == [said for said, _ in turns]]
+        assert taken, "the policy has learnt both ways"
+        for one in taken:
+            assert_as_played(one, turns, words)
+            assert one.reward == reward
+    assert_counted(run, kept)
+    (row,) = run.rows
+    assert row["actor/grad_norm"] > 0
+    assert run.summary["weight_syncs"] == 2
+
+
+def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """A model that plays each of two `episodes` in about 4 of 10 cases.
+
+    It learns what is read along with what is written, so that it goes on by itself where nothing stops it.
+    """
+    model = tiny.train(tiny.FIRST, words, seed=0, steps=0).train()
+    texts = [PROMPT + "".join(said + read for said, read in turns) + tiny.EOS for turns in episodes]
+    rows = [torch.tensor(words(text)["input_ids"]) for text in texts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    predicted = sum(len(row) - 1 for row in rows)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(1000):
+        loss = model(input_ids=ids, labels=labels).loss
+        if loss * predicted / len(rows) < -math.log(0.4):
+            return model.eval()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    raise AssertionError(f"it has not learnt its episodes, its loss is {loss:.4f} still")
+
+
+def assert_as_played(one: Kept, turns: list[tuple[str, str]], words: PreTrainedTokenizerFast) -> None:
+    """The trajectory is `turns`: each called its tool and read what that says; only what was written is trained."""
+    assert [turn.observation for turn in one.turns] == [read for _, read in turns]
+    assert [turn.tool for turn in one.turns] == ["", "calculator", "dictionary", ""]
+    assert [turn.action for turn in one.turns] == ["search", "tool", "tool", "answer"]
+    trained = one.loss_mask[one.prompt_length :]
+    text = {
+        mask: "".join(piece for piece, own in zip(one.pieces, trained, strict=True) if own == mask)
+        for mask in (True, False)
+    }
+    assert text[False] == "".join(read for _, read in turns)
+    assert text[True] == "".join(said for said, _ in turns) + tiny.EOS
+    assert not one.loss_mask[: one.prompt_length].any()
+    for turn in one.turns[:-1]:
+        assert words.decode(turn.sampled_ids) == turn.text, "the closing tag has ended it in the engine"
+
+
+def assert_counted(run: Finished, kept: list[Kept]) -> None:
+    """The step's figures count what tools said, not what the policy may write itself of that form."""
+    (row,) = run.rows
+    turns = [turn for one in kept for turn in one.turns if turn.observation.startswith("\n\n<information>")]
+    called = Counter(turn.text.rpartition("</")[2] for turn in turns)
+    assert row["tool/calculator/calls"] == called["calculator>"] / len(kept)
+    assert row["tool/dictionary/calls"] == called["word>"] / len(kept)
+    assert row["env/number_of_valid_search"] == called["search>"] / len(kept)
+    assert row["tool/dictionary/errors"] == sum("dictionary failed: " in turn.observation for turn in turns)
+    assert row["tool/calculator/errors"] == sum("calculator failed: " in turn.observation for turn in turns)
+    assert row["tool/dictionary/s_mean"] >= 0.01, "it sleeps so long"

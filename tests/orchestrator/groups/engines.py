@@ -1,0 +1,220 @@
+"""Engines' workers as the driver meets them through Ray, scripted, on any event loop.
+
+A call goes on in the worker when the driver no longer waits for it; a worker that is killed, or dies, fails
+all calls that wait; one that is silent, or stuck in a call, leaves them waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from rlsys.cluster.worker_group import RankDied, RankSilent
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Trajectory
+from rlsys.rollout.agent.episode import EngineActivity
+from rlsys.rollout.agent.tokens import EpisodeProgress
+from tests.orchestrator.pipeline.build import trajectory
+from tests.orchestrator.pipeline.virtual_time import now
+
+CALL_TIMEOUT_S = 1800.0
+NEVER = float("inf")
+
+
+class Worker:
+    """One engine's process: what runs in it, and what it was asked."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.alive = True
+        self.silent = False
+        self.unreachable = False
+        """Whether nobody hears of its end."""
+        self.killed = False
+        self.switching = False
+        self.version = -1
+        self.staged: int | None = None
+        self.running: dict[str, int] = {}
+        """Key -> episodes."""
+        self.begun: dict[str, tuple[EpisodeProgress, ...]] = {}
+        """Key -> what it was given of a group."""
+        self.activity = EngineActivity(False, {})
+        self.most_episodes = 0
+        self.log: list[tuple[str, tuple[Any, ...]]] = []
+        self.pending: dict[asyncio.Future[Any], str | None] = {}
+        """Calls without an answer yet -> key of the group, if it is one."""
+        self.timers: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}
+
+    def end(self) -> None:
+        """Die."""
+        self.alive = False
+        self.running.clear()
+        death = RankDied(f"rollout rank {self.number} died before it could answer.", self.number)
+        for call in [] if self.unreachable else list(self.pending):
+            self.answer(call, death)
+
+    def finish(self, key: str) -> None:
+        """Return a group that is under way."""
+        for call in [call for call, running in self.pending.items() if running == key]:
+            self.answer(call, [])
+
+    def answer(self, call: asyncio.Future[Any], answer: Any) -> None:
+        """End a call, with an exception if the answer is one."""
+        self.running.pop(self.pending.pop(call, None) or "", None)
+        timer = self.timers.pop(call, None)
+        if timer is not None:
+            timer.cancel()
+        if not call.done():
+            if isinstance(answer, BaseException):
+                call.set_exception(answer)
+                call.exception()  # nobody need be waiting any more
+            else:
+                call.set_result(answer)
+
+
+class Engines:
+    """As much of a WorkerGroup as EnginePool uses."""
+
+    def __init__(
+        self,
+        count: int,
+        seconds: Callable[[str, tuple[Any, ...]], float] = lambda *_: 1.0,
+        failures: dict[str, Exception] | None = None,
+    ) -> None:
+        """`seconds(method, arguments)` is how long a call takes; `failures` is what a method raises."""
+        self.ranks = [Worker(number) for number in range(count)]
+        self.starts: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+        """Question -> (engine, time) of every try."""
+        self.answered_by: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        """Question -> (engine, its version) of every try at an answer."""
+        self.published = -1
+        """No group of rollouts may begin with an older version."""
+        self.breaches: list[str] = []
+        self._seconds = seconds
+        self._failures = failures or {}
+
+    async def call_rank(
+        self,
+        index: int,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        until: asyncio.Future[str] | None = None,
+    ) -> Any:
+        if until is not None and until.done():
+            raise RankDied(until.result(), index)
+        worker = self.ranks[index]
+        if worker.killed:
+            self.breaches.append(f"{method} was asked of engine {index} after it was given up")
+        worker.log.append((method, args))
+        call: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        worker.pending[call] = None
+        if not worker.alive:
+            worker.end()
+        elif not worker.silent:
+            getattr(self, f"_{method}", self._plain)(worker, call, method, args)
+        limit = CALL_TIMEOUT_S if timeout_s is None else timeout_s
+        waits = {call} if until is None else {call, until}
+        done, _ = await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if until is not None and until.done() and not call.done():
+            raise RankDied(until.result(), index)
+        if not done:
+            raise RankSilent(f"waited {limit:.0f} s for rollout rank {index} to finish {method}.", index)
+        return call.result()
+
+    def kill_rank(self, index: int) -> None:
+        self.ranks[index].killed = True
+        self.ranks[index].end()
+
+    def log_tail(self, index: int) -> str:
+        return f"The last lines of engine {index}"
+
+    def die(self, index: int) -> None:
+        """The process of an engine is gone, before the driver knows."""
+        self.ranks[index].end()
+
+    def _plain(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        self._later(worker, call, self._seconds(method, args), self._failures.get(method))
+
+    def _activity(self, worker: Worker, call: asyncio.Future[Any], _method: str, _args: tuple[Any, ...]) -> None:
+        worker.answer(call, worker.activity)
+
+    def _run_group(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        question, samples, key, begun = args
+        if worker.version < self.published:
+            self.breaches.append(f"{key} began with version {worker.version}, not {self.published}")
+        worker.begun[key] = begun
+        self._begin(worker, call, question, samples, key)
+        answer = self._failures.get(method) or episodes(question, samples)
+        self._later(worker, call, self._seconds(method, args), answer)
+
+    def _answer(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        question, sample, _, key = args
+        self.answered_by[question.uid].append((worker.number, worker.version))
+        self._begin(worker, call, question, 1, key)
+        answer = trajectory(uid=question.uid, sample=sample, version=worker.version)
+        self._later(worker, call, self._seconds(method, args), answer)
+
+    def _begin(self, worker: Worker, call: asyncio.Future[Any], question: Question, episodes: int, key: str) -> None:
+        self.starts[question.uid].append((worker.number, now()))
+        if worker.switching:
+            self.breaches.append(f"{key} began on engine {worker.number} while it switched")
+        worker.running[key] = episodes
+        worker.pending[call] = key
+        worker.most_episodes = max(worker.most_episodes, sum(worker.running.values()))
+
+    def _in_flight(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
+        """Of each group, what it was given, and by now the first episode."""
+        found = {}
+        for key in worker.running.keys() & worker.begun.keys() & set(args[0]):
+            first = trajectory(uid=key.partition("~")[0], sample=0)
+            found[key] = (first, *(one for one in worker.begun[key] if one.sample != 0))
+        self._later(worker, call, 0.0, found)
+
+    def _abort_group(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        worker.finish(args[0])
+        self._plain(worker, call, method, args)
+
+    def _begin_update(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        if worker.switching:
+            self.breaches.append(f"version {args[0]} came to engine {worker.number} while it switched")
+        worker.staged = args[0]
+        self._plain(worker, call, method, args)
+
+    def _finish_update(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        """Lets groups finish, as an engine does that must not change weights under them."""
+        if worker.switching:
+            self.breaches.append(f"engine {worker.number} was told to switch while it did")
+        if worker.staged not in (args[0], None):
+            self.breaches.append(f"engine {worker.number} has staged {worker.staged}, not {args[0]}")
+        worker.switching = True
+
+        def look() -> None:
+            if worker.running:
+                worker.timers[call] = asyncio.get_running_loop().call_later(0.5, look)
+            else:
+                self._plain(worker, call, method, args)
+
+        def ended(call: asyncio.Future[Any]) -> None:
+            worker.switching = False
+            if not call.cancelled() and call.exception() is None:
+                worker.version = args[0]
+
+        call.add_done_callback(ended)
+        look()
+
+    def _metrics(self, worker: Worker, call: asyncio.Future[Any], _: str, __: tuple[Any, ...]) -> None:
+        self._later(worker, call, 0.0, {"version": 0.0})
+
+    @staticmethod
+    def _later(worker: Worker, call: asyncio.Future[Any], seconds: float, answer: Any) -> None:
+        if seconds != NEVER:
+            loop = asyncio.get_running_loop()
+            worker.timers[call] = loop.call_later(seconds, worker.answer, call, answer)
+
+
+def episodes(question: Question, samples: int) -> list[Trajectory]:
+    """What a group comes to."""
+    return [trajectory(uid=question.uid, sample=number) for number in range(samples)]

@@ -1,0 +1,109 @@
+"""What is begun of groups that are not returned yet, wherever they are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rlsys.orchestrator.engine_pool import IN_FLIGHT_TIMEOUT_S
+from rlsys.rollout.agent.tokens import EpisodeProgress
+from tests.orchestrator.groups.engines import NEVER, Engines
+from tests.orchestrator.groups.test_rollout import SAMPLES, make, settle, taking
+from tests.orchestrator.pipeline.build import question, trajectory
+from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+
+
+def ended(number: int, *samples: int) -> tuple[EpisodeProgress, ...]:
+    return tuple(trajectory(uid=f"q:{number}", sample=sample) for sample in samples)
+
+
+def what(begun: dict[int, tuple[EpisodeProgress, ...]]) -> dict[int, list[tuple[str, int]]]:
+    """By prompt group: question and sample of each episode."""
+    return {prompt_group: [(one.question_uid, one.sample) for one in found] for prompt_group, found in begun.items()}
+
+
+def test_engines_tell_of_what_runs_and_what_waits_keeps_what_it_had() -> None:
+    async def story() -> None:
+        engines = Engines(1, taking(run_group=10))
+        group, _ = make(engines, slots=2 * SAMPLES)
+        given = {0: (), 1: ended(1, 2), 2: ended(2, 1, 3), 3: ()}
+        asked = [
+            asyncio.ensure_future(group.run_group(question(number), 70 + number, begun))
+            for number, begun in given.items()
+        ]
+        evaluation = asyncio.ensure_future(group.answer(question(9)))
+        await asyncio.sleep(1)
+        assert what(await group.in_flight()) == {
+            70: [("q:0", 0)],
+            71: [("q:1", 0), ("q:1", 2)],
+            72: [("q:2", 1), ("q:2", 3)],  # in line
+        }
+        await asyncio.sleep(10)
+        assert what(await group.in_flight()) == {
+            72: [("q:2", 0), ("q:2", 1), ("q:2", 3)],
+            73: [("q:3", 0)],
+        }
+        await asyncio.gather(*asked, evaluation)
+        assert await group.in_flight() == {}
+
+    run_virtually(story())
+
+
+def test_a_resumed_run_that_asks_for_fewer_leaves_the_rest_of_what_was_begun() -> None:
+    async def story() -> None:
+        engines = Engines(1, taking(run_group=10))
+        group, _ = make(engines)
+        begun = ended(1, SAMPLES - 1, SAMPLES, SAMPLES + 3)
+        asked = asyncio.ensure_future(group.run_group(question(1), 7, begun))
+        await settle()
+        (_, _, _, given) = _group_of(engines, engines.starts["q:1"][0][0], "q:1")
+        assert [one.sample for one in given] == [SAMPLES - 1]
+        await asked
+
+    run_virtually(story())
+
+
+def test_an_engine_that_dies_or_does_not_answer_costs_only_what_was_begun_on_it() -> None:
+    async def story() -> None:
+        engines = Engines(3, taking(run_group=200))
+        group, _ = make(engines)
+        asked = [
+            asyncio.ensure_future(group.run_group(question(number), number, ended(number, 3))) for number in range(3)
+        ]
+        await settle()
+        engines.die(0)
+        engines.ranks[2].silent = True
+        found = what(await group.in_flight())
+        # Engine 0's group has moved to engine 1 meanwhile, which was asked before.
+        assert found == {0: [("q:0", 3)], 1: [("q:1", 0), ("q:1", 3)], 2: [("q:2", 3)]}
+        assert now() == IN_FLIGHT_TIMEOUT_S
+        (first, _), (again, _) = engines.starts["q:0"]
+        runs = [_group_of(engines, engine, "q:0") for engine in (first, again)]
+        assert runs[0] == runs[1], "the second engine is given the same"
+        assert [one.sample for one in runs[1][3]] == [3]
+        for one in asked:
+            one.cancel()
+        await asyncio.wait(asked)
+
+    run_virtually(story())
+
+
+def test_a_group_that_is_returned_while_engines_are_asked_is_left_out() -> None:
+    async def story() -> None:
+        engines = Engines(2, lambda _, args: 10 if args and args[0] == question(0) else NEVER)
+        group, _ = make(engines)
+        asked = [asyncio.ensure_future(group.run_group(question(number), number)) for number in range(2)]
+        await settle()
+        engines.ranks[1].silent = True
+        found = await group.in_flight()
+        assert asked[0].done()
+        assert found == {}
+        asked[1].cancel()
+        await asyncio.wait(asked)
+
+    run_virtually(story())
+
+
+def _group_of(engines: Engines, engine: int, uid: str) -> tuple[Any, ...]:
+    (args,) = [args for method, args in engines.ranks[engine].log if method == "run_group" and args[0].uid == uid]
+    return args

@@ -1,0 +1,230 @@
+"""Who is on the devices, under a virtual clock: never more than is needed, also after failures and cut-offs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, Switch
+from rlsys.trainer.batches import BatchSharder
+from rlsys.trainer.offload import Offloaded
+from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+
+NAMES = ("actor", "inference", "rollout")
+
+
+class SwitchError(Exception):
+    """What a member of these tests raises."""
+
+
+@dataclass
+class Device:
+    """Whose memory it holds, told by what the members themselves did."""
+
+    on_it: set[str] = field(default_factory=set)
+    usable: set[str] = field(default_factory=set)
+    log: list[str] = field(default_factory=list)
+    most: int = 0
+    fails: Callable[[], bool] = lambda: False
+    seconds: Callable[[], float] = lambda: 1.0
+
+    def tenant(self, name: str) -> tuple[Switch, Switch]:
+        async def leave() -> dict[str, float]:
+            self.log.append(f"-{name}")
+            self.usable.discard(name)
+            await self._pass(name)
+            self.on_it.discard(name)
+            return {"bytes": 5, "rss_before": 30, "rss_after": 25}
+
+        async def enter() -> None:
+            self.log.append(f"+{name}")
+            self.on_it.add(name)
+            self.most = max(self.most, len(self.on_it))
+            await self._pass(name)
+            self.usable.add(name)
+
+        return leave, enter
+
+    async def _pass(self, name: str) -> None:
+        await asyncio.sleep(self.seconds())
+        if self.fails():
+            raise SwitchError(name)
+
+
+def make(device: Device) -> tuple[OffloadManager, Tracer]:
+    tracer = Tracer("driver", clock=lambda: int(now() * 1e9))
+    return OffloadManager({name: device.tenant(name) for name in NAMES}, tracer), tracer
+
+
+async def build(device: Device, residence: OffloadManager) -> None:
+    """One group after another, as a driver does it."""
+    for name in NAMES:
+        device.on_it.add(name)
+        device.most = max(device.most, len(device.on_it))
+        await residence.built(name)
+
+
+def test_one_at_a_time_while_building_and_then_those_that_are_needed() -> None:
+    async def scenario() -> None:
+        device = Device()
+        residence, _ = make(device)
+        await build(device, residence)
+        assert (device.on_it, device.most, residence.ready) == (set(), 1, set())
+        for names, moves in [
+            (("rollout",), ["+rollout"]),
+            (("rollout",), []),
+            (("inference",), ["-rollout", "+inference"]),
+            (("actor", "inference"), ["+actor"]),
+            (("rollout", "inference"), ["-actor", "+rollout"]),
+            (("actor",), ["-inference", "-rollout", "+actor"]),
+            (("rollout", "inference", "actor"), ["+rollout", "+inference"]),
+            ((), ["-actor", "-inference", "-rollout"]),
+        ]:
+            device.log.clear()
+            await residence.need(*names)
+            assert device.log == moves
+            assert device.on_it == device.usable == residence.ready == residence.holding == set(names)
+
+    run_virtually(scenario())
+
+
+def test_the_record_says_what_a_switch_cost() -> None:
+    async def scenario() -> None:
+        device = Device()
+        residence, tracer = make(device)
+        await build(device, residence)
+        tracer.drain()
+        residence.step = 7
+        await residence.need("actor")
+        await residence.need("rollout")
+        spans = tracer.drain()
+        cost = {"bytes": 5, "rss_before": 30, "rss_after": 25}
+        assert [(span.name, span.lane, span.args) for span in spans] == [
+            ("switch.acquire", "actor", {"step": 7}),
+            ("switch.release", "actor", {"step": 7, **cost}),
+            ("switch.acquire", "rollout", {"step": 7}),
+        ]
+        assert [span.end_ns - span.start_ns for span in spans] == [10**9] * 3
+
+    run_virtually(scenario())
+
+
+def test_without_members_nothing_happens() -> None:
+    async def scenario() -> None:
+        tracer = Tracer("driver")
+        residence = OffloadManager({}, tracer)
+        await residence.built("actor")
+        await residence.need("actor", "rollout")
+        await residence.need()
+        assert residence.ready == residence.holding == set()
+        assert tracer.drain() == []
+
+    run_virtually(scenario())
+
+
+def test_a_failed_acquisition_raises_and_its_memory_is_released_before_another_comes() -> None:
+    async def scenario() -> None:
+        device = Device()
+        residence, tracer = make(device)
+        await build(device, residence)
+        await residence.need("actor")
+        device.log.clear()
+        device.fails = lambda: device.log[-1] == "+inference"
+        with pytest.raises(SwitchError, match="inference"):
+            await residence.need("actor", "inference", "rollout")
+        assert device.log == ["+inference"], "who comes after a failure is not touched"
+        assert residence.ready == {"actor"}
+        assert residence.holding == {"actor", "inference"}
+        assert tracer.drain()[-1].args["error"] == "SwitchError"
+        await residence.need("rollout")
+        assert device.log == ["+inference", "-actor", "-inference", "+rollout"]
+        assert residence.ready == residence.holding == device.usable == {"rollout"}
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_never_more_than_is_needed_whatever_fails_or_is_cut_off(block: int) -> None:
+    for seed in range(100 * block, 100 * (block + 1)):
+        run_virtually(_random_needs(random.Random(seed)))
+
+
+async def _random_needs(rng: random.Random) -> None:
+    device = Device(fails=lambda: rng.random() < 0.15, seconds=lambda: rng.choice([0.0, 1.0, 2.0]))
+    residence, _ = make(device)
+    for name in NAMES:
+        device.on_it.add(name)
+        while True:
+            try:
+                await residence.built(name)
+                break
+            except SwitchError:
+                assert device.on_it == {name}
+    for _ in range(12):
+        names = rng.sample(NAMES, rng.randint(0, 3))
+        before, device.most = set(device.on_it), 0
+        seen = len(device.log)
+        try:
+            async with asyncio.timeout(rng.choice([1.5, 4.5, 100.0])):
+                await residence.need(*names)
+        except (SwitchError, TimeoutError):
+            pass
+        else:
+            assert device.on_it == device.usable == set(names)
+        assert device.on_it <= residence.holding, "memory that is held is known"
+        assert residence.ready <= device.usable
+        moves = device.log[seen:]
+        entries = [move for move in moves if move.startswith("+")]
+        assert moves == [move for move in moves if move.startswith("-")] + entries, "releases come first"
+        assert all(move[1:] in names for move in entries)
+        assert {move[1:] for move in moves if move.startswith("-")} <= before - set(names)
+        assert device.most <= len(names)
+
+
+def test_two_needs_at_once_come_one_after_the_other() -> None:
+    async def scenario() -> None:
+        device = Device()
+        residence, tracer = make(device)
+        await build(device, residence)
+        tracer.drain()
+        start = now()
+        await asyncio.gather(residence.need("actor"), residence.need("rollout"))
+        assert [(span.name, span.lane, span.start_ns / 1e9 - start) for span in tracer.drain()] == [
+            ("switch.acquire", "actor", 0.0),
+            ("switch.release", "actor", 1.0),
+            ("switch.acquire", "rollout", 2.0),
+        ]
+
+    run_virtually(scenario())
+
+
+class Ranks:
+    """Two ranks that answer alike each time, one slower and larger than the other."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    async def call(self, method: str, *_: Any) -> list[Offloaded]:
+        self.called.append(method)
+        return [Offloaded(10, 0.5, 100, 90), Offloaded(20, 0.25, 200, 150)]
+
+
+@pytest.mark.parametrize("kind", [ActorGroup, InferenceGroup])
+def test_a_megatron_group_is_a_tenant(kind: type[ActorGroup] | type[InferenceGroup]) -> None:
+    async def scenario() -> None:
+        workers, tracer = Ranks(), Tracer("driver")
+        group = kind(workers, BatchSharder.__new__(BatchSharder), Tracer("group"))  # type: ignore[arg-type]
+        residence = OffloadManager({"it": (group.offload, group.restore)}, tracer)
+        await residence.built("it")
+        await residence.need("it")
+        assert workers.called == ["offload", "restore"]
+        cost = {"bytes": 30, "seconds": 0.5, "rss_before": 300, "rss_after": 240, "step": 0}
+        assert [span.args for span in tracer.drain()] == [cost, cost]
+
+    run_virtually(scenario())

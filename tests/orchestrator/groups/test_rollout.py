@@ -1,0 +1,398 @@
+"""Engines that die, hang and switch weights under a virtual clock: every group comes back, or says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.schema import RolloutConfig, RunConfig
+from rlsys.data.trajectory import Action, Turn
+from rlsys.errors import RunError
+from rlsys.observe.spans import Span, Tracer
+from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, EnginePool, NoEngineLeft
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
+from rlsys.rollout.agent.episode import EngineActivity, EngineDied
+from tests.orchestrator.groups.engines import NEVER, Engines
+from tests.orchestrator.pipeline.build import question
+from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+
+SAMPLES = 4
+TIMEOUT_S = 600.0
+LIMIT_S = TIMEOUT_S + MARGIN_S
+
+
+def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
+    """A group of two questions at a time on each engine."""
+    config = RunConfig(
+        rollout=RolloutConfig(max_episodes=slots, episode_timeout_s=TIMEOUT_S),
+        algorithm=AlgorithmConfig(n_samples=SAMPLES),
+    )
+    tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
+    return EnginePool(engines, config, tracer, []), tracer  # type: ignore[arg-type]
+
+
+def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
+    """How long each method takes; others 0 s."""
+    return lambda method, _: seconds.get(method, 0.0)
+
+
+async def at(time: float, do: Callable[..., Any], *args: Any) -> Any:
+    await asyncio.sleep(time - now())
+    return do(*args)
+
+
+async def settle() -> None:
+    """Let all tasks go as far as they can without time passing."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def ask(group: EnginePool, count: int) -> list[Any]:
+    """`count` questions at once: of each, (what came, when)."""
+
+    async def one(number: int) -> Any:
+        try:
+            found = await group.run_group(question(number), number)
+            assert [(t.question_uid, t.sample) for t in found] == [(f"q:{number}", i) for i in range(SAMPLES)]
+            return "whole", now()
+        except GroupLost as loss:
+            return loss.reason.value, now()
+        except NoEngineLeft:
+            return "end", now()
+
+    return await asyncio.gather(*(one(number) for number in range(count)))
+
+
+def methods(engines: Engines, index: int) -> list[str]:
+    return [method for method, _ in engines.ranks[index].log]
+
+
+def test_questions_go_to_the_engine_with_the_fewest_and_wait_while_all_are_full() -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10))
+        group, _ = make(engines)
+        assert group.capacity == 4
+        assert await ask(group, 5) == [("whole", 10.0)] * 4 + [("whole", 20.0)]
+        assert [engines.starts[f"q:{number}"] for number in range(5)] == [
+            [(0, 0)], [(1, 0)], [(0, 0)], [(1, 0)], [(0, 10)],
+        ]  # fmt: skip
+        found = await group.answer(question(7), 3, 0.7)
+        assert (found.question_uid, found.sample) == ("q:7", 3)
+        method, args = engines.ranks[0].log[-1]
+        assert (method, args[1:3]) == ("answer", (3, 0.7))
+
+    run_virtually(story())
+
+
+def test_a_dead_engines_groups_run_again_on_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10))
+        group, tracer = make(engines)
+        group.step = 3
+        results, _ = await asyncio.gather(ask(group, 3), at(4, engines.die, 0))
+        # Engine 1 has room for one of the two at once, the other follows when its own is done.
+        assert results == [("whole", 14.0), ("whole", 10.0), ("whole", 20.0)]
+        assert engines.starts["q:0"] == [(0, 0), (1, 4)]
+        assert engines.starts["q:2"] == [(0, 0), (1, 10)]
+        assert (group.living, group.capacity) == ((1,), 2)
+        assert engines.ranks[0].killed, "nothing of it may be left half alive"
+        figures = await group.metrics()
+        assert figures["rollout/requeued_groups"] == 2
+        assert (figures["rollout/engines"], figures["rollout/lost_groups"]) == (1, 0)
+        assert "engine/0/version" not in figures
+        spans = [span for span in tracer.drain() if span.args["question"] == "q:2"]
+        assert [(span.lane, span.start_ns / 1e9, span.end_ns / 1e9) for span in spans] == [
+            ("engine 0", 0, 4), ("engine 1", 10, 20),
+        ]  # fmt: skip
+        assert spans[0].args == {"step": 3, "question": "q:2", "error": "RankDied"}
+        assert spans[1].args == {"step": 3, "question": "q:2", "attempt": 2}
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(story())
+    assert "rollout engine 0 is dead, 1 live: 2 of its groups run again, 0 are lost." in caplog.text
+
+
+def test_an_engine_may_die_while_its_worker_lives() -> None:
+    async def story() -> None:
+        gone = EngineDied("The engine on /model died: its process 12 is gone.")
+        engines = Engines(2, taking(run_group=10), failures={"run_group": gone})
+        group, _ = make(engines)
+        with pytest.raises(NoEngineLeft, match=r"its process 12 is gone\.\nThe last lines of engine 1"):
+            await group.run_group(question(0), 0)
+        assert [worker.killed for worker in engines.ranks] == [True, True]
+
+    run_virtually(story())
+
+
+def test_the_second_death_ends_a_group_and_the_last_one_the_run() -> None:
+    async def story() -> None:
+        engines = Engines(3, taking(run_group=10))
+        group, _ = make(engines)
+        lost = asyncio.ensure_future(group.run_group(question(0), 0))
+        await at(1, engines.die, 0)
+        await at(2, engines.die, 1)
+        with pytest.raises(GroupLost, match=r"q:0 is lost \(engine_died\): engines 0 and 1 both died under it"):
+            await lost
+        assert (await group.metrics())["rollout/lost_groups"] == 1
+        last = asyncio.ensure_future(group.run_group(question(1), 1))
+        waiting = [asyncio.ensure_future(group.run_group(question(2 + number), 2 + number)) for number in range(3)]
+        await at(3, engines.die, 2)
+        for one in [last, *waiting]:
+            with pytest.raises(
+                NoEngineLeft, match=r"(?s)every rollout engine has died\..*rank 2 died.*lines of engine 2"
+            ):
+                await one
+        with pytest.raises(NoEngineLeft):
+            await group.metrics()
+
+    run_virtually(story())
+
+
+def test_a_group_that_never_returns_is_lost_alone() -> None:
+    async def story() -> None:
+        engines = Engines(1, lambda method, args: NEVER if method == "run_group" and args[0].uid == "q:0" else 10)
+        group, _ = make(engines)
+        results = await ask(group, 2)
+        # The ping is answered at once, the abort after 10 s.
+        assert results == [("timeout", LIMIT_S + 10), ("whole", 10.0)]
+        assert methods(engines, 0)[-2:] == ["metrics", "abort_group"]
+        assert group.living == (0,)
+        figures = await group.metrics()
+        assert (figures["rollout/timed_out_groups"], figures["rollout/lost_groups"]) == (1, 1)
+
+    run_virtually(story())
+
+
+def test_an_engine_that_answers_nothing_is_dead() -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10))
+        group, _ = make(engines)
+        engines.ranks[0].silent = True
+        assert await ask(group, 2) == [("whole", LIMIT_S + PING_TIMEOUT_S + 10), ("whole", 10.0)]
+        assert group.living == (1,)
+        assert engines.ranks[0].killed
+
+    run_virtually(story())
+
+
+def test_an_engine_that_is_given_up_keeps_nobody_waiting() -> None:
+    """Its machine is unreachable: not even its end can be heard of."""
+
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10))
+        group, _ = make(engines)
+        engines.ranks[0].silent = engines.ranks[0].unreachable = True
+        update = asyncio.ensure_future(group.begin_update(1))
+        await ask(group, 1)
+        await update
+        assert now() == LIMIT_S + PING_TIMEOUT_S + 10
+
+    run_virtually(story())
+
+
+def test_a_group_whose_engine_dies_before_it_begins_goes_to_another() -> None:
+    async def story() -> None:
+        engines = Engines(2, lambda method, args: NEVER if method == "run_group" and args[0].uid != "q:4" else 0)
+        group, _ = make(engines)
+        asked = [asyncio.ensure_future(group.run_group(question(number), number)) for number in range(5)]
+        await asyncio.sleep(10)
+        # A place on engine 0 is free, and at the same moment the other group there finds it dead.
+        engines.ranks[0].finish("q:0~0")
+        engines.die(0)
+        await asyncio.sleep(0)
+        engines.ranks[1].finish("q:1~1")
+        await asyncio.wait({asked[4]})
+        assert engines.starts["q:4"] == [(1, 10)]
+        assert engines.breaches == []
+        for one in asked:
+            one.cancel()
+        await asyncio.wait(asked)
+
+    run_virtually(story())
+
+
+def test_more_episodes_than_slots_have_as_many_turns_time() -> None:
+    async def story() -> None:
+        group, _ = make(Engines(1, taking(run_group=2 * TIMEOUT_S)), slots=2)
+        assert await ask(group, 1) == [("whole", 2 * TIMEOUT_S)]
+
+    run_virtually(story())
+
+
+@pytest.mark.parametrize(("takes", "until"), [(3.0, 8.0), (NEVER, 5.0 + ABORT_TIMEOUT_S)])
+def test_a_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(takes: float, until: float) -> None:
+    async def story() -> None:
+        engines = Engines(1, taking(run_group=100, abort_group=takes))
+        group, _ = make(engines, slots=SAMPLES)
+        first = asyncio.ensure_future(group.run_group(question(0), 0))
+        following = asyncio.ensure_future(group.run_group(question(1), 1))
+        await at(5, first.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert now() == until
+        await following
+        (_, run), (abort, aborted), *_ = engines.ranks[0].log
+        assert (abort, aborted) == ("abort_group", (run[2],)), "the key of the group that was begun"
+        assert engines.starts["q:1"] == [(0, until)]
+
+    run_virtually(story())
+
+
+def test_a_group_cancelled_in_line_leaves_no_trace() -> None:
+    async def story() -> None:
+        engines = Engines(1, taking(run_group=10))
+        group, _ = make(engines, slots=SAMPLES)
+        running, waiting, last = (asyncio.ensure_future(group.run_group(question(n), n)) for n in range(3))
+        await at(5, waiting.cancel)
+        await asyncio.gather(running, last)
+        assert waiting.cancelled()
+        assert engines.starts["q:1"] == []
+        assert engines.starts["q:2"] == [(0, 10)]
+
+    run_virtually(story())
+
+
+def test_an_engine_takes_groups_again_as_soon_as_it_has_switched() -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(run_group=10, finish_update=1))
+        group, tracer = make(engines)
+        first = asyncio.ensure_future(ask(group, 1))  # on engine 0, until 10
+        await asyncio.sleep(5)
+        await group.begin_update(7)
+        await group.load_bucket("handle")
+        switch = asyncio.ensure_future(group.finish_update(7, "digest"))
+        later = asyncio.ensure_future(group.run_group(question(9), 9))
+        await asyncio.gather(first, later)
+        assert engines.starts["q:9"] == [(1, 6)], "engine 1 had nothing to wait for"
+        await switch
+        assert now() == 16
+        assert engines.breaches == []
+        for worker in engines.ranks:
+            sync = [call for call in worker.log if call[0] not in ("run_group", "metrics")]
+            assert sync == [
+                ("begin_update", (7,)),
+                ("load_bucket", ("handle",)),
+                ("finish_update", (7, "digest")),
+            ]
+        versions = {str(span.args["question"]): span.args.get("version") for span in tracer.drain()}
+        assert versions == {"q:0": None, "q:9": 7}
+
+    run_virtually(story())
+
+
+def test_a_death_during_a_transfer_costs_an_engine_and_not_the_run() -> None:
+    async def story() -> None:
+        engines = Engines(3, taking(run_group=50, load_bucket=10))
+        group, _ = make(engines)
+        await group.open_transport(["a", "b", "c"])
+        assert [worker.log for worker in engines.ranks] == [
+            [("open_transport", ("a",))],
+            [("open_transport", ("b",))],
+            [("open_transport", ("c",))],
+        ]
+        asked = asyncio.ensure_future(ask(group, 2))
+        await asyncio.gather(group.load_bucket(1), at(5, engines.die, 1))
+        assert group.living == (0, 2)
+        assert now() == 10
+        await group.finish_update(1, "")
+        await group.open_transport(["d", "e"])
+        assert engines.ranks[2].log[-1] == ("open_transport", ("e",))
+        assert await asked == [("whole", 50.0), ("whole", 55.0)]
+
+    run_virtually(story())
+
+
+def test_what_a_worker_raises_in_an_update_ends_it() -> None:
+    async def story() -> None:
+        refusal = RunError("The engine refused a weight update.")
+        engines = Engines(2, taking(finish_update=1), failures={"finish_update": refusal})
+        group, _ = make(engines)
+        engines.ranks[1].silent = True
+        with pytest.raises(RunError, match="refused a weight update"):
+            await group.finish_update(1, "")
+        assert now() == 1, "the other's answer is not waited for"
+        assert group.living == (0, 1)
+        await group.run_group(question(0), 0)
+        assert engines.starts["q:0"] == [(0, 1)]
+
+    run_virtually(story())
+
+
+def test_an_update_that_takes_too_long_on_a_living_engine_ends_the_run() -> None:
+    async def story() -> None:
+        engines = Engines(2, taking(load_bucket=NEVER))
+        group, _ = make(engines)
+        with pytest.raises(RunError, match="waited 1800 s for rollout rank 0 to finish load_bucket"):
+            await group.load_bucket(1)
+        engines.ranks[0].silent = engines.ranks[1].silent = True
+        with pytest.raises(NoEngineLeft, match="answers nothing any more: waited 1800 s"):
+            await group.offload()
+
+    run_virtually(story())
+
+
+def test_when_episodes_generated_and_searched_is_told_of_groups_alone() -> None:
+    """In the lane of the engine that returned them, after another died; not of answers to held-out questions."""
+
+    class Searching(Engines):
+        @staticmethod
+        def _later(worker: Any, call: Any, seconds: float, answer: Any) -> None:
+            began_ns = int(now() * 1e9) + 1
+            turn = Turn("", Action.SEARCH, "", "", 1, 1, 0, 2.0, 3.0, "", began_ns)
+            if isinstance(answer, list):
+                answer = [replace(one, turns=(turn,)) for one in answer]
+            Engines._later(worker, call, seconds, answer)
+
+    async def story() -> None:
+        engines, episodes = Searching(2, taking(run_group=10, answer=10)), list[Span]()
+        config = RunConfig(algorithm=AlgorithmConfig(n_samples=SAMPLES))
+        tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
+        group = EnginePool(engines, config, tracer, episodes)  # type: ignore[arg-type]
+        asked = asyncio.gather(ask(group, 1), group.answer(question(7)))
+        await at(4, engines.die, 1)
+        await asked
+        found = [(span.name, span.lane, span.start_ns / 1e9, span.end_ns / 1e9) for span in episodes]
+        assert [(name, lane, round(start, 3), round(end, 3)) for name, lane, start, end in found] == [
+            ("generate.turns", "engine 0", 4, 6),
+            ("search.queries", "engine 0", 6, 9),
+        ]
+
+    run_virtually(story())
+
+
+def test_what_rollouts_wait_for_is_what_no_engine_that_rolls_can_do_without() -> None:
+    async def looks() -> list[str]:
+        engines, seen = Engines(3), []
+        group, _ = make(engines)
+
+        async def look() -> None:
+            await group.look()
+            seen.append(group.waits_for)
+
+        first, second, third = engines.ranks
+        await look()  # Nothing goes on.
+        first.activity = EngineActivity(False, {"search": 3})
+        await look()
+        second.activity = EngineActivity(False, {"calculator": 1, "search": 0})
+        await look()
+        third.activity = EngineActivity(True, {"search": 8})
+        await look()
+        async with group.reserve(1):
+            third.activity, first.activity = EngineActivity(False, {}), EngineActivity(True, {})
+            assert group._router.aside == {0}
+            await look()  # What is set aside answers an evaluation.
+            second.silent = True
+            await look()
+        second.silent = False
+        first.activity = EngineActivity(False, {"search": 3})
+        engines.die(1)
+        await look()  # Whether it is dead is for others to find out; of what is silent nothing is known.
+        return seen
+
+    assert run_virtually(looks()) == ["", "search", "calculator and search", "", "calculator", "", ""]

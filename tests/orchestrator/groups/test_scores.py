@@ -1,0 +1,112 @@
+"""What the processes of a group answer comes back by sample, however the samples were sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from rlsys.config.schema import ParallelConfig
+from rlsys.data.trajectory import Floats, Sample, Scores
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.worker_groups import CriticGroup, EngineLogprobs, InferenceGroup, WithValues, scores_of
+from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
+from tests.orchestrator.pipeline.build import sample
+
+LENGTHS = (9, 7, 5, 5, 3, 2, 2)
+
+
+def samples() -> list[Sample]:
+    """Sample i holds the tokens 100 i, 100 i + 1, ...; every other one is trained."""
+    return [sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)]
+
+
+def answer(batch: MicroBatch, full: bool) -> LogProbs:
+    """Made from the tokens that it speaks of."""
+    policy = np.where(batch.loss_mask, -batch.tokens, 0).astype(np.float32)
+    if not full:
+        return LogProbs(policy, None)
+    tokens = np.stack([batch.targets, batch.targets + 1], 1).astype(np.int32)
+    return LogProbs(policy, 2 * policy, (tokens, -tokens.astype(np.float32)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("count", [7, 1])
+def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
+    """One sample leaves a rank with micro-batches that only fill up."""
+    asked = samples()[:count]
+    sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
+    plan, batches = sharder.shard(asked)
+    answers = [[answer(batch, full) for batch in of_rank] for of_rank in batches]
+    found = scores_of(plan, batches, answers)
+    assert len(found) == len(asked)
+    for one, scores in zip(asked, found, strict=True):
+        tokens, mask = one.trajectory.tokens, one.trajectory.loss_mask
+        assert_array_equal(scores.policy, np.where(mask, -tokens, 0))
+        assert scores.values is None
+        if not full:
+            assert (scores.reference, scores.picks) == (None, None)
+            continue
+        assert scores.reference is not None
+        assert scores.picks is not None
+        assert_array_equal(scores.reference, np.where(mask, -2 * tokens, 0))
+        assert_array_equal(scores.picks.tokens, np.stack([tokens[mask], tokens[mask] + 1], 1))
+        assert_array_equal(scores.picks.logprobs, -scores.picks.tokens)
+
+
+def test_no_samples_have_no_scores() -> None:
+    assert scores_of([[]], [[]], [[]]) == []
+
+
+class Critic(CriticGroup):
+    """Speaks without processes."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
+        return [one.trajectory.tokens.astype(np.float32) for one in samples]
+
+
+async def test_values_are_added_to_other_scores() -> None:
+    asked = samples()
+    scorer = WithValues(EngineLogprobs(), Critic())
+    assert scorer.groups == ("critic",)
+    found: list[Scores] = await scorer.compute(asked)
+    for one, scores in zip(asked, found, strict=True):
+        assert_array_equal(scores.policy, np.zeros(len(one.trajectory.tokens)))
+        assert_array_equal(scores.values, one.trajectory.tokens)
+
+
+def test_the_groups_that_must_be_there_are_named() -> None:
+    sharder = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True)
+    inference = InferenceGroup(None, sharder, Tracer("test"))  # type: ignore[arg-type]
+    assert inference.groups == ("inference",)
+    assert WithValues(inference, Critic()).groups == ("inference", "critic")
+    assert EngineLogprobs().groups == ()
+
+
+def test_a_calls_span_says_whose_samples_it_worked_on_and_how_full_it_was() -> None:
+    asked = [
+        replace(one, trajectory=replace(one.trajectory, question_uid=uid))
+        for one, uid in zip(samples()[4:], ("b", "a", "b"), strict=True)
+    ]
+    sharder, tracer = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True), Tracer("test")
+    group = InferenceGroup(None, sharder, tracer)  # type: ignore[arg-type]
+    group.step = 3
+    with group.work("logprob.compute", asked, sharder.shard(asked)[1]):
+        pass
+    (span,) = tracer.drain()
+    assert span.args == {
+        "step": 3,
+        "samples": 3,
+        "questions": ["b", "a"],
+        "micro_batches": 1,
+        "tokens": 7,
+        "room": 7,
+        "budget": 16,
+    }

@@ -1,0 +1,312 @@
+"""Whole runs of the pipeline under a virtual clock: real scheduler, pipeline, learner's loop, prompt source and router.
+
+`simulate(seed)` scripts the workers by the seed (`scripted`), drives the run as the driver does, and holds the
+properties (`watched.Property`) against it; it raises `Breach` where one does not hold. `simulate_lives(seed)` has the
+run saved at some moment between two steps and killed, then or later, once or twice, and resumed from what was saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from rlsys.data.question import PromptSource, SourceState
+from rlsys.errors import root_cause
+from rlsys.observe import status
+from rlsys.orchestrator.pipeline.rollout_pipeline import (
+    MOST_LOSSES,
+    Handlers,
+    PipelineState,
+    RolloutPipeline,
+    ScoreBatchSize,
+)
+from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, StalenessScheduler
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
+from tests.orchestrator.pipeline.build import question
+from tests.orchestrator.pipeline.script import Ending, Script
+from tests.orchestrator.pipeline.scripted import Devices, Engines, Handling, Learner, Scorer, SharedDevices
+from tests.orchestrator.pipeline.virtual_time import EndlessError, HangError, run_virtually
+from tests.orchestrator.pipeline.watched import Breach, Failure, Property, Record, watched
+
+MOST_TURNS = 20_000
+"""Of the loop. A run takes some hundred, the longest of 3,000 a thousand."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is built from. Tests put something wrong here."""
+
+    scheduler: type[StalenessScheduler] = StalenessScheduler
+    pipeline: type[RolloutPipeline] = RolloutPipeline
+    prompts: type[PromptSource] = PromptSource
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a run is saved, and killed."""
+
+    steps: int
+    """So many are closed."""
+    published: bool
+    """The new version is on its way to the engines, or there."""
+    killed_after_s: float
+    """Not before the run has ended, if it ends earlier."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a file of the run would hold."""
+
+    pipeline: PipelineState
+    prompts: SourceState
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run leaves behind that was killed."""
+
+    state: State
+    record: Record
+    """What was seen until it was saved."""
+    ended: tuple[Ended, ...]
+    """What was written of the ends of prompt_groups."""
+
+
+class Simulation:
+    """One life of a run: from its beginning or from what an earlier life has saved."""
+
+    def __init__(self, script: Script, parts: Parts, saved: Saved | None = None, moment: Moment | None = None) -> None:
+        self.script = script
+        self.record = record = saved.record.resumed() if saved else Record(script)
+        self.saved: Saved | None = None
+        """What this life has saved."""
+        self._moment, self._killed = moment, False
+        self._earlier = saved
+        self.error: BaseException | None = None
+        """What ended it before its time."""
+        self.questions = [question(number) for number in range(script.questions)]
+        self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
+        self.engines = Engines(script, record)
+        self.learners = {name: Learner(name, script, record) for name in ("actor", "critic")}
+        self.devices = SharedDevices(script, record) if script.sequential else Devices(script, record)
+        self.scheduler = watched(parts.scheduler)(
+            script.groups_per_step,
+            script.max_staleness,
+            script.oversample,
+            script.max_replaced,
+            script.steps if script.knows_end else None,
+        )
+        self.scheduler.record = record
+        handling = Handling(script, record)
+        self.pipeline = parts.pipeline(
+            self.scheduler,
+            self.prompts,
+            self.engines,
+            Scorer(script, record),
+            Handlers(handling.reward, handling.finish),
+            ScoreBatchSize(script.least, script.most),
+            self.devices,
+            *([saved.state.pipeline] if saved else []),
+        )
+
+    def state(self) -> State:
+        """With nothing said by the engines."""
+        return State(self.pipeline.state({}), self.prompts.state())
+
+    async def drive(self) -> None:
+        """The driver: see `rlsys.train`."""
+        script, loop = self.script, asyncio.get_running_loop()
+        for time, engine in script.deaths:
+            loop.call_at(time, self.engines.kill, engine)
+        if script.ending is Ending.cancel:
+            loop.call_at(script.end_at, self._give_up)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(script.end_at):
+                    await self._train()
+            return
+        self._life = asyncio.current_task()
+        try:
+            await self._train()
+        except asyncio.CancelledError:
+            if not self._killed:
+                raise
+
+    async def _train(self) -> None:
+        with status.reported_to(self.record.report):
+            await self._steps()
+
+    async def _steps(self) -> None:
+        script = self.script
+        whole = list if script.whole else None
+        cut = MiniBatches(script.sizes, whole)
+        async with asyncio.TaskGroup() as background:
+            version = self.record.version
+            if version > self.scheduler.published:
+                self.pipeline.publish(version)
+            background.create_task(self._flow())
+            if script.ending is Ending.stop:
+                asyncio.get_running_loop().call_at(script.end_at, self._stop)
+            switched = None
+            await self._save_if_due(version, published=True)
+            for step in range(version + 1, script.steps + 1):
+                learners = {name: self.learners[name] for name in script.learning(step)}
+                groups, updates = await learn(self.pipeline, learners, self.devices, cut)
+                assert updates == [{f"{name}/loss": 0.0 for name in learners}] * len(script.sizes)
+                self.record.returned(groups)
+                await self._save_if_due(step, published=False)
+                await self.devices.need("actor", "inference")
+                await script.pause("update")
+                if switched is not None:
+                    await switched
+                switched = background.create_task(self._switch(step))
+                if script.max_staleness == 0:
+                    await switched
+                await self._save_if_due(step, published=True)
+            self._stop()
+
+    async def _save_if_due(self, steps: int, *, published: bool) -> None:
+        moment = self._moment
+        if self.saved or moment is None or (moment.steps, moment.published) != (steps, published):
+            return
+        await self.script.pause("save")
+        begun = await self.engines.in_flight()
+        await self.script.pause("save")
+        ended = (*(self._earlier.ended if self._earlier else ()), *self.scheduler.ended())
+        state = State(self.pipeline.state(begun), self.prompts.state())
+        self.saved = Saved(state, self.record.resumed(), ended)
+        asyncio.get_running_loop().call_later(moment.killed_after_s, self._kill)
+
+    def _kill(self) -> None:
+        """The process is gone: what its tasks still do counts for nothing."""
+        self.record.over = self._killed = True
+        self._life.cancel()
+
+    async def _switch(self, version: int) -> None:
+        await self.devices.need("rollout")
+        await self.engines.switch(version)
+        self.pipeline.publish(version)
+
+    async def _flow(self) -> None:
+        try:
+            await self.pipeline.run()
+        finally:
+            self.record.over = True
+
+    def _give_up(self) -> None:
+        self.record.over = True
+
+    def _stop(self) -> None:
+        self.record.over = True
+        self.pipeline.stop()
+
+    def check_idle(self) -> None:
+        """Everybody waits, and time is about to move on: nobody waits for what is there."""
+        record, waits = self.record, self.record.states
+        if record.over or not waits:
+            return
+        if self.scheduler.unschedulable():
+            raise record.breach(Property.unschedulable, f"{self.scheduler.unschedulable()} are kept")
+        may_roll = bool(record.again) or self.scheduler.may_admit()
+        room = record.running < self.engines.capacity and may_roll
+        if room and not self.devices.pending["rollout"]:
+            raise record.breach(Property.waiting, "a prompt waits although it may be admitted")
+        if record.offered and waits.get("actor") in (
+            "waits for rollouts",
+            "waits for rewards",
+            "waits for log-probs",
+        ):
+            raise record.breach(Property.waiting, f"the learner waits although {record.offered} are scored")
+        no_more = not record.running and not record.rewarded_now and not may_roll
+        enough = len(record.unscored) >= self.script.least or (record.unscored and no_more)
+        scorer_waits = waits["inference"] == "waits for rollouts" and not self.devices.pending["inference"]
+        if scorer_waits and enough:
+            raise record.breach(Property.waiting, f"the scorer waits although {[*record.unscored]} are rolled")
+
+    def check_end(self) -> None:
+        """The run has ended: what was asked is accounted for."""
+        record, script = self.record, self.script
+        if record.open:
+            raise Breach(Property.once, f"tickets {record.open} are neither trained nor dropped")
+        if script.ending is Ending.finish and record.version != script.steps:
+            raise Breach(Property.step, f"{record.version} steps of {script.steps} were closed")
+        if self.scheduler.dropped != Counter(reason for _, reason in record.dropped):
+            raise Breach(Property.once, f"the scheduler counts {self.scheduler.dropped}")
+        ended = [*(self._earlier.ended if self._earlier else ()), *self.scheduler.ended()]
+        if [(one.number, one.end) for one in ended] != [*record.ended.items()]:
+            raise Breach(Property.once, f"the scheduler tells of {ended}, not {record.ended}")
+        fresh = PromptSource(self.questions, seed=0)
+        asked = Counter(fresh.next().uid for _ in range(self.prompts.position))
+        found = Counter(one.uid for one in [*record.trained, *self.prompts.state().given_back]) + self._for_good()
+        if asked != found:
+            raise Breach(Property.conserved, f"asked {asked}, found {found}")
+
+    def _for_good(self) -> Counter[str]:
+        """Prompts that were dropped and are not asked again."""
+        count: Counter[str] = Counter(one.uid for one, reason in self.record.dropped if reason is Reason.no_spread)
+        losses = Counter(one.uid for one, reason in self.record.dropped if reason is Reason.lost)
+        return count + Counter({uid: max(0, lost - MOST_LOSSES + 1) for uid, lost in losses.items()})
+
+
+def run(script: Script, parts: Parts = Parts()) -> Simulation:
+    """Run `script` to its end. Raises Breach."""
+    simulation = Simulation(script, parts)
+    _live(simulation)
+    simulation.check_end()
+    return simulation
+
+
+def _live(simulation: Simulation) -> None:
+    script = simulation.script
+    try:
+        run_virtually(simulation.drive(), MOST_TURNS, simulation.check_idle)
+    except HangError:
+        raise Breach(Property.deadlock, f"at step {simulation.record.version}") from None
+    except EndlessError:
+        raise Breach(Property.livelock, f"{MOST_TURNS} turns of the loop") from None
+    except ExceptionGroup as group:
+        simulation.error = simulation.record.broken or root_cause(group)
+        _accept(script, simulation.record, simulation.error)
+
+
+def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
+    """The run that `seed` scripts. Raises Breach."""
+    return run(Script.seeded(seed), parts)
+
+
+def simulate_lives(
+    seed: int, parts: Parts = Parts(), through: Callable[[State], State] = lambda state: state
+) -> list[Simulation]:
+    """The run that `seed` scripts, killed once or twice and resumed from `through` of its state; all its lives.
+
+    Raises Breach.
+    """
+    script, rng = Script.seeded(seed), random.Random(f"lives {seed}")
+    script.ending, script.fails = Ending.finish, ("", 0)
+    lives: list[Simulation] = []
+    saved = None
+    for _ in range(rng.choice([1, 2])):
+        done = saved.record.version if saved else 0
+        steps = done if rng.random() < 0.3 else rng.randint(done, script.steps)
+        delay = rng.choice([0.0, rng.random(), 20 * rng.random()])
+        moment = Moment(steps, steps == done or rng.random() < 0.7, delay)
+        lives.append(Simulation(script, parts, saved, moment))
+        _live(lives[-1])
+        saved = lives[-1].saved
+        assert saved is not None
+        saved = replace(saved, state=through(saved.state))
+    lives.append(Simulation(script, parts, saved))
+    _live(lives[-1])
+    lives[-1].check_end()
+    return lives
+
+
+def _accept(script: Script, record: Record, error: BaseException) -> None:
+    """Let an error pass that the script asks for."""
+    failed = script.ending is Ending.fail and isinstance(error, Failure)
+    stopped = script.ending is Ending.stop and record.over and isinstance(error, RuntimeError)
+    if not failed and not stopped:
+        raise error

@@ -1,0 +1,345 @@
+"""Rewards, advantages, what a mini-batch adds to them, and weights of late tokens, worked out by hand or in loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+from rlsys.algorithms.kl import KlController
+from rlsys.config.algorithm import (
+    AdvantageBaseline,
+    AdvantageScale,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CorrectionKind,
+    CorrectionLevel,
+    Credit,
+    KlEstimator,
+    KlPlace,
+)
+from rlsys.config.schema import CompatConfig
+from rlsys.data.question import Question
+from rlsys.data.trajectory import (
+    Group,
+    Sample,
+    Scores,
+    TopkLogprobs,
+    Trajectory,
+    response_tokens,
+    trained_tokens,
+    value_mask,
+)
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, turns_of
+from rlsys.orchestrator.rewards.reward import Scored, reward_group
+from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+
+GRPO = AlgorithmConfig(kl_coef=0.0)
+TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.token, high=2.0)
+# Prompt, a turn, an observation, a turn that ends the episode: two turns of two tokens and of one.
+TURNS = [-1, 0, 0, -1, -1, 1]
+MASK = [turn >= 0 for turn in TURNS]
+
+
+@dataclass
+class Scripted:
+    """Gives each sample what is written for it, after that many seconds."""
+
+    given: Sequence[Scored]
+    seconds: float = 0.0
+    ended: list[int] = field(default_factory=list)
+
+    async def score(self, asked: Question, one: Trajectory) -> Scored:
+        assert asked == question(1)
+        try:
+            await asyncio.sleep(self.seconds * (one.sample + 1))
+        finally:
+            self.ended.append(one.sample)
+        return self.given[one.sample]
+
+
+def scored(number: int) -> Scored:
+    return Scored(0.5 * number, (0.2 * number, 0.3 * number), {"exact_match": float(number)})
+
+
+def test_a_group_is_rewarded_at_once_and_keeps_what_was_said_of_each_episode() -> None:
+    asked = Scripted([scored(number) for number in range(3)], seconds=10.0)
+    episodes = [trajectory(range(6), MASK, sample=number) for number in range(3)]
+
+    async def timed() -> tuple[Group, float]:
+        return await reward_group(question(1), episodes, asked.score, Tracer("driver")), now()
+
+    group, seconds = run_virtually(timed())
+    assert seconds == 30, "the slowest alone"
+    assert group.question == question(1)
+    for number, sample in enumerate(group.samples):
+        assert sample.trajectory is episodes[number]
+        assert (sample.reward, sample.turn_rewards, sample.parts) == (
+            scored(number).reward,
+            scored(number).turn_rewards,
+            scored(number).parts,
+        )
+        assert_array_equal(sample.advantages, np.zeros(6, np.float32))
+
+
+def test_a_reward_that_fails_ends_the_others() -> None:
+    asked = Scripted([], seconds=10.0)
+    episodes = [trajectory(sample=number) for number in range(3)]
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(reward_group(question(1), episodes, asked.score, Tracer("driver")))
+    assert [type(error) for error in caught.value.exceptions] == [IndexError]
+    assert sorted(asked.ended) == [0, 1, 2]
+
+
+def test_rewards_that_are_cancelled_end_all_its_requests() -> None:
+    asked = Scripted([scored(0)] * 3, seconds=10.0)
+
+    async def cancel() -> None:
+        running = asyncio.create_task(
+            reward_group(question(1), [trajectory(sample=n) for n in range(3)], asked.score, Tracer("driver"))
+        )
+        await asyncio.sleep(15)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    run_virtually(cancel())
+    assert sorted(asked.ended) == [0, 1, 2]
+
+
+def of_rewards(*rewards: float) -> Group:
+    """A group of scored samples; one token of each is trained."""
+    return Group(
+        question(1),
+        tuple(rewarded(trajectory(), one).with_scores(Scores(np.zeros(2, np.float32))) for one in rewards),
+    )
+
+
+def advantages(group: Group) -> list[float]:
+    """Of the last token of each sample."""
+    return [float(sample.advantages[-1]) for sample in group.samples]
+
+
+def test_a_group_is_compared_with_its_own_mean_and_spread() -> None:
+    group = of_rewards(1, 0, 0, 0)
+    finished = finish(group, GRPO, kl=KlController(0.0))
+    # Mean 1/4; sample standard deviation sqrt((9/16 + 3/16) / 3) = 1/2.
+    assert advantages(finished) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    assert [float(sample.advantages[0]) for sample in finished.samples] == [0] * 4, "the prompt"
+    assert finished.samples[0].advantages.dtype == np.float32
+    assert finished.question is group.question
+    assert all(sample.returns is None and sample.kl_sum is None for sample in finished.samples)
+    assert advantages(finish(of_rewards(1, 1), GRPO, KlController(0.0))) == [0, 0]
+
+
+def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
+    config = replace(GRPO, advantage_scale=AdvantageScale.batch)
+    rewards = [(1, 0), (1, 0, 0, 0), (1, 1, 1), (0, 1, 1, 1, 0)]
+    groups = [finish(of_rewards(*one), config, KlController(0.0)) for one in rewards]
+    scaled = over_mini_batch(groups, config)
+    every = [reward - fmean(group) for group in rewards for reward in group]
+    spread = stdev(every) + 1e-6
+    assert [one for group in scaled for one in advantages(group)] == pytest.approx([x / spread for x in every])
+    assert [len(group.samples) for group in scaled] == [2, 4, 3, 5]
+    assert over_mini_batch([], config) == []
+
+
+def test_a_group_that_was_not_finished_is_refused_by_the_mini_batch() -> None:
+    config = replace(GRPO, advantage_scale=AdvantageScale.batch)
+    with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* finish that first"):
+        over_mini_batch([of_rewards(1, 0)], config)
+
+
+def test_turns_answer_for_their_own_rewards_and_later_ones() -> None:
+    config = replace(GRPO, credit=Credit.turn, baseline=AdvantageBaseline.none, advantage_scale=AdvantageScale.none)
+    sample = Sample(
+        trajectory(range(6), MASK, turn_of_token=TURNS), 3.0, (1.0, 2.0), {}, np.zeros(6, np.float32)
+    ).with_scores(Scores(np.zeros(6, np.float32)))
+    finished = finish(Group(question(1), (sample,)), config, KlController(0.0))
+    assert_array_equal(finished.samples[0].advantages, [0, 3, 3, 0, 0, 2])
+
+
+def test_observations_that_take_part_belong_to_the_turn_before_them() -> None:
+    one = trajectory(range(6), MASK, turn_of_token=TURNS)
+    assert_array_equal(turns_of(one, trained_tokens), TURNS)
+    assert_array_equal(turns_of(one, response_tokens), [-1, 0, 0, 0, 0, 1])
+    three = trajectory(range(6), [False, True] * 3, turn_of_token=[-1, 0, -1, 1, -1, 2])
+    assert_array_equal(turns_of(three, response_tokens), [-1, 0, 0, 1, 1, 2])
+    # Nothing of the first turn is trained, as when its tokens run into the prompt's.
+    late = trajectory(range(4), [False, False, False, True], turn_of_token=[-1, -1, -1, 1])
+    assert_array_equal(turns_of(late, response_tokens), [-1, 0, 0, 1])
+    assert value_mask(CompatConfig()) is trained_tokens
+    assert value_mask(CompatConfig(observations_in_values=True)) is response_tokens
+
+
+def test_scores_are_kept_with_the_sample() -> None:
+    picks = TopkLogprobs(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
+    scores = Scores(*(np.full(2, fill, np.float32) for fill in (-1, -2)), picks, np.full(2, 3, np.float32))
+    sample = rewarded(trajectory(), 1.0).with_scores(scores)
+    assert sample.old_logprobs is scores.policy
+    assert sample.ref_logprobs is scores.reference
+    assert sample.picks is picks
+    assert sample.values is scores.values
+
+
+def gae_by_loop(
+    values: np.ndarray, rewards: np.ndarray, part: Sequence[bool], gamma: float, gae_lambda: float
+) -> np.ndarray:
+    """[seq] by the definition: the sum over later steps of (gamma lambda)^k times the temporal difference."""
+    places = [place for place, takes_part in enumerate(part) if takes_part]
+    after = dict(pairwise(places))
+    deltas = {
+        place: rewards[place] + gamma * (values[after[place]] if place in after else 0.0) - values[place]
+        for place in places
+    }
+    found = np.zeros(len(part))
+    for number, place in enumerate(places):
+        found[place] = sum((gamma * gae_lambda) ** steps * deltas[later] for steps, later in enumerate(places[number:]))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    quirk=st.booleans(),
+    in_reward=st.booleans(),
+    gamma=st.sampled_from([1.0, 0.9]),
+    gae_lambda=st.sampled_from([1.0, 0.8, 0.0]),
+)
+def test_with_a_critic_penalties_and_values_enter_where_they_stand(
+    seed: int, quirk: bool, in_reward: bool, gamma: float, gae_lambda: float
+) -> None:
+    random = np.random.default_rng(seed)
+    old, reference, values = (random.normal(size=6).astype(np.float32) for _ in range(3))
+    config = replace(
+        GRPO,
+        baseline=AdvantageBaseline.critic,
+        advantage_scale=AdvantageScale.none,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+        kl_coef=0.1,
+        kl_in=KlPlace.reward if in_reward else KlPlace.loss,
+        kl_estimator=KlEstimator.k1,
+    )
+    sample = Sample(
+        trajectory(range(6), MASK, turn_of_token=TURNS), 3.0, (1.0, 2.0), {}, np.zeros(6, np.float32)
+    ).with_scores(Scores(old, reference, values=values))
+    mask_of = response_tokens if quirk else trained_tokens
+    (found,) = finish(Group(question(1), (sample,)), config, KlController(0.25), mask_of).samples
+    # The first turn's reward stands on its last token, which with the quirk is the observation's.
+    rewards = np.array([0, 0, 0, 0, 1, 2] if quirk else [0, 0, 1, 0, 0, 2], dtype=float)
+    exact = old.astype(float) - reference
+    if in_reward:
+        rewards -= 0.25 * np.where(MASK, exact, 0.0)
+    part = [place > 0 for place in range(6)] if quirk else MASK
+    expected = gae_by_loop(values.astype(float), rewards, part, gamma, gae_lambda)
+    assert_allclose(found.advantages, expected, atol=1e-6)
+    assert found.returns is not None
+    assert_allclose(found.returns, expected + np.where(part, values, 0.0), atol=1e-6)
+    assert found.kl_sum == (pytest.approx(float(exact[MASK].sum())) if in_reward else None)
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_whitening_is_over_what_the_critic_sees(quirk: bool) -> None:
+    config = replace(GRPO, baseline=AdvantageBaseline.critic, advantage_scale=AdvantageScale.whiten)
+    random = np.random.default_rng(0)
+    mask_of = response_tokens if quirk else trained_tokens
+    samples = [
+        Sample(
+            trajectory(range(6), MASK, turn_of_token=TURNS), 0.0, (0.0, 1.0), {}, np.zeros(6, np.float32)
+        ).with_scores(Scores(np.zeros(6, np.float32), values=random.normal(size=6).astype(np.float32)))
+        for _ in range(4)
+    ]
+    groups = [
+        finish(Group(question(n), (a, b)), config, KlController(0.0), mask_of)
+        for n, (a, b) in enumerate([samples[:2], samples[2:]])
+    ]
+    before = [one.advantages for group in groups for one in group.samples]
+    part = np.array(MASK) if not quirk else np.arange(6) > 0
+    every = [float(value) for one in before for value in one[part]]
+    whitened = over_mini_batch(groups, config)
+    for one, found in zip(before, (one for group in whitened for one in group.samples), strict=True):
+        expected = np.where(part, (one - fmean(every)) / (stdev(every) + 1e-6), 0.0)
+        assert_allclose(found.advantages, expected, atol=1e-6)
+
+
+def test_the_mean_kl_weighs_episodes_alike() -> None:
+    long, short = trajectory(range(5)), trajectory(range(2))
+    untrained = trajectory(range(3), [False] * 3)
+    samples = [replace(rewarded(one, 0.0), kl_sum=kl) for one, kl in ((long, 2.0), (short, 0.25), (untrained, 0.0))]
+    # 2 nats over four tokens, 1/4 over one.
+    assert mean_kl([Group(question(1), tuple(samples))]) == pytest.approx((0.5 + 0.25) / 2)
+    assert mean_kl([of_rewards(1, 0)]) is None
+
+
+def test_without_a_reference_there_is_no_kl_to_take_off() -> None:
+    config = replace(GRPO, kl_coef=0.1, kl_in=KlPlace.reward)
+    with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* reference policy"):
+        finish(of_rewards(1, 0), config, KlController(0.1))
+
+
+def sampled_and_scored(old: list[float], rollout: list[float]) -> Sample:
+    one = trajectory(range(len(old)), rollout_logprobs=np.log(rollout).tolist())
+    return rewarded(one, 1.0).with_scores(Scores(np.log(old).astype(np.float32)))
+
+
+def test_every_sample_of_a_group_gets_its_weights_and_keeps_the_rest() -> None:
+    nothing = float("nan")
+    # The first token is untrained; ratios 1.5 and 3, then 0.5 and none.
+    samples = (
+        sampled_and_scored([0.9, 0.6, 0.6], [0.1, 0.4, 0.2]),
+        sampled_and_scored([0.9, 0.2, 0.5], [0.1, 0.4, nothing]),
+    )
+    weighed = finish(Group(question(1), samples), replace(GRPO, correction=TRUNCATE), KlController(0.0))
+    for sample, before, expected in zip(weighed.samples, samples, ([1, 1.5, 2], [1, 0.5, 1]), strict=True):
+        assert sample.weights is not None
+        assert_allclose(sample.weights, expected, rtol=1e-6)
+        assert sample.trajectory is before.trajectory
+        assert sample.old_logprobs is before.old_logprobs
+    assert all(
+        sample.weights is None for sample in finish(Group(question(1), samples), GRPO, KlController(0.0)).samples
+    )
+
+
+def test_a_group_that_is_not_scored_cannot_be_finished() -> None:
+    unscored = Group(question(1), (rewarded(trajectory(), 1.0), rewarded(trajectory(), 0.0)))
+    with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* score it first"):
+        finish(unscored, GRPO, KlController(0.0))
+
+
+@pytest.mark.parametrize(
+    ("episodes", "spread"),
+    [
+        # Reward, and its parts.
+        ([(1.0, {"exact_match": 1.0, "overlong": 0.0}), (0.5, {"exact_match": 1.0, "overlong": 0.5})], False),
+        ([(0.0, {"exact_match": 0.0}), (-5.0, {"exact_match": 0.0})], False),
+        # Equal on the whole: one is right and long, the other wrong and short.
+        ([(0.0, {"exact_match": 1.0, "overlong": 1.0}), (0.0, {"exact_match": 0.0, "overlong": 0.0})], True),
+        ([(0.5, {"f1": 0.5, "judge": 0.0}), (0.5, {"f1": 0.0, "judge": 0.5})], True),
+        ([(1.0, {"mine.own": 1.0}), (0.0, {"mine.own": 0.0})], True),
+        ([(1.0, {"search_penalty": 1.0}), (1.0, {"search_penalty": 1.0})], False),
+        ([(1.0, {}), (0.0, {})], True),
+        ([(1.0, {"exact_match": 1.0})], False),
+    ],
+)
+def test_a_group_has_spread_where_answers_earned_different_amounts(
+    episodes: list[tuple[float, dict[str, float]]], spread: bool
+) -> None:
+    samples = tuple(replace(rewarded(trajectory(), reward), parts=parts) for reward, parts in episodes)
+    assert Group(question(1), samples).has_spread is spread
+
+
+def test_only_what_the_mini_batch_goes_on_with_is_kept() -> None:
+    assert all(sample.units is None for sample in finish(of_rewards(1, 0), GRPO, KlController(0.0)).samples)
+    batch = replace(GRPO, advantage_scale=AdvantageScale.batch)
+    assert all(sample.units is not None for sample in finish(of_rewards(1, 0), batch, KlController(0.0)).samples)

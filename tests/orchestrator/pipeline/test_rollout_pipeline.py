@@ -1,0 +1,335 @@
+"""The pipeline over seeded interleavings, proof that the checks would see a breach, and runs worked out by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Group, Trajectory
+from rlsys.errors import root_cause
+from rlsys.orchestrator.engine_pool import NoEngineLeft
+from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
+from tests.orchestrator.pipeline.bare import Bare
+from tests.orchestrator.pipeline.planted import PLANTED, PLANTED_IN_RESUMING
+from tests.orchestrator.pipeline.script import Ending, Script
+from tests.orchestrator.pipeline.simulation import Parts, Simulation, run, simulate
+from tests.orchestrator.pipeline.virtual_time import HangError, now, run_virtually
+from tests.orchestrator.pipeline.watched import Breach, Failure, Property
+
+SEEDS, BLOCKS = 10_000, 10
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_every_property_holds_under_any_interleaving(block: int) -> None:
+    """On a failure, `simulate(seed)` is the run again. `python -m bench.interleavings` takes more seeds."""
+    for seed in range(block, SEEDS, BLOCKS):
+        try:
+            simulate(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.parametrize(("broken", "parts"), PLANTED)
+def test_a_bug_planted_on_purpose_is_found_out(broken: Property, parts: Parts) -> None:
+    """The property is seen to be broken within 1,000 seeds."""
+    assert broken in (_breach(seed, parts) for seed in range(1000))
+
+
+def test_a_bug_is_planted_for_each_property() -> None:
+    assert {broken for broken, _ in [*PLANTED, *PLANTED_IN_RESUMING]} == {*Property}
+
+
+def _breach(seed: int, parts: Parts) -> Property | None:
+    try:
+        simulate(seed, parts)
+    except Breach as breach:
+        return breach.broken
+    return None
+
+
+@pytest.mark.parametrize("worker", ["generate", "reward", "score", "finish", "train", "apply", "need"])
+def test_a_failing_worker_ends_the_run_with_its_own_error(worker: str) -> None:
+    """And prompts are accounted for all the same: `run` checks it."""
+    reported = []
+    for seed in range(150):
+        script = Script.seeded(seed)
+        script.ending, script.fails = Ending.fail, (worker, random.Random(f"{worker} {seed}").randint(1, 4))
+        reported.append(run(script).error)
+    failures = [error for error in reported if error is not None]
+    assert len(failures) > 75
+    assert {(type(error), str(error)) for error in failures} == {(Failure, worker)}
+
+
+@dataclass
+class Timed(Script):
+    """Durations worked out beforehand: of the first, second, ... call; the last is that of all later ones.
+
+    Scoring and training take theirs for each sample. Episodes have one turn.
+    """
+
+    turns: int = 1
+    mixed: bool = True
+    times: Mapping[str, list[float]] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def duration_s(self, stage: str, count: int = 1) -> float:
+        durations = self.times.get(stage, [0.0])
+        self.calls[stage] += 1
+        return count * durations[min(self.calls[stage], len(durations)) - 1]
+
+
+def timed(**settings: Any) -> tuple[Simulation, float]:
+    """A run, and when it ends."""
+    simulation = Simulation(Timed(random.Random(0), **settings), Parts())
+
+    async def until_the_end() -> float:
+        await simulation.drive()
+        return now()
+
+    end = run_virtually(until_the_end(), on_idle=simulation.check_idle)
+    simulation.check_end()
+    return simulation, end
+
+
+TIMES: dict[str, list[float]] = {"roll": [10], "score": [1], "train": [2]}
+
+
+def test_in_sequence_each_stage_waits_for_the_whole_step() -> None:
+    """Four groups of 10 s, one at a time; then scoring, 1 s each; then training, 2 s each."""
+    _, end = timed(steps=1, sizes=(4,), slots=1, most=4, least=float("inf"), sequential=True, times=TIMES)
+    assert end == pytest.approx(40 + 4 + 8)
+
+
+def test_in_a_pipeline_groups_are_trained_while_others_are_generated() -> None:
+    _, end = timed(steps=1, sizes=(4,), slots=1, most=4, times=TIMES)
+    assert end == pytest.approx(40 + 1 + 2)
+
+
+def test_where_advantages_need_the_whole_mini_batch_only_scoring_overlaps() -> None:
+    """The first mini-batch is trained at 21 s; the second waits for the group that is scored at 41 s."""
+    _, end = timed(steps=1, sizes=(2, 2), whole=True, slots=1, most=4, times=TIMES)
+    assert end == pytest.approx(40 + 1 + 4)
+
+
+@pytest.mark.parametrize(("sequential", "end_s"), [(False, 40 + 25 + 1 + 2), (True, 40 + 25 + 4 + 8)])
+def test_engines_generate_while_groups_are_rewarded(sequential: bool, end_s: float) -> None:
+    """25 s for each; the last is rewarded when all but it are trained, or, in sequence, before any is scored."""
+    least = float("inf") if sequential else 1
+    settings = {"sequential": sequential, "least": least, "times": {**TIMES, "reward": [25]}}
+    _, end = timed(steps=1, sizes=(4,), slots=1, most=4, **settings)
+    assert end == pytest.approx(end_s)
+
+
+def test_the_critic_learns_beside_the_actor_and_alone_while_it_warms_up() -> None:
+    """Steps of one group, 10 s to roll, 1 s to score; then learning: 2 s, in the second step 2 s and 7 s at once."""
+    times = {**TIMES, "train": [2, 2, 7]}
+    _, end = timed(steps=2, sizes=(1,), critic=True, warmup=1, times=times)
+    assert end == pytest.approx((10 + 1 + 2) + (10 + 1 + 7))
+
+
+@pytest.mark.parametrize(("max_staleness", "end_s"), [(0, 60), (1, 40)])
+def test_a_run_that_may_be_stale_rolls_the_next_step_while_it_trains(max_staleness: int, end_s: float) -> None:
+    """Steps of two groups, 10 s to roll side by side, 10 s to train; three steps, of which two are hidden."""
+    _, end = timed(steps=3, sizes=(2,), slots=2, max_staleness=max_staleness, times={"roll": [10], "train": [5]})
+    assert end == pytest.approx(end_s)
+
+
+def test_rollouts_wait_for_a_slow_learner() -> None:
+    """Two steps' worth of groups is rolled at once; the next begins when version 1 is published, after 100 s."""
+    script = Timed(random.Random(0), steps=4, sizes=(2,), max_staleness=1, times={"train": [50]})
+    simulation = Simulation(script, Parts())
+
+    async def admitted_at(*times: float) -> list[int]:
+        running, counts = asyncio.create_task(simulation.drive()), []
+        for time in times:
+            await asyncio.sleep(time - now())
+            counts.append(len(simulation.record.prompt_groups))
+        await running
+        return counts
+
+    assert run_virtually(admitted_at(1, 99, 101, 199, 201)) == [4, 4, 6, 6, 8]
+
+
+def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> None:
+    simulation, end = timed(steps=2, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1, 9, 2, 1, 1, 9]})
+    prompt_groups, asked = simulation.record.prompt_groups, list(simulation.record.prompt_groups)
+    assert simulation.record.dropped[0] == (prompt_groups[1].question, Reason.surplus)
+    assert prompt_groups[3].question == prompt_groups[1].question
+    assert (len(asked), end) == (6, pytest.approx(2 + 1))
+
+
+def test_a_group_that_is_dropped_while_it_is_rewarded_is_waited_for_no_longer() -> None:
+    simulation, end = timed(steps=1, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1], "reward": [2, 99, 3]})
+    assert simulation.record.dropped == [(simulation.record.prompt_groups[1].question, Reason.surplus)]
+    assert end == pytest.approx(1 + 3)
+
+
+def test_with_staleness_a_slow_group_goes_on_into_the_next_step() -> None:
+    """It takes 15 s; the first step is trained on a fast one at 1 s, and published. The second takes the slow one."""
+    simulation, end = timed(steps=2, sizes=(1,), max_staleness=1, slots=2, times={"roll": [15, 1, 99]})
+    slow, fast = simulation.record.prompt_groups[0], simulation.record.prompt_groups[1]
+    assert simulation.record.trained == [fast.question, slow.question]
+    assert end == pytest.approx(15)
+
+
+def test_groups_without_spread_are_replaced_up_to_a_limit() -> None:
+    simulation, _ = timed(steps=1, sizes=(2,), flat=1.0, max_replaced=3)
+    assert simulation.scheduler.dropped[Reason.no_spread] == 3
+    assert len(simulation.record.trained) == 2
+
+
+def test_a_question_whose_groups_are_lost_is_asked_thrice_and_then_once_an_epoch() -> None:
+    simulation, _ = timed(steps=5, questions=2, poisoned=frozenset({"q:1"}), knows_end=False)
+    fresh = PromptSource(simulation.questions, seed=0)
+    epochs = [fresh.next().uid for _ in range(simulation.prompts.position)].count("q:1")
+    waiting = [one.uid for one in simulation.prompts.state().given_back].count("q:1")
+    assert epochs > 2
+    assert simulation.scheduler.dropped[Reason.lost] == 3 + (epochs - 1) - waiting
+
+
+def test_groups_are_scored_in_the_order_in_which_they_were_rolled() -> None:
+    simulation, end = timed(
+        steps=1, sizes=(3,), slots=3, most=1, times={"roll": [3, 1, 2], "score": [10], "train": [0]}
+    )
+    prompt_groups = simulation.record.prompt_groups
+    assert simulation.record.trained == [prompt_groups[number].question for number in (1, 2, 0)]
+    assert end == pytest.approx(31)
+
+
+def test_the_scorer_takes_a_rest_that_is_smaller_than_its_least_bite() -> None:
+    simulation, _ = timed(steps=2, sizes=(4,), least=3, most=3)
+    assert simulation.record.version == 2
+
+
+def test_an_episode_that_is_aborted_before_its_first_turn_frees_its_slot() -> None:
+    """The first of two is done before the second, which is to spare, has begun; ten times, with two slots."""
+    workers = Bare()
+    pipeline, _ = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2))
+
+    async def ten_steps() -> int:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.run())
+            for step in range(1, 11):
+                await learn(pipeline, {"actor": workers}, workers, MiniBatches([1]))
+                workers.version = step
+                pipeline.publish(step)
+            pipeline.stop()
+        return pipeline.scheduler.dropped[Reason.surplus]
+
+    assert run_virtually(ten_steps()) >= 9
+
+
+def test_no_more_groups_are_generated_at_a_time_than_there_is_room_for() -> None:
+    class Counting(Bare):
+        running = most = 0
+
+        async def run_group(self, asked: Question, *goes_on: Any) -> list[Trajectory]:
+            self.running += 1
+            self.most = max(self.running, self.most)
+            await asyncio.sleep(1)
+            self.running -= 1
+            return await super().run_group(asked, *goes_on)
+
+        async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+            await asyncio.sleep(0.5)
+            return await super().reward(asked, trajectories)
+
+    workers = Counting()
+    pipeline, _ = workers.pipeline(StalenessScheduler(groups_per_step=8, max_staleness=0))
+
+    async def one_step() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.run())
+            await learn(pipeline, {"actor": workers}, workers, MiniBatches([8]))
+            pipeline.stop()
+
+    run_virtually(one_step())
+    assert workers.most == workers.capacity
+
+
+def test_a_group_that_is_dropped_before_it_could_be_rewarded_is_not_rewarded() -> None:
+    class Deaf(Bare):
+        """Answers although it was told to end."""
+
+        asked = rewarded_groups = 0
+
+        async def run_group(self, asked: Question, *goes_on: Any) -> list[Trajectory]:
+            self.asked += 1
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(99)
+            return await super().run_group(asked, *goes_on)
+
+        async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+            self.rewarded_groups += 1
+            return await super().reward(asked, trajectories)
+
+    workers = Deaf()
+    pipeline, prompts = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
+
+    async def stop_meanwhile() -> None:
+        running = asyncio.create_task(pipeline.run())
+        await asyncio.sleep(1)
+        pipeline.stop()
+        await running
+
+    run_virtually(stop_meanwhile())
+    assert (workers.asked, workers.rewarded_groups, len(prompts.state().given_back)) == (1, 0, 1)
+
+
+def test_nothing_is_admitted_after_a_stop_that_came_while_devices_were_awaited() -> None:
+    workers = Bare()
+    pipeline, prompts = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
+
+    async def stop_meanwhile() -> None:
+        workers.blocked = asyncio.Event()
+        running = asyncio.create_task(pipeline.run())
+        await asyncio.sleep(1)
+        pipeline.stop()
+        workers.blocked.set()
+        await running
+
+    run_virtually(stop_meanwhile())
+    assert (prompts.position, pipeline.scheduler.outstanding) == (0, [])
+
+
+def test_a_learner_that_waits_when_the_flow_is_stopped_is_told() -> None:
+    pipeline, _ = Bare().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
+
+    async def wait_for_a_group() -> None:
+        waiting = asyncio.create_task(pipeline.take(1))
+        await asyncio.sleep(1)
+        pipeline.stop()
+        with pytest.raises(RuntimeError, match="stopped"):
+            await waiting
+        await pipeline.run()
+
+    run_virtually(wait_for_a_group())
+
+
+def test_the_death_of_the_last_engine_ends_the_run_also_while_nothing_is_rolled() -> None:
+    class Dead(Bare):
+        capacity = 0
+
+        async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:
+            raise NoEngineLeft(asked.uid)
+
+    pipeline, _ = Dead().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(pipeline.run())
+    assert isinstance(root_cause(caught.value), NoEngineLeft)
+
+
+def test_a_hang_is_found_out() -> None:
+    pipeline, _ = Bare().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
+    with pytest.raises(HangError):
+        run_virtually(pipeline.take(1))

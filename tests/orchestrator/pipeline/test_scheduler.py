@@ -1,0 +1,410 @@
+"""The scheduler against a model that deals out places one by one, and against examples worked out by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlsys.errors import RunError
+from rlsys.orchestrator.pipeline.scheduler import Ended, PromptGroup, Reason, Stage, StalenessScheduler
+from tests.orchestrator.pipeline.build import question
+
+
+def fill(scheduler: StalenessScheduler) -> list[PromptGroup]:
+    """Admit all that may be admitted."""
+    admitted = []
+    while scheduler.may_admit():
+        admitted.append(scheduler.admit(question(len(admitted))))
+    return admitted
+
+
+def finish(scheduler: StalenessScheduler, *prompt_groups: PromptGroup) -> None:
+    for prompt_group in prompt_groups:
+        assert scheduler.finish_rolling(prompt_group, None, has_spread=True) is None
+
+
+def train(scheduler: StalenessScheduler, *prompt_groups: PromptGroup) -> None:
+    """A whole step on `prompt_groups`."""
+    finish(scheduler, *prompt_groups)
+    for prompt_group in prompt_groups:
+        scheduler.take(prompt_group)
+    scheduler.close_step()
+
+
+def test_on_policy_a_step_is_rolled_with_its_spares_and_no_further() -> None:
+    scheduler = StalenessScheduler(groups_per_step=4, max_staleness=0, oversample=1.5)
+    prompt_groups = fill(scheduler)
+    assert len(prompt_groups) == 6
+    finish(scheduler, prompt_groups[5])
+    assert fill(scheduler) == [], "three places are left, five prompt_groups roll for them"
+    scheduler.drop(prompt_groups[4], Reason.lost)
+    assert len(fill(scheduler)) == 1, "a lost group is replaced"
+    finish(scheduler, *prompt_groups[:2])
+    assert scheduler.unschedulable() == []
+    finish(scheduler, prompt_groups[2])
+    assert {reason for _, reason in scheduler.unschedulable()} == {Reason.surplus}
+    assert [prompt_group.number for prompt_group, _ in scheduler.unschedulable()] == [3, 6], "the two slowest of six"
+
+
+def test_on_policy_nothing_is_rolled_until_the_engines_have_the_new_version() -> None:
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=0)
+    train(scheduler, *fill(scheduler))
+    assert fill(scheduler) == []
+    scheduler.publish(1)
+    assert [prompt_group.oldest for prompt_group in fill(scheduler)] == [1, 1]
+
+
+def test_with_one_version_of_staleness_one_more_step_is_rolled_ahead() -> None:
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=1, oversample=1.5)
+    first = fill(scheduler)
+    assert len(first) == 5, "two steps of two, and one to spare"
+    train(scheduler, *first[:2])
+    assert fill(scheduler) == [], "the third step needs version 1, which no engine has"
+    scheduler.publish(1)
+    assert len(fill(scheduler)) == 2, "steps 1 and 2 have four places, five may roll for them, three do"
+    assert scheduler.unschedulable() == []
+    train(scheduler, *first[2:4])
+    assert scheduler.unschedulable() == [(first[4], Reason.stale)], "rolled by version 0, too old for step 2"
+
+
+def test_with_two_versions_of_staleness_two_more_steps_are_rolled_ahead() -> None:
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=2, oversample=1.5)
+    first = fill(scheduler)
+    assert len(first) == 7
+    train(scheduler, *first[:2])
+    train(scheduler, *first[2:4])
+    assert fill(scheduler) == [], "versions 1 and 2 are late"
+    scheduler.publish(2)
+    assert len(fill(scheduler)) == 4, "steps 2 to 4 have six places, seven may roll, three do"
+
+
+def test_a_ready_group_whose_last_place_is_taken_by_a_newer_one_is_dropped_at_once() -> None:
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1)
+    first = fill(scheduler)
+    train(scheduler, first[0])
+    scheduler.publish(1)
+    newer = fill(scheduler)[0]
+    finish(scheduler, newer, first[1])
+    assert scheduler.unschedulable() == []
+    scheduler.take(newer)
+    assert scheduler.unschedulable() == [(first[1], Reason.stale)]
+
+
+def test_places_go_to_the_oldest_and_among_equals_to_those_that_were_ready_first() -> None:
+    """Steps 1 and 2 have a place each. Two groups of version 1 have them; then one of version 0 is done."""
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, oversample=2)
+    first = fill(scheduler)
+    train(scheduler, first[0])
+    scheduler.drop(first[2], Reason.lost)
+    scheduler.publish(1)
+    newer = fill(scheduler)
+    assert [prompt_group.oldest for prompt_group in newer] == [1, 1]
+    finish(scheduler, newer[1], newer[0])
+    assert scheduler.unschedulable() == [], "the old one may still come"
+    finish(scheduler, first[1])
+    assert scheduler.unschedulable() == [(newer[0], Reason.surplus)]
+
+
+def test_claims_are_those_of_who_was_ready_first_also_after_a_resume() -> None:
+    """As above: two groups of version 1, of which the second was ready first, have the places that one of version 0 takes."""
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, oversample=2)
+    first = fill(scheduler)
+    train(scheduler, first[0])
+    scheduler.drop(first[2], Reason.lost)
+    scheduler.publish(1)
+    newer = fill(scheduler)
+    finish(scheduler, newer[1], newer[0])
+    resumed = StalenessScheduler(groups_per_step=1, max_staleness=1, oversample=2)
+    resumed.resume(scheduler.state())
+    old, *_ = resumed.outstanding
+    finish(resumed, old)
+    assert [(prompt_group.number, reason) for prompt_group, reason in resumed.unschedulable()] == [
+        (newer[0].number, Reason.surplus)
+    ]
+
+
+def test_a_place_that_an_old_group_cannot_use_goes_to_a_newer_one() -> None:
+    """Step 1 is taken by a newer group; step 2 is too late for the old one, not for the one that still rolls."""
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, oversample=2)
+    first = fill(scheduler)
+    train(scheduler, first[0])
+    scheduler.drop(first[2], Reason.lost)
+    scheduler.publish(1)
+    newer = fill(scheduler)
+    finish(scheduler, first[1], newer[0])
+    assert scheduler.unschedulable() == [(newer[1], Reason.surplus)]
+    scheduler.take(newer[0])
+    assert scheduler.unschedulable() == [(first[1], Reason.stale)]
+
+
+def test_near_the_end_only_what_can_be_trained_is_rolled() -> None:
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=3, steps=2)
+    first = fill(scheduler)
+    assert len(first) == 4
+    train(scheduler, *first[:2])
+    scheduler.publish(1)
+    assert fill(scheduler) == []
+    train(scheduler, *first[2:])
+    scheduler.publish(2)
+    assert fill(scheduler) == []
+
+
+def test_groups_without_spread_are_replaced_up_to_a_limit_in_each_step() -> None:
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, max_replaced=2)
+    for step in range(2):
+        for _ in range(2):
+            prompt_group = fill(scheduler)[0]
+            assert scheduler.finish_rolling(prompt_group, step, has_spread=False) is Reason.no_spread
+            scheduler.drop(prompt_group, Reason.no_spread)
+        prompt_group = fill(scheduler)[0]
+        assert scheduler.finish_rolling(prompt_group, step, has_spread=False) is None
+        scheduler.take(prompt_group)
+        scheduler.close_step()
+        scheduler.publish(step + 1)
+    assert scheduler.dropped == {Reason.no_spread: 4}
+
+
+@pytest.mark.parametrize(
+    ("groups", "oversample", "spare"), [(4, 1.0, 0), (4, 1.25, 1), (3, 1.5, 2), (10, 1.1, 1), (110, 1.1, 11)]
+)
+def test_spares_are_rounded_up_from_what_was_written(groups: int, oversample: float, spare: int) -> None:
+    assert StalenessScheduler(groups, 0, oversample).spare == spare
+
+
+@pytest.mark.parametrize("wrong", [(0, 0), (1, -1), (1, 0, 0.9), (1, 0, 1, -1), (1, 0, 1, 0, 0)])
+def test_an_impossible_ledger_is_refused(wrong: tuple) -> None:
+    with pytest.raises(ValueError, match="A scheduler needs"):
+        StalenessScheduler(*wrong)
+
+
+def test_what_must_not_be_done_raises() -> None:
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0)
+    with pytest.raises(RuntimeError, match="lacks 1"):
+        scheduler.close_step()
+    with pytest.raises(RuntimeError, match="Version 1 was published"):
+        scheduler.publish(1)
+    prompt_group = fill(scheduler)[0]
+    with pytest.raises(RuntimeError, match="no place"):
+        scheduler.admit(question(1))
+    with pytest.raises(RuntimeError, match="is rolling, not ready"):
+        scheduler.take(prompt_group)
+    train(scheduler, prompt_group)
+    with pytest.raises(RuntimeError, match="is trained"):
+        scheduler.drop(prompt_group, Reason.end)
+
+
+def test_a_stale_group_is_not_taken_even_if_nobody_has_dropped_it() -> None:
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2)
+    first, second = fill(scheduler)
+    finish(scheduler, second)
+    train(scheduler, first)
+    with pytest.raises(RuntimeError, match="older than the 0 versions"):
+        scheduler.take(second)
+
+
+def test_an_engine_that_still_has_old_weights_ends_the_run() -> None:
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1)
+    train(scheduler, fill(scheduler)[0])
+    scheduler.publish(1)
+    with pytest.raises(RunError, match="question q:0 with version 0 of the policy"):
+        scheduler.finish_rolling(fill(scheduler)[0], 0, has_spread=True)
+
+
+@dataclass(eq=False)
+class Modelled:
+    """A prompt group in the model."""
+
+    real: PromptGroup
+    oldest: int
+    ready: int | None = None
+    """When it became ready."""
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any calls in any order. The model knows steps with places, and deals them out one by one."""
+
+    @initialize(
+        groups=st.integers(1, 4),
+        staleness=st.integers(0, 3),
+        spare=st.integers(0, 4),
+        replaced=st.integers(0, 2),
+        steps=st.none() | st.integers(1, 5),
+    )
+    def begin(self, groups: int, staleness: int, spare: int, replaced: int, steps: int | None) -> None:
+        self.groups, self.staleness, self.spare, self.most_replaced = groups, staleness, spare, replaced
+        self.steps = steps
+        self.scheduler = self.new_ledger()
+        self.ended: list[Ended] = []
+        self.version = self.published = self.replaced = self.clock = 0
+        self.open: list[Modelled] = []
+        self.taken: list[Modelled] = []
+        self.dropped: Counter[Reason] = Counter()
+
+    def new_ledger(self) -> StalenessScheduler:
+        return StalenessScheduler(
+            self.groups, self.staleness, 1 + self.spare / self.groups, self.most_replaced, self.steps
+        )
+
+    def free(self) -> Counter[int]:
+        """Step -> its free places, far ahead."""
+        end = self.version + 20 if self.steps is None else self.steps
+        free = Counter(dict.fromkeys(range(self.version, end), self.groups))
+        free[self.version] -= len(self.taken)
+        return +free
+
+    def last(self, oldest: int) -> int:
+        """The last step that may train a group of that age."""
+        return oldest + self.staleness
+
+    def unschedulable(self) -> dict[PromptGroup, Reason]:
+        """Give each ready group the first free place, the oldest first; see for whom none is left."""
+        free, found = self.free(), {}
+        reasons = {
+            one: Reason.surplus if any(step <= self.last(one.oldest) for step in free) else Reason.stale
+            for one in self.open
+        }
+        ages = sorted({one.oldest for one in self.open})
+        for age in ages:
+            of_age = [one for one in self.open if one.oldest == age]
+            ready = sorted((one for one in of_age if one.ready is not None), key=lambda one: one.ready)
+            for one in [*ready, *(one for one in of_age if one.ready is None)]:
+                step = next((step for step in sorted(+free) if step <= self.last(age)), None)
+                if step is None:
+                    found[one.real] = reasons[one]
+                elif one.ready is not None:
+                    free[step] -= 1
+        return found
+
+    def free_for_new(self) -> int:
+        """Places for groups of the published version, once every ready group has the first free one."""
+        free = sorted(self.free().elements())
+        return len([step for step in free[len(self.of(ready=True)) :] if step <= self.last(self.published)])
+
+    def of(self, *, ready: bool) -> list[Modelled]:
+        return [one for one in self.open if (one.ready is not None) == ready]
+
+    def forget(self, one: Modelled, reason: Reason) -> None:
+        self.scheduler.drop(one.real, reason)
+        self.ended.append(Ended(one.real.number, one.real.question.uid, reason))
+        (self.taken if one in self.taken else self.open).remove(one)
+        self.dropped[reason] += 1
+        self.replaced += reason is Reason.no_spread
+
+    @precondition(lambda self: self.scheduler.may_admit())
+    @rule(most=st.integers(1, 20))
+    def admit(self, most: int) -> None:
+        for number in range(most):
+            if self.scheduler.may_admit():
+                self.open.append(Modelled(self.scheduler.admit(question(number)), self.published))
+
+    @precondition(lambda self: self.of(ready=False))
+    @rule(number=st.integers(0, 99), newer=st.none() | st.integers(0, 2), has_spread=st.booleans())
+    def finish(self, number: int, newer: int | None, has_spread: bool) -> None:
+        one = self.of(ready=False)[number % len(self.of(ready=False))]
+        oldest = one.oldest if newer is None else min(one.oldest + newer, self.version)
+        replaced = not has_spread and self.replaced < self.most_replaced
+        reason = self.scheduler.finish_rolling(one.real, None if newer is None else oldest, has_spread)
+        assert reason is (Reason.no_spread if replaced else None)
+        if reason is None:
+            self.clock += 1
+            one.oldest, one.ready = oldest, self.clock
+        else:
+            self.forget(one, reason)
+
+    @rule()
+    def drop_the_doomed(self) -> None:
+        unschedulable = self.scheduler.unschedulable()
+        assert dict(unschedulable) == self.unschedulable()
+        assert len(dict(unschedulable)) == len(unschedulable)
+        for one in [one for one in self.open if one.real in dict(unschedulable)]:
+            self.forget(one, dict(unschedulable)[one.real])
+        assert self.scheduler.unschedulable() == []
+
+    @precondition(lambda self: self.of(ready=True))
+    @rule(number=st.integers(0, 99))
+    def take(self, number: int) -> None:
+        one = self.of(ready=True)[number % len(self.of(ready=True))]
+        if len(self.taken) == self.groups or self.last(one.oldest) < self.version:
+            with pytest.raises(RuntimeError):
+                self.scheduler.take(one.real)
+        else:
+            self.scheduler.take(one.real)
+            self.open.remove(one)
+            self.taken.append(one)
+
+    @precondition(lambda self: self.open or self.taken)
+    @rule(number=st.integers(0, 99), reason=st.sampled_from([Reason.lost, Reason.end]))
+    def lose(self, number: int, reason: Reason) -> None:
+        held = self.open + self.taken
+        self.forget(held[number % len(held)], reason)
+
+    @precondition(lambda self: len(self.taken) == self.groups)
+    @rule()
+    def close(self) -> None:
+        self.scheduler.close_step()
+        assert {one.real.stage for one in self.taken} == {Stage.trained}
+        self.ended += [Ended(one.real.number, one.real.question.uid, Stage.trained) for one in self.taken]
+        self.taken, self.replaced = [], 0
+        self.version += 1
+
+    @precondition(lambda self: self.published < self.version)
+    @rule(late=st.integers(0, 2))
+    def publish(self, late: int) -> None:
+        self.published = max(self.published + 1, self.version - late)
+        self.scheduler.publish(self.published)
+
+    @rule()
+    def tell_of_the_ends(self) -> None:
+        assert self.scheduler.ended() == self.ended
+        self.ended = []
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def refuse_to_save(self) -> None:
+        with pytest.raises(RuntimeError, match=f"had taken {len(self.taken)} groups"):
+            self.scheduler.state()
+
+    @precondition(lambda self: not self.taken)
+    @rule()
+    def save_and_resume(self) -> None:
+        """Another scheduler in its place, of the same state, decides the same from here on."""
+        self.tell_of_the_ends()
+        state = self.scheduler.state()
+        self.scheduler = self.new_ledger()
+        self.scheduler.resume(state)
+        assert self.scheduler.state() == state
+        prompt_groups = {prompt_group.number: prompt_group for prompt_group in self.scheduler.outstanding}
+        assert len(prompt_groups) == len(self.open)
+        for one in self.open:
+            before, one.real = one.real, prompt_groups[one.real.number]
+            assert (one.real.question, one.real.oldest, one.real.stage) == (
+                before.question,
+                one.oldest,
+                before.stage,
+            )
+
+    @invariant()
+    def books_agree(self) -> None:
+        held = sorted([one.real for one in self.open + self.taken], key=lambda prompt_group: prompt_group.number)
+        assert self.scheduler.outstanding == held
+        assert self.scheduler.outstanding_count == len(held)
+        assert len(held) <= (self.staleness + 1) * self.groups + self.spare
+        assert self.scheduler.lacking == self.groups - len(self.taken)
+        assert (self.scheduler.version, self.scheduler.published) == (self.version, self.published)
+        assert self.scheduler.dropped == self.dropped
+
+    @invariant()
+    def admission_agrees_once_the_doomed_are_gone(self) -> None:
+        if not self.unschedulable():
+            free = self.free_for_new()
+            may_admit = free > 0 and len(self.of(ready=False)) < free + self.spare
+            assert self.scheduler.may_admit() == may_admit
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+test_any_calls_in_any_order = LedgerMachine.TestCase

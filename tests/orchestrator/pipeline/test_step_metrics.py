@@ -1,0 +1,318 @@
+"""The figures of a step, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsys.config.algorithm import CorrectionLevel
+from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
+from rlsys.orchestrator.pipeline.step_metrics import (
+    answer_metrics,
+    correction_metrics,
+    group_metrics,
+    staleness_metrics,
+    step_metrics,
+    training_flops,
+)
+from rlsys.trainer.batches import Flops
+from tests.orchestrator.pipeline.build import question, trajectory
+
+SEARCH = Turn("a", Action.SEARCH, "q", "found", 6, 10, 4, 0.1, 0.5)
+FAILED = Turn("b", Action.SEARCH, "q", "failed", 2, 20, 16, 0.1, 1.5, tool_error="timeout")
+INVALID = Turn("c", Action.INVALID, "", "no", 3, 30, 10, 0.1, 0.0)
+ANSWER = Turn("d", Action.ANSWER, "Yes!", "", 1, 40, 0, 0.1, 0.0)
+
+
+def sample(one: Trajectory, reward: float, advantage: float = 0.0, **more: Any) -> Sample:
+    """A sample with one advantage for all trained tokens, and some that is not trained."""
+    advantages = np.where(one.loss_mask, np.float32(advantage), np.float32(99.0))
+    parts: Mapping[str, float] = more.pop("parts", {})
+    return Sample(one, reward, (reward,), parts, advantages, **more)
+
+
+RIGHT = trajectory(range(10), turns=[SEARCH, FAILED, ANSWER], rollout_logprobs=[np.nan] + [-1.0] * 9)
+WRONG = trajectory(range(4), turns=[INVALID], finish=Finish.TURN_LIMIT, tokens_differing=2)
+CUT = replace(WRONG, prompt_length=2, loss_mask=np.array([False, False, True, True]), finish=Finish.TOKEN_LIMIT)
+OLD = np.array([0.0] + [-1.0] * 8 + [-1.25], dtype=np.float32)
+GROUPS = [
+    Group(
+        question(1),
+        (
+            sample(RIGHT, 2.0, 0.5, old_logprobs=OLD, parts={"f1": 1.0, "search_penalty": 2.0}),
+            # Its tokens changed on the way, so its log-probs have nothing to be compared with.
+            sample(WRONG, 0.0, -0.25, old_logprobs=np.full(4, -9.0, dtype=np.float32), parts={"f1": 0.5}),
+        ),
+    ),
+    Group(question(2), (sample(CUT, 0.0), sample(replace(WRONG, finish=Finish.ABORTED), 0.0))),
+]
+
+
+def figures_of(
+    groups: Sequence[Group], version: int = 0, level: CorrectionLevel = CorrectionLevel.token
+) -> dict[str, float]:
+    """Those of a step without a KL in the reward."""
+    return step_metrics(groups, version, level, answer_tag="answer")
+
+
+def test_every_figure_by_hand() -> None:
+    assert figures_of(GROUPS) == {
+        "critic/score/mean": 0.5,
+        "critic/score/max": 2.0,
+        "critic/score/min": 0.0,
+        "reward/exact_match": 0.25,
+        "reward/term/f1": 0.75,
+        "reward/term/search_penalty": 2.0,
+        "critic/advantages/mean": pytest.approx((9 * 0.5 - 3 * 0.25) / 17),
+        "critic/advantages/max": 0.5,
+        "critic/advantages/min": -0.25,
+        "critic/advantages/std": pytest.approx(
+            math.sqrt((9 * 0.25 + 3 * 0.0625) / 17 - ((9 * 0.5 - 3 * 0.25) / 17) ** 2)
+        ),
+        "critic/advantages/zero_share": 5 / 17,
+        "group/without_spread": 0.5,
+        "group/distinct_answers": 1.0,
+        "group/distinct_responses": 1.0,
+        "answers/many_share": 0.0,
+        "answers/same_share": 0.0,
+        "env/number_of_actions/mean": 6 / 4,
+        "env/number_of_actions/max": 3,
+        "env/number_of_actions/min": 1,
+        "env/number_of_valid_action": 3 / 4,
+        "env/ratio_of_valid_action": 1 / 4,
+        "env/number_of_valid_search": 2 / 4,
+        "env/finish_ratio": 1 / 4,
+        "rollout/episodes": 4,
+        "rollout/generated_tokens": 6 + 2 + 1 + 3 * 3,
+        "rollout/search_errors": 1,
+        "rollout/search_s_mean": 1.0,
+        "rollout/aborted": 1,
+        "rollout/cached_prompt_share": pytest.approx((4 + 16 + 0 + 3 * 10) / (10 + 20 + 40 + 3 * 30)),
+        "prompt_length/mean": 5 / 4,
+        "prompt_length/max": 2,
+        "prompt_length/min": 1,
+        "response_length/mean": (9 + 3 + 2 + 3) / 4,
+        "response_length/max": 9,
+        "response_length/min": 2,
+        "response_length/clip_ratio": 1 / 4,
+        "state_tokens/total": 17,
+        "state_tokens/coverage": 1.0,
+        "state_tokens/coverage_with_prompt": 17 / 22,
+        "tokens/differing": 6,
+        "tokens/differing_share": pytest.approx(6 / 17),
+        "logprob/max_diff": 0.25,
+        "staleness/lag_0": 1.0,
+        "staleness/max": 0,
+        "staleness/mean": 0.0,
+        "staleness/unversioned_tokens": 0,
+    }
+
+
+def test_coverage_counts_what_is_trained_of_a_response() -> None:
+    one = trajectory(range(6), [False, False, True, False, True, False])
+    figures = figures_of([Group(question(1), (sample(one, 0.0), sample(one, 0.0)))])
+    assert figures["state_tokens/total"] == 4
+    assert figures["state_tokens/coverage"] == 2 / 5
+    assert figures["state_tokens/coverage_with_prompt"] == 2 / 6
+
+
+def test_an_episode_that_ended_before_its_first_turn_has_figures_too() -> None:
+    empty = trajectory([1], [False], finish=Finish.ABORTED)
+    figures = figures_of([Group(question(1), (sample(empty, 0.0),))])
+    assert all(math.isfinite(value) for value in figures.values())
+    assert figures["env/number_of_actions/max"] == figures["env/ratio_of_valid_action"] == 0
+    assert figures["state_tokens/coverage"] == 0
+    assert "critic/advantages/mean" not in figures, "nothing is trained, so nothing has an advantage"
+
+
+def answered(*answers: str | None, number: int = 1) -> Group:
+    """A group whose episodes give these answers."""
+    samples = []
+    for place, answer in enumerate(answers):
+        turn = INVALID if answer is None else replace(ANSWER, content=answer)
+        samples.append(sample(trajectory([1, 2 + place], turns=[turn]), 0.0))
+    return Group(question(number), tuple(samples))
+
+
+def test_answers_are_told_apart_as_exact_match_does() -> None:
+    groups = [answered("Yes", "yes.", "no", None), answered(None, None), answered("a", "b", number=3)]
+    # 2 of the 3 given, none given, and "a" is an article: two answers again.
+    assert group_metrics(groups)["group/distinct_answers"] == pytest.approx((2 / 3 + 2 / 2) / 2)
+    assert "group/distinct_answers" not in group_metrics([answered(None, None)])
+
+
+def test_responses_are_told_apart_by_their_tokens() -> None:
+    same = trajectory([1, 2, 3])
+    other = trajectory([9, 2, 3])
+    assert other.prompt_length == 1, "prompts are no part of it"
+    group = Group(question(1), tuple(sample(one, 0.0) for one in (same, same, other, trajectory([1, 2]))))
+    assert group_metrics([group])["group/distinct_responses"] == 2 / 4
+
+
+def test_the_most_frequent_answer_counts_over_different_questions() -> None:
+    alike = [answered("Paris", "paris", "Paris!", "Rome"), answered("Rome", None, None, None, number=2)]
+    assert answer_metrics(alike, "answer")["answers/same_share"] == 2 / 8, "Paris is of one question alone"
+    spread = [answered("Paris", "x", number=1), answered("the Paris", "y", number=2)]
+    assert answer_metrics(spread, "answer")["answers/same_share"] == 2 / 4
+    assert answer_metrics([answered(None, None)], "answer")["answers/same_share"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "many"),
+    [
+        (["<answer>a</answer>"], False),
+        (["<answer>a</answer><answer>b</answer>"], True),
+        (["<answer> or <answer>a</answer>"], True),
+        (["a</answer>", "b</answer>"], True),
+        (["<answer>a", "</answer>"], False),
+        (["<reply>a</reply><reply>b</reply>"], False),
+        ([], False),
+    ],
+)
+def test_many_answers_are_many_tags_that_the_policy_wrote(texts: Sequence[str], many: bool) -> None:
+    page = "<information><answer>x</answer><answer>y</answer></information>"
+    turns = [replace(SEARCH, text=text, observation=page) for text in texts]
+    groups = [Group(question(1), (sample(trajectory(turns=turns), 0.0),))]
+    assert answer_metrics(groups, "answer")["answers/many_share"] == float(many)
+    assert answer_metrics(groups, "reply")["answers/many_share"] == float("<reply>" in "".join(texts))
+
+
+def test_training_costs_three_forward_passes() -> None:
+    cost = Flops(per_token=2.0, per_target=3.0, per_square=0.5)
+    one, other = trajectory(range(4), [False, False, True, True]), trajectory(range(2))
+    groups = [Group(question(1), (sample(one, 0.0), sample(other, 0.0)))]
+    assert training_flops(groups, cost) == 3 * ((2 * 4 + 3 * 2 + 0.5 * 16) + (2 * 2 + 3 * 1 + 0.5 * 4))
+
+
+def with_versions(versions: Sequence[int], mask: Sequence[bool] | None = None) -> Sample:
+    """A sample of tokens that these versions sampled; all but the first are trained unless `mask` says."""
+    one = trajectory(range(len(versions)), mask)
+    return sample(replace(one, versions=np.array(versions, dtype=np.int32)), 0.0)
+
+
+def test_the_age_of_every_trained_token_by_hand() -> None:
+    groups = [
+        # An episode that went on through an update, ended by a token that nothing sampled.
+        Group(question(1), (with_versions([-1, 5, 5, 7, -1]),)),
+        # A version on a token that is not trained counts for nothing.
+        Group(question(2), (with_versions([-1, 2, 7, 4], [False, False, True, True]),)),
+    ]
+    assert staleness_metrics(groups, version=7) == {
+        "staleness/lag_0": 2 / 5,
+        "staleness/lag_1": 0,
+        "staleness/lag_2": 2 / 5,
+        "staleness/lag_3": 1 / 5,
+        "staleness/max": 3,
+        "staleness/mean": pytest.approx((0 + 2 + 2 + 0 + 3) / 5),
+        "staleness/unversioned_tokens": 1,
+    }
+
+
+def test_tokens_without_any_version_have_no_age() -> None:
+    assert staleness_metrics([Group(question(1), (with_versions([-1, -1]),))], version=3) == {
+        "staleness/lag_0": 0,
+        "staleness/max": 0,
+        "staleness/mean": 0,
+        "staleness/unversioned_tokens": 1,
+    }
+
+
+def test_a_token_cannot_come_from_the_future() -> None:
+    with pytest.raises(ValueError, match="version 4 cannot be trained on by version 3"):
+        staleness_metrics([Group(question(1), (with_versions([-1, 4]),))], version=3)
+
+
+def test_log_probs_are_compared_where_one_policy_gave_both() -> None:
+    late = replace(RIGHT, versions=np.array([-1] + [3] * 5 + [4] * 4, dtype=np.int32))
+    old = np.array([0.0] + [-1.5] * 5 + [-1.0] * 3 + [-1.25], dtype=np.float32)
+    groups = [Group(question(1), (sample(late, 1.0, old_logprobs=old),))]
+    assert figures_of(groups, version=4)["logprob/max_diff"] == 0.25
+    assert figures_of(groups, version=5)["logprob/max_diff"] == 0.0
+
+
+def weighed(old: Sequence[float], rollout: Sequence[float], weights: Sequence[float] | None) -> Sample:
+    """A sample with the probabilities given; all tokens but the first are trained."""
+    one = trajectory(range(len(old)), rollout_logprobs=np.log(rollout).tolist())
+    given = None if weights is None else np.array(weights, dtype=np.float32)
+    return sample(one, 0.0, old_logprobs=np.log(old).astype(np.float32), weights=given)
+
+
+def test_what_token_weights_did_by_hand() -> None:
+    groups = [
+        # Ratios 1.5 and 3, the second cut to 2.
+        Group(question(1), (weighed([0.9, 0.6, 0.6], [0.1, 0.4, 0.2], [1, 1.5, 2]),)),
+        # Ratio 0.25, and a token that nothing sampled; a sample without weights counts for nothing.
+        Group(
+            question(2),
+            (weighed([0.9, 0.1, 0.5], [0.1, 0.4, np.nan], [1, 0.25, 1]), weighed([0.9], [0.1], None)),
+        ),
+    ]
+    assert correction_metrics(groups, CorrectionLevel.token) == pytest.approx(
+        {
+            "correction/ess": 3.75**2 / (3 * (2.25 + 4 + 0.0625)),
+            "correction/clipped_share": 1 / 3,
+            "correction/cut_mass": 1 / 4.75,
+            "correction/uncorrected_share": 1 / 4,
+            "correction/abs_log_ratio": math.log(1.5 * 3 * 4) / 3,
+            "correction/kl_k1": -math.log(1.5 * 3 / 4) / 3,
+            "correction/kl_k3": (0.5 + 2 - 0.75 - math.log(1.5 * 3 / 4)) / 3,
+        },
+        rel=1e-5,
+    )
+
+
+def test_sequence_weights_are_compared_with_the_sequences_ratio() -> None:
+    # Ratios 1.5 and 3: 4.5 together, cut to 2.
+    groups = [Group(question(1), (weighed([0.9, 0.6, 0.6], [0.1, 0.4, 0.2], [1, 2, 2]),))]
+    figures = correction_metrics(groups, CorrectionLevel.sequence)
+    assert figures["correction/clipped_share"] == 1
+    assert figures["correction/ess"] == 1
+    assert figures["correction/cut_mass"] == pytest.approx(5 / 9, rel=1e-6)
+
+
+def test_without_weights_there_are_no_correction_figures() -> None:
+    assert correction_metrics(GROUPS, CorrectionLevel.token) == {}
+
+
+def test_a_step_has_the_figures_that_it_is_asked_for() -> None:
+    groups = [Group(question(1), (weighed([0.9, 0.6], [0.1, 0.4], [1, 1.5]),))]
+    figures = figures_of(groups, version=2, level=CorrectionLevel.sequence)
+    staleness = staleness_metrics(groups, 2)
+    assert figures.items() >= staleness.items()
+    assert staleness["staleness/lag_2"] == 1
+    assert figures.items() >= correction_metrics(groups, CorrectionLevel.sequence).items()
+    assert all(isinstance(value, int | float) for value in figures.values()), "trackers leave others out"
+
+
+def test_calls_of_tools_are_counted_by_tool_and_are_no_searches() -> None:
+    calls = [
+        replace(SEARCH, action=Action.TOOL, tool="calculator", tool_s=0.25),
+        replace(FAILED, action=Action.TOOL, tool="calculator", tool_s=0.75),
+        replace(SEARCH, action=Action.TOOL, tool="dictionary", tool_s=0.5),
+        replace(SEARCH, action=Action.TOOL, tool="calculator", observation=""),
+    ]
+    group = Group(
+        question(1),
+        (
+            sample(trajectory(range(10), turns=[*calls[:2], SEARCH, ANSWER]), 0.0),
+            sample(trajectory(range(10), turns=calls[2:], finish=Finish.TURN_LIMIT), 0.0),
+        ),
+    )
+    found = figures_of([group])
+    assert {name: value for name, value in found.items() if name.startswith("tool/")} == {
+        "tool/calculator/calls": 1.0,
+        "tool/calculator/errors": 1,
+        "tool/calculator/s_mean": 0.5,
+        "tool/dictionary/calls": 0.5,
+        "tool/dictionary/errors": 0,
+        "tool/dictionary/s_mean": 0.5,
+    }
+    assert found["env/number_of_valid_search"] == 0.5
+    assert found["rollout/search_errors"] == 0
+    assert found["rollout/search_s_mean"] == 0.5
+    assert found["env/ratio_of_valid_action"] == 1.0

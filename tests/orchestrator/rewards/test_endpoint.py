@@ -1,0 +1,245 @@
+"""The judge's endpoint under a virtual clock: limits, retries, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+from aiohttp import web
+
+from rlsys.errors import RunError, UserError
+from rlsys.orchestrator.rewards.judge import ChatEndpoint
+from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.orchestrator.rewards.chat import Chat, completion, settings, status
+from tests.support.hostile import answer_of_child, hostile_server
+
+ASKS = """
+import sys
+from rlsys.config.schema import JudgeConfig
+from rlsys.orchestrator.rewards.judge import ChatEndpoint
+
+async def main():
+    seen, before = {}, peak_mib()
+    for kind in sys.argv[2:]:
+        timeout_s = 0.5 if kind == "drip" else 60.0
+        url = f"{sys.argv[1]}/{kind}/v1"
+        endpoint = ChatEndpoint(JudgeConfig(url=url, model="grader", retries=0, timeout_s=timeout_s))
+        try:
+            await endpoint.ask("Right?")
+        except Exception as error:
+            seen[kind] = [type(error).__name__, len(str(error)), str(error).count("\\n")]
+        await endpoint.close()
+    print(json.dumps([seen, peak_mib() - before]))
+
+asyncio.run(main())
+"""
+
+
+def ask(chat: Chat, **changes: object) -> str:
+    """One question, in virtual time."""
+
+    async def work() -> str:
+        endpoint = ChatEndpoint(settings(**changes), chat.transport)
+        try:
+            return await endpoint.ask("Right?")
+        finally:
+            await endpoint.close()
+
+    return run_virtually(work())
+
+
+def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    chat = Chat(["yes"])
+    assert ask(chat, url="http://judge.test/v1/", token_env="JUDGE_KEY") == "yes"
+    (request,) = chat.requests
+    assert str(request.url) == "http://judge.test/v1/chat/completions"
+    assert request.headers["Authorization"] == "Bearer secret"
+    assert request.headers["Accept-Encoding"] == "identity"
+    assert chat.bodies == [{"model": "grader", "messages": [{"role": "user", "content": "Right?"}], "temperature": 0}]
+
+
+def test_without_a_key_none_is_sent() -> None:
+    chat = Chat()
+    ask(chat)
+    assert "Authorization" not in chat.requests[0].headers
+
+
+@pytest.mark.parametrize("value", [None, "", " ", "a\nb", "schlüssel"])
+def test_a_key_that_cannot_be_sent_is_one_sentence(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    with pytest.raises(UserError, match=r"reward\.judge\.token_env=JUDGE_KEY"):
+        ChatEndpoint(settings(token_env="JUDGE_KEY"))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        status(429),
+        status(408),
+        status(500),
+        status(503),
+        httpx.ConnectError("refused"),
+        httpx.ReadError("reset"),
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json={"choices": []}),
+        httpx.Response(200, json=["yes"]),
+        httpx.Response(200, content=b"\xff\xfe"),
+        httpx.Response(200, content=b"[" * 100_000),
+        httpx.Response(200, content=b" " * 5_000_000 + completion("no").content),
+        httpx.Response(200, headers={"Content-Encoding": "deflate"}, stream=httpx.ByteStream(b"?")),
+        completion(7),
+    ],
+)
+def test_a_passing_fault_is_tried_again(fault: httpx.Response | Exception) -> None:
+    chat = Chat([fault, fault, "yes"])
+    assert ask(chat, retries=2) == "yes"
+    first, second, third = chat.asked_at
+    assert 1.0 <= second - first <= 1.5
+    assert 2.0 <= third - second <= 2.5, "pauses grow"
+
+
+def test_a_retry_after_is_heeded_within_reason() -> None:
+    chat = Chat([status(429, **{"Retry-After": "7"}), status(429, **{"Retry-After": "86400"}), "yes"])
+    assert ask(chat) == "yes"
+    first, second, third = chat.asked_at
+    assert (second - first, third - second) == (7.0, 60.0)
+
+
+def test_an_endpoint_that_is_down_ends_the_run() -> None:
+    chat = Chat([httpx.ConnectError("connection refused")])
+    with pytest.raises(RunError) as error:
+        ask(chat, retries=3)
+    assert len(chat.requests) == 4
+    sentence = str(error.value)
+    assert "http://judge.test/v1/chat/completions" in sentence
+    assert "4 tries" in sentence
+    assert "connection refused" in sentence
+    assert "\n" not in sentence
+
+
+def test_an_endpoint_that_hangs_ends_the_run_in_time() -> None:
+    chat = Chat(takes_s=1e9)
+
+    async def work() -> float:
+        endpoint = ChatEndpoint(settings(timeout_s=30.0, retries=1), chat.transport)
+        with pytest.raises(RunError, match="no answer within 30 s"):
+            await endpoint.ask("Right?")
+        return now()
+
+    assert 61.0 <= run_virtually(work()) <= 61.5
+    assert chat.cancelled == 2, "its requests are ended"
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [(400, "settings"), (401, "token_env"), (403, "token_env"), (404, "model"), (302, "settings")],
+)
+def test_a_refused_request_is_not_sent_again(code: int, hint: str) -> None:
+    chat = Chat([status(code, "no\nsuch model " + "x" * 9000)])
+    with pytest.raises(RunError, match=f"status {code} \\(no such model x+\\): .*{hint}") as error:
+        ask(chat)
+    assert len(chat.requests) == 1
+    assert len(str(error.value)) < 400
+
+
+def test_a_hostile_answer_is_a_fault_that_costs_little_memory() -> None:
+    kinds = ("bomb", "body", "failure", "line", "drip", "deep")
+    with hostile_server() as hostile:
+        seen, grown_mib = answer_of_child(ASKS, hostile.url, *kinds)
+        assert hostile.requests == dict.fromkeys(kinds, 1)
+    assert set(seen) == set(kinds)
+    for error, chars, lines in seen.values():
+        assert error == "RunError"
+        assert chars < 600
+        assert lines == 0
+    assert grown_mib < 60
+
+
+def test_content_that_is_null_is_an_empty_reply() -> None:
+    assert ask(Chat([completion(None)])) == ""
+
+
+def test_the_rate_is_kept_over_every_minute() -> None:
+    chat = Chat(["yes"])
+
+    async def work() -> None:
+        endpoint = ChatEndpoint(settings(requests_per_minute=30, max_concurrent=1000), chat.transport)
+        await asyncio.gather(*(endpoint.ask("Right?") for _ in range(100)))
+        await asyncio.sleep(500.0)
+        await asyncio.gather(*(endpoint.ask("Right?") for _ in range(40)))
+
+    run_virtually(work())
+    times = chat.asked_at
+    assert len(times) == 140
+    for time in times:
+        assert sum(time <= other < time + 60 - 1e-6 for other in times) <= 30
+    assert times[99] == pytest.approx(99 * 2.0), "and used up"
+    assert times[139] - times[100] == pytest.approx(39 * 2.0), "an idle time is not made up for"
+
+
+def test_retries_count_towards_the_rate() -> None:
+    chat = Chat([status(503)] * 3 + ["yes"])
+    ask(chat, requests_per_minute=6, retries=3)
+    gaps = [later - earlier for earlier, later in zip(chat.asked_at, chat.asked_at[1:], strict=False)]
+    assert gaps == pytest.approx([10.0] * 3)
+
+
+def test_requests_in_flight_are_limited() -> None:
+    chat = Chat(takes_s=1.0)
+
+    async def work() -> float:
+        endpoint = ChatEndpoint(settings(max_concurrent=4), chat.transport)
+        await asyncio.gather(*(endpoint.ask("Right?") for _ in range(10)))
+        return now()
+
+    assert run_virtually(work()) == pytest.approx(3.0)
+    assert chat.most_at_once == 4
+
+
+def test_a_cancelled_question_frees_its_place() -> None:
+    chat = Chat(takes_s=5.0)
+
+    async def work() -> str:
+        endpoint = ChatEndpoint(settings(max_concurrent=1), chat.transport)
+        first = asyncio.create_task(endpoint.ask("Right?"))
+        await asyncio.sleep(1.0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        return await asyncio.wait_for(endpoint.ask("Right?"), 6.0)
+
+    assert run_virtually(work()) == "yes"
+    assert chat.cancelled == 1
+
+
+async def test_over_a_real_connection(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret-key")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    seen = []
+
+    async def chat(request: web.Request) -> web.Response:
+        seen.append((request.headers["Authorization"], await request.json()))
+        return web.json_response({"choices": [{"message": {"content": "Yes."}}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    endpoint = ChatEndpoint(settings(url=f"http://{host}:{port}/v1", token_env="JUDGE_KEY"))
+    try:
+        with caplog.at_level(logging.DEBUG):
+            assert await endpoint.ask("Ségou?") == "Yes."
+    finally:
+        await endpoint.close()
+        await runner.cleanup()
+    assert [key for key, _ in seen] == ["Bearer secret-key"]
+    assert seen[0][1]["messages"][0]["content"] == "Ségou?"
+    assert "secret-key" not in caplog.text

@@ -1,0 +1,195 @@
+"""Structure, retrieval and answer of an episode, also where the policy or a passage tries to forge them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.config.schema import CompatConfig, TagsConfig
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.rewards.reward import Reader
+from tests.orchestrator.rewards.episodes import episode, question, read, task_of, think
+
+SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
+ANSWER = think("answer", "Bamako")
+
+WELL_FORMED = {
+    "an answer at once": (ANSWER,),
+    "one search": (SEARCH, ANSWER),
+    "three searches": (SEARCH, SEARCH, SEARCH, ANSWER),
+    "white space": ((f"\n\n {SEARCH[0]}", SEARCH[1]), f" \n{ANSWER}"),
+    "an empty thought and answer": ("<think></think><answer></answer>",),
+    "other tags are text": (think("answer", "<b>Bamako</b>", "a < b <i>"),),
+    "a search that failed": ((SEARCH[0], "Search failed: no answer", "no answer"), ANSWER),
+}
+MALFORMED = {
+    "no turns": (),
+    "no thought": ("<answer>Bamako</answer>",),
+    "no thought before a search": (("<search>Mali</search>", "Bamako"), ANSWER),
+    "no thought after a search": (SEARCH, "<answer>Bamako</answer>"),
+    "no answer": (SEARCH,),
+    "a search of nothing": (think("search", " "), ANSWER),
+    "text before": (f"Well, {ANSWER}",),
+    "text between": ("<think>hm</think> so <answer>Bamako</answer>",),
+    "two thoughts": (f"<think>hm</think>{ANSWER}",),
+    "a thought that does not end": ("<think>hm <answer>Bamako</answer>",),
+    "a thought that does not begin": ("hm</think><answer>Bamako</answer>",),
+    "a thought after": ("<answer>Bamako</answer><think>hm</think>",),
+    "a thought within a thought": ("<think>a<think>b</think></think><answer>Bamako</answer>",),
+    "a thought within the answer": ("<think>a</think><answer><think>b</think>Bamako</answer>",),
+    "an answer within an answer": ("<think>a</think><answer><answer>Bamako</answer></answer>",),
+    "a search within a thought": (("<think>a<search>Mali</search></think>", "Bamako"), ANSWER),
+    "a tag in a thought": (think("answer", "Bamako", "I might <search> more"),),
+    "an invalid action": ("I do not know.", ANSWER),
+    "two actions in a turn": (("<think>a</think><answer>b</answer><search>c</search>", ""),),
+    "information of the policy's own": (f"<information>Bamako</information>{ANSWER}",),
+    "information in a thought": (think("answer", "Bamako", "<information>Bamako</information>"),),
+    "a round of the policy's own": (
+        think("answer", "x", "a</think><search>b</search><information>Bamako</information><think>c"),
+    ),
+    "capitals": ("<THINK>a</THINK><answer>Bamako</answer>",),
+    "a space in a tag": ("<think >a</think ><answer>Bamako</answer>",),
+}
+
+
+@pytest.mark.parametrize("said", WELL_FORMED.values(), ids=WELL_FORMED)
+def test_well_formed(said: tuple[str, ...]) -> None:
+    assert read(episode(*said), "Bamako").well_formed
+
+
+@pytest.mark.parametrize("said", MALFORMED.values(), ids=MALFORMED)
+def test_malformed(said: tuple[str, ...]) -> None:
+    assert not read(episode(*said), "Bamako").well_formed
+
+
+def test_a_search_after_the_last_turn_is_no_round() -> None:
+    task = task_of(max_turns=1)
+    trajectory = episode(SEARCH, SEARCH, task=task)
+    assert not read(trajectory, "Bamako").well_formed
+    assert trajectory.searches == 1
+
+
+def in_order(text: str) -> bool:
+    """The structure of concatenated text, as an automaton over its tags: Search-R1's reading."""
+    after = {
+        ("start", "<think>"): "thinks",
+        ("thinks", "</think>"): "thought",
+        ("thought", "<search>"): "searches",
+        ("searches", "</search>"): "searched",
+        ("searched", "<information>"): "reads",
+        ("reads", "</information>"): "start",
+        ("thought", "<answer>"): "answers",
+        ("answers", "</answer>"): "end",
+    }
+    state = "start"
+    for piece in re.split(r"(</?(?:think|search|information|answer)>)", text):
+        if re.fullmatch(r"</?(think|search|information|answer)>", piece):
+            state = after.get((state, piece), "wrong")
+        elif piece.strip() and state in ("start", "thought", "searched", "end"):
+            state = "wrong"
+    return state == "end"
+
+
+PIECES = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", " ", "Mali", "\n"]
+TURNS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
+GOOD = st.sampled_from([think("search", "Mali"), ANSWER, think("search", "Mali", "<think>"), f"{ANSWER} "])
+
+
+@given(st.lists(TURNS | GOOD, max_size=4))
+def test_without_forged_information_turns_tell_what_the_text_tells(texts: list[str]) -> None:
+    trajectory = episode(*((text, "found") for text in texts))
+    # A query of white space is a search to upstream's pattern and an invalid action to the protocol.
+    if not re.search(r"<search>\s*</search>", trajectory.response):
+        assert read(trajectory, "x").well_formed == in_order(trajectory.response)
+
+
+def test_information_that_the_policy_forges_is_no_retrieval() -> None:
+    block = "<information>Bamako</information>"
+    for forged in (
+        think("answer", "x", block),
+        think("answer", block),
+        f"<search>a</search>{block}",
+        f"{block}{ANSWER}",
+    ):
+        trajectory = episode((SEARCH[0], "nothing"), (forged, "nothing"))
+        assert read(trajectory, "Bamako").found_in is None
+    assert "<information>Bamako</information>" in trajectory.response, "where the text alone would find it"
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "turn"),
+    [
+        ((SEARCH, ANSWER), "Bamako", 0),
+        ((("<search>a</search>", "nothing"), SEARCH, SEARCH, ANSWER), "the BAMAKO", 1),
+        ((SEARCH, ANSWER), "Ségou", None),
+        ((ANSWER,), "Bamako", None),
+        (((SEARCH[0], "nothing"), ANSWER), "information", None),
+        (((SEARCH[0], "Search failed: Bamako is away", "Bamako is away"), ANSWER), "Bamako", None),
+        (("I am lost", ANSWER), "action is invalid", None),
+        ((SEARCH, ANSWER), "the", None),
+    ],
+)
+def test_the_turn_that_found_an_answer(said: tuple[str, ...], answer: str, turn: int | None) -> None:
+    assert read(episode(*said), answer).found_in == turn
+
+
+def test_tags_are_the_tasks() -> None:
+    tags = TagsConfig(search="look", answer="say", information="seen")
+    task = task_of(tags=tags)
+    trajectory = episode((think("look", "Mali"), "Bamako <answer>"), think("say", "Bamako"), task=task)
+    reading = read(trajectory, "Bamako", tags=tags)
+    assert reading.well_formed
+    assert (reading.answer, reading.found_in, reading.answer_tags) == ("Bamako", 0, 1)
+    assert not read(trajectory, "Bamako").well_formed
+
+
+def test_answers_are_counted_where_the_policy_gave_them() -> None:
+    many = "<answer>a</answer><answer>b</answer><answer></search>"
+    assert read(episode("what?", (SEARCH[0], "<answer></answer>"), many)).answer_tags == 3
+    assert read(episode(ANSWER)).answer_tags == 1
+    assert read(episode()).answer_tags == 0
+
+
+def test_compatibility_reads_prompt_and_response_together() -> None:
+    def answer(trajectory: Trajectory) -> str | None:
+        return read(trajectory, "x", over_prompt=True).answer
+
+    assert answer(episode(ANSWER)) == "Bamako"
+    assert answer(episode("no idea", task=task_of(max_turns=0))) is None, "the prompt's example alone"
+    assert answer(episode("no idea")) == "and", "quoted by the invalid-action message"
+    assert answer(episode((SEARCH[0], "<answer>Ségou</answer>"))) == "Ségou"
+
+
+TOOLS = {"calculator": "sum", "dictionary": "word"}
+"""Name -> tag."""
+SUM = (think("sum", "3 + 4"), "7")
+
+
+@pytest.mark.parametrize(
+    ("said", "well"),
+    [
+        ((SUM, ANSWER), True),
+        ((SEARCH, SUM, (think("word", "Mali"), "a country"), SUM, ANSWER), True),
+        (((SUM[0], "calculator failed: no", "no"), ANSWER), True),
+        ((("<sum>3 + 4</sum>", "7"), ANSWER), False),
+        ((SUM, "<answer>7</answer>"), False),
+        ((think("answer", "7", "I might <sum> it"),), False),
+        (((think("word", "x", "a <sum> b"), "1"), ANSWER), False),
+        ((think("sum", " "), ANSWER), False),
+        ((SUM,), False),
+    ],
+)
+def test_a_call_of_a_tool_is_a_round_as_a_search_is(said: tuple[tuple[str, str] | str, ...], well: bool) -> None:
+    trajectory = episode(*said, tools=TOOLS)
+    found = Reader(TagsConfig(), CompatConfig(), TOOLS).read(question("7", "Bamako"), trajectory)
+    assert found.well_formed == well
+
+
+def test_what_a_tool_says_is_no_retrieval() -> None:
+    trajectory = episode(SUM, SEARCH, ANSWER, tools=TOOLS)
+    reader = Reader(TagsConfig(), CompatConfig(), TOOLS)
+    assert reader.read(question("7"), trajectory).found_in is None
+    assert reader.read(question("Bamako"), trajectory).found_in == 1

@@ -1,0 +1,151 @@
+"""The reward of an episode: weighted, placed on turns, guarded; on any text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.config.schema import CompatConfig, RewardConfig
+from rlsys.data.trajectory import Trajectory
+from rlsys.orchestrator.rewards.reward import PENALTIES, Rewards, Scored, pure_terms
+from tests.orchestrator.rewards.episodes import TASK, Said, episode, question, task_of, terms, think
+
+SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
+RIGHT, WRONG = think("answer", "Bamako"), think("answer", "Ségou")
+ARTICLE = terms(correct_answer=10.0, search_penalty=-0.1, invalid_format=-5.0)
+
+
+async def scored(
+    config: RewardConfig,
+    trajectory: Trajectory,
+    *,
+    over_prompt: bool = False,
+    answer: str = "Bamako",
+    **task: Any,
+) -> Scored:
+    rewards = Rewards(config, task_of(**task), CompatConfig(answer_over_prompt=over_prompt))
+    try:
+        return await rewards.score(question(answer), trajectory)
+    finally:
+        await rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "turn_rewards"),
+    [
+        ((SEARCH, SEARCH, RIGHT), [-0.1, -0.1, 10.0]),
+        ((SEARCH, WRONG), [-0.1, 0.0]),
+        ((SEARCH, "<answer>Bamako</answer>"), [-0.1, 5.0]),
+        ((SEARCH, "what?", WRONG), [-0.1, 0.0, -5.0]),
+        ((SEARCH, SEARCH, SEARCH), [-0.1, -0.1, -5.1]),
+        ((), [-5.0]),
+    ],
+)
+async def test_the_articles_reward(said: tuple[Said, ...], turn_rewards: list[float]) -> None:
+    result = await scored(ARTICLE, episode(*said))
+    assert result.turn_rewards == pytest.approx(turn_rewards)
+    assert result.reward == pytest.approx(sum(turn_rewards))
+
+
+async def test_parts_are_unweighted() -> None:
+    result = await scored(ARTICLE, episode(SEARCH, SEARCH, "<answer>Bamako</answer>"))
+    assert result.parts == {"correct_answer": 1.0, "search_penalty": 2.0, "invalid_format": 1.0}
+
+
+async def test_without_terms_exact_match_alone_counts() -> None:
+    assert await scored(RewardConfig(), episode(SEARCH, RIGHT)) == Scored(1.0, (0.0, 1.0), {"exact_match": 1.0})
+    assert (await scored(RewardConfig(), episode(SEARCH, WRONG))).reward == 0.0
+
+
+async def test_weight_0_leaves_a_term_out() -> None:
+    result = await scored(terms(exact_match=1.0, f1=0.0), episode(RIGHT))
+    assert set(result.parts) == {"exact_match"}
+
+
+async def test_a_term_of_the_users_own_counts_beside_others() -> None:
+    config = terms(**{"exact_match": 1.0, "tests.orchestrator.rewards.own_terms.per_turn": 0.5})
+    result = await scored(config, episode(SEARCH, SEARCH, RIGHT))
+    assert result.turn_rewards == (0.0, 0.5, 2.0)
+    assert result.parts["tests.orchestrator.rewards.own_terms.per_turn"] == 3.0
+
+
+async def test_equal_totals_are_equal_rewards_to_the_last_bit() -> None:
+    """Where a term falls must not give a group a spread: turn by turn, these add up to 0.2 and to a little less."""
+    blind = (think("search", "Mali"), "nothing")
+    config = terms(exact_match=1.0, search_penalty=-0.3, retrieval=0.1)
+    first = await scored(config, episode(SEARCH, blind, blind, RIGHT))
+    second = await scored(config, episode(blind, blind, SEARCH, RIGHT))
+    assert sum(first.turn_rewards) != sum(second.turn_rewards)
+    assert first.reward == second.reward
+
+
+MANY = "<answer>Bamako</answer>" * 11 + "<search></search>"
+
+
+async def test_an_episode_of_many_answers_gets_a_bounded_score() -> None:
+    names = dict.fromkeys(("exact_match", "sub_em", "f1", "format"), 1.0)
+    config = RewardConfig(terms=names, max_answer_tags=10, many_answers_score=0.25)
+    assert (await scored(config, episode(MANY))).parts == dict.fromkeys(names, 0.25)
+    config.max_answer_tags = 11
+    assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
+    config.max_answer_tags = None
+    assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
+
+
+async def test_the_bound_takes_nothing_from_a_wrong_answer_or_another_term() -> None:
+    config = RewardConfig(terms={"exact_match": 1.0, "invalid_format": -5.0}, max_answer_tags=10)
+    result = await scored(config, episode(MANY), answer="Ségou")
+    assert result.parts == {"exact_match": 0.0, "invalid_format": 1.0}
+    config.many_answers_score = -1.0
+    assert (await scored(config, episode(SEARCH, MANY))).turn_rewards == (0.0, -6.0)
+
+
+async def test_only_compatibility_reads_the_answer_from_the_prompt() -> None:
+    silent = episode("no idea", task=task_of(max_turns=0))
+    told_off = episode("no idea")
+    for config in (terms(exact_match=1.0), terms(f1=1.0), terms(sub_em=1.0)):
+        for answer, trajectory in (("Beijing", silent), ("and", told_off)):
+            assert (await scored(config, trajectory, answer=answer)).reward == 0.0
+        assert (await scored(config, told_off, over_prompt=True, answer="and")).reward == 1.0
+
+
+PIECES = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<search>",
+        "</search>",
+        "<answer>",
+        "</answer>",
+        "<information>",
+        "</information>",
+    ]
+)
+TEXTS = st.lists(PIECES | st.text(st.characters(), max_size=5), max_size=8).map("".join)
+EVERY_TERM = {
+    name: -0.3 if name in PENALTIES else 0.3 for name in pure_terms(RewardConfig(), TASK) if name != "correct_answer"
+}
+
+
+@given(
+    st.lists(st.tuples(TEXTS, TEXTS), max_size=5),
+    TEXTS,
+    st.booleans(),
+    st.integers(0, 4),
+    st.integers(1, 9000),
+)
+async def test_any_text_is_scored(
+    said: list[tuple[str, str]], answer: str, over_prompt: bool, max_turns: int, tokens: int
+) -> None:
+    task = task_of(max_turns=max_turns)
+    trajectory = episode(*said, task=task, response_tokens=tokens)
+    config = RewardConfig(terms=EVERY_TERM, max_answer_tags=3)
+    result = await scored(config, trajectory, over_prompt=over_prompt, answer=answer)
+    assert len(result.turn_rewards) == max(1, len(trajectory.turns))
+    assert sum(result.turn_rewards) == pytest.approx(result.reward, abs=1e-9)
+    assert result.reward == pytest.approx(sum(EVERY_TERM[name] * part for name, part in result.parts.items()), abs=1e-9)
+    assert result.parts["exact_match"] <= result.parts["f1"]
+    assert result.parts["exact_match"] <= result.parts["sub_em"]

@@ -1,0 +1,104 @@
+"""Episodes as they are kept, made by the real book-keeping from ids that a test chooses.
+
+Every log-prob is worked out from the whole prefix: what the engine says of a token by `drawn_logprob`, what training says
+by `trained_logprob`. So a test can work out again what any token should have.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlsys.config.schema import TokenMode
+from rlsys.observe.kept import Kept, KeptTurn, Pieces
+from rlsys.rollout.agent.tokens import Codec, SampledTurn, open_context
+from tests.rollout.agent.bpe import build_tokenizer
+
+TOKENIZER = build_tokenizer()
+CODEC = Codec(TOKENIZER)
+POLICY = 3
+"""Version that is trained."""
+
+
+def drawn_logprob(prefix: Sequence[int]) -> float:
+    """Of the last token of `prefix`; a multiple of 1/1024, so that float32 sums are exact."""
+    return -(zlib.crc32(np.array(prefix, np.int32).tobytes()) % 8192) / 1024
+
+
+def trained_logprob(prefix: Sequence[int]) -> float:
+    """As `drawn_logprob`, but of the trained policy."""
+    return -(zlib.crc32(np.array([7, *prefix], np.int32).tobytes()) % 8192) / 1024
+
+
+def played(
+    prompt: str,
+    turns: Sequence[tuple[list[int], str]],
+    mode: TokenMode = TokenMode.retokenize,
+    *,
+    versions: Sequence[int] | None = None,
+    eos: bool = False,
+    limit: int = 10_000,
+    uid: str = "q",
+    step: int = POLICY + 1,
+) -> Kept:
+    """An episode of `turns`, drawn ids and what was said to them, each of one version: the trained one by default."""
+    context = open_context(mode, CODEC, prompt)
+    of_turns = []
+    for number, (drawn, observation) in enumerate(turns):
+        inputs = context.input_ids()
+        logprobs = [drawn_logprob([*inputs, *drawn[: at + 1]]) for at in range(len(drawn))]
+        version = POLICY if versions is None else versions[number]
+        text = CODEC.decode(drawn)
+        context.add_turn(SampledTurn(inputs, drawn, logprobs, [version] * len(drawn), True), text)
+        context.add_observation(observation)
+        of_turns.append(_turn(text, observation, drawn, logprobs))
+    record = context.close(eos, limit)
+    tokens = record.tokens.tolist()
+    old = [trained_logprob(tokens[: at + 1]) if own else 0.0 for at, own in enumerate(record.loss_mask)]
+    return Kept(
+        step=step,
+        question_uid=uid,
+        sample=0,
+        data_source="",
+        extra={},
+        question="",
+        prompt=prompt,
+        golden_answers=(),
+        answer=None,
+        exact=False,
+        reward=0.0,
+        parts={},
+        finish="answer",
+        policy_version=step - 1,
+        token_ids=record.tokens,
+        prompt_length=record.prompt_length,
+        pieces=Pieces(TOKENIZER.decode)(tokens[record.prompt_length :]),
+        loss_mask=record.loss_mask,
+        turn_of_token=record.turn_of_token,
+        versions=record.versions,
+        rollout_logprobs=record.rollout_logprobs,
+        old_logprobs=np.array(old, np.float32),
+        ref_logprobs=None,
+        advantages=np.zeros(len(tokens), np.float32),
+        weights=None,
+        turns=tuple(of_turns),
+    )
+
+
+def _turn(text: str, observation: str, drawn: Sequence[int], logprobs: Sequence[float]) -> KeptTurn:
+    return KeptTurn(
+        text=text,
+        action="search",
+        content="",
+        observation=observation,
+        search_error="",
+        generate_s=0.0,
+        search_s=0.0,
+        began_ns=0,
+        cached_tokens=0,
+        prompt_tokens=0,
+        sampled_ids=np.array(drawn, np.int32),
+        sampled_logprobs=np.array(logprobs, np.float32),
+    )

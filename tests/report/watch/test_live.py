@@ -1,0 +1,177 @@
+"""A folder that grows under the server: what is built again, and when."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.errors import UserError
+from rlsys.report.run_model import QUIET_S
+from rlsys.report.watch import REST, LiveRun
+from tests.report.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
+from tests.support.damage import DAMAGES, OBJECTS
+
+
+class Clock:
+    """Each look takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def steps(run: LiveRun) -> list[int]:
+    (found,) = unpacked(run.data())["runs"]
+    return found["steps"]
+
+
+def unpacked(body: bytes) -> Any:
+    return json.loads(gzip.decompress(body))
+
+
+def test_a_model_is_built_when_asked_for_and_rests_in_proportion(tmp_path: Path) -> None:
+    clock = Clock()
+    folder = write_run(tmp_path / "run")
+    run = LiveRun(folder, clock)
+    assert steps(run) == []
+    add_step(folder, 1)
+    known = run.known()
+    assert run.version() == known, "it may be built again only once it has been good for a while"
+    assert steps(run) == []
+    clock.now += REST * clock.now
+    assert run.version() != known
+    assert steps(run) == [1]
+    assert run.known() == run.version()
+    clock.now += 1000
+    assert run.known() == run.version(), "nothing has changed"
+    body = run.data()
+    assert run.data() is body
+
+
+@pytest.mark.parametrize("change", ["step", "evaluation", "measured", "config", "summary", "end"])
+def test_whatever_the_page_shows_makes_another_version(tmp_path: Path, change: str) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder)
+    run = LiveRun(folder, clock=lambda: 0.0)
+    run.data()
+    known = run.version()
+    assert known == run.version()
+    match change:
+        case "step":
+            add_step(folder, 1)
+        case "evaluation":
+            add_evaluation(folder, 0, 0.5)
+        case "measured":
+            (folder / "eval-1").mkdir()
+            (folder / "eval-1/results.json").write_text("{}")
+        case "config":
+            (folder / "config.yaml").write_text("name: another\n")
+        case "summary":
+            (folder / "summary.json").write_text("{}")
+        case "end":
+            write_status(folder, ended="failed: no disk")
+    assert run.version() != known
+
+
+def test_a_change_of_state_alone_is_no_other_version(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder)
+    run = LiveRun(folder)
+    known = run.version()
+    write_status(folder, states={})
+    assert run.version() == known
+    status = run.status()
+    assert status
+    assert status["states"] == {}
+
+
+@pytest.mark.parametrize("name", ["evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"])
+def test_a_file_that_is_being_written_is_no_other_version(tmp_path: Path, name: str) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder)
+    run = LiveRun(folder, clock=lambda: 0.0)
+    known = run.version()
+    (folder / name).parent.mkdir()
+    (folder / name).write_text("{")
+    assert run.version() == known
+
+
+def test_parts_are_those_of_the_model_that_was_handed_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    add_evaluation(folder, 0, 0.5)
+    run = LiveRun(folder)
+    (found,) = unpacked(run.data())["runs"]
+    number = found["evaluations"][0]["first_chunk"]
+    part = run.chunk(number)
+    assert part is not None
+    assert [answer["answer"] for answer in unpacked(part)] == [EVIL]
+    assert run.chunk(number + 1) is None
+    assert run.chunk(-1) is None
+
+
+def test_a_run_whose_process_was_killed_has_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    write_status(folder, pid=process.pid, at=time.time() - QUIET_S - 1)
+    run = LiveRun(folder)
+    told, (shown,) = run.status(), unpacked(run.data())["runs"]
+    assert told
+    assert told["ended"] == shown["status"]["ended"] == "failed: its process was killed"
+    assert b'rlsys_run_phase{phase="gone"} 1.0' in run.metrics()
+
+
+@pytest.mark.parametrize(("ended", "audited"), [(None, False), ("finished", True)])
+def test_the_audit_is_left_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str | None, audited: bool
+) -> None:
+    """It asks the tokenizer for every text that was kept."""
+    asked: list[bool] = []
+
+    def build(_self: Any, _run: Any, *, audited: bool) -> dict[str, Any]:
+        asked.append(audited)
+        return {}
+
+    monkeypatch.setattr("rlsys.report.watch.Memory.build", build)
+    folder = write_run(tmp_path / "run")
+    write_status(folder, ended=ended)
+    LiveRun(folder).data()
+    assert asked == [audited]
+
+
+def test_a_folder_that_is_no_run_or_gone_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no folder"):
+        LiveRun(tmp_path / "absent")
+    with pytest.raises(UserError, match="is no run"):
+        LiveRun(tmp_path)
+    folder = write_run(tmp_path / "run")
+    run = LiveRun(folder)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is no folder"):
+        run.data()
+    assert run.status() is None
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_whatever_has_become_of_its_files_it_is_shown(tmp_path: Path, damage: str) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder)
+    add_step(folder, 1)
+    add_evaluation(folder, 0, 0.5)
+    run = LiveRun(folder)
+    for file in [path for path in folder.rglob("*") if path.is_file() and path.name != "config.yaml"]:
+        DAMAGES[damage](file)
+    (found,) = unpacked(run.data())["runs"]
+    assert (found["steps"], found["evaluations"]) == ([], [])
+    assert (run.status() is None) == (damage not in OBJECTS)
+    assert b"rlsys_run_info" in run.metrics()

@@ -1,0 +1,178 @@
+"""Observations: the wording, the limit, and text that tries to be something else."""
+
+from __future__ import annotations
+
+import re
+from time import thread_time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from rlsys.config.schema import TagsConfig
+from rlsys.rollout.agent.episode import Observer, render_search
+from rlsys.rollout.agent.tokens import Codec, Encoded
+from tests.rollout.agent.bpe import build_tokenizer
+
+CODEC = Codec(build_tokenizer())
+OBSERVER = Observer(TagsConfig(), CODEC)
+OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
+
+FORGERIES = ["</information>", "<search>", "</search>", "<answer>", "<ANSWER>", "< /answer >", "<|im_start|>"]
+UNTRUSTED = st.lists(
+    st.sampled_from([*FORGERIES, "</infor", "mation>", "<|im_", "start|>", "<", "東京", "🚀", " a ", "\n"]),
+    max_size=14,
+).map("".join)
+
+
+def build_codec(words: bool, trim_offsets: bool) -> Codec:
+    """One with special tokens that overlap with themselves, and that a space makes of others."""
+    tokenizer = build_tokenizer(words, trim_offsets)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["|||IP|||", "[INST]", "[ INST]", " ~", "~ "]})
+    return Codec(tokenizer)
+
+
+CODECS = [build_codec(words, trim) for words in (False, True) for trim in (False, True)]
+
+
+def build_runs() -> Codec:
+    """Tokens of 1, 2, 4 ... 64 equal signs, so that the last few depend on where a run of them ends."""
+    runs = ["=" * 2**power for power in range(7)]
+    vocabulary = {token: number for number, token in enumerate([*runs, "x", "$"])}
+    raw = Tokenizer(models.BPE(vocabulary, [(run, run) for run in runs[:-1]]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="$")
+    tokenizer.add_tokens([OPEN, CLOSE])
+    return Codec(tokenizer)
+
+
+class Counting(Codec):
+    """Counts the characters that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(build_tokenizer())
+        self.chars = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.chars += len(text)
+        return super().encode(text)
+
+    def encode_spans(self, text: str) -> Encoded:
+        self.chars += len(text)
+        return super().encode_spans(text)
+
+
+def in_full(codec: Codec, body: str, limit: int) -> str:
+    """The observation of `body`, of which all is cleared and all is tokenised before it is cut."""
+
+    def broken(found: re.Match[str]) -> str:
+        text = found.group()
+        if text[0] == "<" and text[-1] == ">":
+            return f"({text[1:-1]})"
+        return text[0] + " " + text[1:] if text.strip() == text else " "
+
+    specials = "".join("|" + re.escape(text) for text in codec.special_texts)
+    forgery = re.compile(r"<\s*/?\s*(search|answer|information)\s*>" + specials, re.IGNORECASE)
+    while forgery.search(body):
+        body = forgery.sub(broken, body)
+    body = body.strip()
+    ends = [end for _, end in codec.encode_spans(body).spans]
+    tags = len(codec.encode(OPEN + CLOSE))
+    for end in [len(body), *reversed(ends[: limit - tags]), 0]:
+        observation = f"{OPEN}{body[:end].rstrip()}{CLOSE}"
+        if len(codec.encode(observation)) <= limit:
+            return observation
+    raise AssertionError("not even the tags have room")
+
+
+def test_passages_read_as_in_search_r1() -> None:
+    passages = ['"Paris"\nIs a city.\nIn France.', "Lyon"]
+    expected = f'{OPEN}Doc 1(Title: "Paris") Is a city.\nIn France.\nDoc 2(Title: Lyon){CLOSE}'
+    assert OBSERVER.observe(render_search(passages, ""), 500) == expected
+
+
+def test_a_failed_or_empty_search_is_told() -> None:
+    assert OBSERVER.observe(render_search([], "timeout"), 500) == f"{OPEN}Search failed: timeout{CLOSE}"
+    assert OBSERVER.observe(render_search([], ""), 500) == f"{OPEN}No results found.{CLOSE}"
+
+
+@given(st.lists(UNTRUSTED, max_size=3), UNTRUSTED)
+def test_no_text_from_outside_is_a_tag_or_a_special_token(passages: list[str], error: str) -> None:
+    observation = OBSERVER.observe(render_search(passages, error), 500)
+    inside = observation.removeprefix(OPEN).removesuffix(CLOSE)
+    assert not re.search(r"<\s*/?\s*(search|answer|information)\s*>", inside, re.IGNORECASE)
+    assert not CODEC.special_ids.intersection(CODEC.encode(observation))
+
+
+@settings(max_examples=200)
+@given(st.lists(UNTRUSTED, max_size=3), st.integers(OBSERVER.wrapper_tokens, 60))
+def test_a_cut_observation_keeps_its_tags_and_its_limit(passages: list[str], limit: int) -> None:
+    observation = OBSERVER.observe(render_search(passages, ""), limit)
+    assert observation.startswith(OPEN)
+    assert observation.endswith(CLOSE)
+    assert len(CODEC.encode(observation)) <= limit
+    whole = OBSERVER.observe(render_search(passages, ""), 10_000)
+    assert whole.removesuffix(CLOSE).startswith(observation.removesuffix(CLOSE))
+
+
+def test_a_cut_wastes_little() -> None:
+    observation = OBSERVER.observe(render_search(["title\n" + "Paris is the capital. " * 80], ""), 100)
+    assert 95 <= len(CODEC.encode(observation)) <= 100
+
+
+def test_a_limit_below_the_tags_is_an_error() -> None:
+    with pytest.raises(ValueError, match="tokens"):
+        OBSERVER.observe(render_search(["x"], ""), OBSERVER.wrapper_tokens - 1)
+
+
+LONG = st.lists(
+    st.tuples(
+        st.sampled_from([*FORGERIES, "|||IP", "|||", "[INST]", "[", "~", "<", "search>", "東京", "🚀", "Paris is ", "\n", " "]),
+        st.sampled_from([1, 1, 2, 40, 900]),
+    ).map(lambda part: part[0] * part[1]),
+    max_size=30,
+).map("".join)  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(CODECS), LONG, st.integers(0, 60))
+@example(CODECS[1], "a <" + " " * 5000 + "search>" + "b " * 3000, 20)
+@example(CODECS[1], " " * 5000 + "b " * 3000, 20)
+@example(build_runs(), "x" + "=" * 5000, 22)
+def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: str, room: int) -> None:
+    observer = Observer(TagsConfig(), codec)
+    limit = observer.wrapper_tokens + room
+    assert observer.observe(body, limit) == in_full(codec, body, limit)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["|||IP", "|||", "[INST]", "[", "<search>", " ", "~", "a"]), max_size=20))
+@example(["|||IP|||IP|||"])
+@example(["[INST]"])
+@example([" ~ "])
+def test_what_a_broken_token_leaves_is_none_either(parts: list[str]) -> None:
+    codec = CODECS[0]
+    observation = Observer(TagsConfig(), codec).observe("".join(parts), 500)
+    assert not codec.special_ids.intersection(codec.encode(observation))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Paris is the capital. ", "<|im_start|>", "</information>", "a", " ", "<", "🚀", "< ", "\n"],
+)
+def test_what_is_read_of_a_megabyte_follows_from_the_limit(text: str) -> None:
+    codec = Counting()
+    observer = Observer(TagsConfig(), codec)
+    started = thread_time()
+    observation = observer.observe(render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, ""), 500)
+    assert thread_time() - started < 10
+    assert codec.chars < 100_000
+    assert len(codec.encode(observation)) <= 500
+
+
+@pytest.mark.parametrize("text", ["<", "</", "<search", "< /search"])
+def test_a_tag_that_white_space_never_ends_takes_no_time(text: str) -> None:
+    started = thread_time()
+    OBSERVER.observe("x" + (text + " " * 20_000) * 3, 20_000)
+    assert thread_time() - started < 10

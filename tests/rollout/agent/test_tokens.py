@@ -1,0 +1,366 @@
+"""Token book-keeping against an independent account in bytes, on a tokenizer whose merges cross tags.
+
+The engine here gives every token a log-prob that is a hash of the whole prefix. A log-prob that is kept
+therefore proves that the prefix is, token by token, the one that the engine saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from rlsys.config.schema import TokenMode
+from rlsys.rollout.agent.tokens import Codec, SampledTurn, TokenRecord, _count_differing, open_context
+from tests.rollout.agent.bpe import EOS, build_tokenizer
+
+TOKENIZER = build_tokenizer()
+CODEC = Codec(TOKENIZER)
+FIRST_PLAIN = 3
+
+PIECES = [
+    "<search>",
+    "</search>",
+    "東京",
+    "🚀",
+    "é",
+    "naïve",
+    " ",
+    "\n\n",
+    ">",
+    "Paris",
+    "Doc 1(Title: ",
+    "x",
+]
+TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
+PLAIN_IDS = st.integers(FIRST_PLAIN, len(TOKENIZER) - 1)
+CANONICAL = TEXTS.map(CODEC.encode)
+BY_CHARACTER = TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)])
+OUTPUTS = st.one_of(CANONICAL, BY_CHARACTER, st.lists(PLAIN_IDS, max_size=6))
+TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
+
+
+def hashed(prefix: Sequence[int]) -> float:
+    """A log-prob that only this prefix has."""
+    return -(hash(tuple(prefix)) % 1_000_003) / 1e6
+
+
+def sampled_by(version: int, inputs: list[int], output: list[int]) -> SampledTurn:
+    """A turn of one version."""
+    return SampledTurn(inputs, output, [0.0] * len(output), [version] * len(output), True)
+
+
+def play(
+    mode: TokenMode,
+    prompt: str,
+    turns: Sequence[tuple[list[int], str]],
+    eos: bool,
+    versions: Sequence[Sequence[int]] | None = None,
+) -> TokenRecord:
+    """Generate and observe in turn; the last observation is left out.
+
+    Every turn is of the version of its number, unless `versions` names one for each of its tokens.
+    """
+    context = open_context(mode, CODEC, prompt)
+    for number, (output, observation) in enumerate(turns):
+        inputs = context.input_ids()
+        logprobs = [hashed([*inputs, *output[: at + 1]]) for at in range(len(output))]
+        of_turn = [number] * len(output) if versions is None else versions[number]
+        context.add_turn(SampledTurn(inputs, output, logprobs, of_turn, True), CODEC.decode(output))
+        if number < len(turns) - 1:
+            context.add_observation(observation)
+    return context.close(eos, limit=10_000)
+
+
+def bytes_of(token: int) -> bytes:
+    """A token's bytes by GPT-2's table from characters to bytes, written anew."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
+    return bytes(table[letter] for letter in TOKENIZER.convert_ids_to_tokens(token))
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS, TURNS)
+def test_retokenize_trains_the_tokens_whose_bytes_were_all_generated(
+    prompt: str, turns: list[tuple[list[int], str]]
+) -> None:
+    record = play(TokenMode.retokenize, prompt, turns, eos=False)
+    generated = bytearray(len(prompt.encode()))
+    text = prompt
+    for number, (output, observation) in enumerate(turns):
+        said = CODEC.decode(output)
+        generated += bytes([number + 1]) * len(said.encode())
+        seen = observation if number < len(turns) - 1 else ""
+        generated += bytes(len(seen.encode()))
+        text += said + seen
+    assert record.tokens.tolist() == TOKENIZER(text)["input_ids"]
+    assert record.response == text[len(prompt) :]
+    at = 0
+    for place, (token, trained) in enumerate(zip(record.tokens, record.loss_mask, strict=True)):
+        owners = set(generated[at : at + len(bytes_of(int(token)))])
+        at += len(bytes_of(int(token)))
+        wholly = len(owners) == 1 and owners != {0}
+        assert trained == wholly
+        turn = owners.pop() - 1 if wholly else -1
+        assert (record.versions[place], record.turn_of_token[place]) == (turn, turn)
+    assert at == len(text.encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(TokenMode), TEXTS, TURNS, st.booleans())
+def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
+    mode: TokenMode, prompt: str, turns: list[tuple[list[int], str]], eos: bool
+) -> None:
+    record = play(mode, prompt, turns, eos)
+    tokens = record.tokens.tolist()
+    context = open_context(mode, CODEC, prompt)
+    sampled: dict[tuple[int, ...], int] = {}
+    for version, (output, observation) in enumerate(turns):
+        inputs = context.input_ids()
+        sampled |= {(*inputs, *output[: at + 1]): version for at in range(len(output))}
+        context.add_turn(sampled_by(0, inputs, output), CODEC.decode(output))
+        context.add_observation(observation)
+    for at, logprob in enumerate(record.rollout_logprobs):
+        prefix = tuple(tokens[: at + 1])
+        if math.isnan(logprob):
+            # Two turns may have sampled the same prefix only if a turn was empty of text.
+            assert not record.loss_mask[at] or sampled.get(prefix) != record.versions[at]
+        else:
+            assert record.loss_mask[at]
+            assert logprob == np.float32(hashed(prefix))
+    assert not record.loss_mask[: record.prompt_length].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS, TURNS, st.booleans())
+def test_append_trains_what_was_sampled(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
+    record = play(TokenMode.append, prompt, turns, eos)
+    tokens, turn_of_token = CODEC.encode(prompt), [-1] * len(CODEC.encode(prompt))
+    for number, (output, observation) in enumerate(turns):
+        seen = CODEC.encode(observation) if number < len(turns) - 1 else []
+        tokens += [*output, *seen]
+        turn_of_token += [number] * len(output) + [-1] * len(seen)
+    assert record.tokens.tolist() == tokens + [CODEC.eos_id] * eos
+    assert record.turn_of_token.tolist() == turn_of_token + [len(turns) - 1] * eos
+    assert record.loss_mask.tolist() == [turn >= 0 for turn in record.turn_of_token]
+    assert record.tokens_differing == 0
+    sampled = record.versions >= 0
+    assert not np.isnan(record.rollout_logprobs[sampled]).any()
+
+
+@st.composite
+def updated_turns(draw: st.DrawFn) -> tuple[list[tuple[list[int], str]], list[list[int]]]:
+    """Turns, and a version for each sampled token; versions never fall along an episode."""
+    turns = draw(TURNS)
+    rises = iter(draw(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=200, max_size=200)))
+    version = 0
+    versions: list[list[int]] = []
+    for output, _ in turns:
+        versions.append([])
+        for _ in output:
+            version += next(rises, 0)
+            versions[-1].append(version)
+    return turns, versions
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS, updated_turns(), st.booleans())
+def test_append_knows_the_version_of_every_token(
+    prompt: str, updated: tuple[list[tuple[list[int], str]], list[list[int]]], eos: bool
+) -> None:
+    turns, versions = updated
+    record = play(TokenMode.append, prompt, turns, eos, versions)
+    expected = [-1] * len(CODEC.encode(prompt))
+    for number, (_, observation) in enumerate(turns):
+        seen = CODEC.encode(observation) if number < len(turns) - 1 else []
+        expected += [*versions[number], *[-1] * len(seen)]
+    assert record.versions.tolist() == expected + [-1] * eos
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, updated_turns())
+def test_retokenize_never_records_a_version_later_than_the_true_one(
+    prompt: str, updated: tuple[list[tuple[list[int], str]], list[list[int]]]
+) -> None:
+    turns, versions = updated
+    record = play(TokenMode.retokenize, prompt, turns, False, versions)
+    tokens = record.tokens.tolist()
+    # By byte of the whole text: whose it is, and the version of the sampled token that it comes from. Ill-formed
+    # output is decoded to other bytes than were sampled; of those only the turn's latest version is known.
+    owner, true = [-1] * len(prompt.encode()), [-1] * len(prompt.encode())
+    calls: list[list[int]] = []
+    text = prompt
+    for number, (output, observation) in enumerate(turns):
+        calls.append([*CODEC.encode(text), *output])
+        said = CODEC.decode(output)
+        pieces = [bytes_of(token) for token in output]
+        by_byte = [version for piece, version in zip(pieces, versions[number], strict=True) for _ in piece]
+        well_formed = b"".join(pieces) == said.encode()
+        seen = observation if number < len(turns) - 1 else ""
+        owner += [number] * len(said.encode()) + [-1] * len(seen.encode())
+        true += by_byte if well_formed else versions[number][-1:] * len(said.encode())
+        true += [-1] * len(seen.encode())
+        text += said + seen
+    at = 0
+    for place, (token, version) in enumerate(zip(tokens, record.versions, strict=True)):
+        here = range(at, at := at + len(bytes_of(token)))
+        if not record.loss_mask[place]:
+            assert version == -1
+            continue
+        (turn,) = {owner[byte] for byte in here}
+        start = len(calls[turn]) - len(turns[turn][0])
+        if tokens[: place + 1] == calls[turn][: place + 1]:
+            assert version == versions[turn][place - start], "the sampled token at its place"
+        else:
+            assert version == versions[turn][0], "the oldest of its turn"
+        assert version <= min(true[byte] for byte in here)
+
+
+def test_a_turn_that_an_update_interrupts_by_hand() -> None:
+    letters = [token for letter in "search" for token in CODEC.encode(letter)]
+    rocket = CODEC.encode("🚀")
+    turn = [*CODEC.encode("Paris"), *letters, *rocket]
+    before = len(CODEC.encode("Paris"))
+    versions = [4] * before + [5] * (len(turn) - before)
+    append = play(TokenMode.append, "x", [(turn, "")], eos=True, versions=[versions])
+    assert append.versions.tolist() == [-1, *versions, -1]
+    # "search" has become one token: what is before it is as sampled, the rest has the turn's oldest version.
+    again = play(TokenMode.retokenize, "x", [(turn, "")], eos=True, versions=[[*versions[:-1], 6]])
+    assert CODEC.decode(again.tokens.tolist()) == "xParissearch🚀"
+    assert again.versions.tolist() == [-1, *[4] * (len(again.tokens) - 2), -1]
+    late = [4, *[5] * (len(turn) - 1)]
+    again = play(TokenMode.retokenize, "x", [(turn, "")], eos=False, versions=[late])
+    assert again.versions.tolist() == [-1, *late[:before], *[4] * (len(again.tokens) - 1 - before)]
+
+
+def test_differing_tokens_are_counted_by_hand() -> None:
+    letters = [token for letter in "search" for token in CODEC.encode(letter)]
+    (whole,) = CODEC.encode("search")
+    assert len(letters) == 6
+    record = play(TokenMode.retokenize, "x", [([*letters, *CODEC.encode("🚀")], "")], eos=True)
+    assert record.tokens.tolist() == [*CODEC.encode("x"), whole, *CODEC.encode("🚀"), CODEC.eos_id]
+    assert record.tokens_differing == 1
+    assert np.isnan(record.rollout_logprobs).all()
+
+
+SOME = st.lists(st.integers(0, 4), max_size=24)
+
+
+def longest_common(first: list[int], second: list[int]) -> int:
+    """By the textbook's table."""
+    row = [0] * (len(second) + 1)
+    for one in first:
+        new = [0]
+        for at, other in enumerate(second):
+            new.append(row[at] + 1 if one == other else max(new[at], row[at + 1]))
+        row = new
+    return row[-1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SOME, SOME)
+def test_differing_tokens_are_those_outside_a_longest_common_subsequence(
+    sampled: list[int], trained: list[int]
+) -> None:
+    assert _count_differing(sampled, trained) == len(trained) - longest_common(sampled, trained)
+
+
+def test_a_collapsed_policy_is_counted_too() -> None:
+    """Thousands of repeated tokens, which a recursive search for blocks does not get through in hours."""
+    assert _count_differing([1, 2] * 2000, [1, 2, 3] * 1300) == 1300
+    assert _count_differing([1] * 3000 + [2], ([1] * 9 + [3]) * 300) == 300
+
+
+def test_logprobs_return_in_the_turn_after_a_difference() -> None:
+    letters = [token for letter in "search" for token in CODEC.encode(letter)]
+    record = play(TokenMode.retokenize, "x", [(letters, "\n\n"), (CODEC.encode("Doc"), "")], eos=False)
+    assert np.isnan(record.rollout_logprobs[record.versions == 0]).all()
+    assert not np.isnan(record.rollout_logprobs[record.versions == 1]).any()
+
+
+@pytest.mark.parametrize("mode", TokenMode)
+def test_an_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMode) -> None:
+    plain = CODEC.encode("Paris")
+    added = play(mode, "x", [(plain, "")], eos=True)
+    sampled = play(mode, "x", [([*plain, CODEC.eos_id], "")], eos=True)
+    assert added.tokens.tolist() == sampled.tokens.tolist()
+    assert added.tokens[-1] == CODEC.eos_id
+    assert added.tokens.tolist().count(CODEC.eos_id) == 1
+    assert added.loss_mask[-1]
+    assert sampled.loss_mask[-1]
+    assert np.isnan(added.rollout_logprobs[-1])
+    assert (added.versions[-1], sampled.versions[-1]) == (-1, 0)
+    assert (added.turn_of_token[-1], sampled.turn_of_token[-1]) == (0, 0)
+    assert sampled.rollout_logprobs[-1] == np.float32(hashed(sampled.tokens.tolist()))
+    without = play(mode, "x", [(plain, "")], eos=False)
+    assert without.tokens.tolist() == added.tokens.tolist()[:-1]
+
+
+@pytest.mark.parametrize("mode", TokenMode)
+def test_turns_that_nothing_parts_and_turns_without_a_token_are_told_apart(mode: TokenMode) -> None:
+    """Two generations back to back, one that said nothing, and an added end."""
+    said = [CODEC.encode("Paris"), CODEC.encode("🚀"), [], CODEC.encode("x")]
+    record = play(mode, "q", [(output, "") for output in said], eos=True)
+    turns = [turn for turn, output in enumerate(said) for _ in output]
+    assert record.turn_of_token.tolist() == [-1] * record.prompt_length + [*turns, 3]
+
+
+def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
+    context = open_context(TokenMode.append, CODEC, "x")
+    kept = [token for letter in "q</search" for token in CODEC.encode(letter)]
+    # One token may hold the tag's last letter and more; it cannot be split.
+    closing = TOKENIZER.convert_tokens_to_ids(">Ċ")
+    output = [*kept, closing, *CODEC.encode("Paris")]
+    context.add_turn(sampled_by(0, [], output), "q</search>")
+    assert context.input_ids() == [*CODEC.encode("x"), *kept, closing]
+
+
+@pytest.mark.parametrize("mode", TokenMode)
+def test_the_limit_holds_and_a_truncation_is_told(mode: TokenMode) -> None:
+    context = open_context(mode, CODEC, "x")
+    output = CODEC.encode("Paris 東京")
+    inputs = context.input_ids()
+    context.add_turn(sampled_by(0, inputs, output), "Paris 東京")
+    record = context.close(True, limit=2)
+    assert record.truncated
+    assert len(record.tokens) == len(record.loss_mask) == len(record.versions) == 2
+
+
+def test_offsets_without_white_space_never_train_an_observation() -> None:
+    codec = Codec(build_tokenizer(words=True, trim_offsets=True))
+    encoded = codec.encode_spans("a  bc\n\n naïve 🚀 .")
+    for (_, end), (start, _) in zip(encoded.spans, encoded.spans[1:], strict=False):
+        assert start <= end, "a gap that no token claims"
+    context = open_context(TokenMode.retokenize, codec, "q:")
+    context.add_observation("\n\n <information>x</information>  ")
+    output = codec.encode("Paris")
+    inputs = context.input_ids()
+    context.add_turn(sampled_by(0, inputs, output), "Paris")
+    record = context.close(False, limit=100)
+    trained = codec.decode(record.tokens[record.loss_mask].tolist())
+    assert trained in "Paris"
+
+
+def test_prompts_take_the_chat_template_where_there_is_one() -> None:
+    tokenizer: PreTrainedTokenizerFast = build_tokenizer()
+    assert Codec(tokenizer).prompt("Why?") == "Why?"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    templated = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert Codec(tokenizer).prompt("Why?") == templated
+    assert EOS not in templated
+
+
+def test_a_prompt_that_has_been_through_a_template_is_not_put_through_another() -> None:
+    tokenizer: PreTrainedTokenizerFast = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    assert Codec(tokenizer).prompt("Why?") == "[Why?]"
+    assert Codec(tokenizer).prompt(f"Why?{EOS}") == f"Why?{EOS}"

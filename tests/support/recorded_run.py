@@ -1,0 +1,339 @@
+"""A run of the real driver, Megatron workers and checkpoints on recorded episodes, which may kill itself on the way.
+
+    python -m tests.support.recorded_run MODEL OUTPUTS [MOMENT COUNT]
+
+It trains a few steps in sequence, where the same episodes make the same run to the bit, saves after every step, and goes
+on from what is there. At the COUNTth MOMENT after its first checkpoint it kills itself and all its processes, as a machine
+does that goes down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from rlsys.algorithms.kl import kl_control
+from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlPlace
+from rlsys.config.schema import (
+    ActorConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Device,
+    Dtype,
+    EvalConfig,
+    InferenceConfig,
+    Layers,
+    LrDecay,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SequentialSchedule,
+    TaskConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Sample, Scores, Trajectory
+from rlsys.files import sha256_of
+from rlsys.observe.spans import Tracer
+from rlsys.observe.status import Progress
+from rlsys.orchestrator.evaluator import Evaluator
+from rlsys.orchestrator.pipeline.grouping import finish
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
+from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
+from rlsys.orchestrator.resume import CHECKPOINTS, Origin, find_origin, folder_of
+from rlsys.orchestrator.rewards.reward import Rewards, reward_group
+from rlsys.orchestrator.run import Groups, Run
+from rlsys.orchestrator.run_logger import RunLogger
+from rlsys.orchestrator.saving import Saver
+from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
+from rlsys.orchestrator.worker_groups import Checkpoints, InferenceGroup, OffloadManager, TrainedGroup, launch_megatron
+from rlsys.train import train
+from rlsys.weights.checkpoint.store import CheckpointStore, Keep
+from tests.orchestrator.pipeline.recorded import RIGHT, Recording, Shape, record
+from tests.support.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_sharder
+from tests.trainer import reference
+from tests.trainer.hosts import ANSWER_S, HostedGroup, hosts
+
+STEPS, GROUPS, SAMPLES = 4, 4, 3
+SEED = 5
+NAME = "recorded"
+MOMENTS = (
+    "episode",
+    "scoring",
+    "accumulated",
+    "applied",
+    "transferred",
+    "switched",
+    "evaluating",
+    "staged",
+    "publishing",
+    "published",
+    "pruned",
+)
+QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(2 * GROUPS)]
+
+
+class Fate:
+    """Kills this process and its children at a given moment."""
+
+    def __init__(self, moment: str | None, count: int) -> None:
+        self._moment, self._left = moment, count
+        self.saved = False
+        """Whether there is anything to go on from."""
+
+    def __call__(self, moment: str) -> None:
+        """`moment` has come."""
+        if self.saved and moment == self._moment:
+            self._left -= 1
+            if not self._left:
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+async def no_pause() -> None:
+    """Nothing is waited for."""
+
+
+class Episodes(Playback):
+    """Recorded episodes, at once; questions are answered by the first of them."""
+
+    def __init__(self, config: RunConfig, recording: Recording, fate: Fate) -> None:
+        super().__init__(config, recording, Arrivals(SEED), Outcome())
+        self._fate = fate
+        self.capacity = GROUPS
+
+    async def run_group(self, question: Question, *_: Any) -> list[Trajectory]:
+        """See `EnginePool`."""
+        version = self._version
+        await asyncio.sleep(0)
+        self._fate("episode")
+        return self._recording[question.uid, version]
+
+    async def answer(self, question: Question, *_: Any) -> Trajectory:
+        """See `EnginePool`."""
+        self._fate("evaluating")
+        return self._recording[question.uid, self._version][0]
+
+
+class MortalScorer(Scorer):
+    """The inference group's log-probs."""
+
+    fate: Fate
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """See `InferenceGroup`."""
+        found = await super().compute(samples)
+        self.fate("scoring")
+        return found
+
+
+class MortalLearner(Learner):
+    """The actor."""
+
+    fate: Fate
+
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+        """See `ActorGroup`."""
+        await super().accumulate(samples, last)
+        self.fate("accumulated")
+
+    async def apply(self) -> dict[str, float]:
+        """See `ActorGroup`."""
+        figures = await super().apply()
+        self.fate("applied")
+        return figures
+
+
+class MortalCheckpoints(Checkpoints):
+    """Meets its fate once a copy of what it saves is there."""
+
+    def __init__(self, group: TrainedGroup, fate: Fate) -> None:
+        super().__init__(group)
+        self._fate = fate
+
+    async def begin_save(self, folder: Path) -> None:
+        await super().begin_save(folder)
+        self._fate("staged")
+
+
+class MortalStore(CheckpointStore):
+    """Checkpoints on disk."""
+
+    def __init__(self, folder: Path, fate: Fate) -> None:
+        super().__init__(folder)
+        self._fate = fate
+
+    def publish(self, step: int) -> Path:
+        """See `CheckpointStore`."""
+        self._fate("publishing")
+        folder = super().publish(step)
+        self._fate("published")
+        self._fate.saved = True
+        return folder
+
+    def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
+        """See `CheckpointStore`."""
+        super().prune(keep, score_of, spared)
+        self._fate("pruned")
+
+
+class MortalSync(WeightSync):
+    """A weight sync after which the run may end."""
+
+    fate: Fate
+
+    async def push(self, version: int) -> SyncReport:
+        """See `WeightSync`."""
+        report = await super().push(version)
+        self.fate("transferred")
+        return report
+
+    async def activate(self, version: int) -> SyncReport:
+        """See `WeightSync`."""
+        report = await super().activate(version)
+        self.fate("switched")
+        return report
+
+
+def settings(model: Path, outputs: Path) -> RunConfig:
+    """Of the run: its rate, its reference and the weight of its KL term all depend on what was before."""
+    return RunConfig(
+        name=NAME,
+        output_dir=str(outputs),
+        resume="auto",
+        model=ModelConfig(str(model), Layers.local, Dtype.float32),
+        cluster=ClusterConfig(
+            device=Device.cpu, start_timeout_s=ANSWER_S, call_timeout_s=ANSWER_S, sync_bucket_bytes=100_000
+        ),
+        actor=ActorConfig(
+            optimizer=OptimizerConfig(lr=3e-3, eps=1e-4, decay=LrDecay.linear, warmup_fraction=0.2),
+            micro_batch_tokens=160,
+        ),
+        inference=InferenceConfig(micro_batch_tokens=256),
+        algorithm=AlgorithmConfig(
+            n_samples=SAMPLES,
+            kl_coef=0.05,
+            kl_in=KlPlace.reward,
+            kl_estimator=KlEstimator["k1"],
+            kl_control=KlControl.adaptive,
+            kl_horizon=100,
+            ref_policy_ema_tau=0.5,
+            ref_policy_ema_update_period=2,
+        ),
+        task=TaskConfig(train_path=str(model / "config.json")),
+        trainer=TrainerConfig(
+            schedule=SequentialSchedule(),
+            steps=STEPS,
+            prompts_per_step=GROUPS,
+            mini_batches=3,  # One group, one and two; a run may die between them.
+            seed=SEED,
+        ),
+        eval=EvalConfig(interval=2),
+        checkpoint=CheckpointConfig(interval=1, keep_last=2),
+        tracking=TrackingConfig(tensorboard=False, wandb=False),
+    )
+
+
+@asynccontextmanager
+async def opened(
+    pipes: Sequence[Any], fate: Fate, config: RunConfig, run_dir: Path, origin: Origin | None
+) -> AsyncIterator[Run]:
+    """A run as `open_run` opens it, of recorded episodes and without Ray."""
+    state = origin.state if origin else None
+    groups = {"inference": HostedGroup("inference", pipes[:1]), "actor": HostedGroup("actor", pipes[1:])}
+    async with AsyncExitStack() as stack:
+        progress = stack.enter_context(Progress(Console(file=io.StringIO())))
+        run = RunLogger(config, run_dir, progress, None, origin.history if origin else None, str)
+        stack.callback(run.close)
+        for name, group in groups.items():
+            await launch_megatron(group, name, config)  # type: ignore[arg-type]
+        session = _session(config, run_dir, run, groups, fate, origin)
+        await session.weights.open()
+        if origin:
+            await session.load(origin)
+        yield session
+        torch.save(session.groups.engines.weights, run_dir / "weights.pt")  # type: ignore[attr-defined]
+    assert state is None or state.step <= STEPS
+
+
+def _session(
+    config: RunConfig,
+    run_dir: Path,
+    record_of_run: RunLogger,
+    groups: dict[str, HostedGroup],
+    fate: Fate,
+    origin: Origin | None,
+) -> Run:
+    state = origin.state if origin else None
+    recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
+    tracer, seen = record_of_run.tracers["driver"], Outcome(events=[""])
+    sharders = {name: make_sharder(config, name, len(group.ranks)) for name, group in groups.items()}
+    prompts = PromptSource(QUESTIONS, SEED, state.prompts if state else None)
+    devices, kl = OffloadManager({}, tracer), kl_control(config.algorithm)
+    if state:
+        kl.restore(state.kl)
+    handlers = Handlers(
+        functools.partial(
+            reward_group, score=Rewards(config.reward, config.task, config.compat).score, tracer=Tracer("driver")
+        ),
+        functools.partial(finish, config=config.algorithm, kl=kl),
+    )
+    rollout: Any = Episodes(config, recording, fate)
+    scorer = MortalScorer(groups["inference"], sharders["inference"], no_pause, seen)  # type: ignore[arg-type]
+    learner = MortalLearner(groups["actor"], sharders["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
+    takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)  # type: ignore[arg-type]
+    MortalScorer.fate = MortalLearner.fate = MortalSync.fate = fate
+    learner.checkpoints = MortalCheckpoints(learner, fate)
+    store = MortalStore(run_dir / CHECKPOINTS, fate)
+    pipeline = RolloutPipeline(
+        make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices,
+        state.pipeline if state else None,
+    )  # fmt: skip
+    trained = Groups(rollout, learner, devices, takes)
+    saver = Saver(
+        store, Keep(2, None, best=False), record_of_run.em_of, devices.need, background=True,
+        newest=origin.checkpoint.folder if origin else None,
+    )  # fmt: skip
+    search: Any = NoSearch()
+    evaluator = Evaluator(config, record_of_run, search, rollout, QUESTIONS[:3], trained.count_to, saver.awaited)
+    weights = MortalSync(
+        groups["actor"], [rollout], config.cluster, run_dir, tracer, [takes], activated=pipeline.publish
+    )  # type: ignore[arg-type]
+    return Run(
+        config=config,
+        log=record_of_run,
+        search=search,
+        groups=trained,
+        pipeline=pipeline,
+        weights=weights,
+        evaluator=evaluator,
+        saver=saver,
+        rewards=Rewards(config.reward, config.task, config.compat),
+        kl=kl,
+        questions_sha256=sha256_of(Path(config.task.train_path)),
+    )
+
+
+def main(model: Path, outputs: Path, moment: str | None, count: int) -> None:
+    """Run to the end, or to the moment."""
+    config, fate = settings(model, outputs), Fate(moment, count)
+    origin = find_origin(config, print)
+    run_dir = folder_of(config, origin)
+    with hosts(3) as pipes:
+        asyncio.run(train(config, run_dir, origin, functools.partial(opened, pipes, fate)))
+    print(f"done in {run_dir}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *(sys.argv[3:4] or [None]), int((sys.argv[4:5] or ["1"])[0]))

@@ -1,0 +1,308 @@
+"""A run of the real pipeline and real Megatron workers on recorded episodes, under a virtual clock.
+
+The session, the driver's step, pipeline, scheduler, sharders, weight sync, actor and log-prob worker are the real
+ones. Episodes are played back after seeded waits, and seeded waits lie around every call for log-probs or
+training; so the seed decides which group arrives when, what shares a call or a micro-batch, and what runs at
+the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from rlsys.algorithms.kl import kl_control
+from rlsys.config.schema import Packing, RunConfig
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
+from rlsys.observe.guards import Alarm
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.pipeline.grouping import finish
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
+from rlsys.orchestrator.pipeline.scheduler import Ended
+from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
+from rlsys.orchestrator.rewards.reward import Rewards, reward_group
+from rlsys.orchestrator.run import Groups, Run
+from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, launch_megatron, scores_of
+from rlsys.rollout.agent.tokens import EpisodeProgress
+from rlsys.trainer.batches import BatchSharder, MicroBatch
+from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver, unpack
+from tests.orchestrator.pipeline.recorded import Recording
+from tests.orchestrator.pipeline.virtual_time import run_virtually
+from tests.trainer.hosts import HostedGroup
+
+EPISODE_S, CALL_S = 10.0, 2.0
+"""Longest waits: for a group's episodes; before and after a call to a worker."""
+WAVE_S = 1000.0
+"""Longer than everything that is done with the groups of a mini-batch."""
+PAD_ID = 0
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """In which order a step's groups arrive."""
+
+    seed: int
+    waves: tuple[int, ...] | None = None
+    """Of each prompt of a step, in their order, the wave that it arrives in: the order within a wave is the seed's.
+    None is one wave."""
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind: its record."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Every parameter after the last step, under its Hugging Face name."""
+    trained: list[list[str]] = field(default_factory=list)
+    """Questions of each step, in the order in which they were trained."""
+    updates: list[Mapping[str, float]] = field(default_factory=list)
+    """Statistics of every optimiser step."""
+    events: list[str] = field(default_factory=list)
+    """Of each step, in the order in which they happened: `r` a group's episodes have ended, `s` groups are
+    scored, `t` trained on, `u` the weights are updated."""
+
+    def happened(self, event: str) -> None:
+        """Note an event of the step under way."""
+        self.events[-1] += event
+
+    def begin_step(self) -> None:
+        """See `RunLogger`."""
+        self.events.append("")
+
+    def step(
+        self,
+        _: int,
+        groups: Sequence[Group],
+        updates: Sequence[Mapping[str, float]],
+        _figures: Mapping[str, float],
+    ) -> list[Alarm]:
+        """See `RunLogger`."""
+        self.trained.append([group.question.uid for group in groups])
+        self.updates += updates
+        return []
+
+    async def trajectories(self, _: int, _groups: Sequence[Group]) -> None:
+        """See `RunLogger`."""
+
+    def prompts(self, _: int, _ended: Iterable[Ended]) -> None:
+        """See `RunLogger`."""
+
+
+class Playback:
+    """The rollout group: an engine that holds real weights, and recorded episodes of every version of them."""
+
+    def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
+        self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
+        self.living = (0,)
+        self.step = 0
+        self.waits_for = ""
+        self.weights: dict[str, Tensor] = {}
+        self._version = -1
+        self._recording, self._seen = recording, seen
+        self._groups = config.trainer.prompts_per_step
+        self._waves = arrivals.waves or (0,) * self._groups
+        self._random = random.Random(arrivals.seed)
+        self._begun = 0
+        # With fewer places than groups, those that wait for one could not keep to their wave.
+        self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
+
+    async def run_group(
+        self, question: Question, _ticket: int, _begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
+        """See `EnginePool`."""
+        version = self._version
+        place = self._begun % self._groups
+        self._begun += 1
+        await asyncio.sleep(self._waves[place] * WAVE_S + self._random.random() * EPISODE_S)
+        self._seen.happened("r")
+        return self._recording[question.uid, version]
+
+    async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
+        """What is played back is whole, or has not begun."""
+        return {}
+
+    async def look(self) -> None:
+        """Nothing that is played back searches."""
+
+    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+        """See `weight_sync.WeightReceiver`."""
+        self._end: Receiver = open_receiver(specs[0])
+
+    async def begin_update(self, _: int) -> None:
+        """See `weight_sync.WeightReceiver`."""
+        self.weights = {}
+
+    async def load_bucket(self, handle: BucketHandle) -> None:
+        """See `weight_sync.WeightReceiver`."""
+        self.weights |= {record.name: one.clone() for record, one in unpack(self._end.receive(handle))}
+
+    async def finish_update(self, version: int, _: str) -> None:
+        """See `weight_sync.WeightReceiver`."""
+        self._version = version
+
+    async def metrics(self) -> dict[str, float]:
+        """See `EnginePool`."""
+        return {}
+
+
+class Pauses:
+    """Seeded waits."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def __call__(self) -> None:
+        await asyncio.sleep(self._random.random() * CALL_S)
+
+
+class Scorer:
+    """The inference group's log-probs."""
+
+    groups = ("inference",)
+
+    def __init__(self, workers: HostedGroup, sharder: BatchSharder, pause: Pauses, seen: Outcome) -> None:
+        self._workers, self._sharder, self._pause, self._seen = workers, sharder, pause, seen
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """See `InferenceGroup`."""
+        await self._pause()
+        self._seen.happened("s")
+        plan, batches = self._sharder.shard(samples)
+        ranks = self._sharder.dp_ranks
+        answers = await self._workers.call_each("compute", [(batches[rank],) for rank in ranks])
+        reported = {rank: results for rank, results in zip(ranks, answers, strict=True) if results is not None}
+        found = scores_of(plan, batches, [reported[rank] for rank in range(len(batches))])
+        await self._pause()
+        return found
+
+
+class Learner(ActorGroup):
+    """The actor, without an object store."""
+
+    def __init__(
+        self, workers: HostedGroup, sharder: BatchSharder, tracer: Tracer, pause: Pauses, seen: Outcome
+    ) -> None:
+        super().__init__(workers, sharder, tracer)  # type: ignore[arg-type]
+        self._pause, self._seen = pause, seen
+
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+        """See `ActorGroup`."""
+        await self._pause()
+        self._seen.happened("t")
+        batches = self.shard(samples)
+        calls = [(batches[rank], last) for rank in self._sharder.dp_ranks]
+        answers = await self.workers.call_each("accumulate", calls)
+        self._stats += filter(None, answers)
+        await self._pause()
+
+    async def apply(self) -> dict[str, float]:
+        """See `ActorGroup`."""
+        await self._pause()
+        self._seen.happened("u")
+        return await super().apply()
+
+    def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+        """Micro-batches of each data-parallel rank."""
+        return self._sharder.shard(samples)[1]
+
+
+class NoSearch:
+    """The search server of recorded episodes."""
+
+    async def require(self) -> None:
+        """See `Serving`."""
+
+
+def run(
+    config: RunConfig,
+    recording: Recording,
+    questions: Sequence[Question],
+    arrivals: Arrivals,
+    inference: Sequence[Connection],
+    actor: Sequence[Connection],
+    learner: type[Learner] = Learner,
+) -> Outcome:
+    """Train as the driver does, from the weights at `config.model.path`, in the processes behind the pipes."""
+    groups = {"inference": HostedGroup("inference", inference), "actor": HostedGroup("actor", actor)}
+    seen = Outcome()
+
+    async def steps() -> None:
+        for name, group in groups.items():
+            await launch_megatron(group, name, config)  # type: ignore[arg-type]
+        session = _session(config, recording, questions, arrivals, groups, learner, seen)
+        await session.weights.open()
+        await session.weights.push(version=0)
+        await session.weights.activate(version=0)
+        async with asyncio.TaskGroup() as background:
+            background.create_task(session.pipeline.run())
+            for step in range(1, config.trainer.steps + 1):
+                groups_of_step, updates = await session.train_step(step)
+                await session.weights.push(version=step)
+                activated = background.create_task(session.weights.activate(version=step))
+                if session.on_policy:
+                    await activated
+                await session.log_step(step, groups_of_step, updates)
+            await activated
+            session.pipeline.stop()
+        seen.weights = session.groups.engines.weights
+
+    run_virtually(steps())
+    return seen
+
+
+def _session(
+    config: RunConfig,
+    recording: Recording,
+    questions: Sequence[Question],
+    arrivals: Arrivals,
+    groups: Mapping[str, Any],
+    learner: type[Learner],
+    seen: Outcome,
+) -> Any:
+    tracer, pauses = Tracer("test"), Pauses(arrivals.seed)
+    sharders = {name: make_sharder(config, name, len(group.ranks)) for name, group in groups.items()}
+    prompts = PromptSource(questions, config.trainer.seed)
+    devices = OffloadManager({}, tracer)
+    rewards, kl = Rewards(config.reward, config.task, config.compat), kl_control(config.algorithm)
+    handlers = Handlers(
+        functools.partial(reward_group, score=rewards.score, tracer=Tracer("driver")),
+        functools.partial(finish, config=config.algorithm, kl=kl),
+    )
+    rollout: Any = Playback(config, recording, arrivals, seen)
+    scorer = Scorer(groups["inference"], sharders["inference"], pauses, seen)
+    takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)
+    trained = learner(groups["actor"], sharders["actor"], tracer, pauses, seen)
+    pipeline = RolloutPipeline(
+        make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices
+    )
+    stand_ins: dict[str, Any] = {"log": seen, "search": NoSearch(), "evaluator": None, "saver": None}
+    return Run(
+        config=config,
+        groups=Groups(rollout, trained, devices, takes),
+        pipeline=pipeline,
+        weights=WeightSync(
+            groups["actor"], [rollout], config.cluster, Path(), tracer, [takes], activated=pipeline.publish
+        ),
+        rewards=rewards,
+        kl=kl,
+        questions_sha256="",
+        **stand_ins,
+    )
+
+
+def make_sharder(config: RunConfig, name: str, ranks: int) -> BatchSharder:
+    settings = config.actor if name == "actor" else config.inference
+    return BatchSharder(
+        settings.parallel, ranks, settings.micro_batch_tokens, PAD_ID, settings.packing is Packing.packed
+    )

@@ -1,0 +1,99 @@
+"""A tiny model of every family that is trained at scale, and a reward that each can earn.
+
+Qwen2 is the tiny policy, which has learnt to search. The others are random, and their tokenizer has a token for each
+character: whatever is sampled is read back as the same tokens, which no other tokenizer does with random ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from string import ascii_letters, digits, punctuation
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
+
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Trajectory
+from tests.support.paths import PROJECT
+
+POLICY = PROJECT / "examples/searchr1/tiny/policy"
+LAYERS = 4
+"""Of each of them."""
+_UNKNOWN, _EOS = "<unk>", "<eos>"
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def _llama(**sizes: object) -> PretrainedConfig:
+    return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=_LLAMA3)
+
+
+def _qwen3_moe(**sizes: object) -> PretrainedConfig:
+    return Qwen3MoeConfig(
+        **sizes,
+        tie_word_embeddings=False,
+        head_dim=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+    )
+
+
+_RANDOM: dict[str, Callable[..., PretrainedConfig]] = {"llama": _llama, "qwen3_moe": _qwen3_moe}
+
+
+def tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
+    """A model of `family` with its tokenizer, in `folder` if it has to be made; norms and biases are random too."""
+    if family == "qwen2":
+        return POLICY
+    words = _characters()
+    config = _RANDOM[family](**_SIZES, vocab_size=len(words), eos_token_id=words.eos_token_id)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1.0 + 0.1 * noise if "norm" in name else 0.1 * noise)
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def _characters() -> PreTrainedTokenizerFast:
+    alphabet = [_UNKNOWN, _EOS, " ", "\n", *ascii_letters, *digits, *punctuation]
+    ids = {character: number for number, character in enumerate(alphabet)}
+    raw = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token=_EOS, unk_token=_UNKNOWN, clean_up_tokenization_spaces=False
+    )
+
+
+def even_tokens(_question: Question, trajectory: Trajectory) -> float:
+    """A term of the reward: the share of sampled tokens with an even number, which differs between random episodes."""
+    sampled = trajectory.tokens[trajectory.loss_mask]
+    return float((sampled % 2 == 0).mean()) if sampled.size else 0.0

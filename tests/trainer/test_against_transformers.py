@@ -1,0 +1,230 @@
+"""Training and log-probs on each parallel layout equal Hugging Face transformers in one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig
+from rlsys.trainer import mesh
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.batches import MicroBatch, collate
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
+from rlsys.trainer.optimizer import learning_rate
+from rlsys.weights.transport import Bucket, ChecksumError, unpack
+from rlsys.weights.weight_map import largest_tensor_bytes
+from tests.support.ports import free_port
+from tests.trainer import reference
+from tests.trainer.harness import (
+    OBJECTIVE,
+    Layout,
+    digest_of,
+    export,
+    rendezvous,
+    run_group,
+    weights_of,
+)
+
+STEPS, PER_STEP = 3, 8
+FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
+OPTIMIZER = OptimizerConfig(
+    lr=2e-3,
+    decay=LrDecay.cosine,
+    warmup_fraction=0.34,
+    weight_decay=0.1,
+    # Large, so that Adam's update depends on the size of the gradient and not only on its sign.
+    eps=1e-2,
+)
+CLIP_GRAD = {"llama": 8.0, "qwen2": 8.0, "qwen3": 4.8, "qwen3_moe": 8.0}
+"""What clips in some steps and not in others."""
+
+
+LAYOUTS = [
+    pytest.param(Layout(distributed=False), "qwen2", id="one-process"),
+    pytest.param(Layout(dp=2, tied=False), "qwen2", id="dp2"),
+    pytest.param(Layout(tp=2, sequence_parallel=True, tied=False), "qwen2", id="tp2-sp"),
+    pytest.param(Layout(pp=2, pp_layers=(1, 2), recompute=True), "qwen2", id="pp2-uneven-tied"),
+    pytest.param(Layout(tp=2, pp=2, pp_layers=(2, 1)), "qwen2", id="tp2-pp2"),
+    pytest.param(
+        Layout(tp=2, pp=2, dp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True, tied=False),
+        "qwen2",
+        id="tp2-pp2-dp2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(Layout(pp=3, dp=2), "qwen2", id="pp3-dp2", marks=pytest.mark.slow),
+    # More TP ranks than the two key-value heads.
+    pytest.param(Layout(tp=4), "qwen2", id="tp4", marks=pytest.mark.slow),
+    pytest.param(Layout(tp=4, sequence_parallel=True, tied=False), "qwen3", id="qwen3-tp4-sp", marks=pytest.mark.slow),
+    pytest.param(Layout(tp=2, pp=3, tied=False), "llama", id="llama-tp2-pp3", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2, recompute=True), "qwen2", id="cp2"),
+    pytest.param(Layout(tp=2, cp=2, sequence_parallel=True, tied=False), "llama", id="llama-tp2-cp2-sp"),
+    pytest.param(Layout(cp=4, distributed=False), "qwen2", id="cp4", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2, dp=2, tied=False), "qwen3", id="qwen3-cp2-dp2", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2, pp=2, pp_layers=(2, 1)), "qwen2", id="cp2-pp2-tied", marks=pytest.mark.slow),
+    pytest.param(
+        Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True),
+        "qwen2",
+        id="tp2-cp2-pp2-sp",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(Layout(dp=2, ep=2, tied=False), "qwen3_moe", id="moe-ep2"),
+    pytest.param(Layout(cp=2, ep=2, tied=False), "qwen3_moe", id="moe-cp2-ep2"),
+    pytest.param(Layout(cp=2, tied=False), "qwen3_moe", id="moe-cp2", marks=pytest.mark.slow),
+    # Experts are spread over tensor, context and data parallel ranks at once, in two copies.
+    pytest.param(
+        Layout(tp=2, cp=2, dp=2, ep=4, sequence_parallel=True, tied=False),
+        "qwen3_moe",
+        id="moe-tp2-cp2-dp2-ep4-sp",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-ep2-sp"),
+    pytest.param(Layout(distributed=False, recompute=True, tied=False), "qwen3_moe", id="moe", marks=pytest.mark.slow),
+    # Experts are in two copies, which see different tokens.
+    pytest.param(
+        Layout(tp=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-sp", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        Layout(pp=2, dp=2, ep=2, pp_layers=(1, 2), tied=False, recompute=True),
+        "qwen3_moe",
+        id="moe-pp2-ep2",
+        marks=pytest.mark.slow,
+    ),
+    # Experts are spread over tensor and data parallel ranks at once; not every one is in two copies.
+    pytest.param(
+        Layout(tp=2, dp=2, ep=4, sequence_parallel=True, distributed=False, tied=False),
+        "qwen3_moe",
+        id="moe-tp2-dp2-ep4-sp",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Layout(tp=2, pp=2, dp=2, ep=2, pp_layers=(2, 1), sequence_parallel=True, tied=False),
+        "qwen3_moe",
+        id="moe-tp2-pp2-dp2-ep2-sp",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+def _optimizer(layout: Layout, family: str) -> OptimizerConfig:
+    return replace(OPTIMIZER, clip_grad=CLIP_GRAD[family], distributed=layout.distributed)
+
+
+def _steps() -> list[list[MicroBatch]]:
+    return [reference.make_batches(PER_STEP, seed=step) for step in range(STEPS)]
+
+
+def _half_packed(batches: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
+    """The same, every second one in a single row; with context parallelism every one."""
+    return [
+        reference.packed(batch, cp=layout.cp, tp=layout.tp) if index % 2 or layout.cp > 1 else batch
+        for index, batch in enumerate(batches)
+    ]
+
+
+def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, out: str, ports: list[int]) -> None:
+    config = ModelConfig(model, Layers.local, Dtype.float32, layout.recompute)
+    results: dict[str, Any] = {}
+    actor = Actor(
+        rendezvous(rank, world, ports[0]),
+        config,
+        layout.parallel,
+        _optimizer(layout, family),
+        OBJECTIVE,
+        STEPS,
+        seed=1,
+    )
+    place = actor.place
+    actor.load_hf(model)
+    results["initial"] = weights_of(actor)
+    results["applied"], results["stats"] = [], []
+    for step, batches in enumerate(_steps()):
+        mine = _half_packed(batches[place.dp :: place.dp_size], layout)
+        # A different number of calls each step: how the batches come in must not matter.
+        # One that trains nothing: no rank has a logit to compute, and all must agree on that.
+        filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
+        for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
+            results["stats"].append(actor.accumulate(piece))
+        results["applied"].append(actor.apply())
+    buckets = export(actor, largest_tensor_bytes(model, config.dtype))
+    assert rank or len(buckets) > 3
+    results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
+    box: list[Any] = [buckets, digest_of(buckets)]
+    torch.distributed.broadcast_object_list(box, src=0)
+    mesh.stop()
+    worker = LogProbWorker(rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, 1, FIXED)
+    probe = _half_packed(_steps()[0][:3], layout)
+    results["before"] = worker.compute(probe)
+    _update(worker, 1, box[0][:1], box[1], refused="came without")
+    _update(worker, 1, box[0], "0" * 32, refused="digest")
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        worker.compute(probe)
+    with pytest.raises(RuntimeError, match="begin_update"):
+        worker.take_bucket(box[0][0])
+    _update(worker, 2, box[0], box[1])
+    assert worker.version == 2
+    results["after"] = worker.compute(probe)
+    mesh.stop()
+    if rank == 0 or place.reports:
+        torch.save(results, f"{out}/rank{rank}.pt")
+
+
+def _update(
+    worker: LogProbWorker, version: int, buckets: list[Bucket], digest: str, refused: str | None = None
+) -> None:
+    worker.begin_update()
+    for bucket in buckets:
+        worker.take_bucket(bucket)
+    with pytest.raises(ChecksumError, match=refused) if refused else nullcontext():
+        worker.finish_update(version, digest)
+
+
+def _close(actual: Any, expected: Any, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def _of_trained(values: np.ndarray, batch: MicroBatch) -> np.ndarray:
+    """[trained tokens], row by row; there are no others."""
+    assert not values[~batch.loss_mask].any()
+    return values[batch.loss_mask]
+
+
+@pytest.mark.parametrize(("layout", "family"), LAYOUTS)
+def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, tmp_path: Path) -> None:
+    model = reference.make_model(reference.TINY[family](tied=layout.tied), tmp_path / "model")
+    ports = [free_port(), free_port()]
+    run_group(_in_group, layout.processes, layout, family, str(model), str(tmp_path), ports)
+    first = torch.load(tmp_path / "rank0.pt", weights_only=False)
+    reporting = torch.load(tmp_path / f"rank{layout.reporting[0]}.pt", weights_only=False)
+
+    untrained = reference.load(model)
+    expected = reference.named_tensors(untrained)
+    assert first["initial"].keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(first["initial"][name], tensor), name
+
+    optimizer = _optimizer(layout, family)
+    rates = [learning_rate(step, STEPS, optimizer) for step in range(STEPS)]
+    trained, norms = reference.train(model, _steps(), optimizer, rates)
+    for step, applied in enumerate(first["applied"]):
+        assert applied.divisor == sum(b.trained_tokens for b in _steps()[step])
+        assert applied.lr == rates[step]
+        _close(applied.grad_norm, norms[step], 1e-4)
+    assert min(norms) < optimizer.clip_grad < max(norms), "clipping should act in some steps only"
+    for name, tensor in reference.named_tensors(trained).items():
+        _close(first["trained"][name], tensor, 2e-5)
+
+    with torch.no_grad():
+        for index, (padded, batch) in enumerate(zip(_steps()[0], _half_packed(_steps()[0][:3], layout), strict=False)):
+            before = reference.logprobs_and_entropy(untrained, padded.tokens)[0].numpy()[padded.loss_mask]
+            after = reference.logprobs_and_entropy(trained, padded.tokens)[0].numpy()[padded.loss_mask]
+            for when, policy, tolerance in (("before", before, 2e-5), ("after", after, 1e-4)):
+                found = reporting[when][index]
+                _close(_of_trained(found.policy, batch), policy, tolerance)
+                _close(_of_trained(found.reference, batch), before, 2e-5)
+            assert np.abs(after - before).max() > 0.05

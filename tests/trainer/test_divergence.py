@@ -1,0 +1,203 @@
+"""What is computed from sharded logits equals float64 softmax and autograd over the whole vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlsys.algorithms.kl import Sampled, TopKKl
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.trainer.model import logprobs as vocabulary
+from rlsys.trainer.model.logprobs import (
+    VocabShard,
+    divergence_of,
+    logprobs_at,
+    token_logprobs,
+    top_tokens,
+    whole_vocabulary_kl,
+)
+from tests.trainer.shards import DIRECTIONS, Case, Results, everything, on_ranks
+
+CASES = {
+    "uneven padding": Case(tp=2, vocab=23, columns=16),
+    "a rank of padding": Case(tp=4, vocab=23, columns=8, temperature=1.3),
+    "all of the vocabulary, row by row": Case(tp=4, vocab=9, columns=8, k=9, chunk_rows=1),
+    "bfloat16, the most likely token": Case(tp=2, vocab=31, columns=16, k=1, dtype=torch.bfloat16),
+    "ties": Case(tp=4, vocab=30, columns=8, k=6, ties=True),
+    "no targets": Case(tp=2, vocab=23, columns=16, count=0),
+}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Results]]:
+    results = on_ranks(list(CASES.values()), tmp_path_factory.mktemp("ranks"))
+    return dict(zip(CASES, results, strict=True))
+
+
+def joined(parts: list[Results]) -> Results:
+    """What every rank has alike, and gradients side by side."""
+    for part in parts:
+        for name, values in part.items():
+            assert name.startswith("d ") or torch.equal(values, parts[0][name]), f"ranks differ in {name}"
+    return {
+        name: torch.cat([part[name] for part in parts], dim=1) if name.startswith("d ") else values
+        for name, values in parts[0].items()
+    }
+
+
+def dense(case: Case, picks: Results) -> Results:
+    """The reference. Which of the tokens that tie are picked is taken from `picks`."""
+    targets, weights, old, ref = case.rows()
+    weights = weights.double()
+    whole, reference = (tensor.double() for tensor in case.tensors())
+    whole.requires_grad_()
+    log_p = (whole[:, : case.vocab] / case.temperature).log_softmax(-1)
+    log_r = (reference[:, : case.vocab] / case.temperature).log_softmax(-1)
+    results: Results = {}
+
+    def keep(name: str, values: Tensor) -> None:
+        results[name] = values.detach()
+        weight = weights[:, : values.shape[1]] if values.dim() == 2 else weights[:, 0]
+        (results[f"d {name}"],) = torch.autograd.grad((weight * values).sum(), whole, retain_graph=True)
+
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    keep("logprobs", logprobs)
+    keep("entropy", -(log_p.exp() * log_p).sum(-1))
+    results["policy top"], results["reference top"] = log_p.detach().topk(case.k)[0], log_r.topk(case.k)[0]
+    asked = torch.cat([targets[:, None], targets[:, None], picks["reference tokens"]], dim=1)
+    keep("at", log_p.gather(1, asked))
+    for estimator in DIRECTIONS:
+        forward_kl = estimator is KlEstimator.full_forward
+        first, second = (log_r, log_p) if forward_kl else (log_p, log_r)
+        keep(f"{estimator}", (first.exp() * (first - second)).sum(-1))
+        tokens = picks["reference tokens" if forward_kl else "policy tokens"]
+        sampled = Sampled(logprobs, old.double(), ref.double(), (tokens == targets[:, None]).any(-1))
+        config = AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=case.k, use_kl_iw=True)
+        keep(f"{estimator} top", TopKKl(config)(log_p.gather(1, tokens), log_r.gather(1, tokens), sampled))
+    return results
+
+
+def check(case: Case, actual: Results) -> None:
+    expected = dense(case, actual)
+    assert set(actual) == {*expected, "policy tokens", "reference tokens"}
+    for name, values in expected.items():
+        rounded = case.dtype is torch.bfloat16 and name.startswith("d ")
+        tolerance = {"rtol": 1e-2, "atol": 1e-3} if rounded else {"rtol": 1e-4, "atol": 2e-5}
+        assert actual[name].dtype is (case.dtype if rounded else torch.float32), name
+        torch.testing.assert_close(
+            actual[name].double(), values, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        if name.startswith("d "):
+            assert not actual[name][:, case.vocab :].any(), "padding columns get no gradient"
+    for model in ("policy", "reference"):
+        tokens = actual[f"{model} tokens"]
+        assert tokens.shape == (case.count, case.k)
+        assert all(len(set(row)) == case.k and max(row) < case.vocab for row in tokens.tolist())
+        logits = case.tensors()[model == "reference"].double()
+        log_p = (logits[:, : case.vocab] / case.temperature).log_softmax(-1)
+        torch.testing.assert_close(log_p.gather(1, tokens), actual[f"{model} top"].double(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_over_ranks(name: str, of_ranks: dict[str, list[Results]]) -> None:
+    check(CASES[name], joined(of_ranks[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    monkeypatch.setitem(vocabulary.CHUNK_ELEMENTS, "cpu", case.chunk_rows * case.columns * case.tp)
+    check(case, everything(case, VocabShard(None, 0, case.vocab)))
+
+
+@pytest.mark.parametrize("k", [8, 9, 17])
+def test_more_tokens_than_there_are_cannot_be_picked(k: int) -> None:
+    with pytest.raises(ValueError, match=f"The top {k} tokens were asked for"):
+        top_tokens(torch.randn(3, 16), VocabShard(None, 0, 7), 1.0, k)
+
+
+@pytest.mark.parametrize("forward_kl", [False, True])
+def test_models_that_agree_or_exclude_each_other(forward_kl: bool) -> None:
+    logits = torch.tensor([[0.0, 3e4, -3e4], [1.0, 2.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
+    same = whole_vocabulary_kl(logits, logits.detach().clone(), VocabShard(None, 0, 3), 1.0, forward_kl)
+    assert same.tolist() == [0.0, 0.0]
+    other = torch.tensor([[0.0, -3e4, 3e4], [1.0, 2.0, 3.0]], dtype=torch.bfloat16)
+    apart = whole_vocabulary_kl(logits, other, VocabShard(None, 0, 3), 1.0, forward_kl)
+    assert apart.tolist() == [pytest.approx(59904.0), 0.0]
+    (grad,) = torch.autograd.grad(apart.sum(), logits)
+    assert grad.isfinite().all()
+    assert grad.dtype is torch.bfloat16
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest float32 tensor that any operation gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(part, Tensor) and part.dtype is torch.float32:
+                self.elements = max(self.elements, part.numel())
+        return result
+
+
+def test_no_float32_copy_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vocabulary.CHUNK_ELEMENTS, "cpu", 4 * 256)
+    case = Case(tp=1, vocab=250, columns=256, count=64, k=3, dtype=torch.bfloat16)
+    logits, reference = case.tensors()
+    logits.requires_grad_()
+    shard, targets = VocabShard(None, 0, case.vocab), case.rows()[0]
+    for function in (
+        lambda: token_logprobs(logits, targets, shard, 1.0, with_entropy=True)[1],
+        lambda: logprobs_at(logits, targets[:, None], shard, 1.0),
+        lambda: whole_vocabulary_kl(logits, reference, shard, 1.0, False),
+        lambda: whole_vocabulary_kl(logits, reference, shard, 1.0, True),
+        lambda: top_tokens(logits, shard, 1.0, case.k)[1].requires_grad_(),
+    ):
+        with Largest() as largest:
+            values = function()
+            assert values is not None
+            values.sum().backward()
+        assert 0 < largest.elements <= 4 * 256
+
+
+ARGUMENTS = {name: torch.zeros(2) for name in ("targets", "logprobs", "old_logprobs", "ref_logprobs")} | dict.fromkeys(
+    ("pick_tokens", "pick_logprobs", "ref_logits")
+)
+
+
+@pytest.mark.parametrize(
+    ("k", "sentence"), [(None, "needs the reference's logits"), (4, "needs the tokens that were picked")]
+)
+def test_what_is_missing_is_named(k: int | None, sentence: str) -> None:
+    divergence = divergence_of(AlgorithmConfig(kl_estimator=KlEstimator.full_forward, kl_topk_tokens=k))
+    assert divergence is not None
+    with pytest.raises(ValueError, match=sentence):
+        divergence(torch.zeros(2, 8), VocabShard(None, 0, 8), 1.0, **ARGUMENTS)
+
+
+def test_whole_vocabulary_divergence_is_chosen_by_configuration() -> None:
+    case = Case(tp=1, vocab=9, columns=12)
+    logits, reference = case.tensors()
+    shard = VocabShard(None, 0, case.vocab)
+    for estimator in DIRECTIONS:
+        divergence = pickle.loads(pickle.dumps(divergence_of(AlgorithmConfig(kl_estimator=estimator))))
+        values = divergence(logits, shard, 0.5, **{**ARGUMENTS, "ref_logits": reference})
+        forward_kl = estimator is KlEstimator.full_forward
+        torch.testing.assert_close(
+            values, whole_vocabulary_kl(logits, reference, shard, 0.5, forward_kl), rtol=0, atol=0
+        )
+
+
+def test_other_estimators_and_no_kl_need_no_distributions() -> None:
+    assert divergence_of(AlgorithmConfig()) is None
+    full = AlgorithmConfig(kl_estimator=KlEstimator.full_reverse)
+    assert divergence_of(full) is not None
+    assert divergence_of(dataclasses.replace(full, kl_coef=0.0)) is None

@@ -1,0 +1,358 @@
+"""Memory that was away is back bit for bit, and really was away."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.errors import RunError
+from rlsys.trainer import mesh
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
+from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload, Offloaded, switch_figures
+from rlsys.weights.transport import open_sender
+from tests.support.ports import free_port
+from tests.trainer import reference
+from tests.trainer.harness import (
+    OBJECTIVE,
+    digest_of,
+    export,
+    rendezvous,
+    run_group,
+    shared_memory,
+    weights_of,
+)
+
+OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
+AVERAGE = ReferencePlan(tau=0.5, update_period=2, reset_period=None)
+STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
+MIB = 2**20
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_bytes_come_back_and_views_stay_views(tmp_path: Path) -> None:
+    # Random bytes hold NaNs of every kind, which a copy by value could change.
+    flat = torch.randint(0, 256, (MIB,), dtype=torch.uint8).view(torch.bfloat16)
+    front, back = flat[:1000].view(10, 100), flat[1000:200_000]
+    seen = flat.view(torch.uint8).numpy()  # torch does not resize a storage after this
+    alone, zeros = torch.randn(3333, 3), torch.zeros(5000)
+    before = raw(flat), raw(alone)
+    memory = Offload("It", lambda: (front, alone, flat, back), lambda: (zeros[10:], zeros, back))
+
+    away = memory.offload(tmp_path / "made")
+    sizes = [tensor.untyped_storage().nbytes() for tensor in (flat, alone, zeros)]
+    assert sum(sizes) - 2 * 4096 * len(sizes) <= away.bytes <= sum(sizes)
+    assert list((tmp_path / "made").iterdir()) == [], "the file has no name that could outlive the process"
+    assert int((seen != 0).sum()) < 2 * 4096, "but for the ends, the pages are gone"
+    for tensor in (flat, alone, zeros):
+        tensor.fill_(1)  # is lost
+    there = memory.restore()
+    assert there.bytes == away.bytes
+    assert (raw(flat), raw(alone)) == before
+    assert not zeros.any()
+    front.fill_(7)
+    assert (flat[:1000] == 7).all()
+    assert front.data_ptr() + 2000 == back.data_ptr()
+
+
+def test_again_is_nothing(tmp_path: Path) -> None:
+    tensor = torch.arange(10_000)
+    memory = Offload("The tester", lambda: [tensor])
+    assert memory.restore().bytes == 0
+    assert memory.away is None
+    released = memory.offload(tmp_path).bytes
+    assert released >= 80_000 - 2 * 4096
+    assert memory.offload(tmp_path).bytes == 0
+    assert memory.away is not None
+    assert memory.restore().bytes == released
+    assert memory.restore().bytes == 0
+    assert memory.away is None
+    assert tensor.tolist() == list(range(10_000))
+
+
+@contextmanager
+def _files_of_at_most(nbytes: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_without_room_nothing_is_released(tmp_path: Path) -> None:
+    tensors = [torch.randn(MIB // 4) for _ in range(3)]
+    before = [raw(tensor) for tensor in tensors]
+    memory = Offload("The tester", lambda: tensors)
+    with (
+        _files_of_at_most(2 * MIB),
+        pytest.raises(RunError, match=rf"its 3\d+ bytes.* found no room in the folder {tmp_path}"),
+    ):
+        memory.offload(tmp_path)
+    assert memory.away is None
+    assert [raw(tensor) for tensor in tensors] == before
+    memory.offload(tmp_path)
+    memory.restore()
+    assert [raw(tensor) for tensor in tensors] == before
+
+
+def test_a_restore_that_fails_can_be_repeated(tmp_path: Path) -> None:
+    tensor, zeros = torch.randn(MIB), torch.zeros(10)
+    before = raw(tensor)
+    memory = Offload("The tester", lambda: [tensor], lambda: [zeros])
+    memory.offload(tmp_path)
+    open_files = {Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    (file,) = [file for file in open_files if file.is_symlink() and str(tmp_path) in os.readlink(file)]
+    content = file.read_bytes()
+    os.truncate(file, MIB)
+    with pytest.raises(RunError, match=r"could not be restored: its 4\d+ bytes .* has become shorter"):
+        memory.restore()
+    assert int((tensor != 0).sum()) < 4096, "what had come back is gone again"
+    assert memory.away is not None
+    file.write_bytes(content)
+    memory.restore()
+    assert raw(tensor) == before
+    assert not zeros.any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=8), st.integers(1, 50), st.integers(0, 2**32 - 1))
+def test_storages_are_resized_and_kept_in_blocks_of_any_size(sizes: list[int], block: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    host = HostBlocks(block)
+    for _ in range(2):  # the second time in the blocks of the first
+        values = [random.integers(0, 256, size, dtype=np.uint8) for size in sizes]
+        tensors = [torch.tensor(value) for value in values]
+        views, zeros = [tensor[1:] for tensor in tensors], torch.zeros(7)
+        saved = [tensor.untyped_storage() for tensor in tensors]
+        away = InHostMemory(saved, [zeros.untyped_storage()], host)
+        assert away.nbytes == sum(sizes) + 28
+        away.keep()
+        away.release()
+        assert [storage.nbytes() for storage in (*saved, zeros.untyped_storage())] == [0] * (len(sizes) + 1)
+        away.fill()
+        away.forget()
+        for tensor, view, value in zip(tensors, views, values, strict=True):
+            assert tensor.tolist() == value.tolist()
+            assert view.tolist() == value[1:].tolist()
+        assert not zeros.any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gets_its_memory_back(tmp_path: Path) -> None:
+    kept, zeros = torch.randn(40 * MIB, device="cuda"), torch.zeros(10 * MIB, device="cuda")
+    step = torch.ones(())
+    expected, used = kept.cpu(), torch.cuda.memory_reserved()
+    memory = Offload("It", lambda: (kept[5:], step), lambda: [zeros])
+    for _ in range(2):
+        memory.offload(tmp_path)
+        assert used - torch.cuda.memory_reserved() >= 200 * MIB
+        assert step.item() == 1.0, "what lies in host memory stays there"
+        memory.restore()
+        assert torch.equal(kept.cpu(), expected)
+        assert not zeros.any()
+
+
+def test_figures_of_a_group() -> None:
+    parts = [Offloaded(10, 0.5, 100, 90), Offloaded(20, 0.25, 200, 150)]
+    assert switch_figures(parts) == {"bytes": 30, "seconds": 0.5, "rss_before": 300, "rss_after": 240}
+
+
+VARIANTS = {
+    "tp2 dp2": (ParallelConfig(tp=2, sequence_parallel=True), True, Dtype.float32),
+    "tp2 pp2": (ParallelConfig(tp=2, pp=2, pp_layers=[2, 1]), True, Dtype.float32),
+    "bfloat16": (ParallelConfig(tp=2, sequence_parallel=True), True, Dtype.bfloat16),
+    "not distributed": (ParallelConfig(tp=2), False, Dtype.bfloat16),
+}
+
+
+def _actor(rank: int, port: int, model: str, variant: str, scratch: str) -> Actor:
+    parallel, distributed, dtype = VARIANTS[variant]
+    return Actor(
+        rendezvous(rank, 4, port),
+        ModelConfig(model, Layers.local, dtype),
+        parallel,
+        replace(OPTIMIZER, distributed=distributed),
+        OBJECTIVE,
+        len(STEPS),
+        seed=1,
+        scratch=scratch,
+    )
+
+
+def _train(actor: Actor, step: int) -> dict[str, Tensor]:
+    """The weights after one step, and the gradient's norm."""
+    actor.accumulate(STEPS[step][actor.place.dp :: actor.place.dp_size])
+    norm = actor.apply().grad_norm
+    return {**weights_of(actor), "norm": torch.tensor(norm)}
+
+
+def _away_and_back(actor: Actor) -> None:
+    away, there = actor.offload(), actor.restore()
+    assert away.bytes == there.bytes > 0
+
+
+def _switching(rank: int, _: int, model: str, out: str, variant: str, ports: list[int]) -> None:
+    checkpoint, scratch = f"{out}/checkpoint", f"{out}/scratch"
+    actor = _actor(rank, ports[0], model, variant, scratch)
+    actor.load_hf(model)
+    plain = [_train(actor, step) for step in range(3)]
+    mesh.stop()
+
+    actor = _actor(rank, ports[1], model, variant, scratch)
+    _away_and_back(actor)  # as after the build, before there is any state of Adam
+    actor.load_hf(model)
+    switched = [_train(actor, 0)]
+    _away_and_back(actor)
+    switched.append(_train(actor, 1))
+    _away_and_back(actor)
+    _away_and_back(actor)
+    exported = {**weights_of(actor), "norm": plain[1]["norm"]}
+    actor.begin_save(checkpoint)
+    actor.finish_save()
+    switched.append(_train(actor, 2))
+    mesh.stop()
+
+    actor = _actor(rank, ports[2], model, variant, scratch)
+    actor.load(checkpoint)
+    _away_and_back(actor)
+    resumed = _train(actor, 2)
+    mesh.stop()
+    if rank == 0:
+        wanted, got = [*plain, plain[1], plain[2]], [*switched, exported, resumed]
+        torch.save((wanted, got), f"{out}/results.pt")
+
+
+@pytest.mark.parametrize(
+    "variant", ["tp2 dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*VARIANTS][1:])]
+)
+def test_a_run_that_switches_equals_one_that_does_not(variant: str, tmp_path: Path) -> None:
+    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    run_group(_switching, 4, str(model), str(tmp_path), variant, [free_port() for _ in range(3)])
+    wanted, got = torch.load(tmp_path / "results.pt")
+    for number, (one, other) in enumerate(zip(wanted, got, strict=True)):
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), f"{number}: {name}"
+    assert not torch.equal(wanted[0]["model.norm.weight"], wanted[2]["model.norm.weight"])
+
+
+def _refused(calls: dict[str, Callable[[], object]], who: str) -> None:
+    for purpose, call in calls.items():
+        with pytest.raises(RunError, match=rf"^The {who} is offloaded and cannot {purpose}: restore"):
+            call()
+
+
+def _refusals(rank: int, _: int, model: str, out: str, ports: list[int]) -> None:
+    config = ModelConfig(model, Layers.local, Dtype.float32)
+    place = rendezvous(rank, 1, ports[0])
+    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, OBJECTIVE, 3, seed=1, scratch=out)
+    actor.load_hf(model)
+    actor.accumulate(STEPS[0][:1])
+    with pytest.raises(RunError, match="gradients that were not applied: call apply before offload"):
+        actor.offload()
+    actor.apply()
+    begun = actor.export(50_000, open_sender(shared_memory(0, 50_000)))
+    begun.next()
+    actor.offload()
+    _refused(
+        {
+            "load weights": lambda: actor.load_hf(model),
+            "accumulate": lambda: actor.accumulate(STEPS[0]),
+            "apply": actor.apply,
+            "export": begun.next,
+            "save": lambda: actor.begin_save(f"{out}/checkpoint"),
+            "load": lambda: actor.load(f"{out}/checkpoint"),
+        },
+        "actor",
+    )
+    _refused({"export": lambda: actor.export(50_000, None)}, "actor")
+    actor.restore()
+    buckets = export(actor, 50_000)
+    sent = digest_of(buckets)
+    mesh.stop()
+
+    worker = LogProbWorker(rendezvous(rank, 1, ports[1]), config, ParallelConfig(), 0.7, 1, AVERAGE, scratch=out)
+    first = worker.compute(STEPS[1])
+    assert first is not None
+    away = worker.offload()
+    weights = sum(tensor.nbytes for tensor in reference.named_tensors(reference.load(Path(model))).values())
+    assert weights < away.bytes <= 2.2 * weights, "policy and reference, all but the ends of their tensors"
+    _refused(
+        {
+            "compute": lambda: worker.compute(STEPS[1]),
+            "begin an update": worker.begin_update,
+            "take weights": lambda: worker.take_bucket(buckets[0]),
+        },
+        "log-prob worker",
+    )
+    worker.restore()
+    second = worker.compute(STEPS[1])
+    assert second is not None
+    for one, other in zip(first, second, strict=True):
+        assert (one.policy == other.policy).all()
+        assert (one.reference == other.reference).all()
+    worker.begin_update()
+    for number, bucket in enumerate(buckets):
+        worker.take_bucket(bucket)
+        if number == 1:
+            worker.offload()
+            worker.restore()
+    worker.finish_update(1, sent)
+    before = worker.compute(STEPS[1])
+    worker.offload()
+    worker.restore()
+    after = worker.compute(STEPS[1])
+    assert before is not None
+    assert after is not None
+    assert (before[0].policy == after[0].policy).all()
+    assert (before[0].policy != first[0].policy).any()
+    assert (before[0].reference == first[0].reference).all()
+    mesh.stop()
+
+
+def test_nothing_works_while_the_memory_is_away(tmp_path: Path) -> None:
+    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    run_group(_refusals, 1, str(model), str(tmp_path), [free_port() for _ in range(2)])
+
+
+def _returns_memory(rank: int, _: int, model: str, out: str, port: int) -> None:
+    place, config = rendezvous(rank, 1, port), ModelConfig(model, Layers.local, Dtype.float32)
+    actor = Actor(place, config, ParallelConfig(), OPTIMIZER, OBJECTIVE, 3, seed=1, scratch=out)
+    actor.load_hf(model)
+    actor.accumulate(STEPS[0][:1])
+    actor.apply()
+    before = psutil.Process().memory_info().rss
+    away = actor.offload()
+    fall = before - psutil.Process().memory_info().rss
+    there = actor.restore()
+    parameters = sum(t.numel() for t in reference.named_tensors(reference.load(Path(model))).values())
+    # Weights, gradients and two moments of 4 bytes each.
+    assert away.bytes == pytest.approx(16 * parameters, rel=0.01)
+    assert fall >= 0.8 * away.bytes
+    assert away.rss_before - away.rss_after >= 0.8 * away.bytes
+    assert there.rss_after - there.rss_before >= 0.8 * away.bytes
+    mesh.stop()
+
+
+def test_the_operating_system_gets_the_memory_back(tmp_path: Path) -> None:
+    config = reference.tiny_config()
+    config.vocab_size, config.hidden_size, config.intermediate_size = 4096, 512, 2048
+    model = reference.make_model(config, tmp_path / "model")
+    run_group(_returns_memory, 1, str(model), str(tmp_path), free_port())
