@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, Literal
+
+Code = Literal[
+    "missing",
+    "unknown",
+    "wrong_type",
+    "out_of_range",
+    "conflict",
+    "not_found",
+    "exists",
+    "malformed",
+    "mismatch",
+    "empty",
+    "unsupported",
+    "not_installed",
+    "unreachable",
+    "denied",
+    "in_use",
+    "no_room",
+    "user_code",
+    "unsafe",
+]
+"""Kinds of mistakes; docs/troubleshooting.md says of each what it means."""
+
 
 class UserError(Exception):
-    """A mistake in what the user gave: one sentence with the key, the value and what to do.
+    """A mistake in what the user gave: one sentence with the key, the value and the fix.
 
-    The command line prints the sentence alone and exits with status 2.
+        raise UserError("trainer.steps=0 must be at least 1.", code="out_of_range", key="trainer.steps")
+
+    `key` is the config key, option, file or address at fault, as the user wrote it. The command line prints the sentence
+    and the code, and exits with status 2.
     """
+
+    def __init__(self, sentence: str, *, code: Code = "malformed", key: str = "") -> None:
+        super().__init__(sentence)
+        self.code, self.key = code, key
+
+    def __reduce__(self) -> Any:
+        """Pickle the keyword arguments too: errors cross processes."""
+        return partial(type(self), code=self.code, key=self.key), self.args
 
 
 class RunError(Exception):

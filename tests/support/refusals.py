@@ -1,0 +1,24 @@
+"""Expectations of a user's error by its code and key, whatever its words are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+
+import pytest
+
+from rlsys.errors import Code, UserError
+
+
+@contextmanager
+def refused(code: Code, key: str | PathLike[str] | None = None) -> Iterator[pytest.ExceptionInfo[UserError]]:
+    """The block raises a UserError of this code, and of this key where one is given.
+
+    with refused("out_of_range", "trainer.steps"):
+        load_config("searchr1_tiny_cpu", ["trainer.steps=0"])
+    """
+    with pytest.raises(UserError) as caught:
+        yield caught
+    assert caught.value.code == code, caught.value
+    assert key is None or caught.value.key == str(key), caught.value
