@@ -29,7 +29,6 @@ from rich.table import Table
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULT = Path("outputs/bench/mutants.json")
-COPIED = ("rlsys", "tests", "configs", "examples", "toolkits", "docs", "bench", "scripts", "docker")
 TIMEOUT_S = 300
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -81,11 +80,10 @@ def judge(mutant: Mutant) -> Verdict:
     """Run the mutant's tests on a copy of the project that has the fault."""
     with TemporaryDirectory(prefix="mutant-") as scratch:
         copy = Path(scratch)
-        for name in COPIED:
-            shutil.copytree(PROJECT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "node_modules"))
-        for file in PROJECT.iterdir():
-            if file.is_file():
-                shutil.copy2(file, copy / file.name)
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True, check=True)
+        for name in filter(None, listed.stdout.split("\0")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(PROJECT / name, copy / name)
         for name in (".venv", ".git", "data"):
             if (PROJECT / name).exists():
                 (copy / name).symlink_to(PROJECT / name)
