@@ -110,8 +110,20 @@ def run(condition: Condition) -> Outcome:
         report = Path(scratch) / "junit.xml"
         begun = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-n", str(WORKERS), "--dist", "loadgroup", "--no-loadscope-reorder"]
-            + ["-m", "not slow", f"--junitxml={report}", *order],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-n",
+                str(WORKERS),
+                "--dist",
+                "loadgroup",
+                "--no-loadscope-reorder",
+                "-m",
+                "not slow",
+                f"--junitxml={report}",
+                *order,
+            ],
             env=environment,
             stdout=subprocess.DEVNULL,
         )
