@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlsys.observe.environment import RUN, begin_life, changes, commit_of, environment, read_lives
+from rlsys.observe.environment import (
+    RUN,
+    begin_life,
+    changes,
+    commit_of,
+    environment,
+    read_lives,
+    tree_cpu_seconds,
+)
 
 
 def git(folder: Path, *words: str) -> str:
@@ -20,7 +27,7 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_commit_of_a_checkout_and_whether_files_differ(tmp_path: Path) -> None:
+def test_the_commit_of_a_checkout_and_whether_files_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert commit_of(tmp_path) == (None, None), "no checkout"
     git(tmp_path, "init")
     assert commit_of(tmp_path) == (None, None), "no commit yet"
@@ -33,21 +40,16 @@ def test_the_commit_of_a_checkout_and_whether_files_differ(tmp_path: Path) -> No
     assert commit_of(tmp_path) == (commit, True)
     (tmp_path / "within").mkdir()
     assert commit_of(tmp_path / "within") == (None, None), "the checkout of somebody else around it"
-
-
-def test_without_git_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git(tmp_path, "init")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert commit_of(tmp_path) == (None, None)
+    assert commit_of(tmp_path) == (None, None), "no git"
 
 
 def test_a_run_has_its_lives_in_order(tmp_path: Path) -> None:
-    before = time.time()
     begin_life(tmp_path, 0)
     begin_life(tmp_path, 7)
     first, second = read_lives(tmp_path)
     assert (first.after_step, second.after_step) == (0, 7)
-    assert before <= first.begun <= second.begun <= time.time()
+    assert first.begun <= second.begun
     assert (second.environment, second.command) == (environment(), sys.argv)
 
 
@@ -111,3 +113,18 @@ def test_changed_versions_are_named() -> None:
     now = environment() | {"torch": "2", "ray": "3"}
     before = {name: value for name, value in now.items() if name != "ray"} | {"torch": "1", "host": "other"}
     assert changes(before, now) == ["torch 1 -> 2", "ray none -> 3"]
+
+
+BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+
+
+def test_a_childs_work_is_counted_while_it_lives() -> None:
+    before = tree_cpu_seconds()
+    with subprocess.Popen(
+        [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "done\n"
+        used = tree_cpu_seconds() - before
+        child.communicate("\n")
+    assert used > 0.25, "the kernel counts in hundredths"
