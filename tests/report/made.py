@@ -18,38 +18,9 @@ from rlsys.observe.records import TIMELINE, LineLog, timeline_row
 from rlsys.observe.spans import Span
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 
-WORDS = (
-    *(
-        "the",
-        "of",
-        "in",
-        "a",
-        "city",
-        "country",
-        "capital",
-        "river",
-        "was",
-        "born",
-        "which",
-        "is",
-        "north",
-        "near",
-    ),
-    *(
-        "market",
-        "bridge",
-        "council",
-        "founded",
-        "by",
-        "population",
-        "language",
-        "museum",
-        "1896",
-        "treaty",
-        "province",
-    ),
-    *("film", "album", "director", "season", "island", "railway", "university"),
-)
+_SENTENCE = """the of in a city country capital river was born which is north near market bridge council founded by population
+language museum 1896 treaty province film album director season island railway university"""
+WORDS = tuple(_SENTENCE.split())
 DAY = 1_790_000_000
 
 

@@ -1,28 +1,44 @@
-"""Causes of drift: every trained token has one, the one that an account of prefixes and versions gives it."""
+"""Causes of drift: every trained token has the one that an account of prefixes and versions gives it.
+
+Also the parts of the account: tokens that two cuts of a text have in common, figures of numbers that are not held, and
+bounds on what truncated sampling hides.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
-from itertools import groupby
+from dataclasses import astuple, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlsys.observe.kept import Kept
 from rlsys.report.drift import (
+    ERROR,
     HISTOGRAM_EDGES,
+    LEAST,
+    QUANTILES,
+    SHORT,
     WORST,
     Cause,
     CauseDrift,
     DriftReport,
+    Spread,
     as_json,
+    joined,
+    joined_sampler,
+    log_kept_mass,
+    matched_pairs,
     report_of,
+    sampler_drift,
+    spread,
+    tally,
     tally_step,
 )
 from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
@@ -70,7 +86,7 @@ def as_drawn(one: Kept, prompt: str, turns: list[tuple[list[int], str]]) -> dict
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40)
 @given(TEXTS, TURNS, st.lists(st.integers(0, POLICY), min_size=4, max_size=4), st.booleans())
 def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
     prompt: str, turns: list[tuple[list[int], str]], versions: list[int], eos: bool
@@ -87,11 +103,11 @@ def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
     assert tokens[Cause.VERSION_LAG] == sum(lag > 0 for lag in lags.values())
     unsampled = sum(version < 0 and own for version, own in zip(one.versions, one.loss_mask, strict=True))
     assert tokens[Cause.UNSAMPLED] == unsampled
-    for lag, spread in report.by_lag.items():
+    for lag, found in report.by_lag.items():
         values = [trained_logprob(one.token_ids[: at + 1].tolist()) - same[at] for at in same if lags[at] == lag]
-        assert spread.count == len(values)
-        assert spread.mean == pytest.approx(np.mean(values), abs=1e-5)
-        assert spread.rms == pytest.approx(math.sqrt(np.mean(np.square(values))), abs=1e-5)
+        assert found.count == len(values)
+        assert found.mean == pytest.approx(np.mean(values), abs=1e-5)
+        assert found.rms == pytest.approx(math.sqrt(np.mean(np.square(values))), abs=1e-5)
     assert set(report.by_lag) == set(lags.values())
     for row in report.causes:
         assert sum(row.histogram) == row.differences.count <= row.tokens
@@ -174,3 +190,129 @@ def test_nothing_kept_is_a_report_too_and_json_is_plain() -> None:
     found = json.loads(json.dumps(as_json(drift_report([one], SAMPLING)), allow_nan=False))
     assert [row["cause"] for row in found["causes"]] == [cause.value for cause in Cause]
     assert {len(row["histogram"]) for row in found["causes"]} == {len(found["histogram_edges"]) + 1}
+
+
+TOKENS = st.lists(st.integers(0, 5), max_size=30)
+
+
+@given(TOKENS, TOKENS, st.integers(0, 3))
+@settings(max_examples=40)
+def test_pairs_are_of_equal_tokens_in_the_order_of_both(first: list[int], second: list[int], times: int) -> None:
+    """Repeated, so that they are long too."""
+    first, second = first * 4**times, second * 4**times
+    pairs = sorted(matched_pairs(first, second))
+    assert all(first[a] == second[b] for a, b in pairs)
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
+    assert len(list(matched_pairs(first, first))) == len(first)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.booleans())
+@settings(max_examples=40)
+def test_long_texts_of_which_some_words_are_cut_otherwise(words: list[int], swapped: bool) -> None:
+    """Token 0 is a word that the other side has in two tokens, -1 and -2; between them are others, each once."""
+    known, drawn, trained = 1, list[int](), list[int]()
+    for word in words * 8:
+        same = list(range(known, known + word))
+        known += word
+        drawn += [*same, 0]
+        trained += [*same, -1, -2]
+    if swapped:
+        drawn, trained = trained, drawn
+    assert len(list(matched_pairs(drawn, trained))) == known - 1
+
+
+def test_endless_repetition_takes_no_time() -> None:
+    """Longest common runs of these would take hours."""
+    first, second = [1, 2] * 2000, [1, 2, 3] * 1300
+    assert len(list(matched_pairs(first, second))) < SHORT
+    assert len(list(matched_pairs([*first, 9, 8], [*first, 7]))) == len(first)
+    assert len(list(matched_pairs([9, 8, *first], [7, *first]))) == len(first)
+
+
+NUMBERS = st.lists(st.floats(-30.0, 30.0) | st.just(float("nan")) | st.floats(-1e-6, 1e-6), max_size=30)
+
+
+@given(st.lists(NUMBERS, max_size=5))
+@settings(max_examples=40)
+def test_a_joined_tally_has_the_figures_of_all_numbers(parts: list[list[float]]) -> None:
+    numbers = [value for part in parts for value in part]
+    found, exact = joined([tally(part) for part in parts]).spread(), spread(numbers)
+    if not exact.count:
+        assert found == exact
+        return
+    *figures, quantiles = astuple(found)
+    *expected, of_all = astuple(exact)
+    assert figures == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    known = np.sort(np.array(numbers)[np.isfinite(numbers)])
+    sizes = np.abs(known)
+    assert (exact.mean, exact.mean_abs, exact.largest) == pytest.approx((known.mean(), sizes.mean(), sizes.max()))
+    assert (exact.rms, exact.exp_mean) == pytest.approx(
+        (np.sqrt((known**2).mean()), np.exp(np.clip(known, -20, 20)).mean())
+    )
+    assert of_all == pytest.approx(np.quantile(known, QUANTILES).tolist())
+    for share, quantile, value in zip(QUANTILES, quantiles, of_all, strict=True):
+        rank = share * (len(known) - 1)
+        largest = max(abs(known[int(np.floor(rank))]), abs(known[int(np.ceil(rank))]))
+        assert abs(quantile - value) <= ERROR * largest * 1.001 + LEAST
+
+
+def test_a_tally_of_many_numbers_is_small_and_of_none_has_no_figures() -> None:
+    assert tally([]).spread() == joined([]).spread() == Spread(0)
+    numbers = np.random.default_rng(0).normal(size=100_000)
+    found = tally(numbers)
+    assert len(found.bins) < 3000
+    assert found.spread().quantiles == pytest.approx(np.quantile(numbers, QUANTILES).tolist(), rel=ERROR, abs=1e-3)
+
+
+SIZES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
+
+
+def kept_mass(probabilities: list[float], top_p: float, top_k: int) -> tuple[list[int], float]:
+    """The tokens that pass both filters, each on the whole vocabulary as SGLang applies them, and their mass."""
+    order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    kept, before = [], 0.0
+    for rank, token in enumerate(order):
+        if before <= top_p and (top_k < 0 or rank < top_k):
+            kept.append(token)
+        before += probabilities[token]
+    return kept, sum(probabilities[token] for token in kept)
+
+
+@given(SIZES, st.floats(0.05, 1.0), st.sampled_from([-1, 1, 2, 5]), st.data())
+@settings(max_examples=40)
+def test_the_kept_mass_is_within_its_bounds(sizes: list[float], top_p: float, top_k: int, data: st.DataObject) -> None:
+    probabilities = [one / sum(sizes) for one in sizes]
+    kept, mass = kept_mass(probabilities, top_p, top_k)
+    drawn = probabilities[data.draw(st.sampled_from(kept))]
+    assume(abs(drawn - top_p) > 1e-9)
+    (low,), (high,) = log_kept_mass(np.log([drawn]), top_p, top_k)
+    assert low - 1e-9 <= np.log(mass) <= high + 1e-9
+    if low == high:
+        assert low == pytest.approx(np.log(mass), abs=1e-9)
+    if drawn > top_p or top_k == 1:
+        assert low == high, "it is known"
+
+
+def test_means_of_the_bounds_by_hand() -> None:
+    found = sampler_drift(np.log([0.75, 0.1]), {"temperature": 1.0, "top_p": 0.5, "top_k": -1})
+    assert (found.truncated, found.exact) == (True, 1)
+    assert found.least == pytest.approx((np.log(0.75) + np.log(0.5)) / 2)
+    assert found.most == pytest.approx(np.log(0.75) / 2)
+    found = sampler_drift(np.array([-0.5, -9.0]), {"temperature": 0.3, "top_p": 1.0, "top_k": -1})
+    assert (found.truncated, found.least, found.most, found.exact) == (False, 0.0, 0.0, 2)
+
+
+def test_settings_that_are_null_or_damaged_are_the_defaults() -> None:
+    for setting in (None, "0.", [None], float("nan"), True):
+        found = sampler_drift(np.array([-0.5]), dict.fromkeys(("temperature", "top_p", "top_k"), setting))
+        assert (found.temperature, found.top_p, found.top_k, found.truncated) == (1.0, 1.0, -1, False)
+
+
+@given(st.lists(st.lists(st.floats(-9.0, 0.0), max_size=5), max_size=4))
+@settings(max_examples=40)
+def test_parts_are_joined_to_the_whole(parts: list[list[float]]) -> None:
+    sampling = {"top_p": 0.5}
+    whole = sampler_drift(np.array([value for part in parts for value in part]), sampling)
+    found = joined_sampler([sampler_drift(np.array(part), sampling) for part in parts], sampling)
+    assert (found.tokens, found.exact) == (whole.tokens, whole.exact)
+    assert (found.least, found.most) == pytest.approx((whole.least, whole.most))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.report.token_audit import CutPlace, Stretch, place_of, spans_of, stretches
@@ -19,6 +19,7 @@ def spans(cuts: set[int], start: int = 0, end: int = LENGTH) -> list[tuple[int, 
 
 
 @given(CUTS, CUTS, st.integers(0, LENGTH - 1), st.integers(1, LENGTH), st.booleans())
+@settings(max_examples=50)
 def test_stretches_end_where_both_ways_have_a_cut(
     ours: set[int], theirs: set[int], start: int, length: int, beyond: bool
 ) -> None:
@@ -64,7 +65,6 @@ def test_there_is_no_cut_where_white_space_is_of_both_neighbours() -> None:
     ("text", "cut", "place"),
     [
         ("say <search>x", 4, CutPlace.TAG),
-        ("say <search>x", 8, CutPlace.TAG),
         ("say <search>x", 12, CutPlace.TAG),
         ("say <search>x", 2, CutPlace.OTHER),
         ("say <search>x", 3, CutPlace.SPACE),

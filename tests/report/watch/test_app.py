@@ -1,13 +1,15 @@
-"""The application while a model is being built."""
+"""The application: many who ask share one build, and what is damaged or gone is answered."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from rlsys.report.watch import LiveRun, create_app
 from tests.report.watch.folder import add_step, write_run, write_status
@@ -50,3 +52,16 @@ def test_many_who_ask_for_the_page_share_one_build_and_leave_the_rest_alone(
         assert not begun.acquire(blocking=False), "one build was enough"
 
     asyncio.run(ask())
+
+
+def test_a_name_and_an_end_that_are_no_text_and_a_folder_that_goes_away_are_answered(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    half = json.loads('"half \\ud83d"')
+    write_status(folder, ended=f"failed: {half}", em=float("nan"))
+    with TestClient(create_app(LiveRun(folder), frozenset({"localhost"})), base_url="http://localhost") as client:
+        found = client.get("/status.json").json()
+        assert (found["ended"], found["em"]) == (f"failed: {half}", None)
+        assert [client.get(f"/{path}").status_code for path in ("data.json", "metrics", "")] == [200] * 3
+        folder.rename(tmp_path / "elsewhere")
+        answer = client.get("/data.json")
+        assert (answer.status_code, str(folder) in answer.text) == (404, True)

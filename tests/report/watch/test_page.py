@@ -5,11 +5,15 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.report.watch.folder import add_evaluation, add_step, write_run, write_status
 from tests.report.watch.test_server import watching
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 
 __all__ = ["browser", "look"]
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: Path, look: Look) -> None:
@@ -63,23 +67,6 @@ def test_what_came_while_the_server_was_away_is_shown(tmp_path: Path, look: Look
     with watching(folder, "--port", port):
         page.wait_for_selector(".tiles:has-text('mean of 2 steps')")
         page.wait_for_selector(".live:has-text('step 1 of 9')")
-
-
-def test_a_redrawn_page_keeps_the_focus_and_what_was_unfolded(tmp_path: Path, look: Look) -> None:
-    folder = write_run(tmp_path / "run")
-    add_step(folder, 1)
-    with watching(folder) as (address, _):
-        page = look(f"{address}#view=curves").page
-        fold = page.locator("details", has=page.get_by_role("heading", name="engine"))
-        fold.locator("summary").focus()
-        assert fold.get_attribute("open") is None
-        page.keyboard.press("Enter")
-        page.evaluate("document.querySelector('details').dataset.old = 1")
-        add_step(folder, 2)
-        page.wait_for_selector("details:not([data-old]) svg")
-        page.locator("[data-old]").wait_for(state="detached")
-        assert fold.get_attribute("open") is not None
-        assert page.evaluate("document.activeElement.localName") == "summary"
 
 
 def test_what_a_run_has_written_is_text(tmp_path: Path, look: Look) -> None:

@@ -1,4 +1,4 @@
-"""A folder that grows under the server: what is built again, and when."""
+"""A folder that grows under the server: what is built again and when, and whether the run goes on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rlsys.errors import UserError
-from rlsys.report.run_model import QUIET_S
+from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, life_of
 from rlsys.report.watch import REST, LiveRun
 from tests.report.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
 from tests.support.damage import DAMAGES, OBJECTS
+from tests.support.refusals import refused
 
 
 class Clock:
@@ -82,27 +82,19 @@ def test_whatever_the_page_shows_makes_another_version(tmp_path: Path, change: s
     assert run.version() != known
 
 
-def test_a_change_of_state_alone_is_no_other_version(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    write_status(folder)
-    run = LiveRun(folder)
-    known = run.version()
-    write_status(folder, states={})
-    assert run.version() == known
-    status = run.status()
-    assert status
-    assert status["states"] == {}
-
-
 @pytest.mark.parametrize("name", ["evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"])
-def test_a_file_that_is_being_written_is_no_other_version(tmp_path: Path, name: str) -> None:
+def test_a_change_of_state_or_a_file_that_is_being_written_is_no_other_version(tmp_path: Path, name: str) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder)
     run = LiveRun(folder, clock=lambda: 0.0)
     known = run.version()
+    write_status(folder, states={})
     (folder / name).parent.mkdir()
     (folder / name).write_text("{")
     assert run.version() == known
+    status = run.status()
+    assert status
+    assert status["states"] == {}
 
 
 def test_parts_are_those_of_the_model_that_was_handed_out(tmp_path: Path) -> None:
@@ -148,15 +140,15 @@ def test_the_audit_is_left_to_the_end(
     assert asked == [audited]
 
 
-def test_a_folder_that_is_no_run_or_gone_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder"):
+def test_a_folder_that_is_no_run_or_gone_is_refused(tmp_path: Path) -> None:
+    with refused("not_found", tmp_path / "absent"):
         LiveRun(tmp_path / "absent")
-    with pytest.raises(UserError, match="is no run"):
+    with refused("malformed", tmp_path):
         LiveRun(tmp_path)
     folder = write_run(tmp_path / "run")
     run = LiveRun(folder)
     folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is no folder"):
+    with refused("not_found", folder):
         run.data()
     assert run.status() is None
 
@@ -175,3 +167,37 @@ def test_whatever_has_become_of_its_files_it_is_shown(tmp_path: Path, damage: st
     assert (found["steps"], found["evaluations"]) == ([], [])
     assert (run.status() is None) == (damage not in OBJECTS)
     assert b"rlsys_run_info" in run.metrics()
+
+
+STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": "here"}
+
+
+@pytest.mark.parametrize(
+    ("status", "now", "living", "phase", "words"),
+    [
+        (STATUS, 1001.0, {7}, Phase.running, "is after step 3 of 9"),
+        (STATUS, 1000.0 + QUIET_S + 1, set(), Phase.gone, "killed"),
+        (STATUS, 1000.0 + SILENT_S + 1, set(), Phase.gone, "killed"),
+        # The clock was set back since.
+        (STATUS, 1000.0 - QUIET_S - 1, set(), Phase.gone, "killed"),
+        (STATUS, 1000.0 - QUIET_S - 1, {7}, Phase.running, "goes on"),
+        # In another container of the same name, where its number is nobody's: it has just written.
+        (STATUS, 1000.0 + QUIET_S - 1, set(), Phase.running, "goes on"),
+        (STATUS, 1000.0 + SILENT_S + 1, {7}, Phase.silent, "for 31 s"),
+        # Of another machine nothing is known but how old its word is.
+        ({**STATUS, "host": "there"}, 1001.0, set(), Phase.running, "goes on"),
+        ({**STATUS, "host": "there"}, 1100.0, set(), Phase.silent, "for 100 s"),
+        ({**STATUS, "ended": "finished"}, 9999.0, set(), Phase.finished, "has finished after step 3"),
+        ({**STATUS, "ended": "failed: no disk"}, 9999.0, set(), Phase.failed, "failed: no disk"),
+        (None, 1001.0, set(), Phase.unknown, "has not begun"),
+        ({"pid": "seven", "at": None}, 1.0, set(), Phase.running, "goes on"),
+    ],
+)
+def test_a_life_by_what_is_on_disk(
+    status: dict[str, Any] | None, now: float, living: set[int], phase: Phase, words: str
+) -> None:
+    life = life_of(status, False, now, "here", living.__contains__)
+    assert life.phase is phase
+    assert words in life.sentence
+    if status is None:
+        assert life_of(None, True, now, "here", living.__contains__).phase is Phase.finished, "it has a summary"

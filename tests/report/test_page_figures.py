@@ -1,0 +1,350 @@
+"""Figures of the report that its scripts work out, in a real browser: drift, evaluations, units and axes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from playwright.sync_api import Page, expect
+
+from rlsys.data.trajectory import Action
+from rlsys.observe.kept import Kept, write_kept
+from rlsys.observe.run_folder import open_run
+from rlsys.report.report_page import bundle, write_report
+from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
+from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, played
+from tests.report.made import Maker, Size, add_measured, made_run
+from tests.report.test_page import at, bare_run
+from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.paths import PROJECT
+
+__all__ = ["browser", "look"]
+
+pytestmark = pytest.mark.slow
+
+PARIS = CODEC.encode("Paris")
+LETTERS = [token for letter in "Paris" for token in CODEC.encode(letter)]
+ONE_CUT_OTHERWISE = ([(PARIS, "\n")] * 3 + [(LETTERS, "\n")], (1, 2, POLICY, POLICY))
+"""Turns of versions 1, 2 and 3, the trained one, as they are trained, and one that is not."""
+APART = {1: 0.5, 2: -0.25, POLICY: 0.125}
+TURN = -1.5
+
+
+def trained(turns: Sequence[tuple[list[int], str]], versions: Sequence[int], apart: dict[int, float] = APART) -> Kept:
+    """An episode whose tokens as drawn are off by `apart` of their version, and whose other turns by `TURN`."""
+    one = played("x\n", turns, versions=versions)
+    known = np.isfinite(one.rollout_logprobs)
+    offsets = np.array([apart.get(int(version), 0.0) for version in one.versions])
+    old = np.where(known, one.rollout_logprobs + offsets, 0.0)
+    for number, said in enumerate(one.turns):
+        own = np.flatnonzero(one.loss_mask & (one.turn_of_token == number))
+        if not known[own].all():
+            old[own] = (said.sampled_logprobs.sum() + TURN) / len(own)
+    return replace(one, old_logprobs=old.astype(np.float32))
+
+
+def run_of(folder: Path, kept: Kept, rows: Sequence[dict[str, float]] = ({},), **config: Any) -> Path:
+    """A folder of a run with this trajectory alone; `config` has the parts that are not as here."""
+    folder.mkdir()
+    written = {"rollout": {"sampling": {"temperature": 1.0}}, "task": {"token_mode": "retokenize"}} | config
+    (folder / "config.yaml").write_text(yaml.safe_dump(written))
+    lines = (json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, 1))
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    write_kept(folder, kept.step, [kept])
+    return folder
+
+
+def page_of(look: Look, *folders: Path, view: str = "tokens", size: tuple[int, int] = DESKTOP) -> Page:
+    """The view of the report over these runs, which fits and has no problem."""
+    report = write_report([open_run(folder) for folder in folders], folders[0].parent / "report.html")
+    opened = look(f"{report.resolve().as_uri()}#view={view}", size)
+    assert opened.page.locator("section").count() > 1
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert opened.problems == []
+    return opened.page
+
+
+def rows_of(page: Page, table: str) -> dict[str, list[str]]:
+    """First cell -> the others, without the head's row."""
+    rows = page.get_by_role("region", name=table, exact=True).locator("tbody tr").all()
+    cells = [row.locator("th, td").all_inner_texts() for row in rows]
+    return {first: others for first, *others in cells}
+
+
+def sizes_of(page: Page) -> dict[str, str]:
+    """Cause -> its size and what is said of it."""
+    names = page.locator(".pairs dt").all_inner_texts()
+    return dict(zip(names, page.locator(".pairs dd").all_inner_texts(), strict=True))
+
+
+def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
+    folder = run_of(
+        tmp_path / "run",
+        trained(*ONE_CUT_OTHERWISE),
+        rollout={"sampling": {"temperature": 1.0, "top_p": 0.5}},
+    )
+    page = page_of(look, folder, size=PHONE)
+    sizes = sizes_of(page)
+    assert list(sizes) == ["version lag", "sampler", "tokenisation", "numerics"]
+    # The squares of 0.5 and 0.25 in mean are 0.15625, less that of 0.125 they are that of 0.375.
+    assert sizes["version lag"].startswith(
+        "0.375 nats a token, rms: tokens of older policies are off by 0.395, those of the trained policy by 0.125,"
+    )
+    assert sizes["tokenisation"].startswith("−1.50 nats a turn, mean of 1 turn cut otherwise")
+    assert sizes["numerics"].startswith("0.125 nats a token, rms")
+    assert "as top_p 0.5 cut what is drawn from" in sizes["sampler"]
+    count = str(len(PARIS))
+    assert rows_of(page, "Drift by version lag") == {
+        "0": [count, "0.125", "0.125", "0.125"],
+        "1": [count, "−0.250", "0.250", "0.250"],
+        "2": [count, "0.500", "0.500", "0.500"],
+    }
+    sums = [len(PARIS) * one for one in APART.values()]
+    turns = rows_of(page, "Drift by turn")
+    assert turns["cut otherwise"] == ["1", "−1.50", "1.50", "1.50"]
+    assert turns["not comparable"][0] == "0"
+    assert turns["as drawn"][0] == "3"
+    assert [float(cell) for cell in turns["as drawn"][1:]] == pytest.approx(
+        [np.mean(sums), np.mean(np.abs(sums)), np.sqrt(np.mean(np.square(sums)))], abs=0.005
+    )
+
+
+@pytest.mark.parametrize(
+    ("turns", "versions", "apart", "said"),
+    [
+        ([(PARIS, "\n")], (POLICY,), APART, {"version lag": "None: no ", "tokenisation": "None: every "}),
+        (
+            [(PARIS, "\n")],
+            (1,),
+            APART,
+            {"version lag": "At most 0.500 nats a token,", "numerics": "Not known: "},
+        ),
+        ([(PARIS, "\n")] * 2, (1, POLICY), {1: 0.125, POLICY: 0.5}, {"version lag": "None that shows: "}),
+        ([(LETTERS, "\n")], (POLICY,), APART, {"tokenisation": "−1.50 nats a turn", "sampler": "None: "}),
+        # The tokenizer joins >>, so that the turn's end lies within a token, which is not trained.
+        (
+            [([token for letter in "<search>" for token in CODEC.encode(letter)], "> x")],
+            (POLICY,),
+            APART,
+            {"tokenisation": "Not known: ", "numerics": "Not known: "},
+        ),
+    ],
+    ids=["numerics alone", "older alone", "numerics are more", "re-tokenised alone", "edge lost"],
+)
+def test_a_size_that_cannot_be_had_has_its_reason(
+    tmp_path: Path,
+    look: Look,
+    turns: Sequence[tuple[list[int], str]],
+    versions: Sequence[int],
+    apart: dict[int, float],
+    said: dict[str, str],
+) -> None:
+    page = page_of(look, run_of(tmp_path / "run", trained(turns, versions, apart)))
+    sizes = sizes_of(page)
+    assert {cause: sizes[cause][: len(text)] for cause, text in said.items()} == said
+    lagging = any(version < POLICY for version in versions)
+    assert page.get_by_role("region", name="Drift by version lag").count() == lagging
+
+
+def test_tokens_of_several_runs_stand_side_by_side(tmp_path: Path, look: Look) -> None:
+    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    model = {"model": {"path": str(tmp_path / "tokenizer")}}
+    # 900 sampled tokens of which a third is a version old, then 100 of which all are.
+    old = (
+        {"staleness/lag_0": 2 / 3, "staleness/lag_1": 1 / 3, "staleness/mean": 1 / 3}
+        | {"state_tokens/total": 1000, "staleness/unversioned_tokens": 100},
+        {"staleness/lag_0": 0.0, "staleness/lag_1": 1.0, "staleness/mean": 1.0, "state_tokens/total": 100},
+    )
+    new = ({"staleness/lag_0": 1.0, "staleness/mean": 0.0, "state_tokens/total": 1000},)
+    # Of one token the sampler keeps no less than itself, or than the half of all.
+    cut = {"rollout": {"sampling": {"temperature": 1.0, "top_p": 0.5}}}
+    first = trained(*ONE_CUT_OTHERWISE)
+    drawn = first.rollout_logprobs[first.loss_mask & np.isfinite(first.rollout_logprobs)]
+    sampler = -np.maximum(drawn, np.log(0.5)).mean()
+    folders = (
+        run_of(tmp_path / "old", first, old, **model, **cut),
+        run_of(tmp_path / "new", trained([(PARIS, "\n")], (POLICY,), {POLICY: 0.25}), new, **model),
+    )
+    page = page_of(look, *folders)
+    rows = rows_of(page, "Tokens of the runs side by side")
+    # Not one of the letters is a token of "Paris", which was drawn three times more.
+    assert not set(LETTERS) & set(PARIS)
+    differing = f"{100 * len(LETTERS) / (len(LETTERS) + 3 * len(PARIS)):.1f}\xa0%"
+    assert rows == {
+        "staleness, mean versions": ["0.400", "0"],
+        "tokens 0 versions older": ["60.0\xa0%", "100\xa0%"],
+        "tokens 1 version older": ["40.0\xa0%", "0\xa0%"],
+        "numerics, mean |d|": ["0.125", "0.250"],
+        "version lag, mean |d|": ["0.375", "–"],
+        "version lag beyond numerics, rms": ["0.375", "–"],
+        "sampler, mean at most": [f"{sampler:.3f}", "0"],
+        "turns cut otherwise, mean": ["−1.50", "–"],
+        "tokens that re-tokenising changes": [differing, "0\xa0%"],
+    }
+
+
+SMALL = Size(steps=1, groups=1)
+FAILED = turn(Action.SEARCH, "x", "Search failed", error="no answer")
+
+
+def cells(page: Page, name: str) -> list[list[str]]:
+    """Texts of a table's rows, its head first."""
+    rows = page.get_by_role("region", name=name, exact=True).locator("tr").all()
+    return [[text.replace("\u00a0", " ").strip() for text in row.locator("th, td").all_text_contents()] for row in rows]
+
+
+def test_what_was_measured_is_shown_with_its_interval(tmp_path: Path, look: Look) -> None:
+    """1 of 4 has Wilson's 4.6 % to 69.9 %; one right of two answers is right by one draw of two, surely by two."""
+    folder = made_run(tmp_path / "run", Maker(SMALL))
+    said = ["in the Nile", None, "x", "Nile"]
+    answers = [answered(asked(number, "Nile"), one, 0, SEARCH) for number, one in enumerate(said)]
+    add_measured(folder, "eval", *answers, started="1")
+    both = [answered(asked(1, "Nile", source=name), one, n) for name in "ab" for n, one in enumerate(["Nile", "x"])]
+    add_measured(folder, "eval-2", *both, started="2", samples=2, temperature=0.5, baseline="cot", model="/m")
+    opened = look(at(write_report([open_run(folder)]), "view=evaluations"))
+    head, first, *others = cells(opened.page, "Measured by rlsys eval")
+    assert head == [
+        "folder",
+        "set",
+        "questions",
+        "EM",
+        "F1",
+        "sub-EM",
+        "pass@1",
+        "pass@2",
+        "searches",
+        "engine",
+        "model",
+    ]
+    em, f1 = "25.0 % 4.6 % to 69.9 %", "41.7 %"
+    assert first == ["eval", "nq", "4", em, f1, "50.0 %", "–", "–", "1", "sglang", "hf"]
+    assert [row[1:3] for row in others] == [["a", "1"], ["b", "1"], ["average", "2"]]
+    how = "sglang, cot, 2 answers, temperature 0.5"
+    assert {tuple(row[6:]) for row in others} == {("50.0 %", "100 %", "0", how, "/m")}
+    expect(opened.page.get_by_text("EM with its 95 % interval")).to_be_visible()
+    assert opened.problems == []
+
+
+def test_failed_searches_are_said_once_for_each_set(tmp_path: Path, look: Look) -> None:
+    """The average has the sum of its sets, which is not counted again."""
+    folder = made_run(tmp_path / "run", Maker(SMALL))
+    failed = [answered(asked(1, "a", source=name), "a", 0, FAILED) for name in "ab"]
+    add_measured(folder, "eval", *failed)
+    page = look(at(write_report([open_run(folder)]), "view=evaluations")).page
+    expect(page.locator(".bad")).to_have_text("2 searches failed: these figures are not those of the whole search.")
+
+
+def test_the_last_evaluations_of_several_runs_stand_beside_each_other(tmp_path: Path, look: Look) -> None:
+    first = made_run(tmp_path / "first", Maker(Size(steps=2, groups=1)))
+    row = {"step": 2, "questions": 7, "em": 0.125, "em_by_hop": {"2": 0.25}, "searches": 1.0}
+    (first / "evaluations/reference_step_000002.json").write_text(json.dumps(row))
+    second = made_run(tmp_path / "second", Maker(SMALL))
+    row = {"step": 1, "questions": 8, "em": 0.5, "em_by_hop": {"10": 0.75, "2": 0.0}, "searches": 3.0}
+    (second / "evaluations/step_000001.json").write_text(json.dumps(row))
+    bare = bare_run(tmp_path / "bare", {"actor/entropy": 1.0})
+    report = write_report([open_run(one) for one in (first, second, bare)], tmp_path / "all.html")
+    opened = look(at(report, "view=evaluations&run=1"))
+    page, name = opened.page, "The last evaluation of each run"
+    assert cells(page, name) == [
+        ["", "after step", "EM", "2-hop", "10-hop", "F1", "searches", "questions"],
+        ["first", "2", "80.0 %", "–", "–", "80.0 %", "2", "30"],
+        ["its reference policy", "2", "12.5 %", "25.0 %", "–", "–", "1", "7"],
+        ["second", "1", "50.0 %", "0 %", "75.0 %", "–", "3", "8"],
+        ["bare", "–", "–", "–", "–", "–", "–", "–"],
+    ]
+    table = page.get_by_role("region", name=name)
+    expect(table.locator("[aria-current=true]")).to_have_text("second")
+    table.get_by_role("link", name="first").click()
+    expect(page.get_by_role("heading", name="Every evaluation of first")).to_be_visible()
+    assert opened.problems == []
+
+
+METRICS = PROJECT / "docs" / "metrics.md"
+
+
+@pytest.fixture
+def page(look: Look) -> Page:
+    return look("about:blank").page
+
+
+def run(page: Page, imports: str, body: str) -> Any:
+    """What a module of the page with these imports returns."""
+    static = files("rlsys.report") / "static"
+    sources = {one.name: one.read_text() for one in static.iterdir() if one.name.endswith(".js")}
+    sources["test.js"] = f"{imports}\nwindow.found = (() => {{ {body} }})();\n"
+    page.evaluate(bundle(sources, "test.js"))
+    return page.evaluate("window.found")
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """(name, unit) of every row of the reference, with its placeholders filled in."""
+    for line in METRICS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("| `") or len(cells) < 3 or cells[0].startswith("`guard/"):
+            continue
+        for name in re.findall("`([^`]+)`", cells[0]):
+            choices = re.search(r"\{(.*)\}", name)
+            for one in choices[1].split(",") if choices else [""]:
+                filled = name.replace(choices[0], one) if choices else name
+                yield (
+                    filled.replace("<k>", "2").replace("<hops>", "2").replace("<", "").replace(">", ""),
+                    cells[1],
+                )
+
+
+def test_figures_are_shown_in_the_units_of_their_reference(page: Page) -> None:
+    rows = [(name, unit) for name, unit in documented() if unit]
+    assert len(rows) > 100
+    # Rows without a unit of their own say by their names what they are.
+    rows += [
+        ("engine/0/pause_s", "s"),
+        ("engine/0/cached_fraction", "share"),
+        ("engine/0/tokens_per_s", "1/s"),
+    ]
+    formats = run(
+        page,
+        'import { formatOf } from "./format.js";',
+        f"return {[name for name, _ in rows]!r}.map((name) => formatOf(name).name);",
+    )
+    expected = [{"s": "seconds", "share": "share"}.get(unit, "number") for _, unit in rows]
+    assert dict(zip((name for name, _ in rows), formats, strict=True)) == {
+        name: format_ for (name, _), format_ in zip(rows, expected, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, [0, 0.5, 1]),
+        (-3, 3, [-2, 0, 2]),
+        (0.9999999999999999, 1.0, None),
+        (1e308, float("inf"), None),
+        (float("nan"), 1, []),
+    ],
+)
+def test_an_axis_always_has_few_ticks(page: Page, low: float, high: float, ticks: list[float] | None) -> None:
+    page.evaluate("([low, high]) => { window.low = low; window.high = high; }", [low, high])
+    shown = run(page, 'import { niceTicks } from "./chart.js";', "return niceTicks(low, high, 3);")
+    assert len(shown) <= 50
+    assert ticks is None or shown == pytest.approx(ticks)
+
+
+def test_a_chart_that_fails_says_so_and_leaves_others_alone(page: Page) -> None:
+    run(
+        page,
+        'import { fitted, h } from "./dom.js";\nimport { lineChart } from "./chart.js";',
+        """
+        const broken = fitted(h("div", { id: "broken" }), () => { throw new Error("no such thing"); });
+        document.body.append(broken, lineChart({ title: "whole", series: [{ points: [[1, 2], [2, 3]] }] }));
+        """,
+    )
+    expect(page.locator("#broken")).to_have_text("This chart could not be drawn: no such thing")
+    expect(page.get_by_role("img", name="whole").locator("path.curve")).to_have_count(1)
