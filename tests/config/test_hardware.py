@@ -33,7 +33,7 @@ def test_a_cluster_that_has_room_is_valid(tiny_run: TinyRun) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["cluster.nodes=2"], "cluster.nodes"),
+        (["cluster.nodes=2"], "cluster.devices_per_node"),
         ([*TWO_MACHINES, "cluster.placement.rollout='4'"], "cluster.placement"),
         ([*TWO_MACHINES, APART, "cluster.sync_mode=tensor"], "cluster.sync_mode"),
         ([*TWO_MACHINES, APART, "cluster.search.nodes=['0', '2']"], "cluster.search.nodes"),

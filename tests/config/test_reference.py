@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from rlsys.config.schema import ModelConfig, schema_keys
 from scripts.config_reference import COMMAND, FILE, PACKAGE, explanations, render
 
 
-def test_the_page_is_up_to_date_and_has_every_key_once_with_its_meaning() -> None:
+@pytest.fixture(scope="module")
+def page() -> str:
+    """Seconds of work: all code that runs is searched for who reads a key."""
+    return render()
+
+
+def test_the_page_is_up_to_date_and_has_every_key_once_with_its_meaning(page: str) -> None:
     """A meaning says more than a bound does."""
-    page = render()
     assert FILE.read_text(encoding="utf-8") == page, f"run `{COMMAND}`"
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert sorted(row[0] for row in rows) == sorted(f"| `{key}`" for key in schema_keys())
@@ -18,8 +25,7 @@ def test_the_page_is_up_to_date_and_has_every_key_once_with_its_meaning() -> Non
     assert [row[0] for row in rows if bare.fullmatch(row[4])] == []
 
 
-def test_rows_by_hand() -> None:
-    page = render()
+def test_rows_by_hand(page: str) -> None:
     assert "| `search.timeout_s` | number | `30.0` | s |" in page
     assert "| `trainer.seed` | integer | `1234` |  |" in page
     assert "| `actor.parallel.pp_layers` | list of integer or null | `null` | layers | Layers of each" in page
@@ -34,8 +40,8 @@ def test_rows_by_hand() -> None:
     assert explanations(ModelConfig)["recompute"].startswith("Recompute activations")
 
 
-def test_who_reads_a_key_is_a_file_that_does() -> None:
+def test_who_reads_a_key_is_a_file_that_does(page: str) -> None:
     """By hand: the optimiser of the trained groups reads its betas, and nothing else does."""
-    (row,) = [line for line in render().splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
+    (row,) = [line for line in page.splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
     assert row.endswith("| `trainer/optimizer.py` |")
     assert "config.beta1" in (PACKAGE / "trainer" / "optimizer.py").read_text()
