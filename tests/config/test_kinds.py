@@ -147,12 +147,6 @@ def test_another_kind_is_a_difference() -> None:
     }
 
 
-def test_a_record_that_is_no_config_stays_as_it_is() -> None:
-    assert recorded({"trainer": 3})["trainer"] == 3
-    later = {"kind": "later", "x": 1}
-    assert recorded({"trainer": {"schedule": later}})["trainer"]["schedule"] == later
-
-
 @dataclass
 class Plain:
     """One field of each plain type."""

@@ -82,16 +82,6 @@ def test_summary_is_strict_json_with_stable_order(tmp_path: Path) -> None:
     assert "NaN" not in first.read_text()
 
 
-def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    log = Trackers(LineLog(path), {}, clock=lambda: 12.5)
-    log.log(1, {"critic/score/mean": np.float32(0.25), "time/step": float("nan")})
-    row = {"step": 1, "time": 12.5, "critic/score/mean": 0.25, "time/step": None}
-    assert json.loads(path.read_text()) == row
-    log.close()
-    log.close()
-
-
 def test_of_a_step_that_was_done_again_the_last_row_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for steps, figure in (((1, 2, 3), 0.1), ((3,), 0.9)):

@@ -81,16 +81,6 @@ def test_everything_of_a_trajectory_is_kept() -> None:
     assert (first.action, first.observation, first.began_ns) == ("search", "hit", 7)
 
 
-@pytest.mark.parametrize(("content", "action"), [("no", Action.ANSWER), ("yes", Action.INVALID)])
-def test_a_wrong_answer_and_none_are_not_exact(content: str, action: Action) -> None:
-    one = scored()
-    last = replace(one.trajectory.turns[-1], content=content, action=action)
-    other = replace(one, trajectory=replace(one.trajectory, turns=(last,), sampled_ids=np.zeros(0, np.int32)))
-    (kept,) = keep([Group(question(1), (other,))], 1, None, shown)
-    assert not kept.exact
-    assert kept.turns[0].sampled_ids.size == 0, "what was sampled is not known"
-
-
 @pytest.mark.parametrize(
     ("groups", "most", "uids"),
     [
@@ -191,16 +181,6 @@ def test_a_file_of_another_version_is_one_sentence(change: Callable[[dict[str, A
     (problem,) = problems
     assert problem.startswith("trajectories/step_000001.jsonl.gz")
     assert "answer" in problem or "text" in problem
-
-
-def test_a_row_without_a_field_that_came_later_is_read() -> None:
-    one = kept_one()
-    row = json.loads(write_row(one))
-    for turn in row["turns"]:
-        del turn["tool"]
-    again = read_row(json.dumps(row))
-    assert [turn.tool for turn in again.turns] == ["", ""]
-    assert again.turns[0].text == one.turns[0].text
 
 
 def test_damage_costs_what_it_hit(tmp_path: Path) -> None:

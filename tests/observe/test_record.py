@@ -144,17 +144,6 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
     assert not [key for key in row if key.startswith("time/eval")], "what lies between steps counts to none"
 
 
-def test_a_rate_needs_a_model_and_a_share_needs_a_peak(tmp_path: Path) -> None:
-    for name, cost, expected in (("a", None, set()), ("b", Flops(1.0), {"perf/actor_tflops"})):
-        (tmp_path / name).mkdir()
-        run = Run(tmp_path / name, cost)
-        run.record.begin_step()
-        with run.working("actor", "train.apply", 1):
-            pass
-        run.record.step(1, GROUPS, [{}], {})
-        assert {key for key in run.rows()[0] if key.startswith(("perf/", "mfu/"))} == expected
-
-
 def test_guards_leave_a_mark_in_every_row_and_one_line_when_they_begin(tmp_path: Path) -> None:
     run = Run(tmp_path, patience=2, entropy_floor=0.5, same_answer_ceiling=None)
     found = []
@@ -251,14 +240,6 @@ def test_the_timeline_has_every_span_once(tmp_path: Path) -> None:
     assert [span.name for span in second.spans] == ["train.apply"]
 
 
-@pytest.mark.parametrize(("most", "files"), [(0, []), (None, [1]), (1, [1])])
-def test_trajectories_are_kept_as_the_config_says(most: int | None, files: list[int], tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.record.config.tracking.trajectories = most
-    run.step(1)
-    assert kept_steps(tmp_path) == files
-
-
 def test_evaluations_up_to_the_checkpoint_count(tmp_path: Path) -> None:
     """By which the best checkpoint is known, and with which the curves and the summary begin."""
     run = Run(tmp_path)
@@ -307,16 +288,3 @@ def test_the_config_of_a_resumed_run_is_whole_at_any_time(tmp_path: Path, monkey
         Run(tmp_path, history=history, patience=7)
     assert raised.value.filename == str(tmp_path / "config.yaml")
     assert (tmp_path / "config.yaml").read_text() == before
-
-
-@pytest.mark.parametrize("cut", [1, 40])
-def test_a_folder_with_a_torn_line_is_closed_in_order(tmp_path: Path, cut: int) -> None:
-    """A run that crashed and goes on, and fails before its first step."""
-    run = Run(tmp_path)
-    run.step(1)
-    run.step(2)
-    os.truncate(tmp_path / "metrics.jsonl", (tmp_path / "metrics.jsonl").stat().st_size - cut)
-    again = Run(tmp_path)
-    again.record.close()
-    assert [row["step"] for row in again.rows()] == ([1, 2] if cut == 1 else [1])
-    assert (tmp_path / "trace.json").is_file()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,20 +119,6 @@ def test_damage_is_a_sentence_and_the_rest_is_read(folder: Path, name: str, dama
     assert len(run.rows) == (0 if name == "metrics.jsonl" else 3)
     assert len(run.evaluations) == (1 if name == "evaluations/step_000003.json" else 2)
     assert measured == (["eval-1"] if name == "eval/results.json" and not is_object else ["eval", "eval-1"])
-
-
-def test_many_damaged_rows_are_told_at_once(folder: Path) -> None:
-    """Each once, without a look through all that were told before."""
-
-    class Told(list[str]):
-        def __contains__(self, _: object) -> bool:
-            raise AssertionError("a look through the list for every sentence")
-
-    (folder / "timeline.jsonl").write_text("no row\n" * 5000)
-    run = replace(open_run(folder), problems=Told())
-    for _ in range(2):
-        run.timeline()
-    assert len(run.problems) == 5000
 
 
 def test_damaged_trajectories_are_told(folder: Path) -> None:

@@ -54,11 +54,6 @@ def test_overlap_counts_the_window_alone() -> None:
     assert overlap_seconds(ONE_STEP + later, (40 * S, 60 * S)) == 0.0
 
 
-def test_work_after_the_last_group_hides_nothing() -> None:
-    serial = [span("rollout.group", 0, 5, "rollout"), span("train.accumulate", 5, 9, "actor")]
-    assert overlap_seconds(serial, (0, 20 * S)) == 0.0
-
-
 def test_stage_seconds_are_unions_within_the_window() -> None:
     seconds = stage_seconds(ONE_STEP)
     assert seconds == pytest.approx({"rollout": 10.0, "logprob": 5.0, "train": 4.0, "sync": 4.0})

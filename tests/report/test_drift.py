@@ -32,7 +32,6 @@ from rlsys.report.drift import (
     Spread,
     as_json,
     joined,
-    joined_sampler,
     log_kept_mass,
     matched_pairs,
     report_of,
@@ -206,21 +205,6 @@ def test_pairs_are_of_equal_tokens_in_the_order_of_both(first: list[int], second
     assert len(list(matched_pairs(first, first))) == len(first)
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.booleans())
-@settings(max_examples=40)
-def test_long_texts_of_which_some_words_are_cut_otherwise(words: list[int], swapped: bool) -> None:
-    """Token 0 is a word that the other side has in two tokens, -1 and -2; between them are others, each once."""
-    known, drawn, trained = 1, list[int](), list[int]()
-    for word in words * 8:
-        same = list(range(known, known + word))
-        known += word
-        drawn += [*same, 0]
-        trained += [*same, -1, -2]
-    if swapped:
-        drawn, trained = trained, drawn
-    assert len(list(matched_pairs(drawn, trained))) == known - 1
-
-
 def test_endless_repetition_takes_no_time() -> None:
     """Longest common runs of these would take hours."""
     first, second = [1, 2] * 2000, [1, 2, 3] * 1300
@@ -300,19 +284,3 @@ def test_means_of_the_bounds_by_hand() -> None:
     assert found.most == pytest.approx(np.log(0.75) / 2)
     found = sampler_drift(np.array([-0.5, -9.0]), {"temperature": 0.3, "top_p": 1.0, "top_k": -1})
     assert (found.truncated, found.least, found.most, found.exact) == (False, 0.0, 0.0, 2)
-
-
-def test_settings_that_are_null_or_damaged_are_the_defaults() -> None:
-    for setting in (None, "0.", [None], float("nan"), True):
-        found = sampler_drift(np.array([-0.5]), dict.fromkeys(("temperature", "top_p", "top_k"), setting))
-        assert (found.temperature, found.top_p, found.top_k, found.truncated) == (1.0, 1.0, -1, False)
-
-
-@given(st.lists(st.lists(st.floats(-9.0, 0.0), max_size=5), max_size=4))
-@settings(max_examples=40)
-def test_parts_are_joined_to_the_whole(parts: list[list[float]]) -> None:
-    sampling = {"top_p": 0.5}
-    whole = sampler_drift(np.array([value for part in parts for value in part]), sampling)
-    found = joined_sampler([sampler_drift(np.array(part), sampling) for part in parts], sampling)
-    assert (found.tokens, found.exact) == (whole.tokens, whole.exact)
-    assert (found.least, found.most) == pytest.approx((whole.least, whole.most))

@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.compose import as_dict
-from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept, read_kept_step
 from rlsys.observe.run_folder import open_run
@@ -146,23 +143,6 @@ def test_time_and_drift_are_in_the_model(tmp_path: Path) -> None:
     assert "tokenizer" in run["audit"]["problem"]
 
 
-def test_what_is_missing_or_damaged_is_said_and_the_rest_is_there(tmp_path: Path) -> None:
-    whole = made_run(tmp_path / "run")
-    rows = (whole / "metrics.jsonl").read_bytes()
-    (whole / "metrics.jsonl").write_bytes(rows[: len(rows) - 40])
-    (whole / "timeline.jsonl").unlink()
-    (whole / "run.json").write_bytes(b"")
-    (whole / "summary.json").write_text("[1]")
-    for file in (whole / "trajectories").iterdir():
-        file.write_bytes(file.read_bytes()[:50])
-    run = build([open_run(whole)])["runs"][0]
-    assert run["steps"] == [1, 2]
-    assert (run["time"], run["trajectories"], run["drift"], run["audit"], run["summary"]) == (None,) * 5
-    said = " ".join(run["problems"])
-    for name in ("metrics.jsonl", "timeline.jsonl", "run.json", "summary.json", "trajectories"):
-        assert name in said
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
 def test_where_every_file_is_damaged_there_is_a_model_all_the_same(tmp_path: Path, damage: str) -> None:
@@ -220,16 +200,6 @@ def test_a_row_with_any_other_value_is_taken_or_said(tmp_path: Path, name: str) 
     assert all(compressed(rows) for rows in taken.values())
     said = sum(name.partition(".")[0] in problem for problem in runs[0].problems)
     assert 0 < said <= len(lines)
-
-
-@pytest.mark.parametrize("length", [0, 10, 25, 47, 66, 80])
-def test_a_config_that_is_cut_short_is_read(tmp_path: Path, length: int) -> None:
-    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
-    config = "rollout:\n  sampling:\n    temperature: null\n    top_p: 0.95\n    top_k: -1\nmodel: x\n"
-    (folder / "config.yaml").write_text(config[:length])
-    (run,) = build([open_run(folder)])["runs"]
-    assert run["drift"]["sampler"]["temperature"] == 1.0
-    assert "task.token_mode" in run["audit"]["problem"]
 
 
 def test_steps_are_read_once_and_again_where_they_were_done_again(
@@ -340,13 +310,6 @@ def test_chunks_keep_their_numbers_while_a_run_goes_on(tmp_path: Path) -> None:
     build([open_run(folder)], after.__setitem__)
     assert len(after) == len(before) + 2
     assert after.items() >= before.items()
-
-
-def test_settings_that_are_not_the_default_are_told_apart(tmp_path: Path) -> None:
-    saved = as_dict(RunConfig()) | {"seed": 12345, "of_another_version": {"key": 1}}
-    folder = made_run(tmp_path / "run")
-    (folder / "config.yaml").write_text(yaml.safe_dump(saved))
-    assert build([open_run(folder)])["runs"][0]["changed"] == ["of_another_version.key", "seed"]
 
 
 def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from rlsys.observe.kept import Kept, write_kept
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import bundle, write_report
 from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
-from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, played
+from tests.report.audit.episodes import CODEC, POLICY, played
 from tests.report.made import Maker, Size, add_measured, made_run
-from tests.report.test_page import at, bare_run
+from tests.report.test_page import at
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 from tests.support.paths import PROJECT
 
@@ -154,43 +154,6 @@ def test_a_size_that_cannot_be_had_has_its_reason(
     assert page.get_by_role("region", name="Drift by version lag").count() == lagging
 
 
-def test_tokens_of_several_runs_stand_side_by_side(tmp_path: Path, look: Look) -> None:
-    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
-    model = {"model": {"path": str(tmp_path / "tokenizer")}}
-    # 900 sampled tokens of which a third is a version old, then 100 of which all are.
-    old = (
-        {"staleness/lag_0": 2 / 3, "staleness/lag_1": 1 / 3, "staleness/mean": 1 / 3}
-        | {"state_tokens/total": 1000, "staleness/unversioned_tokens": 100},
-        {"staleness/lag_0": 0.0, "staleness/lag_1": 1.0, "staleness/mean": 1.0, "state_tokens/total": 100},
-    )
-    new = ({"staleness/lag_0": 1.0, "staleness/mean": 0.0, "state_tokens/total": 1000},)
-    # Of one token the sampler keeps no less than itself, or than the half of all.
-    cut = {"rollout": {"sampling": {"temperature": 1.0, "top_p": 0.5}}}
-    first = trained(*ONE_CUT_OTHERWISE)
-    drawn = first.rollout_logprobs[first.loss_mask & np.isfinite(first.rollout_logprobs)]
-    sampler = -np.maximum(drawn, np.log(0.5)).mean()
-    folders = (
-        run_of(tmp_path / "old", first, old, **model, **cut),
-        run_of(tmp_path / "new", trained([(PARIS, "\n")], (POLICY,), {POLICY: 0.25}), new, **model),
-    )
-    page = page_of(look, *folders)
-    rows = rows_of(page, "Tokens of the runs side by side")
-    # Not one of the letters is a token of "Paris", which was drawn three times more.
-    assert not set(LETTERS) & set(PARIS)
-    differing = f"{100 * len(LETTERS) / (len(LETTERS) + 3 * len(PARIS)):.1f}\xa0%"
-    assert rows == {
-        "staleness, mean versions": ["0.400", "0"],
-        "tokens 0 versions older": ["60.0\xa0%", "100\xa0%"],
-        "tokens 1 version older": ["40.0\xa0%", "0\xa0%"],
-        "numerics, mean |d|": ["0.125", "0.250"],
-        "version lag, mean |d|": ["0.375", "–"],
-        "version lag beyond numerics, rms": ["0.375", "–"],
-        "sampler, mean at most": [f"{sampler:.3f}", "0"],
-        "turns cut otherwise, mean": ["−1.50", "–"],
-        "tokens that re-tokenising changes": [differing, "0\xa0%"],
-    }
-
-
 SMALL = Size(steps=1, groups=1)
 FAILED = turn(Action.SEARCH, "x", "Search failed", error="no answer")
 
@@ -230,40 +193,6 @@ def test_what_was_measured_is_shown_with_its_interval(tmp_path: Path, look: Look
     how = "sglang, cot, 2 answers, temperature 0.5"
     assert {tuple(row[6:]) for row in others} == {("50.0 %", "100 %", "0", how, "/m")}
     expect(opened.page.get_by_text("EM with its 95 % interval")).to_be_visible()
-    assert opened.problems == []
-
-
-def test_failed_searches_are_said_once_for_each_set(tmp_path: Path, look: Look) -> None:
-    """The average has the sum of its sets, which is not counted again."""
-    folder = made_run(tmp_path / "run", Maker(SMALL))
-    failed = [answered(asked(1, "a", source=name), "a", 0, FAILED) for name in "ab"]
-    add_measured(folder, "eval", *failed)
-    page = look(at(write_report([open_run(folder)]), "view=evaluations")).page
-    expect(page.locator(".bad")).to_have_text("2 searches failed: these figures are not those of the whole search.")
-
-
-def test_the_last_evaluations_of_several_runs_stand_beside_each_other(tmp_path: Path, look: Look) -> None:
-    first = made_run(tmp_path / "first", Maker(Size(steps=2, groups=1)))
-    row = {"step": 2, "questions": 7, "em": 0.125, "em_by_hop": {"2": 0.25}, "searches": 1.0}
-    (first / "evaluations/reference_step_000002.json").write_text(json.dumps(row))
-    second = made_run(tmp_path / "second", Maker(SMALL))
-    row = {"step": 1, "questions": 8, "em": 0.5, "em_by_hop": {"10": 0.75, "2": 0.0}, "searches": 3.0}
-    (second / "evaluations/step_000001.json").write_text(json.dumps(row))
-    bare = bare_run(tmp_path / "bare", {"actor/entropy": 1.0})
-    report = write_report([open_run(one) for one in (first, second, bare)], tmp_path / "all.html")
-    opened = look(at(report, "view=evaluations&run=1"))
-    page, name = opened.page, "The last evaluation of each run"
-    assert cells(page, name) == [
-        ["", "after step", "EM", "2-hop", "10-hop", "F1", "searches", "questions"],
-        ["first", "2", "80.0 %", "–", "–", "80.0 %", "2", "30"],
-        ["its reference policy", "2", "12.5 %", "25.0 %", "–", "–", "1", "7"],
-        ["second", "1", "50.0 %", "0 %", "75.0 %", "–", "3", "8"],
-        ["bare", "–", "–", "–", "–", "–", "–", "–"],
-    ]
-    table = page.get_by_role("region", name=name)
-    expect(table.locator("[aria-current=true]")).to_have_text("second")
-    table.get_by_role("link", name="first").click()
-    expect(page.get_by_role("heading", name="Every evaluation of first")).to_be_visible()
     assert opened.problems == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import re
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -171,20 +170,3 @@ def test_no_module_parses_markup_or_writes_style_attributes() -> None:
             "DOMParser",
         ):
             assert word not in text, (file.name, word)
-
-
-def test_modules_import_what_they_use_and_export_what_is_used() -> None:
-    found = {
-        file.name: file.read_text()
-        for file in (files("rlsys.report") / "static").iterdir()
-        if file.name.endswith(".js")
-    }
-    used: dict[str, set[str]] = {name: set() for name in found}
-    for name, text in found.items():
-        for names, other in re.findall(r'import \{ ([\w, ]+) \} from "\./(\w+\.js)";', text):
-            for one in names.split(", "):
-                used[other].add(one)
-                assert len(re.findall(rf"\b{one}\b", text)) > 1, f"{name} does not use {one}"
-    for name, text in found.items():
-        exported = set(re.findall(r"^export (?:async )?(?:function|const) (\w+)", text, re.MULTILINE))
-        assert exported == used[name], name

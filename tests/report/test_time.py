@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlsys.observe.records import StepTimeline
 from rlsys.observe.spans import Arg, Span
-from rlsys.report.time_use import GROUPS, Activity, as_json, critical_path, leads_to, time_report
+from rlsys.report.time_use import GROUPS, Activity, critical_path, leads_to, time_report
 
 S = 1_000_000_000
 NAMES = {
@@ -108,21 +107,6 @@ def test_the_path_of_a_step_by_hand() -> None:
     }
 
 
-def test_a_span_waits_for_its_own_question_not_for_any() -> None:
-    """Another question's log-probs end later, but what is trained does not need them."""
-    found = critical_path(
-        step(
-            span("logprob.compute", "inference", 0, 2, questions=["a"]),
-            span("logprob.compute", "inference", 2, 5, questions=["b", "c"]),
-            span("train.accumulate", "actor", 5.5, 6, questions=["a"]),
-            span("train.apply", "actor", 6, 7, step=1),
-            seconds=7,
-        )
-    )
-    assert [link.start_s for link in found.links] == [0, 5.5, 6]
-    assert found.links[1].waited_s == 3.5
-
-
 def test_of_scores_that_a_later_step_trains_on_only_what_held_the_weights_up_is_on_the_path() -> None:
     """An `async` schedule: question a is trained in this step, b and c are scored for the next one."""
     training = [
@@ -198,18 +182,6 @@ def test_optimiser_steps_wait_for_the_critics_scores() -> None:
     with_critic = [*spans, span("values.compute", "critic", 1, 3, questions=["b"])]
     assert critical_path(step(*with_critic, seconds=5)).seconds == {"logprob": 4.0, "training": 1.0}
     assert critical_path(step(*spans, seconds=5)).seconds == {"logprob": 1.0, "training": 2.0, "other": 2.0}
-
-
-def test_a_group_that_did_nothing_in_a_step_has_an_account_of_it() -> None:
-    warm_up = step(span("train.apply", "critic", 0, 4, step=1), seconds=4)
-    later = step(span("train.apply", "actor", 0, 3, step=2), seconds=4, number=2)
-    report = time_report([warm_up, later])
-    assert report.steps[0].groups["actor"].use.waits == {"training": 4.0}
-    assert report.groups["actor"].seconds == 8.0
-    assert json.loads(json.dumps(as_json(report)))["steps"][1]["groups"]["critic"]["waits"] == {
-        "training": 3.0,
-        "other": 1.0,
-    }
 
 
 @st.composite

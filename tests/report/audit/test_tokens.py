@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config.schema import TokenMode
-from rlsys.report.token_audit import OtherTokeniser, audit
-from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
+from rlsys.report.token_audit import OtherTokeniser, audit, spans_of, stretches
+from tests.report.audit.episodes import CODEC, TOKENIZER, drawn_logprob, played, trained_logprob
 
 RETOKENIZE, APPEND = TokenMode.retokenize, TokenMode.append
 ASCII = ["<search>", "</search>", " capital", "\n\n", ">", "Paris", "Doc 1(Title: ", "x", "12"]
@@ -143,35 +143,11 @@ def test_turns_by_number_and_examples_by_how_often() -> None:
     assert (found.affected["trajectories"], found.affected["steps"]) == (1.0, 1.0)
 
 
-def test_an_older_policys_stretches_are_told_apart() -> None:
-    old = played("x", [(by_letter("Paris"), "\n")], versions=[POLICY - 1])
-    found = audit([old], CODEC, RETOKENIZE)
-    assert found.bias is not None
-    assert found.bias_same_version is not None
-    assert found.bias.differing.count > 0
-    assert found.bias_same_version.differing.count == found.bias_same_version.same.count == 0
-
-
 @pytest.mark.parametrize("mode", TokenMode)
 def test_an_end_of_sequence_token_that_is_trained_is_not_lost(mode: TokenMode) -> None:
     drawn = [*CODEC.encode("Paris"), CODEC.eos_id]
     assert audit([played("x", [(drawn, "")], mode)], CODEC, mode).special_lost == 0
     assert audit([played("x", [(drawn, "\n"), (CODEC.encode("x"), "")], mode)], CODEC, mode).special_lost == 1
-
-
-@pytest.mark.parametrize("limit", [1, 5, 9, 13])
-def test_tokens_behind_the_limit_do_not_count(limit: int) -> None:
-    drawn = by_letter("Paris is the capital")
-    whole = played("x", [(drawn, "\n")])
-    found = audit([played("x", [(drawn, "\n")], limit=limit)], CODEC, RETOKENIZE)
-    assert found.total.trained <= max(0, min(limit, len(whole.token_ids)) - 1)
-
-
-def test_turns_without_drawn_tokens_are_counted_as_such() -> None:
-    one = played("x", [(by_letter("Paris"), "\n")])
-    turn = replace(one.turns[0], sampled_ids=np.empty(0, np.int32), sampled_logprobs=np.empty(0, np.float32))
-    found = audit([replace(one, turns=(turn,))], CODEC, RETOKENIZE)
-    assert (found.unknown_turns, found.total.drawn) == (1, 0)
 
 
 @pytest.mark.parametrize("mode", TokenMode)
@@ -181,3 +157,16 @@ def test_another_tokenizers_tokens_are_refused(mode: TokenMode) -> None:
     ids[0] += 1
     with pytest.raises(OtherTokeniser, match="question q, sample 0"):
         audit([replace(one, token_ids=ids)], CODEC, mode)
+
+
+def test_there_is_no_cut_within_a_character() -> None:
+    """Its tokens have one span, as a tokenizer gives them, or an empty piece, as their texts do."""
+    assert spans_of(["a", "", "é", "b", ""], 3) == [(3, 4), (4, 5), (4, 5), (5, 6), (6, 6)]
+    found = stretches([(0, 1), (1, 2), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)], (0, 3))
+    assert [one.drawn for one in found] == [(0, 1), (1, 3), (3, 4)]
+    assert [one.again for one in found] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_there_is_no_cut_where_white_space_is_of_both_neighbours() -> None:
+    found = stretches([(0, 2), (2, 5)], [(0, 3), (2, 5)], (0, 5))
+    assert [(one.drawn, one.again) for one in found] == [((0, 2), (0, 2))]

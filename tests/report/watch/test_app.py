@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from rlsys.report.watch import LiveRun, create_app
-from tests.report.watch.folder import add_step, write_run, write_status
+from tests.report.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
 
 LOADS = 40
 """More than a process has threads for."""
@@ -52,6 +53,56 @@ def test_many_who_ask_for_the_page_share_one_build_and_leave_the_rest_alone(
         assert not begun.acquire(blocking=False), "one build was enough"
 
     asyncio.run(ask())
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    """Of an application that watches a run after its first step, and is called localhost."""
+    folder = write_run(tmp_path / "run")
+    add_step(folder, 1)
+    add_evaluation(folder, 0, 0.5)
+    write_status(folder)
+    with TestClient(create_app(LiveRun(folder), frozenset({"localhost"})), base_url="http://localhost") as opened:
+        yield opened
+
+
+def test_the_page_asks_for_its_data_and_may_ask_nobody_else(client: TestClient) -> None:
+    answer = client.get("/")
+    assert "text/html" in answer.headers["content-type"]
+    assert "connect-src &#x27;self&#x27;" in answer.text
+    assert 'id="model"' not in answer.text
+    for name, value in (
+        ("x-content-type-options", "nosniff"),
+        ("x-frame-options", "DENY"),
+        ("cache-control", "no-store"),
+    ):
+        assert answer.headers[name] == value
+
+
+def test_data_parts_and_figures(client: TestClient) -> None:
+    (found,) = client.get("/data.json").json()["runs"]
+    assert (found["name"], found["steps"], found["status"]["step"]) == ("run", [1], 1)
+    (part,) = client.get(f"/trajectories/{found['evaluations'][0]['first_chunk']}").json()
+    assert part["answer"] == EVIL
+    plain = client.get("/data.json", headers={"Accept-Encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert plain.json()["runs"] == [found]
+    assert client.get("/status.json").json()["states"]["rollout"]["text"] == "generates 3 groups"
+    assert 'rlsys_group_at_work{group="rollout"} 1.0' in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("path", ["", "data.json", "status.json", "metrics", "events", "trajectories/0"])
+def test_another_name_is_refused_and_nothing_can_be_sent(client: TestClient, path: str) -> None:
+    assert client.get(f"/{path}", headers={"Host": "evil.example"}).status_code == 421
+    assert client.post(f"/{path}").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("trajectories/99", 404), ("trajectories/x", 422), ("config.yaml", 404), ("..%2f..%2fetc%2fpasswd", 404)],
+)
+def test_what_is_not_there(client: TestClient, path: str, status: int) -> None:
+    assert client.get(f"/{path}").status_code == status
 
 
 def test_a_name_and_an_end_that_are_no_text_and_a_folder_that_goes_away_are_answered(tmp_path: Path) -> None:

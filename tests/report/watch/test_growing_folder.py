@@ -14,7 +14,6 @@ import pytest
 from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, life_of
 from rlsys.report.watch import REST, LiveRun
 from tests.report.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
-from tests.support.damage import DAMAGES, OBJECTS
 from tests.support.refusals import refused
 
 
@@ -151,22 +150,6 @@ def test_a_folder_that_is_no_run_or_gone_is_refused(tmp_path: Path) -> None:
     with refused("not_found", folder):
         run.data()
     assert run.status() is None
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("damage", sorted(DAMAGES))
-def test_whatever_has_become_of_its_files_it_is_shown(tmp_path: Path, damage: str) -> None:
-    folder = write_run(tmp_path / "run")
-    write_status(folder)
-    add_step(folder, 1)
-    add_evaluation(folder, 0, 0.5)
-    run = LiveRun(folder)
-    for file in [path for path in folder.rglob("*") if path.is_file() and path.name != "config.yaml"]:
-        DAMAGES[damage](file)
-    (found,) = unpacked(run.data())["runs"]
-    assert (found["steps"], found["evaluations"]) == ([], [])
-    assert (run.status() is None) == (damage not in OBJECTS)
-    assert b"rlsys_run_info" in run.metrics()
 
 
 STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": "here"}

@@ -36,23 +36,6 @@ def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: 
         assert {request.startswith(address) for request in looked.requests} == {True}
 
 
-def test_the_head_follows_the_run_while_trajectories_are_read(tmp_path: Path, look: Look) -> None:
-    folder = write_run(tmp_path / "run")
-    add_step(folder, 1)
-    write_status(folder, step=1)
-    with watching(folder) as (address, _):
-        page = look(f"{address}#view=trajectories").page
-        page.wait_for_selector(".live:has-text('step 1 of 9')")
-        page.locator("#to-trajectories").focus()
-        with page.expect_response("**/data.json"):
-            add_step(folder, 2)
-        write_status(folder, step=2)
-        page.wait_for_selector(".live:has-text('step 2 of 9')")
-        assert page.evaluate("document.activeElement.id") == "to-trajectories"
-        write_status(folder, step=2, ended="finished")
-        page.wait_for_selector(".badge:has-text('finished')")
-
-
 def test_what_came_while_the_server_was_away_is_shown(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run")
     add_step(folder, 1, **{"time/step": 3.0})
