@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from rlsys.cluster.planning.plan import make_plan
-from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import RunConfig, schema_keys
@@ -65,10 +64,6 @@ def test_published_settings() -> None:
     compat = grpo.compat
     assert not any((compat.answer_over_prompt, compat.sampled_validation, compat.observations_in_values))
     assert load_config("searchr1_published_grpo", ["compat=search_r1"]).compat.answer_over_prompt
-
-
-def test_grpo_is_the_base(tiny_run: TinyRun) -> None:
-    assert tiny_run("algorithm=grpo", "algorithm.n_samples=5").algorithm == AlgorithmConfig()
 
 
 @pytest.mark.parametrize(

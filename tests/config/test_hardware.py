@@ -103,16 +103,11 @@ GIB = {"actor": 30.0, "critic": 25.0, "inference": 12.0, "rollout": 5.0}
 
 
 def test_groups_that_share_a_device_side_by_side_add_up(tiny_run: TinyRun) -> None:
-    """Actor and critic on one device, 30 + 25."""
+    """Actor and critic on one device, 30 + 25: they learn together, and never with an engine that takes turns."""
     plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
     assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
-
-
-def test_groups_that_take_turns_meet_where_one_hands_over(tiny_run: TinyRun) -> None:
-    """Of four groups on one device, actor and critic learn together, and never with an engine."""
-    plan = plan_of({name: [0] for name in GIB}, GIB)
-    turns = [*EIGHT, "cluster.mode=collocated", "trainer.schedule.kind=sequential"]
-    assert fullest_device(tiny_run(*turns), plan) == (("actor", "critic"), 55.0)
+    turns = tiny_run(*EIGHT, "cluster.mode=collocated", "trainer.schedule.kind=sequential")
+    assert fullest_device(turns, plan_of({name: [0] for name in GIB}, GIB)) == (("actor", "critic"), 55.0)
 
 
 def test_more_than_nine_tenths_of_a_device_is_too_much(tiny_run: TinyRun) -> None:

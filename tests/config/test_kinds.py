@@ -15,14 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.config.compose import as_dict, differences, load_config, recorded, typed
-from rlsys.config.schema import (
-    AsyncSchedule,
-    OnUpdate,
-    PipelinedSchedule,
-    RunConfig,
-    SequentialSchedule,
-    TrainerConfig,
-)
+from rlsys.config.schema import AsyncSchedule, OnUpdate, PipelinedSchedule, RunConfig, SequentialSchedule, TrainerConfig
 from rlsys.errors import Code
 from tests.support.refusals import refused
 
@@ -84,12 +77,7 @@ STALENESS, KIND = "trainer.schedule.max_staleness", "trainer.schedule.kind"
     ],
 )
 def test_what_does_not_belong_together_is_refused_by_its_key(
-    composed: Composed,
-    mine: dict[str, Any],
-    beneath: dict[str, Any],
-    overrides: tuple[str, ...],
-    code: Code,
-    key: str,
+    composed: Composed, mine: dict[str, Any], beneath: dict[str, Any], overrides: tuple[str, ...], code: Code, key: str
 ) -> None:
     with refused(code, key):
         composed(mine, beneath, *overrides)

@@ -188,11 +188,7 @@ def test_everything_wrong_is_said_at_once(edited: Edited) -> None:
     [
         ({"actor,rollout,reward": "all"}, Mode.collocated, ("0-7", "0-7", "0-7")),
         ({"actor,inference,rollout": "0-3"}, Mode.collocated, ("0-3", "0-3", "0-3")),
-        (
-            {"actor": "0-3", "inference": 4, "rollout": "5-7", "reward": "0-1"},
-            Mode.disaggregated,
-            ("0-3", "4", "5-7"),
-        ),
+        ({"actor": "0-3", "inference": 4, "rollout": "5-7", "reward": "0-1"}, Mode.disaggregated, ("0-3", "4", "5-7")),
     ],
 )
 def test_placements(edited: Edited, place: dict[str, Any], mode: Mode, placement: tuple[str, ...]) -> None:

@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlsys.observe.environment import (
-    RUN,
-    begin_life,
-    changes,
-    commit_of,
-    environment,
-    read_lives,
-    tree_cpu_seconds,
-)
+from rlsys.observe.environment import RUN, begin_life, changes, commit_of, environment, read_lives, tree_cpu_seconds
 
 
 def git(folder: Path, *words: str) -> str:
@@ -73,9 +65,7 @@ def test_the_machines_memory_and_its_gpus_are_told(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # CUDA must not be initialised.
     asked = tmp_path / "asked"
     driver(
-        tmp_path / "bin",
-        f'echo "$@" >> {asked}\nwhile read row; do echo "$row"; done <<END\n{CARDS}END',
-        monkeypatch,
+        tmp_path / "bin", f'echo "$@" >> {asked}\nwhile read row; do echo "$row"; done <<END\n{CARDS}END', monkeypatch
     )
     found = environment()
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

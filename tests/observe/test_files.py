@@ -30,12 +30,7 @@ from tests.support.damage import ALIASES, DEEP, LEVELS
 
 
 def test_scalars_of_numpy_and_torch_and_what_json_lacks() -> None:
-    value = {
-        "a": np.float32(0.5),
-        "b": torch.tensor(3),
-        "c": [float("nan"), (float("inf"), True, None)],
-        1: Path("x"),
-    }
+    value = {"a": np.float32(0.5), "b": torch.tensor(3), "c": [float("nan"), (float("inf"), True, None)], 1: Path("x")}
     assert json_safe(value) == {"a": 0.5, "b": 3, "c": [None, [None, True, None]], "1": "x"}
     with pytest.raises(TypeError, match="set"):
         json_safe({"a": {1}})

@@ -14,12 +14,7 @@ from rlsys.observe.guards import Alarm, Guards
 NAN = float("nan")
 K3 = KlEstimator["k3"]
 CONFIG = GuardsConfig(
-    patience=3,
-    entropy_floor=0.1,
-    kl_ceiling=2.0,
-    ratio_ceiling=10.0,
-    many_answers_ceiling=0.2,
-    same_answer_ceiling=0.5,
+    patience=3, entropy_floor=0.1, kl_ceiling=2.0, ratio_ceiling=10.0, many_answers_ceiling=0.2, same_answer_ceiling=0.5
 )
 HEALTHY = {
     "actor/entropy": 0.5,

@@ -53,9 +53,7 @@ def scored(number: int = 0, uid: str = "q:1") -> Sample:
         turn_of_token=[-1, 0, 0, -1, 1, 1],
     )
     one = replace(
-        one,
-        sampled_ids=np.array([1, 2, 4], np.int32),
-        sampled_logprobs=np.array([-1.5, -0.1, -1e-7], np.float32),
+        one, sampled_ids=np.array([1, 2, 4], np.int32), sampled_logprobs=np.array([-1.5, -0.1, -1e-7], np.float32)
     )
     scores = np.linspace(-3, 0, 6, dtype=np.float32)
     return replace(rewarded(one, 1.0), old_logprobs=scores, parts={"em": 1.0}, advantages=scores / np.float32(3))
@@ -104,12 +102,7 @@ def test_whole_groups_spread_over_the_step(groups: int, most: int | None, uids: 
 FLOATS = arrays(np.float32, 6, elements=st.floats(width=32, allow_infinity=False))
 
 
-@given(
-    FLOATS,
-    st.none() | FLOATS,
-    st.text(st.characters()),
-    st.dictionaries(st.text(), st.integers() | st.text()),
-)
+@given(FLOATS, st.none() | FLOATS, st.text(st.characters()), st.dictionaries(st.text(), st.integers() | st.text()))
 @settings(max_examples=40)
 def test_a_row_comes_back_to_the_bit(
     logprobs: np.ndarray, weights: np.ndarray | None, text: str, extra: dict[str, int | str]

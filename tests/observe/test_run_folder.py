@@ -79,13 +79,7 @@ def test_a_row_that_is_none_is_told_by_its_line(folder: Path, line: bytes) -> No
 
 
 NO_LIVES = {"number": b'{"lives": 3}', "empty life": b'{"lives": [{}]}'}
-TAKE_ANY_OBJECT = (
-    "config.yaml",
-    "summary.json",
-    "status.json",
-    "evaluations/step_000003.jsonl",
-    "eval/results.json",
-)
+TAKE_ANY_OBJECT = ("config.yaml", "summary.json", "status.json", "evaluations/step_000003.jsonl", "eval/results.json")
 MAY_BE_MISSING = ("summary.json", "status.json", "evaluations/step_000003.json", "eval/results.json")
 
 

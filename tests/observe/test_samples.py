@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,15 +90,3 @@ def test_files_are_numbered(tmp_path: Path) -> None:
     paths = sorted((tmp_path / "samples").iterdir())
     assert [path.name for path in paths] == ["00.txt", "01.txt"]
     assert paths[1].read_text() == render_sample(*sample())
-
-
-def test_a_call_names_its_tool() -> None:
-    question, trajectory, reward = sample(
-        observation="\n\n<information>no\x1b</information>\n\n", generated="<calc>x</calc>"
-    )
-    first, answer = trajectory.turns
-    call = replace(first, action=Action.TOOL, tool="calculator", tool_error="no\x1b")
-    text = render_sample(question, replace(trajectory, turns=(call, answer)), reward)
-    assert "turn 1: observation after calculator" in text
-    assert "no\\x1b" in text
-    assert "\x1b" not in text

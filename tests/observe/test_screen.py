@@ -101,13 +101,7 @@ def test_a_summary_of_nothing_is_dashes() -> None:
 
 
 def _row(step: int) -> dict[str, float]:
-    return {
-        "step": step,
-        "critic/score/mean": 0.1 * step,
-        "time/step": 9.0,
-        "time/rollout": 7.0,
-        "time/training": 4.0,
-    }
+    return {"step": step, "critic/score/mean": 0.1 * step, "time/step": 9.0, "time/rollout": 7.0, "time/training": 4.0}
 
 
 def test_curves_are_pictures_with_something_on_them(tmp_path: Path) -> None:

@@ -98,19 +98,6 @@ def test_how_a_run_ended_is_written_on_a_full_disk(tmp_path: Path) -> None:
     run_on_small_disk(FULL, tmp_path, "64k")
 
 
-def test_a_run_writes_from_its_beginning_to_its_end(tmp_path: Path) -> None:
-    with Progress(Console(quiet=True), status=StatusFile(tmp_path / "status.json")) as progress:
-        begun = read_status(tmp_path)
-        progress.update(step=2, steps=5, em=0.25, states={"actor": "trains on 1 group"})
-    ended = read_status(tmp_path)
-    assert begun
-    assert ended
-    assert (begun["step"], begun["states"], begun["ended"]) == (0, {}, None)
-    assert (ended["step"], ended["steps"], ended["em"], ended["ended"]) == (2, 5, 0.25, "finished")
-    assert ended["states"]["actor"]["text"] == "trains on 1 group"
-    assert ended["begun"] <= ended["states"]["actor"]["since"] <= ended["at"]
-
-
 def test_changes_reach_the_file_while_the_run_hangs(tmp_path: Path) -> None:
     """Nobody calls `update` any more; the last state must be there all the same."""
     with Progress(Console(quiet=True), status=StatusFile(tmp_path / "status.json")) as progress:

@@ -72,10 +72,7 @@ def test_a_step_has_the_spans_that_touch_it(spans: list[tuple[int, int]], steps:
         at = window[1]
     all_told = [span for row in rows for span in row.spans]
     assert [(step.step, {span.name for span in step.spans}) for step in steps_of(rows)] == [
-        (
-            row.step,
-            {one.name for one in all_told if one.start_ns < row.window[1] and one.end_ns > row.window[0]},
-        )
+        (row.step, {one.name for one in all_told if one.start_ns < row.window[1] and one.end_ns > row.window[0]})
         for row in rows
         if row.window
     ]

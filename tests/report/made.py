@@ -209,13 +209,7 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
 def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> Path:
     """What `rlsys eval` writes into folder `name` of `run` of these answers; returns its results.json."""
     out = run / name
-    asked = {
-        "model": str(run / "hf"),
-        "engine": "sglang",
-        "baseline": "none",
-        "samples": 1,
-        "temperature": 0.0,
-    }
+    asked = {"model": str(run / "hf"), "engine": "sglang", "baseline": "none", "samples": 1, "temperature": 0.0}
     write_results(Evaluation(0, answers), out, {**asked, **settings}, 1, seed=0)
     return out / RESULTS
 

@@ -44,9 +44,7 @@ from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob,
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 TEXTS = st.lists(
-    st.sampled_from(["<search>", "</search>", "東京", "é", " ", "\n\n", ">", "Paris", "x"]),
-    min_size=1,
-    max_size=5,
+    st.sampled_from(["<search>", "</search>", "東京", "é", " ", "\n\n", ">", "Paris", "x"]), min_size=1, max_size=5
 ).map("".join)
 OUTPUTS = st.one_of(
     TEXTS.map(CODEC.encode),
@@ -169,12 +167,7 @@ def test_the_worst_tokens_come_first_with_what_stands_before_them() -> None:
     odd = replace(with_differences({2: -3.0}), question_uid="odd")
     report = drift_report(iter([*many, odd, *many]), SAMPLING)
     first = report.worst[0]
-    assert (first.question_uid, first.cause, first.lag, first.difference) == (
-        "odd",
-        Cause.VERSION_LAG,
-        1,
-        -3.0,
-    )
+    assert (first.question_uid, first.cause, first.lag, first.difference) == ("odd", Cause.VERSION_LAG, 1, -3.0)
     assert first.recomputed == pytest.approx(first.rollout - 3.0)
     assert first.before + first.text == "".join(odd.pieces)[: len(first.before + first.text)]
     assert len(report.worst) == WORST

@@ -18,20 +18,10 @@ from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept, read_kept_step
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
-from rlsys.report.run_model import (
-    ANSWERS,
-    CHUNK,
-    Memory,
-    TrajectoryIndex,
-    build,
-    names_of,
-    read_chunk,
-    row_of,
-    runs_of,
-)
+from rlsys.report.run_model import ANSWERS, CHUNK, Memory, TrajectoryIndex, build, names_of, read_chunk, row_of, runs_of
 from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
 from tests.report.made import Maker, Size, add_measured, made_run
-from tests.support.damage import DAMAGES, LEVELS, holding
+from tests.support.damage import LEVELS, holding
 
 
 def spread(value: Any, count: int) -> list[Any]:
@@ -143,22 +133,6 @@ def test_time_and_drift_are_in_the_model(tmp_path: Path) -> None:
     assert "tokenizer" in run["audit"]["problem"]
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("damage", sorted(DAMAGES))
-def test_where_every_file_is_damaged_there_is_a_model_all_the_same(tmp_path: Path, damage: str) -> None:
-    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1, answers=1)))
-    (folder / "status.json").write_text("{}")
-    (folder / "eval").mkdir()
-    (folder / "eval/results.json").write_text("{}")
-    for file in [path for path in folder.rglob("*") if path.is_file() and path.name != "metrics.jsonl"]:
-        DAMAGES[damage](file)
-    runs, chunks = [open_run(folder)], dict[int, bytes]()
-    model = build(runs, lambda number, rows: chunks.update({number: compressed(rows)}))
-    json.loads(inline_json(model))
-    assert (len(model["runs"][0]["steps"]), model["runs"][0]["trajectories"], chunks) == (1, None, {})
-    assert all("\n" not in problem for problem in runs[0].problems)
-
-
 VALUES = (LEVELS, b"1%s" % (b"0" * 400), b'"\\ud800"', b"NaN", b"-7", b"1.5", b"null", b"true", b"[1]", b'{"a": 1}')
 
 
@@ -179,13 +153,7 @@ def with_other_values(line: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "timeline.jsonl",
-        "trajectories/step_000001.jsonl.gz",
-        "evaluations/step_000001.jsonl",
-        "metrics.jsonl",
-    ],
+    "name", ["timeline.jsonl", "trajectories/step_000001.jsonl.gz", "evaluations/step_000001.jsonl", "metrics.jsonl"]
 )
 def test_a_row_with_any_other_value_is_taken_or_said(tmp_path: Path, name: str) -> None:
     size = Size(steps=1, groups=1, samples=1, prompt=2, searches=1, thought=2, page=1, answers=1)

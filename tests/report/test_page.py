@@ -13,8 +13,7 @@ import pytest
 from playwright.sync_api import expect
 
 from rlsys.observe.run_folder import RunFolder, open_run
-from rlsys.report.report_page import render, write_report
-from rlsys.report.run_model import build
+from rlsys.report.report_page import write_report
 from tests.apps.evaluation.answers import answered, asked
 from tests.report.made import Maker, Size, add_measured, made_run
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
@@ -162,15 +161,7 @@ def test_how_a_run_has_ended_is_said(
     if status is None:
         (folder / "summary.json").write_text("{}")
     else:
-        facts = {
-            "step": 2,
-            "steps": 4,
-            "begun": 1,
-            "at": 1,
-            "states": {},
-            "pid": dead_process(),
-            "ended": None,
-        }
+        facts = {"step": 2, "steps": 4, "begun": 1, "at": 1, "states": {}, "pid": dead_process(), "ended": None}
         (folder / "status.json").write_text(json.dumps({**facts, "host": socket.gethostname(), **status}))
     page = look(write_report([open_run(folder)])).page
     expect(page.locator(".badge")).to_have_text(badge)
@@ -201,9 +192,7 @@ def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, l
 
 def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
     folder = made_run(
-        tmp_path / "<img src=x onerror=alert(1)>\u202e\x1b",
-        Maker(Size(steps=1), words=EVIL),
-        name="</script><b>",
+        tmp_path / "<img src=x onerror=alert(1)>\u202e\x1b", Maker(Size(steps=1), words=EVIL), name="</script><b>"
     )
     add_measured(folder, f"eval-{EVIL[5]}<b>", answered(asked(1, "a", source=EVIL[1]), "a"), model=EVIL[0])
     report = write_report([open_run(folder)], tmp_path / "evil.html")
@@ -239,9 +228,3 @@ def test_parts_that_are_missing_are_said(tmp_path: Path, look: Look) -> None:
         expect(opened.page.locator("#main")).not_to_be_empty()
         expect(opened.page.locator("#main")).not_to_contain_text("could not be drawn")
         assert opened.problems == []
-
-
-def test_a_file_that_was_cut_short_says_so(run: RunFolder, tmp_path: Path, look: Look) -> None:
-    (tmp_path / "cut.html").write_text(render(build([run])))
-    page = look(at(tmp_path / "cut.html", "trajectory=1")).page
-    expect(page.locator(".reading")).to_contain_text("part 0 of the data is not in this file")

@@ -87,9 +87,7 @@ def sizes_of(page: Page) -> dict[str, str]:
 
 def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
     folder = run_of(
-        tmp_path / "run",
-        trained(*ONE_CUT_OTHERWISE),
-        rollout={"sampling": {"temperature": 1.0, "top_p": 0.5}},
+        tmp_path / "run", trained(*ONE_CUT_OTHERWISE), rollout={"sampling": {"temperature": 1.0, "top_p": 0.5}}
     )
     page = page_of(look, folder, size=PHONE)
     sizes = sizes_of(page)
@@ -115,43 +113,6 @@ def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
     assert [float(cell) for cell in turns["as drawn"][1:]] == pytest.approx(
         [np.mean(sums), np.mean(np.abs(sums)), np.sqrt(np.mean(np.square(sums)))], abs=0.005
     )
-
-
-@pytest.mark.parametrize(
-    ("turns", "versions", "apart", "said"),
-    [
-        ([(PARIS, "\n")], (POLICY,), APART, {"version lag": "None: no ", "tokenisation": "None: every "}),
-        (
-            [(PARIS, "\n")],
-            (1,),
-            APART,
-            {"version lag": "At most 0.500 nats a token,", "numerics": "Not known: "},
-        ),
-        ([(PARIS, "\n")] * 2, (1, POLICY), {1: 0.125, POLICY: 0.5}, {"version lag": "None that shows: "}),
-        ([(LETTERS, "\n")], (POLICY,), APART, {"tokenisation": "−1.50 nats a turn", "sampler": "None: "}),
-        # The tokenizer joins >>, so that the turn's end lies within a token, which is not trained.
-        (
-            [([token for letter in "<search>" for token in CODEC.encode(letter)], "> x")],
-            (POLICY,),
-            APART,
-            {"tokenisation": "Not known: ", "numerics": "Not known: "},
-        ),
-    ],
-    ids=["numerics alone", "older alone", "numerics are more", "re-tokenised alone", "edge lost"],
-)
-def test_a_size_that_cannot_be_had_has_its_reason(
-    tmp_path: Path,
-    look: Look,
-    turns: Sequence[tuple[list[int], str]],
-    versions: Sequence[int],
-    apart: dict[int, float],
-    said: dict[str, str],
-) -> None:
-    page = page_of(look, run_of(tmp_path / "run", trained(turns, versions, apart)))
-    sizes = sizes_of(page)
-    assert {cause: sizes[cause][: len(text)] for cause, text in said.items()} == said
-    lagging = any(version < POLICY for version in versions)
-    assert page.get_by_role("region", name="Drift by version lag").count() == lagging
 
 
 SMALL = Size(steps=1, groups=1)
@@ -223,21 +184,14 @@ def documented() -> Iterator[tuple[str, str]]:
             choices = re.search(r"\{(.*)\}", name)
             for one in choices[1].split(",") if choices else [""]:
                 filled = name.replace(choices[0], one) if choices else name
-                yield (
-                    filled.replace("<k>", "2").replace("<hops>", "2").replace("<", "").replace(">", ""),
-                    cells[1],
-                )
+                yield (filled.replace("<k>", "2").replace("<hops>", "2").replace("<", "").replace(">", ""), cells[1])
 
 
 def test_figures_are_shown_in_the_units_of_their_reference(page: Page) -> None:
     rows = [(name, unit) for name, unit in documented() if unit]
     assert len(rows) > 100
     # Rows without a unit of their own say by their names what they are.
-    rows += [
-        ("engine/0/pause_s", "s"),
-        ("engine/0/cached_fraction", "share"),
-        ("engine/0/tokens_per_s", "1/s"),
-    ]
+    rows += [("engine/0/pause_s", "s"), ("engine/0/cached_fraction", "share"), ("engine/0/tokens_per_s", "1/s")]
     formats = run(
         page,
         'import { formatOf } from "./format.js";',

@@ -89,9 +89,7 @@ def test_names_of_folders_and_runs_are_text_on_the_page_and_on_the_terminal(
     assert "<b>" not in page
 
 
-def test_what_cannot_be_reported_is_refused(tmp_path: Path) -> None:
-    with refused("not_found", tmp_path / "nowhere"):
-        command([tmp_path / "nowhere"])
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", Maker(Size(steps=1)))
     out = run / "config.yaml" / "report.html"
     with refused("denied", out):
@@ -119,10 +117,7 @@ def test_modules_come_after_what_they_import_each_in_its_own_scope() -> None:
         ({"main.js": 'import { f } from "./a.js";'}, "a.js"),
         ({"main.js": 'import { f } from "./a.js";', "a.js": "export const g = 1;"}, "f"),
         (
-            {
-                "main.js": 'import { f } from "./a.js";',
-                "a.js": 'import { h } from "./main.js";\nexport const f = 1;',
-            },
+            {"main.js": 'import { f } from "./a.js";', "a.js": 'import { h } from "./main.js";\nexport const f = 1;'},
             "main.js",
         ),
         ({"main.js": 'import f from "./a.js";', "a.js": ""}, "main.js"),

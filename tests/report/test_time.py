@@ -273,11 +273,7 @@ def test_a_path_covers_the_window_once_in_order(found: list[Span]) -> None:
     assert at + path.rest_s == pytest.approx((WINDOW[1] - WINDOW[0]) / S)
 
 
-@given(
-    st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=1, max_size=6),
-    st.integers(1, 3),
-    st.integers(1, 5),
-)
+@given(st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 5))
 @settings(max_examples=40)
 def test_of_a_schedule_without_slack_the_path_is_the_longest_chain(
     durations: list[tuple[int, ...]], slots: int, transfer: int

@@ -47,14 +47,7 @@ def of_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> tuple[list[int]
             theirs = [n for n, end in enumerate(ends) if end > left and (ends[n - 1] if n else 0) < right]
             within = [n for n in theirs if (ends[n - 1] if n else 0) >= left and ends[n] <= right]
             differs = [ids[n] for n in ours] != [final[n] for n in theirs]
-            sizes = (
-                len(ours),
-                len(ours) * differs,
-                len(within),
-                len(within) * differs,
-                differs,
-                within != theirs,
-            )
+            sizes = (len(ours), len(ours) * differs, len(within), len(within) * differs, differs, within != theirs)
             counts = [sum(pair) for pair in zip(counts, sizes, strict=True)]
             if within == theirs:
                 drawn = sum(drawn_logprob([*inputs, *ids[: n + 1]]) for n in ours)

@@ -14,7 +14,6 @@ import pytest
 from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, life_of
 from rlsys.report.watch import REST, LiveRun
 from tests.report.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
-from tests.support.refusals import refused
 
 
 class Clock:
@@ -137,19 +136,6 @@ def test_the_audit_is_left_to_the_end(
     write_status(folder, ended=ended)
     LiveRun(folder).data()
     assert asked == [audited]
-
-
-def test_a_folder_that_is_no_run_or_gone_is_refused(tmp_path: Path) -> None:
-    with refused("not_found", tmp_path / "absent"):
-        LiveRun(tmp_path / "absent")
-    with refused("malformed", tmp_path):
-        LiveRun(tmp_path)
-    folder = write_run(tmp_path / "run")
-    run = LiveRun(folder)
-    folder.rename(tmp_path / "elsewhere")
-    with refused("not_found", folder):
-        run.data()
-    assert run.status() is None
 
 
 STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": "here"}
