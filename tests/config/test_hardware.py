@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.cluster.planning.placement import fullest_device, launch_problems, machine_problems, memory_problems
+from rlsys.cluster.planning.placement import fullest_device, launch_problems, memory_problems
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig, SyncMode
 from rlsys.errors import UserError
@@ -49,20 +49,6 @@ def test_a_cluster_that_has_room_is_valid(tiny_run: TinyRun) -> None:
 )
 def test_what_does_not_fit_is_named(tiny_run: TinyRun, overrides: list[str], key: str) -> None:
     assert keys(tiny_run(*overrides)) == [key]
-
-
-@pytest.mark.parametrize(("pp", "away"), [(1, []), (2, ["actor"])])
-def test_of_device_memory_every_stage_of_the_actor_hands_its_own_on(
-    tiny_run: TinyRun, pp: int, away: list[str]
-) -> None:
-    """Machines of 4: ranks 2 and 4 of the actor are copies of one stage, or two stages on two machines."""
-    config = tiny_run(
-        "cluster.sync_mode=ipc", f"actor.parallel.pp={pp}", *TWO_MACHINES[:1], "cluster.devices_per_node=4"
-    )
-    placed = {"actor": (2, 4), "inference": (1,), "rollout": (0,)}
-    told = [problem.sentence for problem in machine_problems(config, placed)]
-    assert len(told) == len(away)
-    assert all(group in sentence for group, sentence in zip(away, told, strict=True))
 
 
 def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_run: TinyRun) -> None:

@@ -52,7 +52,7 @@ class Right:
 
 @dataclass
 class Planted:
-    """A planted schema, of which `Inner.name` and `Right.right` are read nowhere."""
+    """A schema of which nobody reads `Inner.name` and `Right.right`."""
 
     inner: Inner = field(default_factory=Inner)
     choice: Left | Right = field(default_factory=Left)

@@ -83,22 +83,6 @@ def test_what_does_not_belong_together_is_refused_by_its_key(
         composed(mine, beneath, *overrides)
 
 
-def test_a_chain_of_files_says_which_key_is_above_which(tmp_path: Path) -> None:
-    chain = {
-        "a": ("searchr1_tiny_cpu", {"schedule": ASYNC}),
-        "b": ("a", {"schedule": {"kind": "pipelined"}}),
-        "c": ("b", {"steps": 3}),
-        "d": ("c", {"schedule": {"max_staleness": 4}}),
-        "e": ("c", {"schedule": {"kind": "async"}}),
-    }
-    for name, (base, trainer) in chain.items():
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"defaults": [base, "_self_"], "trainer": trainer}))
-    assert load_config("c", (), tmp_path).trainer.schedule == PipelinedSchedule()
-    assert load_config("e", (), tmp_path).trainer.schedule == FOUR
-    with refused("conflict", STALENESS):
-        load_config("d", (), tmp_path)
-
-
 def test_a_record_of_a_run_is_no_config_to_begin_from(tmp_path: Path) -> None:
     (tmp_path / "record.yaml").write_text(yaml.safe_dump(as_dict(RunConfig())))
     with refused("malformed", tmp_path / "record.yaml"):

@@ -76,14 +76,9 @@ def test_groups_and_batches_by_hand(tiny_run: TinyRun) -> None:
         "episodes_per_update": [64],
         "updates": 80,
     }
-
-
-def test_uneven_mini_batches_have_two_sizes(tiny_run: TinyRun) -> None:
-    """10 of 32 questions, 8 episodes each."""
-    plan = make_plan(tiny_run("trainer.mini_batches=10", "trainer.steps=20"))
-    assert plan["batch"]["episodes_per_update"] == [3 * 8, 4 * 8]
-    assert plan["batch"]["updates"] == 200
-    assert "24 or 32 to an optimiser step" in render_plan(plan)
+    uneven = make_plan(tiny_run("trainer.mini_batches=10", "trainer.steps=20"))
+    assert (uneven["batch"]["episodes_per_update"], uneven["batch"]["updates"]) == ([3 * 8, 4 * 8], 200)
+    assert "24 or 32" in render_plan(uneven)
 
 
 def test_memory_by_hand(tiny_run: TinyRun) -> None:

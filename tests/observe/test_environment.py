@@ -13,6 +13,12 @@ import torch
 from rlsys.observe.environment import RUN, begin_life, changes, commit_of, environment, read_lives, tree_cpu_seconds
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is slow to start programs, and one that does not answer is left out."""
+    monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 120)
+
+
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
     command = ["git", "-C", str(folder), *identity, *words]
@@ -81,7 +87,7 @@ def test_the_machines_memory_and_its_gpus_are_told(tmp_path: Path, monkeypatch: 
     "script", ["exit 9", "echo 'No devices were found'", "echo 'NVIDIA H100, 580'; exit 1", "exec sleep 600"]
 )
 def test_a_driver_without_an_answer_is_left_out(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 0.5 if "sleep" in script else 120)
     driver(tmp_path / "bin", script.replace("sleep", "/bin/sleep"), monkeypatch)
     with_it = environment()
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -144,22 +144,6 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
     assert not [key for key in row if key.startswith("time/eval")], "what lies between steps counts to none"
 
 
-def test_guards_leave_a_mark_in_every_row_and_one_line_when_they_begin(tmp_path: Path) -> None:
-    run = Run(tmp_path, patience=2, entropy_floor=0.5, same_answer_ceiling=None)
-    found = []
-    for step, entropy in enumerate([0.1, 0.1, 0.1, 0.9, 0.1, 0.1], start=1):
-        run.record.begin_step()
-        run.clock.seconds += 1
-        alarms = run.record.step(step, GROUPS, [{"actor/entropy": entropy}], {})
-        found.append([alarm.guard for alarm in alarms])
-    assert found == [[], ["entropy"], ["entropy"], [], [], ["entropy"]]
-    assert [row["guard/entropy"] for row in run.rows()] == [0, 1, 1, 0, 0, 1]
-    assert {row["guard/kl"] for row in run.rows()} == {0}
-    assert "guard/same_answer" not in run.rows()[0]
-    lines = [line for line in run.printed.getvalue().splitlines() if line.startswith("Warning: actor/entropy")]
-    assert [line.split(" at step ")[1][0] for line in lines] == ["2", "6"]
-
-
 def evaluation(step: int, em: float) -> Evaluation:
     """Of one question."""
     scores = scores_of("yes" if em else "no", ("yes",))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -137,36 +135,6 @@ def bare_run(folder: Path, *rows: dict[str, float]) -> Path:
     lines = (json.dumps({"step": step, **row}) for step, row in enumerate(rows, 1))
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     return folder
-
-
-def dead_process() -> int:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
-@pytest.mark.parametrize(
-    ("status", "badge", "sentence"),
-    [
-        ({}, "killed", "ended without a word"),
-        ({"host": "elsewhere"}, "silent", "Nothing has been heard of the run"),
-        ({"ended": "failed: no disk"}, "failed: no disk", "failed: no disk (after step 2 of 4)"),
-        (None, "finished", ""),
-    ],
-)
-def test_how_a_run_has_ended_is_said(
-    tmp_path: Path, look: Look, status: dict[str, str] | None, badge: str, sentence: str
-) -> None:
-    folder = bare_run(tmp_path / "run", {"time/step": 1})
-    if status is None:
-        (folder / "summary.json").write_text("{}")
-    else:
-        facts = {"step": 2, "steps": 4, "begun": 1, "at": 1, "states": {}, "pid": dead_process(), "ended": None}
-        (folder / "status.json").write_text(json.dumps({**facts, "host": socket.gethostname(), **status}))
-    page = look(write_report([open_run(folder)])).page
-    expect(page.locator(".badge")).to_have_text(badge)
-    expect(page.locator(".lifeline")).to_have_count(1 if sentence else 0)
-    expect(page.locator("header")).to_contain_text(sentence)
 
 
 def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, look: Look) -> None:

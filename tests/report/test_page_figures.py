@@ -218,16 +218,3 @@ def test_an_axis_always_has_few_ticks(page: Page, low: float, high: float, ticks
     shown = run(page, 'import { niceTicks } from "./chart.js";', "return niceTicks(low, high, 3);")
     assert len(shown) <= 50
     assert ticks is None or shown == pytest.approx(ticks)
-
-
-def test_a_chart_that_fails_says_so_and_leaves_others_alone(page: Page) -> None:
-    run(
-        page,
-        'import { fitted, h } from "./dom.js";\nimport { lineChart } from "./chart.js";',
-        """
-        const broken = fitted(h("div", { id: "broken" }), () => { throw new Error("no such thing"); });
-        document.body.append(broken, lineChart({ title: "whole", series: [{ points: [[1, 2], [2, 3]] }] }));
-        """,
-    )
-    expect(page.locator("#broken")).to_have_text("This chart could not be drawn: no such thing")
-    expect(page.get_by_role("img", name="whole").locator("path.curve")).to_have_count(1)

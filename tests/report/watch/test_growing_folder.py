@@ -120,24 +120,6 @@ def test_a_run_whose_process_was_killed_has_ended(tmp_path: Path) -> None:
     assert b'rlsys_run_phase{phase="gone"} 1.0' in run.metrics()
 
 
-@pytest.mark.parametrize(("ended", "audited"), [(None, False), ("finished", True)])
-def test_the_audit_is_left_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str | None, audited: bool
-) -> None:
-    """It asks the tokenizer for every text that was kept."""
-    asked: list[bool] = []
-
-    def build(_self: Any, _run: Any, *, audited: bool) -> dict[str, Any]:
-        asked.append(audited)
-        return {}
-
-    monkeypatch.setattr("rlsys.report.watch.Memory.build", build)
-    folder = write_run(tmp_path / "run")
-    write_status(folder, ended=ended)
-    LiveRun(folder).data()
-    assert asked == [audited]
-
-
 STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": "here"}
 
 
