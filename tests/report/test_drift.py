@@ -39,7 +39,7 @@ from rlsys.report.drift import (
     tally,
     tally_step,
 )
-from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
+from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, by_letter, drawn_logprob, played, trained_logprob
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 TEXTS = st.lists(
@@ -47,7 +47,7 @@ TEXTS = st.lists(
 ).map("".join)
 OUTPUTS = st.one_of(
     TEXTS.map(CODEC.encode),
-    TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)]),
+    TEXTS.map(by_letter),
     st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6),
 )
 TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
@@ -60,11 +60,6 @@ def drift_report(kept: Iterable[Kept], sampling: dict[str, Any]) -> DriftReport:
 
 def row_of(report: DriftReport, cause: Cause) -> CauseDrift:
     return next(row for row in report.causes if row.cause is cause)
-
-
-def by_letter(text: str) -> list[int]:
-    """`text`, a token a letter."""
-    return [token for letter in text for token in CODEC.encode(letter)]
 
 
 def as_drawn(one: Kept, prompt: str, turns: list[tuple[list[int], str]]) -> dict[int, float]:

@@ -20,7 +20,7 @@ from rlsys.observe.kept import Kept, write_kept
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import bundle, write_report
 from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
-from tests.report.audit.episodes import CODEC, POLICY, played
+from tests.report.audit.episodes import CODEC, POLICY, by_letter, played
 from tests.report.made import Maker, Size, add_measured, made_run
 from tests.report.test_page import at
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
@@ -31,7 +31,7 @@ __all__ = ["browser", "look"]
 pytestmark = pytest.mark.slow
 
 PARIS = CODEC.encode("Paris")
-LETTERS = [token for letter in "Paris" for token in CODEC.encode(letter)]
+LETTERS = by_letter("Paris")
 ONE_CUT_OTHERWISE = ([(PARIS, "\n")] * 3 + [(LETTERS, "\n")], (1, 2, POLICY, POLICY))
 """Turns of versions 1, 2 and 3, the trained one, as they are trained, and one that is not."""
 APART = {1: 0.5, 2: -0.25, POLICY: 0.125}

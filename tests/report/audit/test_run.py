@@ -15,7 +15,7 @@ from rlsys.config.schema import TokenMode
 from rlsys.errors import Code, UserError
 from rlsys.observe.kept import Kept, kept_file, write_kept
 from rlsys.report.token_audit import as_json, audit
-from tests.report.audit.episodes import CODEC, TOKENIZER, played
+from tests.report.audit.episodes import CODEC, TOKENIZER, by_letter, played
 from tests.rollout.agent.bpe import build_tokenizer
 
 Run = Callable[..., Path]
@@ -45,12 +45,8 @@ def run(tmp_path: Path, tokenizer: Path) -> Run:
     return make
 
 
-def letters(text: str) -> list[int]:
-    return [token for letter in text for token in CODEC.encode(letter)]
-
-
 def episodes(*texts: str, mode: TokenMode = TokenMode.retokenize) -> list[Kept]:
-    return [played("x", [(letters(text), "\n")], mode, uid=str(number)) for number, text in enumerate(texts)]
+    return [played("x", [(by_letter(text), "\n")], mode, uid=str(number)) for number, text in enumerate(texts)]
 
 
 def ask(*arguments: object) -> Result:

@@ -12,21 +12,16 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import TokenMode
 from rlsys.report.token_audit import OtherTokeniser, audit, spans_of, stretches
-from tests.report.audit.episodes import CODEC, TOKENIZER, drawn_logprob, played, trained_logprob
+from tests.report.audit.episodes import CODEC, TOKENIZER, by_letter, drawn_logprob, played, trained_logprob
 
 RETOKENIZE, APPEND = TokenMode.retokenize, TokenMode.append
 ASCII = ["<search>", "</search>", " capital", "\n\n", ">", "Paris", "Doc 1(Title: ", "x", "12"]
 TEXTS = st.lists(st.sampled_from(ASCII), min_size=1, max_size=5).map("".join)
 CANONICAL = TEXTS.map(CODEC.encode)
-BY_CHARACTER = TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)])
+BY_CHARACTER = TEXTS.map(by_letter)
 TURNS = st.lists(st.tuples(st.one_of(CANONICAL, BY_CHARACTER), TEXTS), min_size=1, max_size=4)
 ANY_IDS = st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=8)
 """Most make up no text that could be read, or bytes that are no character."""
-
-
-def by_letter(text: str) -> list[int]:
-    """`text`, a token a letter."""
-    return [token for letter in text for token in CODEC.encode(letter)]
 
 
 def of_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> tuple[list[int], dict[str, list[float]]]:
