@@ -66,6 +66,12 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
         yield opened
 
 
+@pytest.mark.parametrize("path", ["", "data.json", "status.json", "metrics", "events", "trajectories/0"])
+def test_another_name_is_refused_and_nothing_can_be_sent(client: TestClient, path: str) -> None:
+    assert client.get(f"/{path}", headers={"Host": "evil.example"}).status_code == 421
+    assert client.post(f"/{path}").status_code == 405
+
+
 def test_the_page_asks_for_its_data_and_may_ask_nobody_else(client: TestClient) -> None:
     answer = client.get("/")
     assert "text/html" in answer.headers["content-type"]
@@ -89,12 +95,6 @@ def test_data_parts_and_figures(client: TestClient) -> None:
     assert plain.json()["runs"] == [found]
     assert client.get("/status.json").json()["states"]["rollout"]["text"] == "generates 3 groups"
     assert 'rlsys_group_at_work{group="rollout"} 1.0' in client.get("/metrics").text
-
-
-@pytest.mark.parametrize("path", ["", "data.json", "status.json", "metrics", "events", "trajectories/0"])
-def test_another_name_is_refused_and_nothing_can_be_sent(client: TestClient, path: str) -> None:
-    assert client.get(f"/{path}", headers={"Host": "evil.example"}).status_code == 421
-    assert client.post(f"/{path}").status_code == 405
 
 
 @pytest.mark.parametrize(
