@@ -139,7 +139,7 @@ def test_settings_of_other_parts_must_go_with_the_algorithm(tiny_run: TinyRun, o
     ],
     ids=" ".join,
 )
-def test_what_fits_is_taken(tiny_run: TinyRun, overrides: list[str]) -> None:
+def test_settings_that_go_together_are_taken(tiny_run: TinyRun, overrides: list[str]) -> None:
     validate(tiny_run(*overrides))
 
 
@@ -152,7 +152,9 @@ def test_what_fits_is_taken(tiny_run: TinyRun, overrides: list[str]) -> None:
         (["algorithm=gspo"], []),
     ],
 )
-def test_what_runs_otherwise_than_meant_is_noted(tiny_run: TinyRun, overrides: list[str], named: list[str]) -> None:
+def test_settings_that_are_probably_not_meant_are_noted(
+    tiny_run: TinyRun, overrides: list[str], named: list[str]
+) -> None:
     notes = make_plan(tiny_run(*overrides))["notes"]
     assert len(notes) == len(named)
     assert all(part in note for note, part in zip(notes, named, strict=True))

@@ -1,4 +1,4 @@
-"""What may differ when a run goes on, and what may not."""
+"""A run that goes on learns as before; its place and speed may change."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TinyRun = Callable[..., RunConfig]
         "search.topk=5",
     ],
 )
-def test_what_a_run_learns_by_must_stay(tiny_run: TinyRun, setting: str) -> None:
+def test_settings_that_a_run_learns_by_must_stay(tiny_run: TinyRun, setting: str) -> None:
     key, _, value = setting.partition("=")
     key += ".exact_match" if value.startswith("{") else ""
     assert [one.key for one in differences(as_dict(tiny_run()), tiny_run(setting))] == [key]
 
 
-def test_where_and_how_fast_a_run_runs_may_change(tiny_run: TinyRun) -> None:
+def test_settings_of_place_and_speed_may_change(tiny_run: TinyRun) -> None:
     changed = tiny_run(
         "trainer.steps=99",
         "actor.parallel.tp=2",
@@ -67,6 +67,6 @@ def test_a_key_that_came_or_went_is_compared_with_its_default(tiny_run: TinyRun)
     assert found[2] == KeyDifference("search.enabled", True, False)
 
 
-def test_what_was_read_back_from_a_file_is_the_same(tiny_run: TinyRun) -> None:
+def test_a_config_read_back_from_a_file_is_the_same(tiny_run: TinyRun) -> None:
     config = tiny_run()
     assert differences(yaml.safe_load(yaml.safe_dump(as_dict(config))), config) == []

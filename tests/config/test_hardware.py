@@ -1,4 +1,4 @@
-"""What does not fit the machines that a config names is refused before anything starts."""
+"""A config that does not fit its machines is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_cluster_that_has_room_is_valid(tiny_run: TinyRun) -> None:
         (["cluster.search.port=0"], "cluster.search.port"),
     ],
 )
-def test_what_does_not_fit_is_named(tiny_run: TinyRun, overrides: list[str], key: str) -> None:
+def test_settings_that_do_not_fit_the_machines_are_named(tiny_run: TinyRun, overrides: list[str], key: str) -> None:
     assert keys(tiny_run(*overrides)) == [key]
 
 
@@ -60,7 +60,7 @@ def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_ru
         assert ("cluster.sync_mode" in found) == (mode is not SyncMode.disk)
 
 
-def test_what_the_launcher_alone_settles(tiny_run: TinyRun) -> None:
+def test_the_launcher_settles_addresses(tiny_run: TinyRun) -> None:
     served = ["cluster.search.nodes=['0']", "search.url=null"]
     assert [one.key for one in launch_problems(tiny_run(*TWO_MACHINES, *served))] == [
         "cluster.address",

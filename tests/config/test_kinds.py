@@ -76,7 +76,7 @@ STALENESS, KIND = "trainer.schedule.max_staleness", "trainer.schedule.kind"
         ({}, {}, ("trainer.schedule=async",), "wrong_type", "trainer.schedule"),
     ],
 )
-def test_what_does_not_belong_together_is_refused_by_its_key(
+def test_keys_of_other_kinds_are_refused(
     composed: Composed, mine: dict[str, Any], beneath: dict[str, Any], overrides: tuple[str, ...], code: Code, key: str
 ) -> None:
     with refused(code, key):
@@ -95,7 +95,7 @@ def test_a_record_of_a_run_is_no_config_to_begin_from(tmp_path: Path) -> None:
 )
 @settings(max_examples=25)
 def test_an_old_record_with_keys_of_every_kind_is_no_difference(schedule: Any, lacks: set[str]) -> None:
-    """What earlier versions wrote: all three keys of a schedule, and none of the keys that came later."""
+    """Earlier versions wrote all three keys of a schedule, and none of the keys that came later."""
     now = RunConfig(trainer=TrainerConfig(schedule=schedule))
     old = as_dict(now)
     old["trainer"]["schedule"] = {"max_staleness": 7, "on_update": "finish", **old["trainer"]["schedule"]}

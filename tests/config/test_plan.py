@@ -127,7 +127,7 @@ def test_a_3b_actor_by_hand() -> None:
     assert found["logits"] == 1000 * (2 * 2 * vocab + 2 * hidden) + 4 * 128 * 2**20
 
 
-def test_what_a_te_layer_keeps_by_hand() -> None:
+def test_activations_of_a_te_layer_by_hand() -> None:
     """One layer more keeps: of both norms input, output and 4 bytes of 1/rms; of attention queries, keys, values, output
     and 4 bytes of each head's softmax; of the MLP gate, up and their product. 16 heads and 2 key heads of 128."""
     config = load_config("searchr1_qwen2.5_3b_1node")

@@ -40,7 +40,7 @@ def test_rows_by_hand(page: str) -> None:
     assert explanations(ModelConfig)["recompute"].startswith("Recompute activations")
 
 
-def test_who_reads_a_key_is_a_file_that_does(page: str) -> None:
+def test_the_reader_of_a_key_is_a_file_that_reads_it(page: str) -> None:
     """By hand: the optimiser of the trained groups reads its betas, and nothing else does."""
     (row,) = [line for line in page.splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
     assert row.endswith("| `trainer/optimizer.py` |")

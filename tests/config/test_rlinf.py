@@ -104,7 +104,7 @@ PUBLISHED = {
     "tracking.wandb": False,
     "name": "searchr1-grpo-qwen2.5-3b-ins",
 }
-"""What RLinf's published file says, in our words, by hand."""
+"""RLinf's published file in our words, by hand."""
 
 
 def test_the_published_settings_arrive() -> None:
@@ -152,7 +152,7 @@ def test_an_evaluation_is_drawn_as_its_file_says() -> None:
         ("defaults", ["model/qwen"]),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(edited: Edited, key: str, value: Any) -> None:
+def test_values_that_cannot_be_honoured_are_refused(edited: Edited, key: str, value: Any) -> None:
     with refused("unsupported", key) as caught:
         translate(edited(**{key: value}))
     assert len(str(caught.value).splitlines()) == 1
@@ -192,7 +192,7 @@ def test_everything_wrong_is_said_at_once(edited: Edited) -> None:
     ],
 )
 def test_placements(edited: Edited, place: dict[str, Any], mode: Mode, placement: tuple[str, ...]) -> None:
-    """What stays on a device of its own need not be offloaded."""
+    """A group with a device of its own need not be offloaded."""
     offload = {"actor.offload_optimizer": False} if mode is Mode.disaggregated else {}
     config = load(edited(**{"cluster.component_placement": place}, **offload))
     assert config.cluster.mode is mode

@@ -54,7 +54,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 @given(SIZE, SEED, st.lists(st.booleans(), max_size=40))
 @settings(max_examples=50)
-def test_what_is_given_back_comes_again_before_anything_new(size: int, seed: int, returns: list[bool]) -> None:
+def test_questions_given_back_come_again_before_new_ones(size: int, seed: int, returns: list[bool]) -> None:
     source, untouched = PromptSource(questions(size), seed), PromptSource(questions(size), seed)
     new = []
     for back in returns:

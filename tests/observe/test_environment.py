@@ -1,4 +1,4 @@
-"""What a run says of where it ran, life after life."""
+"""A run records where it ran, life after life."""
 
 from __future__ import annotations
 

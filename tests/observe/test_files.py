@@ -77,7 +77,7 @@ def test_summary_is_strict_json_with_stable_order(tmp_path: Path) -> None:
     assert "NaN" not in first.read_text()
 
 
-def test_of_a_step_that_was_done_again_the_last_row_counts(tmp_path: Path) -> None:
+def test_the_last_row_of_a_step_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for steps, figure in (((1, 2, 3), 0.1), ((3,), 0.9)):
         log = Trackers(LineLog(path), {})

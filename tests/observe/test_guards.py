@@ -71,7 +71,7 @@ def test_an_alarm_is_new_once_in_each_row() -> None:
     ]
 
 
-def test_what_is_not_a_number_is_an_alarm_at_once() -> None:
+def test_nan_is_an_alarm_at_once() -> None:
     assert steps_alarmed([1.0, NAN, 1.0]) == [2]
     assert steps_alarmed([1.0, None, 1.0]) == [2], "a file has null for NaN"
     (alarm,) = watch([{"actor/entropy": NAN}])[0]

@@ -103,7 +103,7 @@ async def test_a_full_disk_costs_one_warning_and_no_run(
     assert str(tmp_path / "trajectories" / "step_000002.jsonl.gz") in record.getMessage()
 
 
-async def test_what_else_goes_wrong_is_told(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_errors_end_the_run(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("a sample without log-probs")
 

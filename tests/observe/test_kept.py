@@ -1,4 +1,4 @@
-"""What is kept of trajectories comes back to the bit, and damage costs only what it hit."""
+"""Kept trajectories come back to the bit, and damage costs only the rows that it hit."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_character_is_in_the_last_of_its_tokens(text: str) -> None:
     assert list(Pieces(byte_level)(list(text.encode()))) == expected
 
 
-def test_what_is_no_text_has_its_pieces_too() -> None:
+def test_bytes_that_are_no_text_have_pieces_too() -> None:
     """A policy that babbles bytes: thousands of them, each shown near where it stands."""
     assert Pieces(sentence_pieces)([1, 2, 3]) == ("w1", " w2", " w3")
     ids = [0xF0] * 3000 + list("€".encode())

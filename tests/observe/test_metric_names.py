@@ -88,7 +88,7 @@ def spelled(key: ast.expr) -> str:
 
 
 def updates() -> dict[str, float]:
-    """What actor and critic report of an optimiser step."""
+    """Figures of actor and critic for an optimiser step."""
     two = torch.tensor([[-1.0, -2.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     inputs = LossInputs(two, two, two, mask, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64))
@@ -130,7 +130,7 @@ def asked(step: int) -> Evaluation:
 
 @pytest.fixture
 def shown(tmp_path: Path) -> set[str]:
-    """What trackers get of evaluations."""
+    """Names that trackers get from evaluations."""
     record = RunLogger(RunConfig(tracking=TrackingConfig(wandb=False)), tmp_path, Progress())
     record.evaluation(asked(1))
     record.reference_evaluation(asked(1))

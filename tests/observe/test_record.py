@@ -113,7 +113,7 @@ def test_updates_become_one_by_mean_maximum_and_minimum() -> None:
 
 
 @pytest.mark.parametrize("name", ["actor/ratio", "actor/ratio_max", "actor/ratio_min"])
-def test_what_is_not_a_number_stays_so(name: str) -> None:
+def test_nan_stays_nan(name: str) -> None:
     for values in ((NAN, 1.0), (1.0, NAN)):
         assert math.isnan(update_metrics([{name: value} for value in values])[name])
 
@@ -145,13 +145,13 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
 
 
 def evaluation(step: int, em: float) -> Evaluation:
-    """Of one question."""
+    """An evaluation of one question."""
     scores = scores_of("yes" if em else "no", ("yes",))
     return Evaluation(step, (Answered(question(1), trajectory(), scores),))
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """What a run has recorded but for its clock."""
+    """Everything that a run has recorded but its clock."""
     rows = [
         {key: row[key] for key in row if key not in ("time", "time/cpu")}
         for row in read_metrics(folder / "metrics.jsonl")
@@ -239,7 +239,7 @@ def test_evaluations_up_to_the_checkpoint_count(tmp_path: Path) -> None:
     assert resumed.record.em_of(4) == 0.0
 
 
-def test_what_a_kill_has_left_half_written_is_gone(tmp_path: Path) -> None:
+def test_files_that_a_kill_has_left_half_written_are_gone(tmp_path: Path) -> None:
     """A run that was killed while it wrote an evaluation and trajectories is resumed, as often as one likes."""
     run = Run(tmp_path)
     run.step(1)

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
-def test_what_is_there_is_read(folder: Path) -> None:
+def test_a_whole_folder_is_read(folder: Path) -> None:
     run = open_run(folder)
     assert run.problems == []
     assert (run.name, run.config) == ("run-20250101-120000", {"name": "run"})

@@ -50,7 +50,7 @@ def sample(
     return question, trajectory, 1.0
 
 
-def test_what_was_said_by_whom_is_told_apart() -> None:
+def test_prompt_policy_and_search_are_told_apart() -> None:
     text = render_sample(*sample())
     header, *sections = text.split("\n----")
     for fact in ("train-17", "Paris | City of Light", "3 prompt, 5 trained, 3 masked", "[3, 5)", "[8, 11)"):

@@ -45,7 +45,7 @@ def test_the_file_says_everything_of_a_moment(tmp_path: Path) -> None:
     }
 
 
-def test_what_has_not_changed_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
+def test_an_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
     clock = Clock(1010.0)
     file, path = StatusFile(tmp_path / "status.json", clock), tmp_path / "status.json"
 
@@ -94,7 +94,7 @@ assert sorted(path.name for path in run.iterdir()) == ["others", "status.json"]
 
 
 @pytest.mark.slow
-def test_how_a_run_ended_is_written_on_a_full_disk(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path: Path) -> None:
     run_on_small_disk(FULL, tmp_path, "64k")
 
 
@@ -133,7 +133,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
         (AssertionError(), "failed: AssertionError"),
     ],
 )
-def test_how_a_run_ends(error: BaseException | None, said: str) -> None:
+def test_the_end_of_a_run_is_told_by_its_error(error: BaseException | None, said: str) -> None:
     assert ending(error) == said
 
 

@@ -19,7 +19,7 @@ S = 1_000_000_000
 
 
 def episode(*turns: tuple[int, int, int]) -> Trajectory:
-    """Of turns as (begun, seconds of generation, seconds of search)."""
+    """Turns are (begun, seconds of generation, seconds of search)."""
     return trajectory(
         turns=[
             Turn("", Action.SEARCH, "", "", 1, 1, 0, float(generate), float(search), "", begun * S)

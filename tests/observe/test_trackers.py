@@ -109,7 +109,7 @@ def lives(run_dir: Path) -> tuple[str, str, str]:
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """Of a log as LevelDB has it: pieces with a head of checksum, length and kind, in blocks of 32 KiB."""
+    """Records of a LevelDB log: pieces with a head of checksum, length and kind, in blocks of 32 KiB."""
     at, block, whole = 7, 32768, b""
     while at < len(content):
         if block - at % block < 7:
@@ -124,7 +124,7 @@ def records(content: bytes) -> Iterator[bytes]:
 
 
 def curves(part: Path) -> dict[str, list[tuple[int, float]]]:
-    """Of the rows that a file of W&B holds: name -> (trainer step, value)."""
+    """Curves of the rows that a file of W&B holds: name -> (trainer step, value)."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = part.glob("*.wandb")

@@ -104,7 +104,7 @@ def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
         assert sum(row.histogram) == row.differences.count <= row.tokens
 
 
-def test_of_a_turn_that_is_cut_otherwise_the_sums_are_compared() -> None:
+def test_a_turn_that_is_cut_otherwise_is_compared_by_its_sum() -> None:
     drawn = [*by_letter("Paris"), *CODEC.encode(" capital")]
     one = played("x\n", [(drawn, "\n"), (CODEC.encode("x"), "\n")])
     report = drift_report([one], SAMPLING)

@@ -1,4 +1,4 @@
-"""What a page is told of a run: the index, the tokens and the chunks against what was kept, and parts that are missing."""
+"""The model of a page: index, tokens and chunks against the kept trajectories, and parts that are missing."""
 
 from __future__ import annotations
 
@@ -202,8 +202,8 @@ def test_steps_are_read_once_and_again_where_they_were_done_again(
     assert same_as_new()
 
 
-def test_what_was_measured_into_the_folder_is_a_row_for_each_set(tmp_path: Path) -> None:
-    """Of nq 1 of 4 is right, of own both are; the intervals are Wilson's as tables have them."""
+def test_measurements_in_the_folder_are_a_row_for_each_set(tmp_path: Path) -> None:
+    """One of 4 answers is right in nq, both are in own; the intervals are Wilson's as tables have them."""
     folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
     failed = turn(Action.SEARCH, "x", "Search failed", error="no answer")
     answers = [answered(asked(number, "Nile"), said) for number, said in enumerate(["a b", "c", None])]

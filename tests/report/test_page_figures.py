@@ -15,11 +15,10 @@ import pytest
 import yaml
 from playwright.sync_api import Page, expect
 
-from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept, write_kept
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import bundle, write_report
-from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
+from tests.apps.evaluation.answers import SEARCH, answered, asked
 from tests.report.audit.episodes import CODEC, POLICY, by_letter, played
 from tests.report.made import Maker, Size, add_measured, made_run
 from tests.report.test_page import at
@@ -116,7 +115,6 @@ def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
 
 
 SMALL = Size(steps=1, groups=1)
-FAILED = turn(Action.SEARCH, "x", "Search failed", error="no answer")
 
 
 def cells(page: Page, name: str) -> list[list[str]]:
@@ -125,7 +123,7 @@ def cells(page: Page, name: str) -> list[list[str]]:
     return [[text.replace("\u00a0", " ").strip() for text in row.locator("th, td").all_text_contents()] for row in rows]
 
 
-def test_what_was_measured_is_shown_with_its_interval(tmp_path: Path, look: Look) -> None:
+def test_measurements_are_shown_with_their_interval(tmp_path: Path, look: Look) -> None:
     """1 of 4 has Wilson's 4.6 % to 69.9 %; one right of two answers is right by one draw of two, surely by two."""
     folder = made_run(tmp_path / "run", Maker(SMALL))
     said = ["in the Nile", None, "x", "Nile"]
@@ -166,7 +164,7 @@ def page(look: Look) -> Page:
 
 
 def run(page: Page, imports: str, body: str) -> Any:
-    """What a module of the page with these imports returns."""
+    """The value that a module of the page with these imports returns."""
     static = files("rlsys.report") / "static"
     sources = {one.name: one.read_text() for one in static.iterdir() if one.name.endswith(".js")}
     sources["test.js"] = f"{imports}\nwindow.found = (() => {{ {body} }})();\n"

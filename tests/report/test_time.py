@@ -107,7 +107,7 @@ def test_the_path_of_a_step_by_hand() -> None:
     }
 
 
-def test_of_scores_that_a_later_step_trains_on_only_what_held_the_weights_up_is_on_the_path() -> None:
+def test_scores_for_a_later_step_are_on_the_path_where_they_held_the_weights_up() -> None:
     """An `async` schedule: question a is trained in this step, b and c are scored for the next one."""
     training = [
         span("logprob.compute", "inference", 0, 1, questions=["a"]),
@@ -186,7 +186,7 @@ def test_optimiser_steps_wait_for_the_critics_scores() -> None:
 
 @st.composite
 def spans(draw: st.DrawFn) -> list[Span]:
-    """Of a few ns each, around `WINDOW`."""
+    """Spans of a few ns each, around `WINDOW`."""
     found = []
     for _ in range(draw(st.integers(0, 25))):
         group = draw(st.sampled_from([*NAMES]))
@@ -202,7 +202,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 
 def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Counter[tuple[bool, str]]:
-    """What somebody did (True) or waited for, instant by instant, by the rules as the document tells them."""
+    """Somebody's work (True) or waits, instant by instant, by the rules as the document tells them."""
     stages = {"train": "training"}
     special = {
         "generate.turns": "generation",
@@ -275,7 +275,7 @@ def test_a_path_covers_the_window_once_in_order(found: list[Span]) -> None:
 
 @given(st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 5))
 @settings(max_examples=40)
-def test_of_a_schedule_without_slack_the_path_is_the_longest_chain(
+def test_the_path_of_a_schedule_without_slack_is_the_longest_chain(
     durations: list[tuple[int, ...]], slots: int, transfer: int
 ) -> None:
     """Everything begins as soon as all that it needs has ended, so the path has no gap, and no chain is longer."""

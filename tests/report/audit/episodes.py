@@ -28,7 +28,7 @@ def by_letter(text: str) -> list[int]:
 
 
 def drawn_logprob(prefix: Sequence[int]) -> float:
-    """Of the last token of `prefix`; a multiple of 1/1024, so that float32 sums are exact."""
+    """The log-prob of the last token of `prefix`; a multiple of 1/1024, so that float32 sums are exact."""
     return -(zlib.crc32(np.array(prefix, np.int32).tobytes()) % 8192) / 1024
 
 

@@ -60,7 +60,7 @@ def refuses(code: Code, key: str | Path, *arguments: object) -> None:
     assert "\n" not in str(problem)
 
 
-def test_what_is_printed_are_the_figures_and_nothing_that_acts_on_the_terminal(run: Run) -> None:
+def test_the_figures_are_printed_and_nothing_that_acts_on_the_terminal(run: Run) -> None:
     kept = episodes("Paris </search>", "東京", "\x1b[31mParis", "[bold]capital")
     total = audit(kept, CODEC, TokenMode.retokenize).total
     result = ask(run(kept))
@@ -79,7 +79,7 @@ def test_json_is_the_audit(run: Run, mode: TokenMode) -> None:
     assert json.loads(result.stdout) == json.loads(json.dumps(as_json(audit(kept, CODEC, mode))))
 
 
-def test_what_cannot_be_read_is_said_and_left_out(run: Run) -> None:
+def test_a_damaged_step_is_said_and_left_out(run: Run) -> None:
     folder = run(episodes("Paris", "Paris"))
     path = kept_file(folder, 5)
     path.write_bytes(b"no gzip")

@@ -25,7 +25,7 @@ ANY_IDS = st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=8)
 
 
 def of_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> tuple[list[int], dict[str, list[float]]]:
-    """What the audit should count, and the log-ratios by kind: worked out by cuts of ASCII text, where a byte is a
+    """The audit's counts, and the log-ratios by kind: worked out by cuts of ASCII text, where a byte is a
     character. The first are drawn, drawn differing, trained, trained differing, stretches, crossing."""
     text = prompt + "".join(TOKENIZER.decode(ids) + observation for ids, observation in turns)
     final = TOKENIZER(text)["input_ids"]
@@ -79,7 +79,7 @@ def test_counts_and_log_ratios_are_those_of_bytes(prompt: str, turns: list[tuple
 
 @settings(max_examples=40)
 @given(TEXTS, st.lists(st.tuples(ANY_IDS, TEXTS), min_size=1, max_size=3), st.booleans())
-def test_whatever_is_drawn_the_figures_agree(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
+def test_figures_agree_for_any_drawn_tokens(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
     """With bytes of no character too: what does not differ is the same on both sides, and parts make up the whole."""
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)

@@ -57,7 +57,7 @@ def test_many_who_ask_for_the_page_share_one_build_and_leave_the_rest_alone(
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[TestClient]:
-    """Of an application that watches a run after its first step, and is called localhost."""
+    """A client of an application that watches a run after its first step and is called localhost."""
     folder = write_run(tmp_path / "run")
     add_step(folder, 1)
     add_evaluation(folder, 0, 0.5)
@@ -101,7 +101,7 @@ def test_data_parts_and_figures(client: TestClient) -> None:
     ("path", "status"),
     [("trajectories/99", 404), ("trajectories/x", 422), ("config.yaml", 404), ("..%2f..%2fetc%2fpasswd", 404)],
 )
-def test_what_is_not_there(client: TestClient, path: str, status: int) -> None:
+def test_unknown_paths_are_not_found(client: TestClient, path: str, status: int) -> None:
     assert client.get(f"/{path}").status_code == status
 
 

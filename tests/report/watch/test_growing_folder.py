@@ -56,7 +56,7 @@ def test_a_model_is_built_when_asked_for_and_rests_in_proportion(tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", ["step", "evaluation", "measured", "config", "summary", "end"])
-def test_whatever_the_page_shows_makes_another_version(tmp_path: Path, change: str) -> None:
+def test_a_change_that_the_page_shows_makes_another_version(tmp_path: Path, change: str) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder)
     run = LiveRun(folder, clock=lambda: 0.0)

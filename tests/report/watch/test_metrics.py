@@ -1,4 +1,4 @@
-"""What Prometheus is told, read by Prometheus' own parser."""
+"""Figures for Prometheus, read by Prometheus' own parser."""
 
 from __future__ import annotations
 

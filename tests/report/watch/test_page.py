@@ -35,7 +35,7 @@ def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: 
         assert {request.startswith(address) for request in looked.requests} == {True}
 
 
-def test_what_came_while_the_server_was_away_is_shown(tmp_path: Path, look: Look) -> None:
+def test_a_step_made_while_the_server_was_away_is_shown(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run")
     add_step(folder, 1, **{"time/step": 3.0})
     write_status(folder)
@@ -49,7 +49,7 @@ def test_what_came_while_the_server_was_away_is_shown(tmp_path: Path, look: Look
         page.wait_for_selector(".live:has-text('step 1 of 9')")
 
 
-def test_what_a_run_has_written_is_text(tmp_path: Path, look: Look) -> None:
+def test_markup_in_a_run_is_shown_as_text(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run <b>")
     evil = "<img src=x onerror=\"document.title='broken'\"> \x1b[31m"
     add_step(folder, 1)
