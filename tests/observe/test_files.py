@@ -96,11 +96,11 @@ def test_only_regular_files_are_read_and_only_so_much_of_them(tmp_path: Path) ->
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 2**40)
     for name in ("pipe", "endless", "sparse"):
-        with pytest.raises(OSError, match=r"It (is not a regular file|has 1099511627776 bytes)"):
+        with pytest.raises(OSError, match="regular|1099511627776"):
             read_regular(tmp_path / name)
     (tmp_path / "whole").write_bytes(b"1234")
     assert read_regular(tmp_path / "whole", 4) == b"1234"
-    with pytest.raises(OSError, match="may have 3"):
+    with pytest.raises(OSError, match="3"):
         read_regular(tmp_path / "whole", 3)
 
 
@@ -109,7 +109,7 @@ def test_no_line_is_longer_than_its_limit(tmp_path: Path) -> None:
     file.write_bytes(b"{}\n[]\n")
     os.truncate(file, 2**40)
     read = []
-    with pytest.raises(OSError, match=f"more than {LINE_BYTES} bytes"), open_regular(file) as lines:
+    with pytest.raises(OSError, match=str(LINE_BYTES)), open_regular(file) as lines:
         read.extend(limited_lines(lines))
     assert read == [b"{}\n", b"[]\n"]
 

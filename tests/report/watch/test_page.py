@@ -9,6 +9,7 @@ import pytest
 from tests.report.watch.folder import add_evaluation, add_step, write_run, write_status
 from tests.report.watch.test_server import watching
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.ports import free_port
 
 __all__ = ["browser", "look"]
 
@@ -39,12 +40,13 @@ def test_a_step_made_while_the_server_was_away_is_shown(tmp_path: Path, look: Lo
     folder = write_run(tmp_path / "run")
     add_step(folder, 1, **{"time/step": 3.0})
     write_status(folder)
-    with watching(folder) as (address, _):
+    port = str(free_port())
+    with watching(folder, "--port", port) as (address, _):
         page = look(address).page
         page.wait_for_selector(".tiles:has-text('mean of 1 step')")
     page.wait_for_selector(".live:has-text('The server does not answer')")
     add_step(folder, 2, **{"time/step": 3.0})
-    with watching(folder, "--port", address.rpartition(":")[2]):
+    with watching(folder, "--port", port):
         page.wait_for_selector(".tiles:has-text('mean of 2 steps')")
         page.wait_for_selector(".live:has-text('step 1 of 9')")
 
