@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page
 
 from rlsys.observe.kept import Kept, write_kept
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import bundle, write_report
-from tests.apps.evaluation.answers import SEARCH, answered, asked
 from tests.report.audit.episodes import CODEC, POLICY, by_letter, played
-from tests.report.made import Maker, Size, add_measured, made_run
-from tests.report.test_page import at
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 from tests.support.paths import PROJECT
 
@@ -112,47 +109,6 @@ def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
     assert [float(cell) for cell in turns["as drawn"][1:]] == pytest.approx(
         [np.mean(sums), np.mean(np.abs(sums)), np.sqrt(np.mean(np.square(sums)))], abs=0.005
     )
-
-
-SMALL = Size(steps=1, groups=1)
-
-
-def cells(page: Page, name: str) -> list[list[str]]:
-    """Texts of a table's rows, its head first."""
-    rows = page.get_by_role("region", name=name, exact=True).locator("tr").all()
-    return [[text.replace("\u00a0", " ").strip() for text in row.locator("th, td").all_text_contents()] for row in rows]
-
-
-def test_measurements_are_shown_with_their_interval(tmp_path: Path, look: Look) -> None:
-    """1 of 4 has Wilson's 4.6 % to 69.9 %; one right of two answers is right by one draw of two, surely by two."""
-    folder = made_run(tmp_path / "run", Maker(SMALL))
-    said = ["in the Nile", None, "x", "Nile"]
-    answers = [answered(asked(number, "Nile"), one, 0, SEARCH) for number, one in enumerate(said)]
-    add_measured(folder, "eval", *answers, started="1")
-    both = [answered(asked(1, "Nile", source=name), one, n) for name in "ab" for n, one in enumerate(["Nile", "x"])]
-    add_measured(folder, "eval-2", *both, started="2", samples=2, temperature=0.5, baseline="cot", model="/m")
-    opened = look(at(write_report([open_run(folder)]), "view=evaluations"))
-    head, first, *others = cells(opened.page, "Measured by rlsys eval")
-    assert head == [
-        "folder",
-        "set",
-        "questions",
-        "EM",
-        "F1",
-        "sub-EM",
-        "pass@1",
-        "pass@2",
-        "searches",
-        "engine",
-        "model",
-    ]
-    em, f1 = "25.0 % 4.6 % to 69.9 %", "41.7 %"
-    assert first == ["eval", "nq", "4", em, f1, "50.0 %", "–", "–", "1", "sglang", "hf"]
-    assert [row[1:3] for row in others] == [["a", "1"], ["b", "1"], ["average", "2"]]
-    how = "sglang, cot, 2 answers, temperature 0.5"
-    assert {tuple(row[6:]) for row in others} == {("50.0 %", "100 %", "0", how, "/m")}
-    expect(opened.page.get_by_text("EM with its 95 % interval")).to_be_visible()
-    assert opened.problems == []
 
 
 METRICS = PROJECT / "docs" / "metrics.md"
