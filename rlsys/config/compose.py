@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.config.rlinf import is_rlinf, shown, translate
 from rlsys.config.schema import REQUIRED, LrDecay, RunConfig, choices, free_maps, schema_keys, variants
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _TRANSLATED = "rlsys_translated"
@@ -87,24 +87,36 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
     for override in overrides:
         if override.startswith("~"):
             raise UserError(
-                f'"{override}" would take a key out, and a run needs all of them: give the key another value.'
+                f'"{override}" would take a key out, and a run needs all of them: give the key another value.',
+                code="unsupported",
+                key=override.lstrip("~"),
             )
         if _OVERRIDE.fullmatch(override) is None:
-            raise UserError(f'"{override}" is not a setting: write KEY=VALUE, such as trainer.steps=5.')
+            raise UserError(
+                f'"{override}" is not a setting: write KEY=VALUE, such as trainer.steps=5.',
+                code="malformed",
+                key=override,
+            )
     ConfigStore.instance().store(name="rlsys_schema", node=as_dict(RunConfig()) | {_BUILT_ON_SCHEMA: True})
     GlobalHydra.instance().clear()
     try:
         tree, levels = _compose_translated(file, overrides) if is_rlinf(file) else _compose(file, overrides)
         plain: Any = OmegaConf.to_container(tree, resolve=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as problem:
-        raise UserError(_sentence(problem)) from problem
+        raise _in_words(problem, file) from problem
     if not plain.pop(_BUILT_ON_SCHEMA, False):
-        raise UserError(f"{file} does not build on the schema: begin its defaults with rlsys_schema.")
+        raise UserError(
+            f"{file} does not build on the schema: begin its defaults with rlsys_schema.",
+            code="malformed",
+            key=str(file),
+        )
     config = typed(_of_chosen_kinds(plain, RunConfig(), refuse=partial(_refuse_other_kind, levels)), RunConfig)
     assert isinstance(config, RunConfig)
     missing = sorted(key for key, value in _flat(as_dict(config)) if value == REQUIRED)
     if missing:
-        raise UserError(f"{missing[0]} has no value: set it in the config or as {missing[0]}=VALUE.")
+        raise UserError(
+            f"{missing[0]} has no value: set it in the config or as {missing[0]}=VALUE.", code="missing", key=missing[0]
+        )
     return config
 
 
@@ -117,9 +129,17 @@ def find_config(name: str, config_dir: Path | None = None) -> Path:
     if file.is_file():
         return file
     if is_path:
-        raise UserError(f"--config-name {name}: {file} does not exist: give a config of the project, or a path.")
+        raise UserError(
+            f"--config-name {name}: {file} does not exist: give a config of the project, or a path.",
+            code="not_found",
+            key="--config-name",
+        )
     known = sorted(path.stem for path in folder.glob("*.yaml"))
-    raise UserError(f"--config-name {name}: there is no {file}; known are {', '.join(known) or 'none'}.")
+    raise UserError(
+        f"--config-name {name}: there is no {file}; known are {', '.join(known) or 'none'}.",
+        code="unknown",
+        key="--config-name",
+    )
 
 
 def _compose(file: Path, overrides: Sequence[str]) -> _Composed:
@@ -148,7 +168,9 @@ def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
         if override.is_sweep_override():
             raise UserError(
                 f"{str(override.input_line).lstrip('+')} is a sweep, and a run has one value of each key: start a run for "
-                "each, or put [brackets] around a list and quotes around a text."
+                "each, or put [brackets] around a list and quotes around a text.",
+                code="unsupported",
+                key=str(override.key_or_group),
             )
         given |= _flat({override.key_or_group: override.value()})
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
@@ -189,7 +211,9 @@ def _refuse_other_kind(levels: Mapping[str, int], group: str, name: str, value: 
     if levels[f"{group}.{name}"] >= levels[f"{group}.kind"]:
         raise UserError(
             f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
-            f"{group}.kind={own}."
+            f"{group}.kind={own}.",
+            code="conflict",
+            key=f"{group}.{name}",
         )
 
 
@@ -250,7 +274,9 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
                 return _truth(tree) if hint is bool else hint(tree)
         case _ if isinstance(tree, str) and tree in choices(hint):
             return choices(hint)[tree]
-    raise _is_not(key, tree, " or ".join(choices(hint)) or _WORDS[get_origin(hint) or hint])
+    if choices(hint):
+        raise _is_not(key, tree, " or ".join(choices(hint)), "unknown")
+    raise _is_not(key, tree, _WORDS[get_origin(hint) or hint])
 
 
 def _typed_group(tree: Any, kinds: Mapping[str, type], key: str) -> Any:
@@ -258,14 +284,14 @@ def _typed_group(tree: Any, kinds: Mapping[str, type], key: str) -> Any:
         raise _is_not(key, tree, "a group of keys")
     kind = "" if "" in kinds else tree.get("kind")
     if kind not in list(kinds):
-        raise _is_not(f"{key}.kind", kind, " or ".join(kinds))
+        raise _is_not(f"{key}.kind", kind, " or ".join(kinds), "unknown")
     hints, values = get_type_hints(kinds[kind]), {}
     for name, value in tree.items():
         inner = f"{key}.{name}".lstrip(".")
         if name not in hints:
             close = difflib.get_close_matches(inner, schema_keys(), n=1, cutoff=0.5)
             way_out = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
-            raise UserError(f"{inner} is not a key of the configuration: {way_out}")
+            raise UserError(f"{inner} is not a key of the configuration: {way_out}", code="unknown", key=inner)
         values[name] = typed(value, hints[name], inner)
     return kinds[kind](**values)
 
@@ -276,30 +302,36 @@ def _truth(value: Any) -> bool:
     return bool(int(value))
 
 
-def _is_not(key: str, value: Any, words: str) -> UserError:
-    return UserError(f"{key}={shown(value)} must be {words}; see docs/configuration.md.")
+def _is_not(key: str, value: Any, words: str, code: Code = "wrong_type") -> UserError:
+    return UserError(f"{key}={shown(value)} must be {words}; see docs/configuration.md.", code=code, key=key)
 
 
-def _sentence(problem: Exception) -> str:
-    """One line that names the key or the file, the value and what to do."""
+def _in_words(problem: Exception, file: Path) -> UserError:
+    """What the parsers object to in `file` or an override, in one line that names the key, the value and what to do."""
     if isinstance(problem, yaml.MarkedYAMLError) and problem.problem_mark is not None:
         mark = problem.problem_mark
-        return f"{mark.name}, line {mark.line + 1} is not YAML ({problem.problem}): mend the line."
+        sentence = f"{mark.name}, line {mark.line + 1} is not YAML ({problem.problem}): mend the line."
+        return UserError(sentence, code="malformed", key=str(mark.name))
     cause: BaseException = problem
     while isinstance(cause, ConfigCompositionException) and (cause.__cause__ or cause.__context__):
         cause = cause.__cause__ or cause.__context__ or cause
     if isinstance(cause, MissingConfigException) and cause.options and cause.missing_cfg_file:
         group, _, choice = cause.missing_cfg_file.rpartition("/")
-        return f"{group}={choice} is not a choice of {group}: give one of {', '.join(cause.options)}."
+        sentence = f"{group}={choice} is not a choice of {group}: give one of {', '.join(cause.options)}."
+        return UserError(sentence, code="unknown", key=group)
     if isinstance(cause, OverrideParseException):
-        return f'"{cause.override.lstrip("+")}" cannot be read as KEY=VALUE: put a value with special characters in quotes.'
+        given = cause.override.lstrip("+")
+        sentence = f'"{given}" cannot be read as KEY=VALUE: put a value with special characters in quotes.'
+        return UserError(sentence, code="malformed", key=given)
     text = _first_line(getattr(cause, "msg", None) or cause)
     key = getattr(cause, "full_key", None)
     if not key:
         place = _first_line(problem) + " " if cause is not problem else ""
         text = f"{place}{text}".replace(" ++", " ")  # See `_opened`.
-        return f"{text}; see docs/configuration.md and the folders of configs/ for the choices."
-    return f"{key}: {text}; see docs/configuration.md."
+        sentence = f"{text}; see docs/configuration.md and the folders of configs/ for the choices."
+        code: Code = "not_found" if isinstance(cause, MissingConfigException) else "malformed"
+        return UserError(sentence, code=code, key=str(file))
+    return UserError(f"{key}: {text}; see docs/configuration.md.", code="malformed", key=str(key))
 
 
 def _first_line(message: object) -> str:

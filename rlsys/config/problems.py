@@ -27,6 +27,7 @@ from rlsys.config.algorithm import (
 )
 from rlsys.config.derived import has_critic, has_reference, moves_reference, sums_over_vocabulary, truncates_sampling
 from rlsys.config.schema import RunConfig
+from rlsys.errors import Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Problem:
     key: str
     """The key, or the group of keys, to change."""
     sentence: str
+    code: Code = "conflict"
 
     @classmethod
     def of(cls, sentence: str) -> Problem:

@@ -1,9 +1,9 @@
 """RLinf's dialect: a YAML file with the keys of RLinf's Search-R1 example, as settings of ours.
 
 Contract: `translate` gives settings that mean what the file says, or raises `UserError` with a line for every key that
-rlsys does not know or whose value it cannot honour; nothing of the file is left aside silently but what
-`rules()` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled by no
-key: a turn that neither searches nor answers is told so and goes on; stop strings reach the engine; and
+rlsys does not know or whose value it cannot honour, and with the code and key of the first; nothing of the file is left
+aside silently but what `rules()` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled
+by no key: a turn that neither searches nor answers is told so and goes on; stop strings reach the engine; and
 max_new_tokens is each turn's own. RLinf's agent loop has seq_length - max_prompt_length tokens for all turns and
 observations of an episode together; here seq_length alone bounds these, with the prompt that they have.
 
@@ -146,7 +146,7 @@ class _Draft:
     """RLinf's dotted key -> value."""
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Our dotted key -> value, and what said so."""
-    problems: list[str] = field(default_factory=list)
+    problems: list[UserError] = field(default_factory=list)
 
     @property
     def is_evaluation(self) -> bool:
@@ -159,13 +159,13 @@ class _Draft:
             return
         before = self.settings.setdefault(ours, (value, theirs))
         if before[0] != value:
-            self.problems.append(
-                f"{before[1]} and {theirs} say different things of one and the same ({ours}): write the same."
-            )
+            sentence = f"{before[1]} and {theirs} say different things of one and the same ({ours}): write the same."
+            self.problems.append(UserError(sentence, code="conflict", key=theirs))
 
     def refuse(self, key: str, instead: str) -> None:
         """Note that the value of `key` cannot be honoured."""
-        self.problems.append(f"{key}={shown(self.given.get(key))} cannot be honoured: {instead}.")
+        sentence = f"{key}={shown(self.given.get(key))} cannot be honoured: {instead}."
+        self.problems.append(UserError(sentence, code="unsupported", key=key))
 
 
 def is_rlinf(file: Path) -> bool:
@@ -188,7 +188,8 @@ def translate(file: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any]
     for part in (_defaults, _task, _required, _placement, _lengths, _steps, _clip, _sampling, _engine):
         part(draft)
     if draft.problems:
-        raise UserError("\n".join(f"{file}: {problem}" for problem in draft.problems))
+        lines = "\n".join(f"{file}: {problem}" for problem in draft.problems)
+        raise UserError(lines, code=draft.problems[0].code, key=draft.problems[0].key)
     tree = OmegaConf.create()
     for key, (value, _) in draft.settings.items():
         OmegaConf.update(tree, key, value, force_add=True)
@@ -214,7 +215,8 @@ def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
             OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"]).value, merge=False, force_add=True)
         container = OmegaConf.to_container(tree, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError) as problem:
-        raise UserError(f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend the value.") from problem
+        sentence = f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend the value."
+        raise UserError(sentence, code="malformed", key=str(file)) from problem
     finally:
         for name in _RESOLVERS:
             OmegaConf.clear_resolver(name)
@@ -241,7 +243,8 @@ def _by_table(draft: _Draft) -> None:
             case None if key not in rules():
                 close = difflib.get_close_matches(key, rules(), n=1, cutoff=0.6)
                 hint = f"did you mean {close[0]}?" if close else "take it out."
-                draft.problems.append(f"{key} is not a key of RLinf's Search-R1 that rlsys reads: {hint}")
+                sentence = f"{key} is not a key of RLinf's Search-R1 that rlsys reads: {hint}"
+                draft.problems.append(UserError(sentence, code="unknown", key=key))
             case Moved(ours, convert):
                 try:
                     converted = convert(value)
@@ -277,7 +280,7 @@ def _required(draft: _Draft) -> None:
     """What has no default."""
     for key in ("rollout.model.model_path", "data.train_data_paths", "data.val_data_paths"):
         if draft.given.get(key) is None and not (draft.is_evaluation and key == "data.train_data_paths"):
-            draft.problems.append(f"{key} has no value: give the path.")
+            draft.problems.append(UserError(f"{key} has no value: give the path.", code="missing", key=key))
     if draft.is_evaluation and "task.train_path" not in draft.settings and "task.eval_path" in draft.settings:
         draft.settings["task.train_path"] = draft.settings["task.eval_path"]
 

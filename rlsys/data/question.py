@@ -60,10 +60,12 @@ def read_questions(path: str | Path, limit: int | None = None) -> list[Question]
     """All questions of `path` in file order, at most `limit`."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"{file} does not exist: give the path of a jsonl or parquet file of questions.")
+        sentence = f"{file} does not exist: give the path of a jsonl or parquet file of questions."
+        raise UserError(sentence, code="not_found", key=str(file))
     questions = [question_of(file, line, row) for line, row in islice(read_rows(file), limit)]
     if not questions:
-        raise UserError(f"{file} holds no question: give a file with at least one row.")
+        sentence = f"{file} holds no question: give a file with at least one row."
+        raise UserError(sentence, code="empty", key=str(file))
     return questions
 
 
@@ -71,7 +73,8 @@ def read_rows(file: Path) -> Iterator[tuple[int, Any]]:
     """Line number, counted from 1, and content of each row of a jsonl or parquet file, as it stands there."""
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if file.suffix not in readers:
-        raise UserError(f"{file} is neither .jsonl nor .parquet: convert it to one of them.")
+        sentence = f"{file} is neither .jsonl nor .parquet: convert it to one of them."
+        raise UserError(sentence, code="unsupported", key=str(file))
     return readers[file.suffix](file)
 
 
@@ -83,9 +86,9 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except json.JSONDecodeError as problem:
-                raise UserError(f"{file}, line {number} is not JSON ({problem.msg}): mend the line.") from problem
+                raise _unreadable(file, f", line {number} is not JSON ({problem.msg}): mend the line.") from problem
             except UnicodeDecodeError as problem:
-                raise UserError(f"{file}, line {number} is not UTF-8: save the file as UTF-8.") from problem
+                raise _unreadable(file, f", line {number} is not UTF-8: save the file as UTF-8.") from problem
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
@@ -95,31 +98,34 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
     try:
         content = parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as problem:
-        raise UserError(f"{file} is not a parquet file: convert it, or name it by what it is.") from problem
+        raise _unreadable(file, " is not a parquet file: convert it, or name it by what it is.") from problem
     rows = (row for batch in content.iter_batches() for row in batch.to_pylist())
     yield from enumerate(rows, start=1)
 
 
+def _unreadable(file: Path, what: str) -> UserError:
+    return UserError(f"{file}{what}", code="malformed", key=str(file))
+
+
 def question_of(file: Path, line: int, row: Any) -> Question:
     """The question of one row, whichever of the three kinds it is. Raises UserError naming `file`, `line` and field."""
-    where = f"{file}, line {line}"
     if not isinstance(row, Mapping):
-        raise UserError(f"{where} is not an object: write one JSON object a line.")
+        raise _unreadable(file, f", line {line} is not an object: write one JSON object a line.")
     extra = row.get("extra_info") or {}
     if not isinstance(extra, Mapping):
-        raise UserError(f'{where}: "extra_info" must be an object, or be left out.')
+        raise _unreadable(file, f', line {line}: "extra_info" must be an object, or be left out.')
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as problem:
-        raise UserError(
-            f'{where}: "extra_info" holds what JSON cannot ({problem}): leave it out, or write it as text.'
+        raise _unreadable(
+            file, f', line {line}: "extra_info" holds what JSON cannot ({problem}): leave it out, or write it as text.'
         ) from problem
     raw = row.get("question") or extra.get("question")
     text = raw if isinstance(raw, str) else ""
-    prompt, source, answers = _prompt_and_answers(row, text, where)
+    prompt, source, answers = _prompt_and_answers(row, text, file, line)
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise UserError(f'{where}: "{source}" must be a list of accepted answers.')
+        raise _unreadable(file, f', line {line}: "{source}" must be a list of accepted answers.')
     return Question(
         uid=f"{file.stem}:{line}",
         prompt=prompt,
@@ -131,7 +137,7 @@ def question_of(file: Path, line: int, row: Any) -> Question:
     )
 
 
-def _prompt_and_answers(row: Mapping[str, Any], text: str, where: str) -> tuple[str, str, Any]:
+def _prompt_and_answers(row: Mapping[str, Any], text: str, file: Path, line: int) -> tuple[str, str, Any]:
     """The prompt, and what should be the answers with the name of their field."""
     match row:
         case {"prompt": str(prompt) | [{"role": "user", "content": str(prompt)}]} if prompt:
@@ -143,14 +149,17 @@ def _prompt_and_answers(row: Mapping[str, Any], text: str, where: str) -> tuple[
             return prompt, "reward_model.ground_truth.target", None
         case {"prompt": prompt} if prompt is not None:
             # Other messages beside the user's would be lost on the policy.
-            raise UserError(
-                f'{where}: "prompt" must be a text, or one message of the user, [{{"role": "user", "content": TEXT}}].'
+            raise _unreadable(
+                file,
+                f', line {line}: "prompt" must be a text, or one message of the user, '
+                '[{"role": "user", "content": TEXT}].',
             )
         case {"golden_answers": answers} if answers is not None and text.strip():
             return search_prompt(text), "golden_answers", answers
-    raise UserError(
-        f'{where} is no question: give "prompt" and "reward_model" (Search-R1), "prompt" and "solutions" (RLinf), or '
-        '"question" and "golden_answers" (FlashRAG).'
+    raise _unreadable(
+        file,
+        f', line {line} is no question: give "prompt" and "reward_model" (Search-R1), "prompt" and "solutions" (RLinf), or '
+        '"question" and "golden_answers" (FlashRAG).',
     )
 
 
@@ -180,19 +189,23 @@ def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) 
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as problem:
-        raise UserError(f"--prompt {file} cannot be read ({problem.strerror}): give a text file.") from problem
+        sentence = f"--prompt {file} cannot be read ({problem.strerror}): give a text file."
+        raise UserError(sentence, code="not_found", key="--prompt") from problem
     except UnicodeDecodeError as problem:
-        raise UserError(f"--prompt {file} is not UTF-8: save the file as UTF-8.") from problem
+        sentence = f"--prompt {file} is not UTF-8: save the file as UTF-8."
+        raise UserError(sentence, code="malformed", key="--prompt") from problem
     if text.count(QUESTION) != 1:
-        raise UserError(
-            f"--prompt {file} has {QUESTION} {text.count(QUESTION)} times: put it once where the question goes."
-        )
+        sentence = f"--prompt {file} has {QUESTION} {text.count(QUESTION)} times: put it once where the question goes."
+        raise UserError(sentence, code="malformed", key="--prompt")
     if TOOLS in text and not tools:
         raise UserError(
-            f"--prompt {file} has {TOOLS}, and no tool is named: name each (--tool, or task.tools of a config), or take it out."
+            f"--prompt {file} has {TOOLS}, and no tool is named: name each (--tool, or task.tools of a config), or take it out.",
+            code="conflict",
+            key="--prompt",
         )
     if tools and TOOLS not in text and not may_tell_itself:
-        raise UserError(f"--prompt {file} does not say where the tools go: put {TOOLS} there, or leave --tool out.")
+        sentence = f"--prompt {file} does not say where the tools go: put {TOOLS} there, or leave --tool out."
+        raise UserError(sentence, code="conflict", key="--prompt")
     before, _, after = text.replace(TOOLS, tools).partition(QUESTION)
     return lambda question: f"{before}{question.strip()}{after}"
 

@@ -52,7 +52,8 @@ def write_report(runs: Sequence[RunFolder], out: Path | None = None) -> Path:
     try:
         write_atomically(path, render(model, chunks))
     except OSError as problem:
-        raise UserError(f"{path} cannot be written ({problem.strerror}): give another file with --out.") from problem
+        sentence = f"{path} cannot be written ({problem.strerror}): give another file with --out."
+        raise UserError(sentence, code="denied", key=str(path)) from problem
     return path
 
 

@@ -311,28 +311,37 @@ def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
     mode = section(run.config, "task").get("token_mode")
     if not isinstance(mode, str) or mode not in list(TokenMode):
         raise UserError(
-            f"{run.path / 'config.yaml'} does not say task.token_mode, without which its tokens cannot be audited; restore it."
+            f"{run.path / 'config.yaml'} does not say task.token_mode, without which its tokens cannot be audited; restore it.",
+            code="missing",
+            key="task.token_mode",
         )
     path = section(run.config, "model").get("path")
     given = f"model.path={path}" if tokenizer is None else f"--tokenizer {tokenizer}"
+    key = "model.path" if tokenizer is None else "--tokenizer"
     folder = tokenizer or (Path(path) if isinstance(path, str) else None)
     if folder is None or not (folder / NEEDED).is_file():
         raise UserError(
             f"{given} of {run.path} has no {NEEDED} here, without which no text can be tokenised again; name a folder that "
-            f"has it: rlsys audit tokens {run.path} --tokenizer DIR."
+            f"has it: rlsys audit tokens {run.path} --tokenizer DIR.",
+            code="not_found",
+            key=key,
         )
     kept = run.trajectories()
     first = next(kept, None)
     if first is None:
         raise UserError(
-            f"{run.path} has no trajectories to audit: train with tracking.trajectories above 0, or null for all of them."
+            f"{run.path} has no trajectories to audit: train with tracking.trajectories above 0, or null for all of them.",
+            code="empty",
+            key=str(run.path),
         )
     try:
         return audit(chain((first,), kept), _open_codec(folder), TokenMode(mode))
     except OtherTokeniser as problem:
         raise UserError(
             f"{problem}: {given} is not the one of {run.path}; name the folder that it began with: "
-            f"rlsys audit tokens {run.path} --tokenizer DIR."
+            f"rlsys audit tokens {run.path} --tokenizer DIR.",
+            code="mismatch",
+            key=key,
         ) from problem
 
 
@@ -344,7 +353,8 @@ def _open_codec(folder: Path) -> Codec:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as problem:  # Of a damaged file, whatever the libraries below stumble over.
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        raise UserError(f"The tokenizer in {folder} cannot be opened ({reason}); give a whole one.") from problem
+        sentence = f"The tokenizer in {folder} cannot be opened ({reason}); give a whole one."
+        raise UserError(sentence, code="malformed", key=str(folder)) from problem
     return Codec(tokenizer)
 
 

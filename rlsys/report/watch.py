@@ -66,7 +66,8 @@ def serve_run(path: Path, host: str, port: int, report: Callable[[str], None]) -
         try:
             sock.listen(config.backlog)
         except OSError as error:
-            raise UserError(f"cannot serve at {address}:{number} ({error}): choose another port") from None
+            sentence = f"cannot serve at {address}:{number} ({error}): choose another port."
+            raise UserError(sentence, code="in_use", key=f"{address}:{number}") from None
         shown = socket.gethostname() if reached.is_unspecified else f"[{address}]" if ":" in address else address
         report(f"{path} is shown at http://{shown}:{number} until Ctrl-C.")
         if not reached.is_loopback:

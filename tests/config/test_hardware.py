@@ -1,4 +1,4 @@
-"""What does not fit the machines that a config names is refused before anything starts."""
+"""A config that does not fit its machines is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.cluster.planning.placement import fullest_device, launch_problems, machine_problems, memory_problems
+from rlsys.cluster.planning.placement import fullest_device, launch_problems, memory_problems
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig, SyncMode
 from rlsys.errors import UserError
@@ -22,69 +22,33 @@ TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_m
 APART = "cluster.placement={actor: 0-1, inference: '2', rollout: '3'}"
 
 
-def sentences(config: RunConfig) -> list[str]:
-    return [problem.sentence for problem in find_problems(config)]
+def keys(config: RunConfig) -> list[str]:
+    return [problem.key for problem in find_problems(config)]
 
 
 def test_a_cluster_that_has_room_is_valid(tiny_run: TinyRun) -> None:
-    assert sentences(tiny_run(*TWO_MACHINES, APART)) == []
+    assert keys(tiny_run(*TWO_MACHINES, APART)) == []
 
 
 @pytest.mark.parametrize(
-    ("overrides", "named"),
+    ("overrides", "key"),
     [
-        (["cluster.nodes=2"], ["cluster.nodes=2", "set cluster.devices_per_node"]),
+        (["cluster.nodes=2"], "cluster.devices_per_node"),
+        ([*TWO_MACHINES, "cluster.placement.rollout='4'"], "cluster.placement"),
+        ([*TWO_MACHINES, APART, "cluster.sync_mode=tensor"], "cluster.sync_mode"),
+        ([*TWO_MACHINES, APART, "cluster.search.nodes=['0', '2']"], "cluster.search.nodes"),
         (
-            [*TWO_MACHINES, "cluster.placement.rollout='4'"],
-            ["names rank 4", "cluster.nodes=2", "ranks 0 to 3"],
+            [*TWO_MACHINES, APART, "cluster.search.nodes=[alpha]", "search.index=null", "search.url=http://a:1"],
+            "cluster.search.nodes",
         ),
-        (
-            [*TWO_MACHINES, APART, "cluster.sync_mode=tensor"],
-            ["cluster.sync_mode=tensor", "inference and rollout", "cluster.sync_mode=broadcast"],
-        ),
-        (
-            [*TWO_MACHINES, APART, "cluster.search.nodes=['0', '2']"],
-            ["cluster.search.nodes names machine 2", "cluster.nodes=2"],
-        ),
-        (
-            [
-                *TWO_MACHINES,
-                APART,
-                "cluster.search.nodes=[alpha]",
-                "search.index=null",
-                "search.url=http://a:1",
-            ],
-            ["cluster.search.nodes=['alpha']", "search.index is null"],
-        ),
-        (["cluster.sync_mode=ipc"], ["cluster.sync_mode=ipc", "cluster.sync_mode=tensor"]),
-        (["cluster.search.port=0"], ["cluster.search.port=0", "from 1 to 65535"]),
+        (["cluster.search.nodes=['1']"], "cluster.search.nodes"),
+        (["cluster.search.nodes=['0']", "search.index=null"], "cluster.search.nodes"),
+        (["cluster.sync_mode=ipc"], "cluster.sync_mode"),
+        (["cluster.search.port=0"], "cluster.search.port"),
     ],
 )
-def test_what_does_not_fit_is_named(tiny_run: TinyRun, overrides: list[str], named: list[str]) -> None:
-    (found,) = sentences(tiny_run(*overrides))
-    for words in named:
-        assert words in found
-
-
-def test_where_servers_are_is_checked_without_the_number_of_devices(tiny_run: TinyRun) -> None:
-    (found,) = sentences(tiny_run("cluster.search.nodes=['1']"))
-    assert "cluster.search.nodes names machine 1" in found
-    (found,) = sentences(tiny_run("cluster.search.nodes=['0']", "search.index=null"))
-    assert "search.index is null" in found
-
-
-@pytest.mark.parametrize(("pp", "away"), [(1, []), (2, ["actor"])])
-def test_of_device_memory_every_stage_of_the_actor_hands_its_own_on(
-    tiny_run: TinyRun, pp: int, away: list[str]
-) -> None:
-    """Machines of 4: ranks 2 and 4 of the actor are copies of one stage, or two stages on two machines."""
-    config = tiny_run(
-        "cluster.sync_mode=ipc", f"actor.parallel.pp={pp}", *TWO_MACHINES[:1], "cluster.devices_per_node=4"
-    )
-    placed = {"actor": (2, 4), "inference": (1,), "rollout": (0,)}
-    told = [problem.sentence for problem in machine_problems(config, placed)]
-    assert len(told) == len(away)
-    assert all("puts actor on others" in sentence for sentence in told)
+def test_settings_that_do_not_fit_the_machines_are_named(tiny_run: TinyRun, overrides: list[str], key: str) -> None:
+    assert keys(tiny_run(*overrides)) == [key]
 
 
 def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_run: TinyRun) -> None:
@@ -92,16 +56,11 @@ def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_ru
     shared = ["cluster.mode=collocated", "trainer.schedule.kind=sequential", "cluster.device=gpu"]
     places = "cluster.placement={actor: 0-3, inference: 0-3, rollout: 0-3}"
     for mode in SyncMode:
-        told = [
-            problem.sentence
-            for problem in find_problems(tiny_run(*TWO_MACHINES, *shared, places, f"cluster.sync_mode={mode}"))
-            if problem.key == "cluster.sync_mode"
-        ]
-        assert len(told) == (mode is not SyncMode.disk)
-        assert all("use cluster.sync_mode=disk" in sentence for sentence in told)
+        found = keys(tiny_run(*TWO_MACHINES, *shared, places, f"cluster.sync_mode={mode}"))
+        assert ("cluster.sync_mode" in found) == (mode is not SyncMode.disk)
 
 
-def test_what_the_launcher_alone_settles(tiny_run: TinyRun) -> None:
+def test_the_launcher_settles_addresses(tiny_run: TinyRun) -> None:
     served = ["cluster.search.nodes=['0']", "search.url=null"]
     assert [one.key for one in launch_problems(tiny_run(*TWO_MACHINES, *served))] == [
         "cluster.address",
@@ -118,7 +77,7 @@ def test_an_engine_lies_on_one_machine(tiny_run: TinyRun) -> None:
     """Machines of 3 devices: the second engine of two ranks would have its feet on both."""
     placed = "cluster.placement={actor: '4', inference: '5', rollout: 0-3}"
     config = tiny_run(*TWO_MACHINES, "cluster.devices_per_node=3", placed, "rollout.engine.tp=2")
-    assert any("ranks 2 to 3, which are on 2 machines" in sentence for sentence in sentences(config))
+    assert any("ranks 2 to 3" in problem.sentence for problem in find_problems(config))
 
 
 def plan_of(placed: dict[str, list[int]], gib: dict[str, float]) -> dict[str, Any]:
@@ -130,16 +89,11 @@ GIB = {"actor": 30.0, "critic": 25.0, "inference": 12.0, "rollout": 5.0}
 
 
 def test_groups_that_share_a_device_side_by_side_add_up(tiny_run: TinyRun) -> None:
-    """Actor and critic on one device, 30 + 25."""
+    """Actor and critic on one device, 30 + 25: they learn together, and never with an engine that takes turns."""
     plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
     assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
-
-
-def test_groups_that_take_turns_meet_where_one_hands_over(tiny_run: TinyRun) -> None:
-    """Of four groups on one device, actor and critic learn together, and never with an engine."""
-    plan = plan_of({name: [0] for name in GIB}, GIB)
-    turns = [*EIGHT, "cluster.mode=collocated", "trainer.schedule.kind=sequential"]
-    assert fullest_device(tiny_run(*turns), plan) == (("actor", "critic"), 55.0)
+    turns = tiny_run(*EIGHT, "cluster.mode=collocated", "trainer.schedule.kind=sequential")
+    assert fullest_device(turns, plan_of({name: [0] for name in GIB}, GIB)) == (("actor", "critic"), 55.0)
 
 
 def test_more_than_nine_tenths_of_a_device_is_too_much(tiny_run: TinyRun) -> None:
@@ -147,28 +101,19 @@ def test_more_than_nine_tenths_of_a_device_is_too_much(tiny_run: TinyRun) -> Non
     assert list(memory_problems(tiny_run(*EIGHT), plan)) == []
     plan["groups"]["actor"]["memory_gib_per_rank"] = 72.5
     (problem,) = memory_problems(tiny_run(*EIGHT), plan)
-    for words in (
-        "72.5 GiB",
-        "cluster.device_memory_gib=80",
-        "actor.parallel.tp",
-        "actor.micro_batch_tokens",
-    ):
-        assert words in problem.sentence
-
-
-def test_a_device_of_unknown_memory_is_not_judged(tiny_run: TinyRun) -> None:
-    plan = plan_of({"actor": [0], "inference": [1], "rollout": [2]}, {"actor": 1e6, "inference": 1, "rollout": 1})
-    assert list(memory_problems(tiny_run(), plan)) == []
+    assert "72.5 GiB" in problem.sentence
+    plan["groups"]["actor"]["memory_gib_per_rank"] = 1e6
+    assert list(memory_problems(tiny_run(), plan)) == [], "the device's memory is not known"
 
 
 def test_the_big_experiment_does_not_fit_smaller_cards() -> None:
     """The estimate of a real shape reaches the check: 3B on four cards of 24 GiB is refused, of 80 it is not."""
     files = ["task.train_path=README.md", "task.eval_path=README.md"]
     files += ["model.path=configs/model/shapes/qwen2.5-3b-instruct"]
-    assert sentences(load_config("searchr1_qwen2.5_3b_1node", files)) == []
+    assert keys(load_config("searchr1_qwen2.5_3b_1node", files)) == []
     small = load_config("searchr1_qwen2.5_3b_1node", [*files, "cluster.device_memory_gib=24"])
-    (found,) = sentences(small)
-    assert "cluster.device_memory_gib=24" in found
+    (found,) = find_problems(small)
+    assert "cluster.device_memory_gib=24" in found.sentence
 
 
 def test_training_without_the_launcher_is_refused_and_planning_is_not(files: list[str], tmp_path: Path) -> None:
@@ -176,6 +121,6 @@ def test_training_without_the_launcher_is_refused_and_planning_is_not(files: lis
     served = [*words, "cluster.search.nodes=['0']", *TWO_MACHINES, APART]
     with pytest.raises(UserError) as caught:
         typer.main.get_command(app).main(["train", *served], standalone_mode=False)
-    assert str(caught.value).count("`rlsys launch`") == 2
+    assert all(key in str(caught.value) for key in ("cluster.address", "cluster.search.nodes"))
     assert not (tmp_path / "runs").exists()
     assert CliRunner().invoke(app, ["train", *served, "--dry-run"]).exit_code == 0

@@ -52,7 +52,7 @@ class Right:
 
 @dataclass
 class Planted:
-    """A planted schema, of which `Inner.name` and `Right.right` are read nowhere."""
+    """A schema of which nobody reads `Inner.name` and `Right.right`."""
 
     inner: Inner = field(default_factory=Inner)
     choice: Left | Right = field(default_factory=Left)
@@ -75,12 +75,3 @@ class Keeper:
         ("Inner", "name"),
         ("Right", "right"),
     }
-
-
-def test_a_key_added_to_the_schema_is_unread_until_something_reads_it() -> None:
-    classes = schema_classes(RunConfig)
-    classes["TrainerConfig"]["entropy_bonus"] = "float"
-    added = ("TrainerConfig", "entropy_bonus")
-    assert added not in fields_read(running_code(), classes)
-    reader = "def use(config: RunConfig) -> float:\n    return config.trainer.entropy_bonus\n"
-    assert fields_read(running_code() | {"new.py": reader}, classes)[added] == ("new.py",)

@@ -1,3 +1,7 @@
+"""Files of a run: written whole or not at all, read with limits, JSON and YAML that can be trusted."""
+
+from __future__ import annotations
+
 import errno
 import json
 import os
@@ -26,12 +30,7 @@ from tests.support.damage import ALIASES, DEEP, LEVELS
 
 
 def test_scalars_of_numpy_and_torch_and_what_json_lacks() -> None:
-    value = {
-        "a": np.float32(0.5),
-        "b": torch.tensor(3),
-        "c": [float("nan"), (float("inf"), True, None)],
-        1: Path("x"),
-    }
+    value = {"a": np.float32(0.5), "b": torch.tensor(3), "c": [float("nan"), (float("inf"), True, None)], 1: Path("x")}
     assert json_safe(value) == {"a": 0.5, "b": 3, "c": [None, [None, True, None]], "1": "x"}
     with pytest.raises(TypeError, match="set"):
         json_safe({"a": {1}})
@@ -59,13 +58,6 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypat
     assert path.read_text() == "old"
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_by_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").mkdir()
-    with pytest.raises(IsADirectoryError) as raised:
-        write_atomically(tmp_path / "a.txt", "new")
-    assert raised.value.filename == str(tmp_path / "a.txt"), "and not its half-written copy"
-
-
 def test_only_what_a_kill_has_left_is_forgotten(tmp_path: Path) -> None:
     left = (".step_000004.json.123.part", ".a.1.part")
     kept = ("step_000004.json", "a.1.part", ".part", ".a.part", ".a.1.part.txt")
@@ -78,43 +70,23 @@ def test_only_what_a_kill_has_left_is_forgotten(tmp_path: Path) -> None:
 
 def test_summary_is_strict_json_with_stable_order(tmp_path: Path) -> None:
     first, second = tmp_path / "1.json", tmp_path / "2.json"
-    write_summary(first, {"steps": 3, "em_after": float("nan"), "seconds": {"train": 1.5, "rollout": 2.0}})
-    write_summary(second, {"seconds": {"rollout": 2.0, "train": 1.5}, "em_after": float("nan"), "steps": 3})
-    assert first.read_text() == second.read_text()
+    write_summary(first, {"steps": 3, "em_after": float("nan")})
+    write_summary(second, {"em_after": float("nan"), "steps": 3})
+    assert first.read_bytes() == second.read_bytes()
+    assert json.loads(first.read_text()) == {"em_after": None, "steps": 3}
     assert "NaN" not in first.read_text()
-    assert json.loads(first.read_text()) == {
-        "em_after": None,
-        "seconds": {"rollout": 2.0, "train": 1.5},
-        "steps": 3,
-    }
 
 
-def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    log = Trackers(LineLog(path), {}, clock=lambda: 12.5)
-    log.log(1, {"critic/score/mean": np.float32(0.25), "time/step": float("nan")})
-    row = {"step": 1, "time": 12.5, "critic/score/mean": 0.25, "time/step": None}
-    assert json.loads(path.read_text()) == row
-    log.close()
-    log.close()
-
-
-def test_a_resumed_run_appends_and_its_rows_count(tmp_path: Path) -> None:
+def test_the_last_row_of_a_step_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = Trackers(LineLog(path), {})
-    for step in (1, 2, 3):
-        first.log(step, {"critic/score/mean": 0.1 * step})
-    first.close()
-    with path.open("a") as file:
-        file.write('{"step": 4, "rew')  # the crash
-    resumed = Trackers(LineLog(path), {})
-    resumed.log(3, {"critic/score/mean": 0.9})
-    resumed.close()
-    assert [(row["step"], row["critic/score/mean"]) for row in read_metrics(path)] == [
-        (1, 0.1),
-        (2, 0.2),
-        (3, 0.9),
-    ]
+    for steps, figure in (((1, 2, 3), 0.1), ((3,), 0.9)):
+        log = Trackers(LineLog(path), {})
+        for step in steps:
+            log.log(step, {"loss": figure * step})
+        log.close()
+        with path.open("a") as file:
+            file.write('{"step": 4, "rew')  # the crash
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.1), (2, 0.2), (3, 2.7)]
 
 
 @pytest.mark.timeout(120)
@@ -124,11 +96,11 @@ def test_only_regular_files_are_read_and_only_so_much_of_them(tmp_path: Path) ->
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 2**40)
     for name in ("pipe", "endless", "sparse"):
-        with pytest.raises(OSError, match=r"It (is not a regular file|has 1099511627776 bytes)"):
+        with pytest.raises(OSError, match=r"regular|1099511627776"):
             read_regular(tmp_path / name)
     (tmp_path / "whole").write_bytes(b"1234")
     assert read_regular(tmp_path / "whole", 4) == b"1234"
-    with pytest.raises(OSError, match="may have 3"):
+    with pytest.raises(OSError, match="3"):
         read_regular(tmp_path / "whole", 3)
 
 
@@ -137,7 +109,7 @@ def test_no_line_is_longer_than_its_limit(tmp_path: Path) -> None:
     file.write_bytes(b"{}\n[]\n")
     os.truncate(file, 2**40)
     read = []
-    with pytest.raises(OSError, match=f"more than {LINE_BYTES} bytes"), open_regular(file) as lines:
+    with pytest.raises(OSError, match=str(LINE_BYTES)), open_regular(file) as lines:
         read.extend(limited_lines(lines))
     assert read == [b"{}\n", b"[]\n"]
 

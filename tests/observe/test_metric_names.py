@@ -88,7 +88,7 @@ def spelled(key: ast.expr) -> str:
 
 
 def updates() -> dict[str, float]:
-    """What actor and critic report of an optimiser step."""
+    """Figures of actor and critic for an optimiser step."""
     two = torch.tensor([[-1.0, -2.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     inputs = LossInputs(two, two, two, mask, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64))
@@ -130,7 +130,7 @@ def asked(step: int) -> Evaluation:
 
 @pytest.fixture
 def shown(tmp_path: Path) -> set[str]:
-    """What trackers get of evaluations."""
+    """Names that trackers get from evaluations."""
     record = RunLogger(RunConfig(tracking=TrackingConfig(wandb=False)), tmp_path, Progress())
     record.evaluation(asked(1))
     record.reference_evaluation(asked(1))
@@ -157,21 +157,11 @@ def row(tmp_path: Path) -> Mapping[str, float]:
     return {key: value for key, value in found.items() if key not in ("step", "time")}
 
 
-def test_everything_that_is_logged_is_documented(row: Mapping[str, float], shown: set[str]) -> None:
-    names = documented()
-    assert {key for key in {*row, *shown} if not any(covers(name, key) for name in names)} == set()
-    fixed = {key for key in in_source() if "*" not in key}
-    assert fixed - names == set()
-
-
-def test_everything_documented_is_logged(row: Mapping[str, float], shown: set[str]) -> None:
-    known, logged = in_source(), {*row, *shown}
-    unknown = {name for name in documented() if name not in known and not any(covers(name, key) for key in logged)}
-    assert unknown == set()
-
-
-def test_families_in_the_source_are_documented() -> None:
-    """A key that is put together, such as dropped_*, has a name in the document that it can become."""
-    families = {key for key in in_source() if "*" in key}
-    names = documented()
+def test_the_document_lists_what_is_logged_and_nothing_else(row: Mapping[str, float], shown: set[str]) -> None:
+    names, known, logged = documented(), in_source(), {*row, *shown}
+    assert {key for key in logged if not any(covers(name, key) for name in names)} == set()
+    assert {key for key in known if "*" not in key} - names == set()
+    assert {name for name in names if name not in known and not any(covers(name, key) for key in logged)} == set()
+    # A key that is put together, such as dropped_*, has a name in the document that it can become.
+    families = {key for key in known if "*" in key}
     assert {key for key in families if not any(covers(key, name.replace("*", "x")) for name in names)} == set()

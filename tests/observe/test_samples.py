@@ -1,9 +1,12 @@
+"""Samples as text: who said what, and nothing that steers a terminal."""
+
+from __future__ import annotations
+
 import unicodedata
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.data.question import Question
@@ -47,24 +50,16 @@ def sample(
     return question, trajectory, 1.0
 
 
-def test_what_was_said_by_whom_is_told_apart() -> None:
+def test_prompt_policy_and_search_are_told_apart() -> None:
     text = render_sample(*sample())
     header, *sections = text.split("\n----")
-    assert [line.split(":", 1)[1].strip() for line in header.strip().splitlines()] == [
-        "train-17 (sample 2)",
-        "Paris | City of Light",
-        "Paris",
-        "1",
-        "answer after 1 searches",
-        "3 prompt, 5 trained, 3 masked",
-        "[3, 5) version 4; [8, 11) version 4, 5",
-        "1 trained tokens differ from what was sampled",
-    ]
-    assert [section.split("\n")[0].strip(" -") for section in sections] == [
+    for fact in ("train-17", "Paris | City of Light", "3 prompt, 5 trained, 3 masked", "[3, 5)", "[8, 11)"):
+        assert fact in header
+    assert [section.split("\n")[0].partition(",")[0].strip(" -") for section in sections] == [
         "prompt (masked)",
-        "turn 1: generated, 2 tokens, 0.50 s, 1/3 prompt tokens cached",
-        "turn 1: observation after search (masked), 0.25 s",
-        "turn 2: generated, 2 tokens, 0.50 s, 5/8 prompt tokens cached",
+        "turn 1: generated",
+        "turn 1: observation after search (masked)",
+        "turn 2: generated",
     ]
     assert "capital of France</search>" in sections[1]
     assert "  | <information>Paris is it.</information>" in sections[2]
@@ -81,15 +76,13 @@ def test_untrusted_text_cannot_forge_a_section_or_drive_the_terminal() -> None:
 
 
 @given(st.text(st.characters(codec=None)))
+@settings(max_examples=50)
 def test_visible_text_holds_nothing_a_terminal_acts_on_and_can_be_written(text: str) -> None:
     shown = visible(text)
     assert all(char in "\n\t" or unicodedata.category(char)[0] not in "C" for char in shown)
     shown.encode("utf-8")
-
-
-@given(st.text(st.characters(categories=["L", "N", "P", "S", "Zs"])))
-def test_ordinary_text_of_any_script_is_left_alone(text: str) -> None:
-    assert visible(text) == text
+    ordinary = "".join(char for char in text if unicodedata.category(char)[0] in "LNPS")
+    assert visible(ordinary) == ordinary
 
 
 def test_files_are_numbered(tmp_path: Path) -> None:
@@ -97,15 +90,3 @@ def test_files_are_numbered(tmp_path: Path) -> None:
     paths = sorted((tmp_path / "samples").iterdir())
     assert [path.name for path in paths] == ["00.txt", "01.txt"]
     assert paths[1].read_text() == render_sample(*sample())
-
-
-def test_a_call_names_its_tool() -> None:
-    question, trajectory, reward = sample(
-        observation="\n\n<information>no\x1b</information>\n\n", generated="<calc>x</calc>"
-    )
-    first, answer = trajectory.turns
-    call = replace(first, action=Action.TOOL, tool="calculator", tool_error="no\x1b")
-    text = render_sample(question, replace(trajectory, turns=(call, answer)), reward)
-    assert "answer after 0 searches and 1 calls of tools" in text
-    assert "turn 1: calculator failed: no\\x1b" in text
-    assert "turn 1: observation after calculator (masked), 0.25 s" in text

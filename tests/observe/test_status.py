@@ -45,7 +45,7 @@ def test_the_file_says_everything_of_a_moment(tmp_path: Path) -> None:
     }
 
 
-def test_what_has_not_changed_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
+def test_an_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
     clock = Clock(1010.0)
     file, path = StatusFile(tmp_path / "status.json", clock), tmp_path / "status.json"
 
@@ -68,9 +68,8 @@ def test_a_disk_that_refuses_is_warned_of_once(tmp_path: Path, caplog: pytest.Lo
     file = StatusFile(tmp_path / "run" / "status.json")
     for step in range(3):
         file.write(replace(MOMENT, step=step))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/run/status.json could not be written (File exists): the run goes on."
-    ]
+    (record,) = caplog.records
+    assert str(tmp_path / "run" / "status.json") in record.getMessage()
 
 
 FULL = """
@@ -94,30 +93,16 @@ assert sorted(path.name for path in run.iterdir()) == ["others", "status.json"]
 """
 
 
-def test_how_a_run_ended_is_written_on_a_full_disk(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path: Path) -> None:
     run_on_small_disk(FULL, tmp_path, "64k")
-
-
-def test_a_run_writes_from_its_beginning_to_its_end(tmp_path: Path) -> None:
-    before = time.time()
-    with Progress(Console(quiet=True), status=StatusFile(tmp_path / "status.json")) as progress:
-        begun = read_status(tmp_path)
-        progress.update(step=2, steps=5, em=0.25, states={"actor": "trains on 1 group"})
-    ended = read_status(tmp_path)
-    assert begun
-    assert ended
-    assert (begun["step"], begun["states"], begun["ended"]) == (0, {}, None)
-    assert (ended["step"], ended["steps"], ended["em"], ended["ended"]) == (2, 5, 0.25, "finished")
-    assert ended["states"]["actor"]["text"] == "trains on 1 group"
-    for moment in (ended["begun"], ended["states"]["actor"]["since"], ended["at"]):
-        assert before - 1 <= moment <= time.time() + 1
 
 
 def test_changes_reach_the_file_while_the_run_hangs(tmp_path: Path) -> None:
     """Nobody calls `update` any more; the last state must be there all the same."""
     with Progress(Console(quiet=True), status=StatusFile(tmp_path / "status.json")) as progress:
         progress.update(states={"rollout": "generates 2 groups"})
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (status := read_status(tmp_path)) or not status["states"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -148,7 +133,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
         (AssertionError(), "failed: AssertionError"),
     ],
 )
-def test_how_a_run_ends(error: BaseException | None, said: str) -> None:
+def test_the_end_of_a_run_is_told_by_its_error(error: BaseException | None, said: str) -> None:
     assert ending(error) == said
 
 

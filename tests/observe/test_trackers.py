@@ -1,19 +1,20 @@
+"""Trackers show each step once, whatever became of the run before, and cost no run where they fail."""
+
+from __future__ import annotations
+
 import errno
 import json
 import logging
-import os
-import pty
-import resource
 import shutil
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
 
 from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.errors import RunError
@@ -65,26 +66,6 @@ def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> N
     assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, "and no row of evaluations"
 
 
-def test_with_both_off_there_is_still_the_run_s_own_file(tmp_path: Path) -> None:
-    trackers = open_trackers(TrackingConfig(tensorboard=False, wandb=False), tmp_path, {})
-    assert trackers.others == {}
-    trackers.log(1, METRICS)
-    trackers.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-OFFLINE_RUN = """
-import sys
-from pathlib import Path
-from rlsys.config.schema import TrackingConfig
-from rlsys.observe.trackers import open_trackers
-trackers = open_trackers(TrackingConfig(tensorboard=False), Path(sys.argv[1]), {"algorithm": {"kl_coef": 0.5}})
-assert list(trackers.others) == ["wandb"]
-trackers.log(1, {"critic/score/mean": 0.8125, "note": "text"})
-trackers.close()
-"""
-
-
 LIVES = """
 import sys
 import time
@@ -106,27 +87,29 @@ def live(resumed, steps, value):
 first = live(None, (1, 2, 3, 4), 0.0)
 told = [Told(1, {"loss": 1.0}, 1e9), Told(2, {"loss": 2.0}, 1e9 + 1), Told(2, {"eval/em": 0.0}, 1e9 + 1)]
 resumed = live(Resumed(2, {"wandb": first}, 0, told), (3, 4), 10.0)
-if sys.argv[2:] == ["uploaded"]:
-    (part,) = (run_dir / "wandb").glob("offline-run-*")
-    next(part.glob("*.wandb")).with_suffix(".wandb.synced").touch()
-    live(Resumed(2, {"wandb": first}, 0, told), (3, 4), 20.0)
 branch = live(Resumed(2, {}, 0, told), (3,), 30.0)
 print(first, resumed, branch)
 """
 
 
-def lives(run_dir: Path, *how: str) -> tuple[str, str, str]:
-    """The ids of a run that is killed and goes on, and of a branch; in a process of its own."""
-    command = [sys.executable, "-c", LIVES, str(run_dir), *how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+def lives(run_dir: Path) -> tuple[str, str, str]:
+    """The ids of a run that is killed and goes on, and of a branch.
+
+    In a process of its own: wandb also phones home from exit handlers, and from a helper binary.
+    """
+    command, log = [sys.executable, "-c", LIVES, str(run_dir)], run_dir / "connect.log"
+    if shutil.which("strace"):
+        command = ["strace", "-f", "-qq", "-e", "trace=connect,sendto", "-o", str(log), *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "nothing of it is worth a warning"
+    assert not log.exists() or "AF_INET" not in log.read_text(), "without a key no connection is opened"
     first, resumed, branch = done.stdout.split()
     return first, resumed, branch
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """Of a log as LevelDB has it: pieces with a head of checksum, length and kind, in blocks of 32 KiB."""
+    """Records of a LevelDB log: pieces with a head of checksum, length and kind, in blocks of 32 KiB."""
     at, block, whole = 7, 32768, b""
     while at < len(content):
         if block - at % block < 7:
@@ -141,7 +124,9 @@ def records(content: bytes) -> Iterator[bytes]:
 
 
 def curves(part: Path) -> dict[str, list[tuple[int, float]]]:
-    """Of the rows that a file of W&B holds: name -> (trainer step, value)."""
+    """Curves of the rows that a file of W&B holds: name -> (trainer step, value)."""
+    from wandb.proto import wandb_internal_pb2
+
     (file,) = part.glob("*.wandb")
     found: dict[str, list[tuple[int, float]]] = {}
     for data in records(file.read_bytes()):
@@ -154,66 +139,33 @@ def curves(part: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(tmp_path: Path) -> None:
     """Killed after step 4 and resumed after step 2, as are the curves of its files; a branch is another run there."""
     first, resumed, branch = lives(tmp_path)
     assert first == resumed != branch
     parts = {path.name.split("-")[3]: path for path in (tmp_path / "wandb").glob("offline-run-*")}
     assert parts.keys() == {first, branch}, "one part of each"
-    assert curves(parts[first]) == {
-        "loss": [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)],
-        "eval/em": [(2, 0.0)],
-    }
+    assert curves(parts[first]) == {"loss": [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)], "eval/em": [(2, 0.0)]}
     assert curves(parts[branch]) == {"loss": [(3, 33.0)]}
-
-
-def test_what_was_uploaded_to_wandb_is_gone_on_from(tmp_path: Path) -> None:
-    first, *_ = lives(tmp_path, "uploaded")
-    parts = sorted((tmp_path / "wandb").glob(f"offline-run-*-{first}"))
-    assert [curves(part)["loss"] for part in parts] == [
-        [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)],
-        [(3, 23.0), (4, 24.0)],
-    ]
-
-
-def test_wandb_without_a_key_writes_into_the_run_folder_and_opens_no_connection(tmp_path: Path) -> None:
-    # In a process of its own: wandb also phones home from exit handlers, and from a helper binary.
-    command = [sys.executable, "-c", OFFLINE_RUN, str(tmp_path / "run")]
-    log = tmp_path / "connect.log"
-    if shutil.which("strace"):
-        command = ["strace", "-f", "-qq", "-e", "trace=connect,sendto", "-o", str(log), *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stderr
-    (record,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    assert b"0.8125" in record.read_bytes()
-    if log.exists():
-        assert "AF_INET" not in log.read_text()
-
-
-def test_a_wandb_that_cannot_start_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "not a key")
-    with caplog.at_level(logging.WARNING, logger="rlsys"):
-        trackers = open_trackers(TrackingConfig(tensorboard=False), tmp_path, {})
-    assert trackers.others == {}
-    (record,) = [record for record in caplog.records if record.name.startswith("rlsys")]
-    assert "goes on without it" in record.getMessage()
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("rlsys")]
 
 
-def test_a_tensorboard_that_cannot_start_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "tensorboard").write_text("a file")
-    trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
+@pytest.mark.parametrize("which", ["wandb", "tensorboard"])
+def test_a_tracker_that_cannot_start_costs_one_warning(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "not a key")
+    (tmp_path / "tensorboard").write_text("a file in the way of the folder")
+    with caplog.at_level(logging.WARNING, logger="rlsys"):
+        trackers = open_trackers(TrackingConfig(**{"wandb": False, "tensorboard": False, which: True}), tmp_path, {})
     assert trackers.others == {}
     trackers.log(1, METRICS)
     trackers.close()
-    (line,) = told(caplog)
-    assert line.startswith("TensorBoard did not start (")
-    assert line.endswith("); the run goes on without it.")
+    assert len(told(caplog)) == 1
 
 
 class Failing:
@@ -247,7 +199,8 @@ def test_a_tracker_that_fails_is_left_out_from_there_on(
         trackers.log(step, METRICS)
         trackers.log_evaluation(step, METRICS)
     trackers.close()
-    assert told(caplog) == ["Weights & Biases failed ([Errno 28] No space left on device); the run goes on without it."]
+    (line,) = told(caplog)
+    assert "No space left on device" in line
     assert failing.told.count(fails_at) == 1
     assert failing.told[-1] == fails_at, "nothing is told to it afterwards"
     assert fine.told == ["", *["log"] * 4, "close"]
@@ -255,61 +208,22 @@ def test_a_tracker_that_fails_is_left_out_from_there_on(
     assert trackers.ids["wandb"] == "known there", "a resumed run goes on with its curves"
 
 
-def test_a_run_whose_own_file_fails_ends(tmp_path: Path) -> None:
-    metrics = LineLog(tmp_path / "metrics.jsonl")
-    trackers = Trackers(metrics, {})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
-    try:
-        with pytest.raises(RunError, match=r"metrics\.jsonl could not be written"):
-            trackers.log(1, METRICS)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_the_offline_switch_wins_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("switch", "mode"), [("offline", WandbMode.auto), pytest.param("online", WandbMode.offline, marks=pytest.mark.slow)]
+)
+def test_either_offline_switch_wins_over_a_key(
+    switch: str, mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_MODE", switch)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    WandbTracker(tmp_path, "run", TrackingConfig(), {}).close()
+    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=mode), {}).close()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_the_config_says_offline_whatever_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.offline), {}).close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-
-
-ONLINE_RUN = """
-import sys
-from pathlib import Path
-from rlsys.config.schema import TrackingConfig, WandbMode
-from rlsys.observe.trackers import open_trackers
-config = TrackingConfig(tensorboard=False, wandb_mode=WandbMode.online)
-assert open_trackers(config, Path(sys.argv[1]), {}).others == {}
-"""
-
-
-def test_online_without_a_key_asks_nobody(tmp_path: Path) -> None:
-    """On a terminal W&B would ask, and the run would wait for somebody to answer."""
-    command = [sys.executable, "-c", ONLINE_RUN, str(tmp_path)]
-    ours, theirs = pty.openpty()
-    try:
-        env = os.environ | {"NETRC": str(tmp_path / "none"), "HOME": str(tmp_path)}
-        done = subprocess.run(
-            command,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=90,
-            check=False,
-            env=env,
-        )
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert done.returncode == 0, done.stderr
-    assert "tracking.wandb_mode=online needs WANDB_API_KEY, or `wandb login`" in done.stderr
+def test_online_is_refused_where_wandb_knows_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=lambda **how: asked.append(how)))
+    with pytest.raises(RunError, match="online"):
+        WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.online), {})
+    assert asked == [{"prompt": False}], "else the run would wait for somebody to answer"

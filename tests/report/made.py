@@ -18,44 +18,15 @@ from rlsys.observe.records import TIMELINE, LineLog, timeline_row
 from rlsys.observe.spans import Span
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 
-WORDS = (
-    *(
-        "the",
-        "of",
-        "in",
-        "a",
-        "city",
-        "country",
-        "capital",
-        "river",
-        "was",
-        "born",
-        "which",
-        "is",
-        "north",
-        "near",
-    ),
-    *(
-        "market",
-        "bridge",
-        "council",
-        "founded",
-        "by",
-        "population",
-        "language",
-        "museum",
-        "1896",
-        "treaty",
-        "province",
-    ),
-    *("film", "album", "director", "season", "island", "railway", "university"),
-)
+_SENTENCE = """the of in a city country capital river was born which is north near market bridge council founded by population
+language museum 1896 treaty province film album director season island railway university"""
+WORDS = tuple(_SENTENCE.split())
 DAY = 1_790_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a run."""
+    """The size of a run."""
 
     steps: int = 3
     groups: int = 4
@@ -77,7 +48,7 @@ class Maker:
     size: Size = Size()
     words: Sequence[str] = WORDS
     lag: int = 1
-    """How many versions late the oldest tokens are."""
+    """Versions by which the oldest tokens are late."""
     seed: int = 0
     _draws: np.random.Generator = field(init=False)
 
@@ -236,15 +207,9 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
 
 
 def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> Path:
-    """What `rlsys eval` writes into folder `name` of `run` of these answers; returns its results.json."""
+    """Write these answers into folder `name` of `run` as `rlsys eval` does; returns its results.json."""
     out = run / name
-    asked = {
-        "model": str(run / "hf"),
-        "engine": "sglang",
-        "baseline": "none",
-        "samples": 1,
-        "temperature": 0.0,
-    }
+    asked = {"model": str(run / "hf"), "engine": "sglang", "baseline": "none", "samples": 1, "temperature": 0.0}
     write_results(Evaluation(0, answers), out, {**asked, **settings}, 1, seed=0)
     return out / RESULTS
 

@@ -1,41 +1,53 @@
-"""Causes of drift: every trained token has one, the one that an account of prefixes and versions gives it."""
+"""Causes of drift: every trained token has the one that an account of prefixes and versions gives it.
+
+Also the parts of the account: tokens that two cuts of a text have in common, figures of numbers that are not held, and
+bounds on what truncated sampling hides.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
-from itertools import groupby
+from dataclasses import astuple, replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlsys.observe.kept import Kept
 from rlsys.report.drift import (
+    ERROR,
     HISTOGRAM_EDGES,
-    WORST,
+    LEAST,
+    QUANTILES,
+    SHORT,
     Cause,
     CauseDrift,
     DriftReport,
+    Spread,
     as_json,
+    joined,
+    log_kept_mass,
+    matched_pairs,
     report_of,
+    sampler_drift,
+    spread,
+    tally,
     tally_step,
 )
-from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, drawn_logprob, played, trained_logprob
+from tests.report.audit.episodes import CODEC, POLICY, TOKENIZER, by_letter, drawn_logprob, played, trained_logprob
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 TEXTS = st.lists(
-    st.sampled_from(["<search>", "</search>", "東京", "é", " ", "\n\n", ">", "Paris", "x"]),
-    min_size=1,
-    max_size=5,
+    st.sampled_from(["<search>", "</search>", "東京", "é", " ", "\n\n", ">", "Paris", "x"]), min_size=1, max_size=5
 ).map("".join)
 OUTPUTS = st.one_of(
     TEXTS.map(CODEC.encode),
-    TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)]),
+    TEXTS.map(by_letter),
     st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6),
 )
 TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
@@ -48,11 +60,6 @@ def drift_report(kept: Iterable[Kept], sampling: dict[str, Any]) -> DriftReport:
 
 def row_of(report: DriftReport, cause: Cause) -> CauseDrift:
     return next(row for row in report.causes if row.cause is cause)
-
-
-def by_letter(text: str) -> list[int]:
-    """`text`, a token a letter."""
-    return [token for letter in text for token in CODEC.encode(letter)]
 
 
 def as_drawn(one: Kept, prompt: str, turns: list[tuple[list[int], str]]) -> dict[int, float]:
@@ -70,7 +77,7 @@ def as_drawn(one: Kept, prompt: str, turns: list[tuple[list[int], str]]) -> dict
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40)
 @given(TEXTS, TURNS, st.lists(st.integers(0, POLICY), min_size=4, max_size=4), st.booleans())
 def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
     prompt: str, turns: list[tuple[list[int], str]], versions: list[int], eos: bool
@@ -87,17 +94,17 @@ def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
     assert tokens[Cause.VERSION_LAG] == sum(lag > 0 for lag in lags.values())
     unsampled = sum(version < 0 and own for version, own in zip(one.versions, one.loss_mask, strict=True))
     assert tokens[Cause.UNSAMPLED] == unsampled
-    for lag, spread in report.by_lag.items():
+    for lag, found in report.by_lag.items():
         values = [trained_logprob(one.token_ids[: at + 1].tolist()) - same[at] for at in same if lags[at] == lag]
-        assert spread.count == len(values)
-        assert spread.mean == pytest.approx(np.mean(values), abs=1e-5)
-        assert spread.rms == pytest.approx(math.sqrt(np.mean(np.square(values))), abs=1e-5)
+        assert found.count == len(values)
+        assert found.mean == pytest.approx(np.mean(values), abs=1e-5)
+        assert found.rms == pytest.approx(math.sqrt(np.mean(np.square(values))), abs=1e-5)
     assert set(report.by_lag) == set(lags.values())
     for row in report.causes:
         assert sum(row.histogram) == row.differences.count <= row.tokens
 
 
-def test_of_a_turn_that_is_cut_otherwise_the_sums_are_compared() -> None:
+def test_a_turn_that_is_cut_otherwise_is_compared_by_its_sum() -> None:
     drawn = [*by_letter("Paris"), *CODEC.encode(" capital")]
     one = played("x\n", [(drawn, "\n"), (CODEC.encode("x"), "\n")])
     report = drift_report([one], SAMPLING)
@@ -149,24 +156,6 @@ def test_lag_is_told_beyond_numerics() -> None:
     assert drift_report([with_differences({POLICY: 0.125})], SAMPLING).beyond_numerics is None
 
 
-def test_the_worst_tokens_come_first_with_what_stands_before_them() -> None:
-    many = [with_differences({POLICY: 0.125})] * (2 * WORST)
-    odd = replace(with_differences({2: -3.0}), question_uid="odd")
-    report = drift_report(iter([*many, odd, *many]), SAMPLING)
-    first = report.worst[0]
-    assert (first.question_uid, first.cause, first.lag, first.difference) == (
-        "odd",
-        Cause.VERSION_LAG,
-        1,
-        -3.0,
-    )
-    assert first.recomputed == pytest.approx(first.rollout - 3.0)
-    assert first.before + first.text == "".join(odd.pieces)[: len(first.before + first.text)]
-    assert len(report.worst) == WORST
-    sizes = [abs(one.difference) for one in report.worst]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_nothing_kept_is_a_report_too_and_json_is_plain() -> None:
     empty = drift_report([], SAMPLING)
     assert (empty.tokens, empty.worst, empty.steps) == (0, (), ())
@@ -174,3 +163,98 @@ def test_nothing_kept_is_a_report_too_and_json_is_plain() -> None:
     found = json.loads(json.dumps(as_json(drift_report([one], SAMPLING)), allow_nan=False))
     assert [row["cause"] for row in found["causes"]] == [cause.value for cause in Cause]
     assert {len(row["histogram"]) for row in found["causes"]} == {len(found["histogram_edges"]) + 1}
+
+
+TOKENS = st.lists(st.integers(0, 5), max_size=30)
+
+
+@given(TOKENS, TOKENS, st.integers(0, 3))
+@settings(max_examples=40)
+def test_pairs_are_of_equal_tokens_in_the_order_of_both(first: list[int], second: list[int], times: int) -> None:
+    """Repeated, so that they are long too."""
+    first, second = first * 4**times, second * 4**times
+    pairs = sorted(matched_pairs(first, second))
+    assert all(first[a] == second[b] for a, b in pairs)
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
+    assert len(list(matched_pairs(first, first))) == len(first)
+
+
+def test_endless_repetition_takes_no_time() -> None:
+    """Longest common runs of these would take hours."""
+    first, second = [1, 2] * 2000, [1, 2, 3] * 1300
+    assert len(list(matched_pairs(first, second))) < SHORT
+    assert len(list(matched_pairs([*first, 9, 8], [*first, 7]))) == len(first)
+    assert len(list(matched_pairs([9, 8, *first], [7, *first]))) == len(first)
+
+
+NUMBERS = st.lists(st.floats(-30.0, 30.0) | st.just(float("nan")) | st.floats(-1e-6, 1e-6), max_size=30)
+
+
+@given(st.lists(NUMBERS, max_size=5))
+@settings(max_examples=40)
+def test_a_joined_tally_has_the_figures_of_all_numbers(parts: list[list[float]]) -> None:
+    numbers = [value for part in parts for value in part]
+    found, exact = joined([tally(part) for part in parts]).spread(), spread(numbers)
+    if not exact.count:
+        assert found == exact
+        return
+    *figures, quantiles = astuple(found)
+    *expected, of_all = astuple(exact)
+    assert figures == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    known = np.sort(np.array(numbers)[np.isfinite(numbers)])
+    sizes = np.abs(known)
+    assert (exact.mean, exact.mean_abs, exact.largest) == pytest.approx((known.mean(), sizes.mean(), sizes.max()))
+    assert (exact.rms, exact.exp_mean) == pytest.approx(
+        (np.sqrt((known**2).mean()), np.exp(np.clip(known, -20, 20)).mean())
+    )
+    assert of_all == pytest.approx(np.quantile(known, QUANTILES).tolist())
+    for share, quantile, value in zip(QUANTILES, quantiles, of_all, strict=True):
+        rank = share * (len(known) - 1)
+        largest = max(abs(known[int(np.floor(rank))]), abs(known[int(np.ceil(rank))]))
+        assert abs(quantile - value) <= ERROR * largest * 1.001 + LEAST
+
+
+def test_a_tally_of_many_numbers_is_small_and_of_none_has_no_figures() -> None:
+    assert tally([]).spread() == joined([]).spread() == Spread(0)
+    numbers = np.random.default_rng(0).normal(size=100_000)
+    found = tally(numbers)
+    assert len(found.bins) < 3000
+    assert found.spread().quantiles == pytest.approx(np.quantile(numbers, QUANTILES).tolist(), rel=ERROR, abs=1e-3)
+
+
+SIZES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
+
+
+def kept_mass(probabilities: list[float], top_p: float, top_k: int) -> tuple[list[int], float]:
+    """The tokens that pass both filters, each on the whole vocabulary as SGLang applies them, and their mass."""
+    order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    kept, before = [], 0.0
+    for rank, token in enumerate(order):
+        if before <= top_p and (top_k < 0 or rank < top_k):
+            kept.append(token)
+        before += probabilities[token]
+    return kept, sum(probabilities[token] for token in kept)
+
+
+@given(SIZES, st.floats(0.05, 1.0), st.sampled_from([-1, 1, 2, 5]), st.data())
+@settings(max_examples=40)
+def test_the_kept_mass_is_within_its_bounds(sizes: list[float], top_p: float, top_k: int, data: st.DataObject) -> None:
+    probabilities = [one / sum(sizes) for one in sizes]
+    kept, mass = kept_mass(probabilities, top_p, top_k)
+    drawn = probabilities[data.draw(st.sampled_from(kept))]
+    assume(abs(drawn - top_p) > 1e-9)
+    (low,), (high,) = log_kept_mass(np.log([drawn]), top_p, top_k)
+    assert low - 1e-9 <= np.log(mass) <= high + 1e-9
+    if low == high:
+        assert low == pytest.approx(np.log(mass), abs=1e-9)
+    if drawn > top_p or top_k == 1:
+        assert low == high, "it is known"
+
+
+def test_means_of_the_bounds_by_hand() -> None:
+    found = sampler_drift(np.log([0.75, 0.1]), {"temperature": 1.0, "top_p": 0.5, "top_k": -1})
+    assert (found.truncated, found.exact) == (True, 1)
+    assert found.least == pytest.approx((np.log(0.75) + np.log(0.5)) / 2)
+    assert found.most == pytest.approx(np.log(0.75) / 2)
+    found = sampler_drift(np.array([-0.5, -9.0]), {"temperature": 0.3, "top_p": 1.0, "top_k": -1})
+    assert (found.truncated, found.least, found.most, found.exact) == (False, 0.0, 0.0, 2)

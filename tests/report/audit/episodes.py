@@ -22,8 +22,13 @@ POLICY = 3
 """Version that is trained."""
 
 
+def by_letter(text: str) -> list[int]:
+    """`text`, a token a letter."""
+    return [token for letter in text for token in CODEC.encode(letter)]
+
+
 def drawn_logprob(prefix: Sequence[int]) -> float:
-    """Of the last token of `prefix`; a multiple of 1/1024, so that float32 sums are exact."""
+    """The log-prob of the last token of `prefix`; a multiple of 1/1024, so that float32 sums are exact."""
     return -(zlib.crc32(np.array(prefix, np.int32).tobytes()) % 8192) / 1024
 
 

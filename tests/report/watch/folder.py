@@ -51,7 +51,7 @@ def add_evaluation(folder: Path, step: int, em: float, answer: str = EVIL) -> No
 
 
 def write_status(folder: Path, **facts: Any) -> dict[str, Any]:
-    """What a run of this machine and this process says now, but for `facts`."""
+    """The status of a run of this machine and this process, changed by `facts`."""
     now = time.time()
     status = {
         "step": 1,

@@ -1,7 +1,8 @@
-"""What Prometheus is told, read by Prometheus' own parser."""
+"""Figures for Prometheus, read by Prometheus' own parser."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,20 @@ def of(found: Samples, name: str) -> dict[str, float]:
     return {labels[0][1]: value for (one, labels), value in found.items() if one == name}
 
 
-def test_half_a_character_in_a_name_does_not_end_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("odd", "shown"), [("\ud800", "?"), ('"q"\n\\', '"q"\n\\')])
+def test_strange_names_and_states_are_told_all_the_same(tmp_path: Path, odd: str, shown: str) -> None:
     run = write_run(tmp_path / "run")
-    (run / "config.yaml").write_text('name: "a\\ud800"\n')
-    add_step(run, 1, **{"half\ud800": 1.0, "idle/a\ud800": 0.5, "engine/\ud800/requests": 2})
-    write_status(run, states={"a\ud800": {"text": f"{WAIT_PREFIX}for b\ud800", "since": 1.0}})
+    (run / "config.yaml").write_text(json.dumps({"name": f"a{odd}"}))
+    add_step(run, 1, **{f"half{odd}": 1.0, f"idle/a{odd}": 0.5, f"engine/{odd}/requests": 2, "engine/0/a-b c": 3})
+    write_status(run, states={f"a{odd}": {"text": f"{WAIT_PREFIX}for b{odd}", "since": 1.0}, "rollout": None})
     found = samples(run, Phase.running, 2.0)
-    assert found["rlsys_run_info", (("name", "a?"), ("run", "run"))] == 1
-    assert of(found, "rlsys_figure")["half?"] == 1.0
-    assert of(found, "rlsys_group_at_work") == {"a?": 0}
-    assert of(found, "rlsys_group_idle_ratio")["a?"] == 0.5
-    assert found["rlsys_group_wait_seconds", (("cause", "b?"), ("group", "a?"))] == 1.0
+    assert found["rlsys_run_info", (("name", f"a{shown}"), ("run", "run"))] == 1
+    assert of(found, "rlsys_figure")[f"half{shown}"] == 1.0
+    assert of(found, "rlsys_engine_a_b_c") == {"0": 3}
+    assert of(found, "rlsys_group_at_work") == {f"a{shown}": 0}
+    assert of(found, "rlsys_group_idle_ratio")[f"a{shown}"] == 0.5
+    waits = {labels for name, labels in found if name == "rlsys_group_wait_seconds"}
+    assert [dict(labels)["group"] for labels in waits] == [f"a{shown}"]
 
 
 def test_a_run_in_the_middle(tmp_path: Path) -> None:
@@ -93,14 +97,3 @@ def test_a_run_that_is_over_waits_for_nothing(tmp_path: Path) -> None:
     assert of(found, "rlsys_run_phase")["failed"] == 1
     assert not any(name in ("rlsys_group_at_work", "rlsys_group_wait_seconds") for name, _ in found)
     assert of(found, "rlsys_group_idle_ratio")["actor"] == 0.25
-
-
-def test_strange_names_and_states_are_told_all_the_same(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    add_step(run, 1, **{'odd "name"\n\\': 7.0, "engine/0/a-b c": 1})
-    write_status(run, states={"actor": {"text": 'waits for "quotes"\n', "since": 0}, "rollout": None})
-    found = samples(run, Phase.running, 5.0)
-    assert of(found, "rlsys_figure")['odd "name"\n\\'] == 7
-    assert of(found, "rlsys_engine_a_b_c") == {"0": 1}
-    assert of(found, "rlsys_group_at_work") == {"actor": 0}
-    assert found["rlsys_group_wait_seconds", (("cause", '"quotes"'), ("group", "actor"))] == 5

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
+
+import pytest
 
 from tests.report.watch.folder import add_evaluation, add_step, write_run, write_status
 from tests.report.watch.test_server import watching
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.ports import free_port
 
 __all__ = ["browser", "look"]
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: Path, look: Look) -> None:
@@ -32,29 +36,11 @@ def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: 
         assert {request.startswith(address) for request in looked.requests} == {True}
 
 
-def test_the_head_follows_the_run_while_trajectories_are_read(tmp_path: Path, look: Look) -> None:
-    folder = write_run(tmp_path / "run")
-    add_step(folder, 1)
-    write_status(folder, step=1)
-    with watching(folder) as (address, _):
-        page = look(f"{address}#view=trajectories").page
-        page.wait_for_selector(".live:has-text('step 1 of 9')")
-        page.locator("#to-trajectories").focus()
-        with page.expect_response("**/data.json"):
-            add_step(folder, 2)
-        write_status(folder, step=2)
-        page.wait_for_selector(".live:has-text('step 2 of 9')")
-        assert page.evaluate("document.activeElement.id") == "to-trajectories"
-        write_status(folder, step=2, ended="finished")
-        page.wait_for_selector(".badge:has-text('finished')")
-
-
-def test_what_came_while_the_server_was_away_is_shown(tmp_path: Path, look: Look) -> None:
+def test_a_step_made_while_the_server_was_away_is_shown(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run")
     add_step(folder, 1, **{"time/step": 3.0})
     write_status(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     with watching(folder, "--port", port) as (address, _):
         page = look(address).page
         page.wait_for_selector(".tiles:has-text('mean of 1 step')")
@@ -65,24 +51,7 @@ def test_what_came_while_the_server_was_away_is_shown(tmp_path: Path, look: Look
         page.wait_for_selector(".live:has-text('step 1 of 9')")
 
 
-def test_a_redrawn_page_keeps_the_focus_and_what_was_unfolded(tmp_path: Path, look: Look) -> None:
-    folder = write_run(tmp_path / "run")
-    add_step(folder, 1)
-    with watching(folder) as (address, _):
-        page = look(f"{address}#view=curves").page
-        fold = page.locator("details", has=page.get_by_role("heading", name="engine"))
-        fold.locator("summary").focus()
-        assert fold.get_attribute("open") is None
-        page.keyboard.press("Enter")
-        page.evaluate("document.querySelector('details').dataset.old = 1")
-        add_step(folder, 2)
-        page.wait_for_selector("details:not([data-old]) svg")
-        page.locator("[data-old]").wait_for(state="detached")
-        assert fold.get_attribute("open") is not None
-        assert page.evaluate("document.activeElement.localName") == "summary"
-
-
-def test_what_a_run_has_written_is_text(tmp_path: Path, look: Look) -> None:
+def test_markup_in_a_run_is_shown_as_text(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run <b>")
     evil = "<img src=x onerror=\"document.title='broken'\"> \x1b[31m"
     add_step(folder, 1)

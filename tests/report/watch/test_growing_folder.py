@@ -1,4 +1,4 @@
-"""A folder that grows under the server: what is built again, and when."""
+"""A folder that grows under the server: what is built again and when, and whether the run goes on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from rlsys.errors import UserError
-from rlsys.report.run_model import QUIET_S
+from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, life_of
 from rlsys.report.watch import REST, LiveRun
 from tests.report.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
-from tests.support.damage import DAMAGES, OBJECTS
 
 
 class Clock:
@@ -58,7 +56,7 @@ def test_a_model_is_built_when_asked_for_and_rests_in_proportion(tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", ["step", "evaluation", "measured", "config", "summary", "end"])
-def test_whatever_the_page_shows_makes_another_version(tmp_path: Path, change: str) -> None:
+def test_a_change_that_the_page_shows_makes_another_version(tmp_path: Path, change: str) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder)
     run = LiveRun(folder, clock=lambda: 0.0)
@@ -82,27 +80,19 @@ def test_whatever_the_page_shows_makes_another_version(tmp_path: Path, change: s
     assert run.version() != known
 
 
-def test_a_change_of_state_alone_is_no_other_version(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    write_status(folder)
-    run = LiveRun(folder)
-    known = run.version()
-    write_status(folder, states={})
-    assert run.version() == known
-    status = run.status()
-    assert status
-    assert status["states"] == {}
-
-
 @pytest.mark.parametrize("name", ["evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"])
-def test_a_file_that_is_being_written_is_no_other_version(tmp_path: Path, name: str) -> None:
+def test_a_change_of_state_or_a_file_that_is_being_written_is_no_other_version(tmp_path: Path, name: str) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder)
     run = LiveRun(folder, clock=lambda: 0.0)
     known = run.version()
+    write_status(folder, states={})
     (folder / name).parent.mkdir()
     (folder / name).write_text("{")
     assert run.version() == known
+    status = run.status()
+    assert status
+    assert status["states"] == {}
 
 
 def test_parts_are_those_of_the_model_that_was_handed_out(tmp_path: Path) -> None:
@@ -130,48 +120,35 @@ def test_a_run_whose_process_was_killed_has_ended(tmp_path: Path) -> None:
     assert b'rlsys_run_phase{phase="gone"} 1.0' in run.metrics()
 
 
-@pytest.mark.parametrize(("ended", "audited"), [(None, False), ("finished", True)])
-def test_the_audit_is_left_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str | None, audited: bool
+STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": "here"}
+
+
+@pytest.mark.parametrize(
+    ("status", "now", "living", "phase", "words"),
+    [
+        (STATUS, 1001.0, {7}, Phase.running, "is after step 3 of 9"),
+        (STATUS, 1000.0 + QUIET_S + 1, set(), Phase.gone, "killed"),
+        (STATUS, 1000.0 + SILENT_S + 1, set(), Phase.gone, "killed"),
+        # The clock was set back since.
+        (STATUS, 1000.0 - QUIET_S - 1, set(), Phase.gone, "killed"),
+        (STATUS, 1000.0 - QUIET_S - 1, {7}, Phase.running, "goes on"),
+        # In another container of the same name, where its number is nobody's: it has just written.
+        (STATUS, 1000.0 + QUIET_S - 1, set(), Phase.running, "goes on"),
+        (STATUS, 1000.0 + SILENT_S + 1, {7}, Phase.silent, "for 31 s"),
+        # Of another machine nothing is known but how old its word is.
+        ({**STATUS, "host": "there"}, 1001.0, set(), Phase.running, "goes on"),
+        ({**STATUS, "host": "there"}, 1100.0, set(), Phase.silent, "for 100 s"),
+        ({**STATUS, "ended": "finished"}, 9999.0, set(), Phase.finished, "has finished after step 3"),
+        ({**STATUS, "ended": "failed: no disk"}, 9999.0, set(), Phase.failed, "failed: no disk"),
+        (None, 1001.0, set(), Phase.unknown, "has not begun"),
+        ({"pid": "seven", "at": None}, 1.0, set(), Phase.running, "goes on"),
+    ],
+)
+def test_a_life_by_what_is_on_disk(
+    status: dict[str, Any] | None, now: float, living: set[int], phase: Phase, words: str
 ) -> None:
-    """It asks the tokenizer for every text that was kept."""
-    asked: list[bool] = []
-
-    def build(_self: Any, _run: Any, *, audited: bool) -> dict[str, Any]:
-        asked.append(audited)
-        return {}
-
-    monkeypatch.setattr("rlsys.report.watch.Memory.build", build)
-    folder = write_run(tmp_path / "run")
-    write_status(folder, ended=ended)
-    LiveRun(folder).data()
-    assert asked == [audited]
-
-
-def test_a_folder_that_is_no_run_or_gone_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder"):
-        LiveRun(tmp_path / "absent")
-    with pytest.raises(UserError, match="is no run"):
-        LiveRun(tmp_path)
-    folder = write_run(tmp_path / "run")
-    run = LiveRun(folder)
-    folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is no folder"):
-        run.data()
-    assert run.status() is None
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("damage", sorted(DAMAGES))
-def test_whatever_has_become_of_its_files_it_is_shown(tmp_path: Path, damage: str) -> None:
-    folder = write_run(tmp_path / "run")
-    write_status(folder)
-    add_step(folder, 1)
-    add_evaluation(folder, 0, 0.5)
-    run = LiveRun(folder)
-    for file in [path for path in folder.rglob("*") if path.is_file() and path.name != "config.yaml"]:
-        DAMAGES[damage](file)
-    (found,) = unpacked(run.data())["runs"]
-    assert (found["steps"], found["evaluations"]) == ([], [])
-    assert (run.status() is None) == (damage not in OBJECTS)
-    assert b"rlsys_run_info" in run.metrics()
+    life = life_of(status, False, now, "here", living.__contains__)
+    assert life.phase is phase
+    assert words in life.sentence
+    if status is None:
+        assert life_of(None, True, now, "here", living.__contains__).phase is Phase.finished, "it has a summary"

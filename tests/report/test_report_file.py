@@ -1,52 +1,99 @@
-"""What goes into the file: data that cannot become markup, and modules that become one script."""
+"""The file of `rlsys report`: its data cannot become markup, its modules become one script, and it holds all that is shown."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import json
-import re
 from html.parser import HTMLParser
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.apps.cli.runs import report as command
+from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import bundle, inline_json, live_page, packed, policy
+from rlsys.report.run_model import build
+from tests.report.made import Maker, Size, made_run
+from tests.support.refusals import refused
 
 TEXTS = st.text() | st.sampled_from(["</script><script>", "<!--<script>", "{{ script }}", "\u2028", "\ud800"])
 
 
 class Scripts(HTMLParser):
+    """The texts of script elements; `of` has those that have an id."""
+
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
+        self.of: dict[str, str] = {}
+        self._id: str | None = None
 
-    def handle_starttag(self, *_: object) -> None:
-        self.texts.append("")
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._id = dict(attrs).get("id") if tag == "script" else None
+        if tag == "script":
+            self.texts.append("")
 
     def handle_data(self, data: str) -> None:
-        self.texts[-1] += data
+        if self.texts and self.lasttag == "script":
+            self.texts[-1] += data
+        if self._id:
+            self.of[self._id] = self.of.get(self._id, "") + data
+
+    def handle_endtag(self, _: str) -> None:
+        self._id = None
 
 
 @given(st.dictionaries(TEXTS, TEXTS | st.floats(allow_nan=False, allow_infinity=False)))
+@settings(max_examples=50)
 def test_data_in_a_script_element_stay_data(value: dict[str, object]) -> None:
     parser = Scripts()
     parser.feed(f'<script type="application/json">{inline_json(value)}</script>')
-    assert len(parser.texts) == 1
-    assert json.loads(parser.texts[0]) == value
-
-
-@given(st.lists(TEXTS))
-def test_packed_data_come_back(value: list[str]) -> None:
-    text = packed(value)
-    assert set(text) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
-    assert json.loads(gzip.decompress(base64.b64decode(text))) == value
+    assert [json.loads(text) for text in parser.texts] == [value]
+    assert json.loads(gzip.decompress(base64.b64decode(packed(value)))) == value
 
 
 def test_a_figure_that_is_no_number_is_null() -> None:
     assert inline_json({"a": [float("nan"), float("inf"), 1.5]}) == '{"a":[null,null,1.5]}'
+
+
+def test_the_file_holds_the_model_and_every_part_of_it(tmp_path: Path) -> None:
+    runs = [made_run(tmp_path / name, Maker(Size(steps=2), seed=seed)) for seed, name in enumerate(("one", "two"))]
+    command(runs)
+    texts, chunks = Scripts(), dict[int, list[object]]()
+    texts.feed((runs[0] / "report.html").read_text())
+    assert not (runs[1] / "report.html").exists(), "it lies in the first run's folder"
+    model = build([open_run(run) for run in runs], chunks.__setitem__)
+    found = json.loads(texts.of["model"])
+    assert found | {"made": 0} == json.loads(json.dumps(model)) | {"made": 0}
+    held = {name: json.loads(gzip.decompress(base64.b64decode(texts.of[name]))) for name in texts.of if name != "model"}
+    assert held == {f"chunk-{number}": rows for number, rows in chunks.items()}
+
+
+def test_names_of_folders_and_runs_are_text_on_the_page_and_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made_run(tmp_path / "\x1b[2J<b>run\u202e", Maker(Size(steps=1)), name="</script><b>")
+    (run / "timeline.jsonl").unlink()
+    monkeypatch.chdir(run)
+    command([Path(".")])
+    said = capsys.readouterr()
+    assert "\\x1b[2J<b>run\\u202e: timeline.jsonl is missing" in said.out
+    assert not set(said.out + said.err) & {"\x1b", "\u202e"}
+    page = (run / "report.html").read_text()
+    assert "<title>\\x1b[2J&lt;b&gt;run\\u202e</title>" in page
+    assert not set(page) & {"\x1b", "\u202e"}
+    assert "<b>" not in page
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", Maker(Size(steps=1)))
+    out = run / "config.yaml" / "report.html"
+    with refused("denied", out):
+        command([run], out)
 
 
 def test_modules_come_after_what_they_import_each_in_its_own_scope() -> None:
@@ -70,10 +117,7 @@ def test_modules_come_after_what_they_import_each_in_its_own_scope() -> None:
         ({"main.js": 'import { f } from "./a.js";'}, "a.js"),
         ({"main.js": 'import { f } from "./a.js";', "a.js": "export const g = 1;"}, "f"),
         (
-            {
-                "main.js": 'import { f } from "./a.js";',
-                "a.js": 'import { h } from "./main.js";\nexport const f = 1;',
-            },
+            {"main.js": 'import { f } from "./a.js";', "a.js": 'import { h } from "./main.js";\nexport const f = 1;'},
             "main.js",
         ),
         ({"main.js": 'import f from "./a.js";', "a.js": ""}, "main.js"),
@@ -121,20 +165,3 @@ def test_no_module_parses_markup_or_writes_style_attributes() -> None:
             "DOMParser",
         ):
             assert word not in text, (file.name, word)
-
-
-def test_modules_import_what_they_use_and_export_what_is_used() -> None:
-    found = {
-        file.name: file.read_text()
-        for file in (files("rlsys.report") / "static").iterdir()
-        if file.name.endswith(".js")
-    }
-    used: dict[str, set[str]] = {name: set() for name in found}
-    for name, text in found.items():
-        for names, other in re.findall(r'import \{ ([\w, ]+) \} from "\./(\w+\.js)";', text):
-            for one in names.split(", "):
-                used[other].add(one)
-                assert len(re.findall(rf"\b{one}\b", text)) > 1, f"{name} does not use {one}"
-    for name, text in found.items():
-        exported = set(re.findall(r"^export (?:async )?(?:function|const) (\w+)", text, re.MULTILINE))
-        assert exported == used[name], name
