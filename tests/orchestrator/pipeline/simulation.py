@@ -304,6 +304,15 @@ def simulate_lives(
     return lives
 
 
+def breach_of(live: Callable[[int, Parts], object], seed: int, parts: Parts) -> Property | None:
+    """The property that `live`, one of the two above, sees broken by `parts`."""
+    try:
+        live(seed, parts)
+    except Breach as breach:
+        return breach.broken
+    return None
+
+
 def _accept(script: Script, record: Record, error: BaseException) -> None:
     """Let an error pass that the script asks for."""
     failed = script.ending is Ending.fail and isinstance(error, Failure)

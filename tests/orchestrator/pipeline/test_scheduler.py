@@ -51,14 +51,6 @@ def test_on_policy_a_step_is_rolled_with_its_spares_and_no_further() -> None:
     assert [prompt_group.number for prompt_group, _ in scheduler.unschedulable()] == [3, 6], "the two slowest of six"
 
 
-def test_on_policy_nothing_is_rolled_until_the_engines_have_the_new_version() -> None:
-    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=0)
-    train(scheduler, *fill(scheduler))
-    assert fill(scheduler) == []
-    scheduler.publish(1)
-    assert [prompt_group.oldest for prompt_group in fill(scheduler)] == [1, 1]
-
-
 def test_with_one_version_of_staleness_one_more_step_is_rolled_ahead() -> None:
     scheduler = StalenessScheduler(groups_per_step=2, max_staleness=1, oversample=1.5)
     first = fill(scheduler)
@@ -70,44 +62,6 @@ def test_with_one_version_of_staleness_one_more_step_is_rolled_ahead() -> None:
     assert scheduler.unschedulable() == []
     train(scheduler, *first[2:4])
     assert scheduler.unschedulable() == [(first[4], Reason.stale)], "rolled by version 0, too old for step 2"
-
-
-def test_with_two_versions_of_staleness_two_more_steps_are_rolled_ahead() -> None:
-    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=2, oversample=1.5)
-    first = fill(scheduler)
-    assert len(first) == 7
-    train(scheduler, *first[:2])
-    train(scheduler, *first[2:4])
-    assert fill(scheduler) == [], "versions 1 and 2 are late"
-    scheduler.publish(2)
-    assert len(fill(scheduler)) == 4, "steps 2 to 4 have six places, seven may roll, three do"
-
-
-def test_a_ready_group_whose_last_place_is_taken_by_a_newer_one_is_dropped_at_once() -> None:
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1)
-    first = fill(scheduler)
-    train(scheduler, first[0])
-    scheduler.publish(1)
-    newer = fill(scheduler)[0]
-    finish(scheduler, newer, first[1])
-    assert scheduler.unschedulable() == []
-    scheduler.take(newer)
-    assert scheduler.unschedulable() == [(first[1], Reason.stale)]
-
-
-def test_places_go_to_the_oldest_and_among_equals_to_those_that_were_ready_first() -> None:
-    """Steps 1 and 2 have a place each. Two groups of version 1 have them; then one of version 0 is done."""
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, oversample=2)
-    first = fill(scheduler)
-    train(scheduler, first[0])
-    scheduler.drop(first[2], Reason.lost)
-    scheduler.publish(1)
-    newer = fill(scheduler)
-    assert [prompt_group.oldest for prompt_group in newer] == [1, 1]
-    finish(scheduler, newer[1], newer[0])
-    assert scheduler.unschedulable() == [], "the old one may still come"
-    finish(scheduler, first[1])
-    assert scheduler.unschedulable() == [(newer[0], Reason.surplus)]
 
 
 def test_claims_are_those_of_who_was_ready_first_also_after_a_resume() -> None:
@@ -140,33 +94,6 @@ def test_a_place_that_an_old_group_cannot_use_goes_to_a_newer_one() -> None:
     assert scheduler.unschedulable() == [(newer[1], Reason.surplus)]
     scheduler.take(newer[0])
     assert scheduler.unschedulable() == [(first[1], Reason.stale)]
-
-
-def test_near_the_end_only_what_can_be_trained_is_rolled() -> None:
-    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=3, steps=2)
-    first = fill(scheduler)
-    assert len(first) == 4
-    train(scheduler, *first[:2])
-    scheduler.publish(1)
-    assert fill(scheduler) == []
-    train(scheduler, *first[2:])
-    scheduler.publish(2)
-    assert fill(scheduler) == []
-
-
-def test_groups_without_spread_are_replaced_up_to_a_limit_in_each_step() -> None:
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, max_replaced=2)
-    for step in range(2):
-        for _ in range(2):
-            prompt_group = fill(scheduler)[0]
-            assert scheduler.finish_rolling(prompt_group, step, has_spread=False) is Reason.no_spread
-            scheduler.drop(prompt_group, Reason.no_spread)
-        prompt_group = fill(scheduler)[0]
-        assert scheduler.finish_rolling(prompt_group, step, has_spread=False) is None
-        scheduler.take(prompt_group)
-        scheduler.close_step()
-        scheduler.publish(step + 1)
-    assert scheduler.dropped == {Reason.no_spread: 4}
 
 
 @pytest.mark.parametrize(
