@@ -8,17 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.algorithm import CorrectionLevel
 from rlsys.data.trajectory import Group, Sample
 from rlsys.orchestrator.pipeline.step_metrics import (
     advantage_metrics,
     critic_metrics,
     divergence_metrics,
     reward_metrics,
-    step_metrics,
 )
 from tests.orchestrator.pipeline.build import question, rewarded, trajectory
 
@@ -55,6 +53,7 @@ def test_divergences_are_means_over_trained_tokens_alone() -> None:
     assert divergence_metrics(samples[2:]) == {}, "no reference, no divergence"
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(-1e3, 0), st.floats(-1e3, 0)), min_size=1, max_size=8))
 def test_divergences_of_any_log_probs_are_numbers(pairs: list[tuple[float, float]]) -> None:
     old, reference = [0.0, *(pair[0] for pair in pairs)], [0.0, *(pair[1] for pair in pairs)]
@@ -79,7 +78,7 @@ def test_advantages_of_tokens_that_are_not_trained_count_for_nothing() -> None:
         "critic/advantages/std": pytest.approx(math.sqrt(((1 - mean) ** 2 + mean**2 + (3 + mean) ** 2) / 3)),
         "critic/advantages/zero_share": pytest.approx(1 / 3),
     }
-    assert advantage_metrics([sample([False, False])]) == {}
+    assert advantage_metrics([sample([False, False])]) == critic_metrics([sample([False, True], returns=[0, 1])]) == {}
 
 
 def critic(values: Sequence[float], returns: Sequence[float]) -> list[Sample]:
@@ -94,24 +93,16 @@ def critic(values: Sequence[float], returns: Sequence[float]) -> list[Sample]:
         ([0, 1, 3], [1, 2, 4], 1.0),  # Off by the same everywhere: a variance does not see it.
         ([2, 2, 2], [1, 2, 3], 0.0),
         ([3, 2, 1], [1, 2, 3], -3.0),
-        ([0, 0, 1, 1], [0, 1, 0, 1], 1 - 0.5 / 0.25),
+        ([1, 2], [3, 3], math.nan),  # Nothing varies, so there is nothing to explain.
     ],
 )
 def test_explained_variance_by_hand(values: Sequence[float], returns: Sequence[float], explained: float) -> None:
     figures = critic_metrics(critic(values, returns))
-    assert figures["critic/vf_explained_var"] == pytest.approx(explained)
+    assert figures["critic/vf_explained_var"] == pytest.approx(explained, nan_ok=True)
     assert (figures["critic/values/max"], figures["critic/values/min"]) == (max(values), min(values))
     assert figures["critic/values/mean"] == pytest.approx(np.mean(values))
     assert (figures["critic/returns/max"], figures["critic/returns/min"]) == (max(returns), min(returns))
     assert figures["critic/returns/mean"] == pytest.approx(np.mean(returns))
-
-
-def test_returns_that_do_not_vary_leave_nothing_to_explain() -> None:
-    assert math.isnan(critic_metrics(critic([1, 2], [3, 3]))["critic/vf_explained_var"])
-
-
-def test_without_a_critic_there_are_no_values() -> None:
-    assert critic_metrics([sample([False, True], returns=[0, 1])]) == {}
 
 
 def test_a_kl_in_the_reward_shows_beside_the_score() -> None:
@@ -124,10 +115,3 @@ def test_a_kl_in_the_reward_shows_beside_the_score() -> None:
     assert figures["critic/rewards/mean"] == pytest.approx(1 + 0.1 / 2)
     assert figures["critic/kl_coef"] == pytest.approx(0.15)
     assert figures["critic/kl"] == pytest.approx((3 / 2 - 2 / 4) / 2), "episodes weigh alike, tokens do not"
-
-
-def test_a_run_without_reference_and_critic_has_none_of_their_figures() -> None:
-    figures = step_metrics([Group(question(1), (sample([False, True]),))], 0, CorrectionLevel.token, "answer")
-    areas = {key.rsplit("/", 1)[0] for key in figures}
-    assert areas >= {"critic/score", "critic/advantages", "reward"}
-    assert not areas & {"critic", "critic/rewards", "critic/returns", "critic/values", "kl", "correction"}
