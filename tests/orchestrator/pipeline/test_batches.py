@@ -95,31 +95,6 @@ def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: lis
 
 
 @FEW
-@given(st.lists(st.integers(2, 20), max_size=7), st.integers(20, 30), st.sampled_from([1, 4]))
-def test_packed_micro_batches_are_hardly_more_than_the_fewest(
-    lengths: list[int], budget: int, multiple_of: int
-) -> None:
-    """At most 11/9 of the fewest possible and 6/9 more, the bound of first fit decreasing (Dosa 2007)."""
-    frame = Frame(budget, packed=True, multiple_of=multiple_of)
-    (plan,) = plan_micro_batches([Size(length, 0) for length in lengths], FLOPS, frame)
-    capacity = budget // multiple_of * multiple_of
-    assert len(plan) <= 11 / 9 * fewest_bins(lengths, capacity) + 6 / 9
-
-
-def fewest_bins(lengths: Sequence[int], capacity: int, rooms: tuple[int, ...] = ()) -> int:
-    """By trying every partition."""
-    if not lengths:
-        return len(rooms)
-    first, *rest = lengths
-    tried = [
-        fewest_bins(rest, capacity, (*rooms[:place], room - first, *rooms[place + 1 :]))
-        for place, room in enumerate(rooms)
-        if room >= first
-    ]
-    return min([*tried, fewest_bins(rest, capacity, (*rooms, capacity - first))])
-
-
-@FEW
 @given(st.lists(st.integers(1, 100), max_size=8), st.integers(1, 3))
 def test_the_dearest_share_is_near_the_best_that_there_is(costs: list[int], ranks: int) -> None:
     shares = share_out(costs, ranks)
@@ -136,17 +111,6 @@ def least_load(costs: Sequence[int], loads: tuple[int, ...]) -> int:
     first, *rest = costs
     distinct = {load: place for place, load in enumerate(loads)}.values()
     return min(least_load(rest, (*loads[:place], loads[place] + first, *loads[place + 1 :])) for place in distinct)
-
-
-@FEW
-@given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 5))
-def test_shares_of_equal_counts_differ_by_one_item_at_most(costs: list[int], ranks: int) -> None:
-    costs = costs[: len(costs) // ranks * ranks]
-    shares = share_out(costs, ranks, equal_counts=True)
-    assert sorted(chain(*shares)) == list(range(len(costs)))
-    assert {len(share) for share in shares} == {len(costs) // ranks}
-    loads = [sum(costs[index] for index in share) for share in shares]
-    assert max(loads) - min(loads) <= max(costs, default=0)
 
 
 @pytest.mark.parametrize(

@@ -222,30 +222,6 @@ def test_with_a_critic_penalties_and_values_enter_where_they_stand(
     assert found.kl_sum == (pytest.approx(float(exact[MASK].sum())) if in_reward else None)
 
 
-@pytest.mark.parametrize("quirk", [False, True])
-def test_whitening_is_over_what_the_critic_sees(quirk: bool) -> None:
-    config = replace(GRPO, baseline=AdvantageBaseline.critic, advantage_scale=AdvantageScale.whiten)
-    random = np.random.default_rng(0)
-    mask_of = response_tokens if quirk else trained_tokens
-    samples = [
-        Sample(
-            trajectory(range(6), MASK, turn_of_token=TURNS), 0.0, (0.0, 1.0), {}, np.zeros(6, np.float32)
-        ).with_scores(Scores(np.zeros(6, np.float32), values=random.normal(size=6).astype(np.float32)))
-        for _ in range(4)
-    ]
-    groups = [
-        finish(Group(question(n), (a, b)), config, KlController(0.0), mask_of)
-        for n, (a, b) in enumerate([samples[:2], samples[2:]])
-    ]
-    before = [one.advantages for group in groups for one in group.samples]
-    part = np.array(MASK) if not quirk else np.arange(6) > 0
-    every = [float(value) for one in before for value in one[part]]
-    whitened = over_mini_batch(groups, config)
-    for one, found in zip(before, (one for group in whitened for one in group.samples), strict=True):
-        expected = np.where(part, (one - fmean(every)) / (stdev(every) + 1e-6), 0.0)
-        assert_allclose(found.advantages, expected, atol=1e-6)
-
-
 def test_the_mean_kl_weighs_episodes_alike() -> None:
     long, short = trajectory(range(5)), trajectory(range(2))
     untrained = trajectory(range(3), [False] * 3)

@@ -333,5 +333,5 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.scheduler.may_admit() == may_admit
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=50)
 test_any_calls_in_any_order = LedgerMachine.TestCase

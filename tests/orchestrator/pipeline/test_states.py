@@ -87,35 +87,3 @@ def test_every_group_says_what_it_does_or_waits_for() -> None:
         "updates the weights",
         "waits for weight sync",
     ]
-
-
-def test_rollouts_that_wait_for_what_they_asked_say_so() -> None:
-    workers, told = Timed(), []
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0)
-    prompts = PromptSource([question(0), question(1)], seed=0)
-    handlers = Handlers(workers.reward, lambda group: group)
-
-    async def run() -> None:
-        pipeline = RolloutPipeline(scheduler, prompts, workers, workers, handlers, ScoreBatchSize(1, 1), workers)
-        pipeline.show_rollouts()
-        assert not told, "nothing rolls yet"
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(pipeline.run())
-            for cause in ("", "search", "search", ""):
-                await asyncio.sleep(0.3)
-                workers.waits_for = cause
-                pipeline.show_rollouts()
-            pipeline.stop()
-            pipeline.show_rollouts()
-
-    with status.reported_to(lambda stage, text: told.append(text) if stage == "rollout" else None):
-        run_virtually(run())
-    rolls = "generates 1 group"
-    assert told == [
-        rolls,
-        rolls,
-        "waits for search",
-        "waits for search",
-        rolls,
-        "waits for the end of the run",
-    ]
