@@ -33,9 +33,7 @@ def answer(batch: MicroBatch, full: bool) -> LogProbs:
     return LogProbs(policy, 2 * policy, (tokens, -tokens.astype(np.float32)))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("count", [7, 1])
+@pytest.mark.parametrize(("packed", "full", "count"), [(False, True, 7), (True, False, 7), (True, True, 1)])
 def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
     """One sample leaves a rank with micro-batches that only fill up."""
     asked = samples()[:count]
@@ -58,10 +56,6 @@ def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, 
         assert_array_equal(scores.picks.logprobs, -scores.picks.tokens)
 
 
-def test_no_samples_have_no_scores() -> None:
-    assert scores_of([[]], [[]], [[]]) == []
-
-
 class Critic(CriticGroup):
     """Speaks without processes."""
 
@@ -80,14 +74,6 @@ async def test_values_are_added_to_other_scores() -> None:
     for one, scores in zip(asked, found, strict=True):
         assert_array_equal(scores.policy, np.zeros(len(one.trajectory.tokens)))
         assert_array_equal(scores.values, one.trajectory.tokens)
-
-
-def test_the_groups_that_must_be_there_are_named() -> None:
-    sharder = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True)
-    inference = InferenceGroup(None, sharder, Tracer("test"))  # type: ignore[arg-type]
-    assert inference.groups == ("inference",)
-    assert WithValues(inference, Critic()).groups == ("inference", "critic")
-    assert EngineLogprobs().groups == ()
 
 
 def test_a_calls_span_says_whose_samples_it_worked_on_and_how_full_it_was() -> None:

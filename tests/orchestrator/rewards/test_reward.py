@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config.schema import CompatConfig, RewardConfig
@@ -50,19 +50,9 @@ async def test_the_articles_reward(said: tuple[Said, ...], turn_rewards: list[fl
     assert result.reward == pytest.approx(sum(turn_rewards))
 
 
-async def test_parts_are_unweighted() -> None:
-    result = await scored(ARTICLE, episode(SEARCH, SEARCH, "<answer>Bamako</answer>"))
-    assert result.parts == {"correct_answer": 1.0, "search_penalty": 2.0, "invalid_format": 1.0}
-
-
 async def test_without_terms_exact_match_alone_counts() -> None:
     assert await scored(RewardConfig(), episode(SEARCH, RIGHT)) == Scored(1.0, (0.0, 1.0), {"exact_match": 1.0})
     assert (await scored(RewardConfig(), episode(SEARCH, WRONG))).reward == 0.0
-
-
-async def test_weight_0_leaves_a_term_out() -> None:
-    result = await scored(terms(exact_match=1.0, f1=0.0), episode(RIGHT))
-    assert set(result.parts) == {"exact_match"}
 
 
 async def test_a_term_of_the_users_own_counts_beside_others() -> None:
@@ -130,6 +120,7 @@ EVERY_TERM = {
 }
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(TEXTS, TEXTS), max_size=5),
     TEXTS,
