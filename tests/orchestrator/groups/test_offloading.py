@@ -94,27 +94,6 @@ def test_one_at_a_time_while_building_and_then_those_that_are_needed() -> None:
     run_virtually(scenario())
 
 
-def test_a_failed_acquisition_raises_and_its_memory_is_released_before_another_comes() -> None:
-    async def scenario() -> None:
-        device = Device()
-        residence, tracer = make(device)
-        await build(device, residence)
-        await residence.need("actor")
-        device.log.clear()
-        device.fails = lambda: device.log[-1] == "+inference"
-        with pytest.raises(SwitchError):
-            await residence.need("actor", "inference", "rollout")
-        assert device.log == ["+inference"], "who comes after a failure is not touched"
-        assert residence.ready == {"actor"}
-        assert residence.holding == {"actor", "inference"}
-        assert tracer.drain()[-1].args["error"] == "SwitchError"
-        await residence.need("rollout")
-        assert device.log == ["+inference", "-actor", "-inference", "+rollout"]
-        assert residence.ready == residence.holding == device.usable == {"rollout"}
-
-    run_virtually(scenario())
-
-
 def test_never_more_than_is_needed_whatever_fails_or_is_cut_off() -> None:
     for seed in range(100):
         run_virtually(_random_needs(random.Random(seed)))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rlsys.data.trajectory import Trajectory
-from rlsys.errors import RunError
-from rlsys.orchestrator.engine_pool import EnginePool, NoEngineLeft, NoneSetAside, Reserved
+from rlsys.orchestrator.engine_pool import EnginePool, NoneSetAside, Reserved
 from tests.orchestrator.groups.engines import Engines
 from tests.orchestrator.groups.test_rollout import ask, at, make, settle, taking
 from tests.orchestrator.pipeline.build import question
@@ -89,8 +88,7 @@ def test_a_switch_passes_over_the_engine_and_is_made_up_for_at_the_end() -> None
     run_virtually(story())
 
 
-@pytest.mark.parametrize("staged", ["begun", "loaded"])
-def test_an_engine_whose_staged_version_is_superseded_waits_for_the_next(staged: str) -> None:
+def test_an_engine_whose_staged_version_is_superseded_waits_for_the_next() -> None:
     async def story() -> None:
         engines = Engines(2, taking(run_group=10))
         group, _ = make(engines)
@@ -99,8 +97,7 @@ def test_an_engine_whose_staged_version_is_superseded_waits_for_the_next(staged:
         await update(group, 1)
         engines.published = 1
         await group.begin_update(2)
-        if staged == "loaded":
-            await group.load_bucket(2)
+        await group.load_bucket(2)
         await holding
         assert now() == 20, "nothing to wait for"
         await ask(group, 3)
@@ -158,38 +155,6 @@ def test_deaths_among_those_set_aside_and_the_others() -> None:
                 await reserved.answer(question(70))
             assert await ask(group, 2) == [("whole", now())] * 2
         assert group.living == (2, 3)
-        # The last that rolls dies: the evaluation's engine takes its groups in the end.
-        async with group.reserve(1) as reserved:
-            rolling = asyncio.ensure_future(ask(group, 1))
-            await asyncio.sleep(1)
-            engines.die(3)
-            await reserved.answer(question(80))
-            freed = now()
-        assert await rolling == [("whole", freed + 10)]
-        async with group.reserve(1) as reserved:
-            asking = [asyncio.ensure_future(reserved.answer(question(90)))]
-            await asyncio.sleep(1)
-            engines.die(2)
-            with pytest.raises(NoEngineLeft):
-                await asking[0]
-        with pytest.raises(NoEngineLeft, match="engine 2"):
-            await hold(group, until=now())
-
-    run_virtually(story())
-
-
-def test_an_engine_that_refuses_what_it_makes_up_for_is_given_up() -> None:
-    async def story() -> None:
-        engines = Engines(2)
-        group, _ = make(engines)
-        holding = asyncio.ensure_future(hold(group, until=10))
-        await settle()
-        await update(group, 1)
-        engines.published = 1
-        engines._failures["finish_update"] = RunError("The engine refused a weight update.")
-        await holding
-        assert group.living == (1,)
-        await ask(group, 2)
 
     run_virtually(story())
 

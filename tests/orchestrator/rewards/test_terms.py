@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.schema import CompatConfig, RewardConfig
+from rlsys.config.schema import RewardConfig
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.rewards.reward import Reader, overlong_penalty, pure_terms
-from tests.orchestrator.rewards.episodes import TASK, Said, episode, question, read, task_of, think
+from rlsys.orchestrator.rewards.reward import overlong_penalty, pure_terms
+from tests.orchestrator.rewards.episodes import TASK, Said, episode, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 BLIND = (think("search", "capital of Mali"), "No results found.")
@@ -45,15 +45,6 @@ def test_qa_em_format(said: tuple[Said, ...], expected: float) -> None:
     found = values("format", trajectory, config)
     assert sum(found) == pytest.approx(expected)
     assert len(found) == max(1, len(trajectory.turns))
-
-
-@pytest.mark.parametrize(("search", "expected"), [(SEARCH, S + R), (BLIND, S)])
-def test_qa_em_format_of_a_structure_without_an_answer(search: tuple[str, str], expected: float) -> None:
-    """Only Search-R1's extraction finds none there: where the prompt has no example, one match is too few."""
-    config = RewardConfig(structure_score=S, final_score=F, retrieval_score=R)
-    reader = Reader(TASK.tags, CompatConfig(answer_over_prompt=True), {})
-    reading = reader.read(question("Bamako", prompt="Which city?"), episode(search, RIGHT))
-    assert sum(pure_terms(config, TASK)["format"](reading)) == pytest.approx(expected)
 
 
 def test_terms_of_turns_stand_on_their_turns() -> None:
