@@ -2,10 +2,9 @@
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
-# Files of tests that run at the same time, in their order, as those of a folder share an engine or a server.
-# Each may start a whole run, of up to 6 GiB.
-WORKERS ?= 2
-PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Processes that run tests: three keep two cores busy, since tests of servers and runs wait a good part of their time.
+WORKERS ?= 3
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20
 
 .PHONY: setup demo test test-full lint format docs
 

@@ -22,7 +22,7 @@ from rlsys.orchestrator.resume import find_origin
 from tests.support.paths import PROJECT
 from tests.support.runs import SETTINGS
 
-ARCHIVE = Path(__file__).parent / "fixtures" / "run_of_3180461.tar.xz"
+ARCHIVE = PROJECT / "tests/fixtures" / "run_of_3180461.tar.xz"
 CONVERTED_SHA256 = "477a2ee84eb8c9613abd8369d158ca6196ed6929fba9f8002c55cea9af905269"
 NAME = "searchr1_tiny_cpu-20261122-171518"
 AS_THEN = [
