@@ -217,11 +217,11 @@ def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_
     allowed = config.checkpoint.may_differ
     found = [change for change in differences(before, config) if change.key not in allowed]
     if found:
-        listed = "\n".join(f"  {change.key} was {change.before}, and is {change.now}" for change in found)
+        listed = "; ".join(f"{change.key} was {change.before}, and is {change.now}" for change in found)
         keys = ",".join(change.key for change in found)
         raise UserError(
-            f"{folder} was saved by a run that learns otherwise:\n{listed}\n"
-            f"Take these changes back, or allow them with 'checkpoint.may_differ=[{keys}]'.",
+            f"{folder} was saved by a run that learns otherwise ({listed}): take these changes back, or allow them with "
+            f"'checkpoint.may_differ=[{keys}]'.",
             code="mismatch",
             key=found[0].key,
         )
