@@ -188,6 +188,22 @@ def test_what_was_under_way_goes_on_before_anything_new() -> None:
     assert (scheduler.version, [*scheduler.dropped]) == (4, [Reason.surplus])
 
 
+def test_the_oldest_scored_group_is_taken_first() -> None:
+    """Also where a newer one was scored before it."""
+    state = resumed(scheduler={"ready": (of(6), of(5, oldest=2))}, rolled={6: group(6), 5: group(5, version=2)})
+    pipeline, _ = Bare().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=1), state)
+
+    async def live() -> list[Group]:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.run())
+            await asyncio.sleep(1)
+            taken = await pipeline.take(1)
+            pipeline.stop()
+        return taken
+
+    assert [one.question.uid for one in run_virtually(live())] == ["q:5"]
+
+
 def test_a_run_that_is_given_fewer_steps_drops_what_it_has_no_place_for() -> None:
     state = resumed(scheduler={"ready": (of(4), of(5), of(6))}, scored={n: group(n) for n in (4, 5, 6)})
     workers = Bare()
