@@ -113,15 +113,6 @@ def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / CHECKPOINTS / f"global_step_{step}"
 
 
-def test_none_begins_anew(outputs: Outputs) -> None:
-    outputs.run(FIRST, 1)
-    config = outputs.config("none")
-    assert find_origin(config, print) is None
-    folder = folder_of(config, None)
-    assert folder.parent == outputs.folder
-    assert [*folder.iterdir()] == []
-
-
 def test_auto_begins_anew_where_no_run_of_the_name_has_a_checkpoint(outputs: Outputs, tmp_path: Path) -> None:
     assert find_origin(replace(outputs.config(), output_dir=str(tmp_path / "nowhere")), print) is None
     assert find_origin(outputs.config(), print) is None
@@ -284,17 +275,6 @@ def test_falling_back_never_goes_past_the_checkpoint_that_was_asked_for(outputs:
     origin = find_origin(outputs.config(str(checkpoint(run_dir, 2)), True), lambda _: None)
     assert origin is not None
     assert origin.checkpoint.step == 1
-
-
-def test_a_checkpoint_that_may_not_be_read_is_named(outputs: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = outputs.run(FIRST, 1)
-
-    def forbidden(self: Path, *_: Any, **__: Any) -> str:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "read_text", forbidden)
-    with pytest.raises(UserError, match=re.escape(str(checkpoint(run_dir, 1)))):
-        find_origin(outputs.config(), print)
 
 
 @pytest.mark.parametrize("harm", ["replaced", "partial", "deleted"])

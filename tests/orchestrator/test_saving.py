@@ -20,7 +20,6 @@ from rlsys.orchestrator.saving import Saver
 from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check
 from tests.orchestrator.pipeline.build import question
-from tests.support.small_disk import run_on_small_disk
 
 ALL = Keep(last=None, every=None, best=False)
 
@@ -196,27 +195,6 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
     play(scenario)
 
 
-def test_settling_asks_and_does_not_wait_inside_a_group(tmp_path: Path) -> None:
-    """A group that is waited in cannot train meanwhile."""
-
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        await run.begin(1)
-        settled = asyncio.create_task(run.saver.settle())
-        run.parts["actor"].written.set()
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert run.events == expected(BEGUN, 1)
-        assert not settled.done()
-        run.let_write()
-        await settled
-        assert run.events == expected(BEGUN + FINISHED, 1)
-        assert run.steps() == [1]
-        await run.saver.settle()
-
-    play(scenario)
-
-
 @pytest.mark.parametrize("way", ["settle", "finish"])
 def test_a_part_that_fails_is_told_once_and_leaves_what_was_there(way: str, tmp_path: Path) -> None:
     async def scenario() -> None:
@@ -271,21 +249,6 @@ def test_what_a_failed_save_wrote_is_deleted_once_nobody_writes_to_it(tmp_path: 
             with pytest.raises(RunError, match="the disk is full"):
                 await saved
             assert run.left() == ["global_step_1"]
-
-    play(scenario)
-
-
-def test_of_those_who_wait_only_one_is_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        await run.begin(1)
-        run.parts["actor"].fails = "gone."
-        waiting = [asyncio.create_task(way()) for way in (run.saver.finish, run.saver.settle, run.saver.finish)]
-        await asyncio.sleep(0)
-        run.let_write()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [str(one) for one in results if one] == ["gone."]
-        assert run.steps() == []
 
     play(scenario)
 
@@ -405,41 +368,3 @@ def test_a_full_disk_while_it_is_published(
         assert run.steps() == [1, 3]
 
     play(scenario)
-
-
-FULL = """
-import asyncio, sys
-from pathlib import Path
-from rich.console import Console
-from rlsys.weights.checkpoint.store import CheckpointStore, Keep
-from rlsys.errors import RunError
-from rlsys.observe.status import Progress
-from rlsys.observe.status import StatusFile, read_status
-from rlsys.orchestrator.saving import Saver
-
-run = Path(sys.argv[1])
-store = CheckpointStore(run / "checkpoints")
-
-async def need(group):
-    pass
-
-async def train():
-    saver = Saver(store, Keep(None, None, False), {}.get, need, background=False)
-    with Progress(Console(quiet=True), status=StatusFile(run / "status.json")):
-        await saver.begin(1, lambda folder: (folder / "data").write_bytes(bytes(1000)), {})
-        await saver.begin(2, lambda folder: (folder / "data").write_bytes(bytes(1 << 20)), {})
-
-try:
-    asyncio.run(train())
-except RunError as problem:
-    assert "No space left" in str(problem), problem
-else:
-    raise AssertionError("there was room")
-assert [path.name for path in store.folder.iterdir()] == ["global_step_1"], list(store.folder.iterdir())
-assert read_status(run)["ended"].startswith("failed: "), read_status(run)
-(run / "room").write_bytes(bytes(16 << 10))
-"""
-
-
-def test_a_run_that_fills_the_disk_gives_the_room_back_and_says_how_it_ended(tmp_path: Path) -> None:
-    run_on_small_disk(FULL, tmp_path, "64k")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlsys.cluster.planning.placement import overlaps, parse_placement, plan_bundles
+from rlsys.cluster.planning.placement import overlaps, parse_placement
 from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, EngineConfig, RolloutConfig, RunConfig
 from rlsys.errors import UserError
@@ -31,12 +31,6 @@ def test_a_critic_is_one_of_the_groups_where_values_are_learned() -> None:
     assert holdings(_run(PPO)) == {**without, "critic": [(0,), (1,)]}
     engines = replace(PPO, recompute_logprobs=False)
     assert list(holdings(_run(engines))) == ["rollout", "actor", "critic"]
-
-
-def test_a_critic_that_is_not_placed_shares_the_actors_devices() -> None:
-    seats = plan_bundles(holdings(_run(PPO))).slots
-    assert seats["critic"] == seats["actor"]
-    assert [seat.share for seat in seats["actor"]] == [0.5, 0.5]
 
 
 def test_the_critic_is_placed_as_the_others_or_as_the_actor() -> None:

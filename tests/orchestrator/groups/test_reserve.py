@@ -117,25 +117,6 @@ def test_an_engine_whose_staged_version_is_superseded_waits_for_the_next() -> No
     run_virtually(story())
 
 
-def test_the_only_engine_evaluates_while_rollouts_wait_and_updates_do_not() -> None:
-    async def story() -> None:
-        engines = Engines(1, taking(run_group=10, answer=20, finish_update=1))
-        group, _ = make(engines)
-        async with group.reserve(3) as reserved:
-            assert group.capacity == 0
-            rolling = asyncio.ensure_future(ask(group, 1))
-            asking = asyncio.ensure_future(reserved.answer(question(50)))
-            await asyncio.sleep(1)
-            await update(group, 1)
-            assert now() == 1
-            engines.published = 1
-            await asking
-        assert await rolling == [("whole", 31.0)]
-        assert engines.breaches == []
-
-    run_virtually(story())
-
-
 def test_deaths_among_those_set_aside_and_the_others() -> None:
     async def story() -> None:
         engines = Engines(4, taking(run_group=10, answer=10))

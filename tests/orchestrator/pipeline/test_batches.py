@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -26,7 +25,6 @@ from rlsys.trainer.batches import (
     fills,
     flops_of,
     plan_micro_batches,
-    share_out,
 )
 from rlsys.weights.weight_map import architecture_of
 from tests.orchestrator.pipeline.build import sample
@@ -92,25 +90,6 @@ def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: lis
     loads = [sum(cost(sizes, batch, frame) for batch in batches) for batches in plan]
     pieces = [[index] for index in range(len(sizes))] if frame.packed else chain(*plan)
     assert max(loads) - min(loads) <= max((cost(sizes, piece, frame) for piece in pieces), default=0.0)
-
-
-@FEW
-@given(st.lists(st.integers(1, 100), max_size=8), st.integers(1, 3))
-def test_the_dearest_share_is_near_the_best_that_there_is(costs: list[int], ranks: int) -> None:
-    shares = share_out(costs, ranks)
-    assert sorted(chain(*shares)) == list(range(len(costs)))
-    loads = [sum(costs[index] for index in share) for share in shares]
-    assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * least_load(costs, (0,) * ranks) + 1e-9
-    assert max(loads) - min(loads) <= max(costs, default=0)
-
-
-def least_load(costs: Sequence[int], loads: tuple[int, ...]) -> int:
-    """Of the dearest rank, by trying every partition; ranks of the same load are as good as each other."""
-    if not costs:
-        return max(loads)
-    first, *rest = costs
-    distinct = {load: place for place, load in enumerate(loads)}.values()
-    return min(least_load(rest, (*loads[:place], loads[place] + first, *loads[place + 1 :])) for place in distinct)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlsys.config.algorithm import CorrectionLevel
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
@@ -19,12 +17,9 @@ from rlsys.orchestrator.pipeline.step_metrics import (
     correction_metrics,
     critic_metrics,
     divergence_metrics,
-    reward_metrics,
     staleness_metrics,
     step_metrics,
-    training_flops,
 )
-from rlsys.trainer.batches import Flops
 from tests.orchestrator.pipeline.build import question, rewarded, trajectory
 
 SEARCH = Turn("a", Action.SEARCH, "q", "found", 6, 10, 4, 0.1, 0.5)
@@ -126,23 +121,6 @@ def test_an_episode_that_ended_before_its_first_turn_has_figures_too() -> None:
     assert "critic/advantages/mean" not in figures, "nothing is trained, so nothing has an advantage"
 
 
-def answered(*answers: str | None, number: int = 1) -> Group:
-    """A group whose episodes give these answers."""
-    samples = []
-    for place, answer in enumerate(answers):
-        turn = INVALID if answer is None else replace(ANSWER, content=answer)
-        samples.append(sample(trajectory([1, 2 + place], turns=[turn]), 0.0))
-    return Group(question(number), tuple(samples))
-
-
-def test_the_most_frequent_answer_counts_over_different_questions() -> None:
-    alike = [answered("Paris", "paris", "Paris!", "Rome"), answered("Rome", None, None, None, number=2)]
-    assert answer_metrics(alike, "answer")["answers/same_share"] == 2 / 8, "Paris is of one question alone"
-    spread = [answered("Paris", "x", number=1), answered("the Paris", "y", number=2)]
-    assert answer_metrics(spread, "answer")["answers/same_share"] == 2 / 4
-    assert answer_metrics([answered(None, None)], "answer")["answers/same_share"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("texts", "many"),
     [
@@ -159,13 +137,6 @@ def test_many_answers_are_many_tags_that_the_policy_wrote(texts: Sequence[str], 
     groups = [Group(question(1), (sample(trajectory(turns=turns), 0.0),))]
     assert answer_metrics(groups, "answer")["answers/many_share"] == float(many)
     assert answer_metrics(groups, "reply")["answers/many_share"] == float("<reply>" in "".join(texts))
-
-
-def test_training_costs_three_forward_passes() -> None:
-    cost = Flops(per_token=2.0, per_target=3.0, per_square=0.5)
-    one, other = trajectory(range(4), [False, False, True, True]), trajectory(range(2))
-    groups = [Group(question(1), (sample(one, 0.0), sample(other, 0.0)))]
-    assert training_flops(groups, cost) == 3 * ((2 * 4 + 3 * 2 + 0.5 * 16) + (2 * 2 + 3 * 1 + 0.5 * 4))
 
 
 def with_versions(versions: Sequence[int], mask: Sequence[bool] | None = None) -> Sample:
@@ -298,17 +269,6 @@ def test_divergences_are_means_over_trained_tokens_alone() -> None:
     assert divergence_metrics(samples[2:]) == {}, "no reference, no divergence"
 
 
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.floats(-1e3, 0), st.floats(-1e3, 0)), min_size=1, max_size=8))
-def test_divergences_of_any_log_probs_are_numbers(pairs: list[tuple[float, float]]) -> None:
-    old, reference = [0.0, *(pair[0] for pair in pairs)], [0.0, *(pair[1] for pair in pairs)]
-    one = with_arrays([False] + [True] * len(pairs), old_logprobs=old, ref_logprobs=reference)
-    figures = divergence_metrics([one])
-    assert all(math.isfinite(value) for value in figures.values())
-    assert figures["kl/k3"] >= 0
-    assert figures["kl/abs"] >= abs(figures["kl/k1"]) - 1e-9
-
-
 def critic(values: Sequence[float], returns: Sequence[float]) -> list[Sample]:
     """One sample of trained tokens with these values and returns, and a token of others that is not trained."""
     return [with_arrays([False] + [True] * len(values), values=[70, *values], returns=[-70, *returns])]
@@ -331,15 +291,3 @@ def test_explained_variance_by_hand(values: Sequence[float], returns: Sequence[f
     assert figures["critic/values/mean"] == pytest.approx(np.mean(values))
     assert (figures["critic/returns/max"], figures["critic/returns/min"]) == (max(returns), min(returns))
     assert figures["critic/returns/mean"] == pytest.approx(np.mean(returns))
-
-
-def test_a_kl_in_the_reward_shows_beside_the_score() -> None:
-    first, second = (rewarded(trajectory(range(5), [False, *mask]), 1.0) for mask in ([1, 1, 0, 0], [1, 1, 1, 1]))
-    group = Group(question(1), (replace(first, kl_sum=3.0, kl_coef=0.1), replace(second, kl_sum=-2.0, kl_coef=0.2)))
-    figures = reward_metrics([group])
-    assert figures["critic/score/mean"] == 1.0
-    assert figures["critic/rewards/min"] == pytest.approx(1 - 0.1 * 3)
-    assert figures["critic/rewards/max"] == pytest.approx(1 + 0.2 * 2)
-    assert figures["critic/rewards/mean"] == pytest.approx(1 + 0.1 / 2)
-    assert figures["critic/kl_coef"] == pytest.approx(0.15)
-    assert figures["critic/kl"] == pytest.approx((3 / 2 - 2 / 4) / 2), "episodes weigh alike, tokens do not"

@@ -37,20 +37,11 @@ async def value(name: str, calls: Calls, *said: str) -> Sequence[float]:
     [
         ("answers", [0.0, 5.0]),
         ("per_turn", [0.0, 1.0]),
-        ("as_array", [1.0, 1.0]),
         ("in_time", [0.0, 0.5]),
-        ("hidden_coroutine", [0.0, 0.5]),
     ],
 )
 async def test_what_a_term_gives(name: str, expected: list[float], calls: Calls) -> None:
     assert await value(name, calls) == expected
-
-
-async def test_an_episode_without_turns_has_a_place_for_it(calls: Calls) -> None:
-    reading = read(episode())
-    assert await OwnTerm(f"{HERE}.per_turn", calls)(reading) == [0.0]
-    assert await OwnTerm(f"{HERE}.answers", calls)(reading) == [3.0]
-    assert await OwnTerm(f"{HERE}.too_many", calls)(reading) == [1.0], "or gives one for that place"
 
 
 async def test_plain_functions_run_beside_each_other_in_threads(calls: Calls) -> None:
@@ -62,7 +53,7 @@ async def test_plain_functions_run_beside_each_other_in_threads(calls: Calls) ->
 @pytest.mark.parametrize(
     "name",
     [
-        *("fails", "stops", "times_out_itself", "yields", "not_a_number", "one_infinite", "nothing", "text", "nested"),
+        *("fails", "stops", "times_out_itself", "yields", "not_a_number", "text", "nested"),
         "too_many",
     ],
 )
