@@ -21,7 +21,7 @@ from rlsys.weights.transport import BucketHandle, ChecksumError, TransportSpec
 from tests.weights.ends import End, Group, ends, raw, some_tensors
 
 
-def cluster(mode: SyncMode = SyncMode.tensor, timeout_s: float = 30.0) -> ClusterConfig:
+def cluster(mode: SyncMode = SyncMode.tensor, timeout_s: float = 120.0) -> ClusterConfig:
     return ClusterConfig(device=Device.cpu, sync_mode=mode, sync_bucket_bytes=64_000, call_timeout_s=timeout_s)
 
 
@@ -140,7 +140,7 @@ def events() -> list[str]:
     return []
 
 
-def make(events: list[str], tmp_path: Path, timeout_s: float = 30.0) -> tuple[WeightSync, Actor, Receivers, Receivers]:
+def make(events: list[str], tmp_path: Path, timeout_s: float = 120.0) -> tuple[WeightSync, Actor, Receivers, Receivers]:
     actor, rollout, inference = Actor(events), Receivers("rollout", events), Receivers("inference", events)
     settings = cluster(SyncMode.broadcast, timeout_s)
     sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference])  # type: ignore[arg-type]

@@ -120,18 +120,6 @@ def advantages(group: Group) -> list[float]:
     return [float(sample.advantages[-1]) for sample in group.samples]
 
 
-def test_a_group_is_compared_with_its_own_mean_and_spread() -> None:
-    group = of_rewards(1, 0, 0, 0)
-    finished = finish(group, GRPO, kl=KlController(0.0))
-    # Mean 1/4; sample standard deviation sqrt((9/16 + 3/16) / 3) = 1/2.
-    assert advantages(finished) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
-    assert [float(sample.advantages[0]) for sample in finished.samples] == [0] * 4, "the prompt"
-    assert finished.samples[0].advantages.dtype == np.float32
-    assert finished.question is group.question
-    assert all(sample.returns is None and sample.kl_sum is None for sample in finished.samples)
-    assert advantages(finish(of_rewards(1, 1), GRPO, KlController(0.0))) == [0, 0]
-
-
 def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
     config = replace(GRPO, advantage_scale=AdvantageScale.batch)
     rewards = [(1, 0), (1, 0, 0, 0), (1, 1, 1), (0, 1, 1, 1, 0)]
@@ -216,9 +204,9 @@ def test_with_a_critic_penalties_and_values_enter_where_they_stand(
         rewards -= 0.25 * np.where(MASK, exact, 0.0)
     part = [place > 0 for place in range(6)] if quirk else MASK
     expected = gae_by_loop(values.astype(float), rewards, part, gamma, gae_lambda)
-    assert_allclose(found.advantages, expected, atol=1e-6)
+    assert_allclose(found.advantages, expected, rtol=1e-6, atol=1e-6)
     assert found.returns is not None
-    assert_allclose(found.returns, expected + np.where(part, values, 0.0), atol=1e-6)
+    assert_allclose(found.returns, expected + np.where(part, values, 0.0), rtol=1e-6, atol=1e-6)
     assert found.kl_sum == (pytest.approx(float(exact[MASK].sum())) if in_reward else None)
 
 

@@ -98,53 +98,9 @@ class Slow(Bare):
         return await super().compute(samples)
 
 
-def state_at(
-    time: float, workers: Bare, scheduler: StalenessScheduler, begun: dict[int, tuple[EpisodeProgress, ...]]
-) -> PipelineState:
-    """What a pipeline has under way at a time, after which it is stopped; `begun` is of any time before."""
-
-    async def live() -> PipelineState:
-        pipeline, _ = workers.pipeline(scheduler)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(pipeline.run())
-            await asyncio.sleep(time)
-            state = pipeline.state(begun)
-            pipeline.stop()
-        return state
-
-    return run_virtually(live())
-
-
 def one_of(uid: str, prompt_group: int) -> Trajectory:
     """An episode of which an engine has told."""
     return trajectory((7, 8, 9), uid=uid, sample=prompt_group)
-
-
-def test_each_group_is_saved_as_what_it_is_by_now() -> None:
-    """PromptGroup 0 takes 9 s to roll, 1 has rolled at 1 s, is rewarded at 3 s, and scored at 5 s."""
-    begun = {0: (one_of("q:0", 0),), 1: (one_of("q:1", 1),), 7: (one_of("q:7", 7),)}
-
-    def at(time: float) -> PipelineState:
-        return state_at(time, Slow({0: 9, 1: 1}, 2, 2), StalenessScheduler(groups_per_step=2, max_staleness=0), begun)
-
-    rolling, rewarded_now, scoring, scored = at(0.5), at(2), at(4), at(6)
-    assert {number: one[0].tokens.tolist() for number, one in rolling.begun.items()} == {
-        0: [7, 8, 9],
-        1: [7, 8, 9],
-    }
-    assert {number: one[0].tokens.tolist() for number, one in rewarded_now.begun.items()} == {
-        0: [7, 8, 9],
-        1: [1, 2],
-    }
-    for state in (rolling, rewarded_now):
-        assert ([one.number for one in state.scheduler.rolling], state.scheduler.ready) == ([0, 1], ())
-    for state in (scoring, scored):
-        assert [*state.begun] == [one.number for one in state.scheduler.rolling] == [0]
-        assert [one.number for one in state.scheduler.ready] == [1]
-    assert ([*scoring.rolled], [*scoring.scored]) == ([1], [])
-    assert ([*scored.rolled], [*scored.scored]) == ([], [1])
-    assert scoring.rolled[1].samples[0].old_logprobs is None
-    assert scored.scored[1].samples[0].old_logprobs is not None
 
 
 def resumed(**prompt_groups: Any) -> PipelineState:

@@ -96,12 +96,6 @@ def timed(**settings: Any) -> tuple[Simulation, float]:
 TIMES: dict[str, list[float]] = {"roll": [10], "score": [1], "train": [2]}
 
 
-def test_where_advantages_need_the_whole_mini_batch_only_scoring_overlaps() -> None:
-    """The first mini-batch is trained at 21 s; the second waits for the group that is scored at 41 s."""
-    _, end = timed(steps=1, sizes=(2, 2), whole=True, slots=1, most=4, times=TIMES)
-    assert end == pytest.approx(40 + 1 + 4)
-
-
 @pytest.mark.parametrize("reward_s", [0, 25])
 @pytest.mark.parametrize("sequential", [False, True])
 def test_stages_wait_for_the_whole_step_only_in_sequence(sequential: bool, reward_s: float) -> None:
@@ -128,34 +122,12 @@ def test_a_run_that_may_be_stale_rolls_the_next_step_while_it_trains(max_stalene
     assert end == pytest.approx(end_s)
 
 
-def test_rollouts_wait_for_a_slow_learner() -> None:
-    """Two steps' worth of groups is rolled at once; the next begins when version 1 is published, after 100 s."""
-    script = Timed(random.Random(0), steps=4, sizes=(2,), max_staleness=1, times={"train": [50]})
-    simulation = Simulation(script, Parts())
-
-    async def admitted_at(*times: float) -> list[int]:
-        running, counts = asyncio.create_task(simulation.drive()), []
-        for time in times:
-            await asyncio.sleep(time - now())
-            counts.append(len(simulation.record.prompt_groups))
-        await running
-        return counts
-
-    assert run_virtually(admitted_at(1, 99, 101, 199, 201)) == [4, 4, 6, 6, 8]
-
-
 def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> None:
     simulation, end = timed(steps=2, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1, 9, 2, 1, 1, 9]})
     prompt_groups, asked = simulation.record.prompt_groups, list(simulation.record.prompt_groups)
     assert simulation.record.dropped[0] == (prompt_groups[1].question, Reason.surplus)
     assert prompt_groups[3].question == prompt_groups[1].question
     assert (len(asked), end) == (6, pytest.approx(2 + 1))
-
-
-def test_a_group_that_is_dropped_while_it_is_rewarded_is_waited_for_no_longer() -> None:
-    simulation, end = timed(steps=1, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1], "reward": [2, 99, 3]})
-    assert simulation.record.dropped == [(simulation.record.prompt_groups[1].question, Reason.surplus)]
-    assert end == pytest.approx(1 + 3)
 
 
 def test_a_question_whose_groups_are_lost_is_asked_thrice_and_then_once_an_epoch() -> None:

@@ -51,30 +51,11 @@ def test_on_policy_a_step_is_rolled_with_its_spares_and_no_further() -> None:
     assert [prompt_group.number for prompt_group, _ in scheduler.unschedulable()] == [3, 6], "the two slowest of six"
 
 
-def test_with_one_version_of_staleness_one_more_step_is_rolled_ahead() -> None:
-    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=1, oversample=1.5)
-    first = fill(scheduler)
-    assert len(first) == 5, "two steps of two, and one to spare"
-    train(scheduler, *first[:2])
-    assert fill(scheduler) == [], "the third step needs version 1, which no engine has"
-    scheduler.publish(1)
-    assert len(fill(scheduler)) == 2, "steps 1 and 2 have four places, five may roll for them, three do"
-    assert scheduler.unschedulable() == []
-    train(scheduler, *first[2:4])
-    assert scheduler.unschedulable() == [(first[4], Reason.stale)], "rolled by version 0, too old for step 2"
-
-
 @pytest.mark.parametrize(
     ("groups", "oversample", "spare"), [(4, 1.0, 0), (4, 1.25, 1), (3, 1.5, 2), (10, 1.1, 1), (110, 1.1, 11)]
 )
 def test_spares_are_rounded_up_from_what_was_written(groups: int, oversample: float, spare: int) -> None:
     assert StalenessScheduler(groups, 0, oversample).spare == spare
-
-
-@pytest.mark.parametrize("wrong", [(0, 0), (1, -1), (1, 0, 0.9), (1, 0, 1, -1), (1, 0, 1, 0, 0)])
-def test_an_impossible_ledger_is_refused(wrong: tuple) -> None:
-    with pytest.raises(ValueError, match="needs"):
-        StalenessScheduler(*wrong)
 
 
 def test_what_must_not_be_done_raises() -> None:

@@ -77,19 +77,6 @@ def grades(
     return run_virtually(work())
 
 
-def test_yes_is_1_and_no_is_0() -> None:
-    figures: dict[str, float] = {}
-    chat = Chat(["yes", "no", "no", "no"], takes_s=2.0)
-    assert sorted(grades(chat, ["Bko", "Ségou", "Gao", "Mopti"], figures)) == [0.0, 0.0, 0.0, 1.0]
-    assert figures == {
-        "judge/asked": 4,
-        "judge/cached": 0,
-        "judge/refused": 0,
-        "judge/yes_share": 0.25,
-        "judge/seconds": 2.0,
-    }
-
-
 def test_what_is_known_without_asking() -> None:
     chat, figures = Chat(), {}
     assert grades(chat, [None, "", "the Bamako!"], figures) == [0.0, 0.0, 1.0]

@@ -85,15 +85,6 @@ async def test_an_episode_of_many_answers_gets_a_bounded_score() -> None:
     assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
 
 
-async def test_only_compatibility_reads_the_answer_from_the_prompt() -> None:
-    silent = episode("no idea", task=task_of(max_turns=0))
-    told_off = episode("no idea")
-    for config in (terms(exact_match=1.0), terms(f1=1.0), terms(sub_em=1.0)):
-        for answer, trajectory in (("Beijing", silent), ("and", told_off)):
-            assert (await scored(config, trajectory, answer=answer)).reward == 0.0
-        assert (await scored(config, told_off, over_prompt=True, answer="and")).reward == 1.0
-
-
 PIECES = st.sampled_from(
     [
         "<think>",
