@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
+from rlsys.data.trajectory import Group, Trajectory
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState, RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, SchedulerState, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
@@ -74,12 +74,12 @@ def test_the_state_of_what_has_resumed_a_state_is_that_state(tmp_path: Path) -> 
 
 
 class Slow(Bare):
-    """Each stage takes as long as a test says, on what it says; what is asked of the engines is written down."""
+    """Groups take as long as a test says; what is asked of the engines is written down."""
 
     capacity = 9
 
-    def __init__(self, roll_s: dict[int, float], reward_s: float = 0, score_s: float = 0) -> None:
-        self.roll_s, self.reward_s, self.score_s = roll_s, reward_s, score_s
+    def __init__(self, roll_s: dict[int, float]) -> None:
+        self.roll_s = roll_s
         self.asked: list[tuple[int, tuple[EpisodeProgress, ...]]] = []
 
     async def run_group(
@@ -88,14 +88,6 @@ class Slow(Bare):
         self.asked.append((prompt_group, tuple(begun)))
         await asyncio.sleep(self.roll_s.get(prompt_group, 0))
         return [trajectory(uid=asked.uid, version=self.version, sample=prompt_group)]
-
-    async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
-        await asyncio.sleep(self.reward_s)
-        return await super().reward(asked, trajectories)
-
-    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        await asyncio.sleep(self.score_s)
-        return await super().compute(samples)
 
 
 def one_of(uid: str, prompt_group: int) -> Trajectory:
