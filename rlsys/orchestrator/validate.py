@@ -129,7 +129,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     try:
         ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError as problem:
-        yield CodedProblem("cluster.placement", str(problem), problem.code)
+        yield CodedProblem(problem.key or "cluster.placement", str(problem), problem.code)
         return
     yield from _placement(config, ranks)
     yield from machine_problems(config, ranks)

@@ -116,7 +116,6 @@ THREE_ENGINES = "cluster.placement={actor: 0, inference: 1, rollout: 2-4}"
 @pytest.mark.parametrize(
     ("keys", "overrides"),
     [
-        ({"cluster.placement"}, ["cluster.placement.judge=3"]),
         ({"cluster.placement.actor"}, ["cluster.placement.actor=0-1"]),
         (
             {"cluster.placement.actor", "actor.parallel.pp", "actor.parallel.tp"},
@@ -137,6 +136,10 @@ THREE_ENGINES = "cluster.placement={actor: 0, inference: 1, rollout: 2-4}"
 )
 def test_a_layout_that_cannot_run_names_its_keys(tiny_run: TinyRun, keys: set[str], overrides: list[str]) -> None:
     assert keys <= keys_of(tiny_run(*overrides))
+
+
+def test_a_placement_that_cannot_be_read_is_refused(tiny_run: TinyRun) -> None:
+    assert any(key.startswith("cluster.placement") for key in keys_of(tiny_run("cluster.placement.judge=3")))
 
 
 def test_contradictions_disappear_with_either_way_out(tiny_run: TinyRun) -> None:
