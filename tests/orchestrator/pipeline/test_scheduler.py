@@ -74,6 +74,15 @@ def test_what_must_not_be_done_raises() -> None:
         scheduler.drop(prompt_group, Reason.end)
 
 
+def test_a_stale_group_is_not_taken_even_if_nobody_has_dropped_it() -> None:
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2)
+    first, second = fill(scheduler)
+    finish(scheduler, second)
+    train(scheduler, first)
+    with pytest.raises(RuntimeError):
+        scheduler.take(second)
+
+
 def test_an_engine_that_still_has_old_weights_ends_the_run() -> None:
     scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1)
     train(scheduler, fill(scheduler)[0])
