@@ -207,7 +207,7 @@ def test_ranks_are_read_in_their_order(text: str, ranks: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("text", ["3,3", "3-5,4", "5-3", "gpu0", "", "-1"])
-def test_what_is_no_list_of_ranks_is_refused(text: str) -> None:
+def test_text_that_is_no_list_of_ranks_is_refused(text: str) -> None:
     with pytest.raises(UserError):
         parse_ranks(text, "key")
 

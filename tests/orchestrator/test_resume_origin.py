@@ -1,4 +1,4 @@
-"""Where a run goes on from: the right checkpoint of the right run, or one sentence that says what is wrong."""
+"""The origin of a resumed run: the right checkpoint of the right run, or an error that names what is wrong."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_damage_is_named_and_passed_over_only_if_told_to(damage: Callable[[Path]
     assert str(checkpoint(run_dir, 4)) in line
 
 
-def test_where_all_are_damaged_there_is_none_to_fall_back_to(outputs: Outputs) -> None:
+def test_a_run_without_a_whole_checkpoint_has_none_to_fall_back_to(outputs: Outputs) -> None:
     run_dir = outputs.run(FIRST, 1, 2)
     for step in (1, 2):
         (checkpoint(run_dir, step) / "actor" / "part").unlink()
@@ -278,7 +278,7 @@ def test_falling_back_never_goes_past_the_checkpoint_that_was_asked_for(outputs:
 
 
 @pytest.mark.parametrize("harm", ["replaced", "partial", "deleted"])
-def test_what_a_kill_has_left_half_done_is_put_right(harm: str, outputs: Outputs) -> None:
+def test_a_save_that_a_kill_left_half_done_is_put_right(harm: str, outputs: Outputs) -> None:
     run_dir = outputs.run(FIRST, 1, 2)
     newest = checkpoint(run_dir, 2)
     hidden = newest.with_name(f".global_step_2.{harm}")

@@ -91,7 +91,7 @@ class Run:
             part.written.set()
 
     def steps(self) -> list[int]:
-        """Of the checkpoints, all of which are whole."""
+        """Steps of the checkpoints, all of which are whole."""
         for one in self.store.saved():
             check(one.folder)
         return [one.step for one in self.store.saved()]
@@ -218,7 +218,7 @@ def test_a_part_that_fails_is_told_once_and_leaves_what_was_there(way: str, tmp_
     play(scenario)
 
 
-def test_what_a_failed_save_wrote_is_deleted_once_nobody_writes_to_it(tmp_path: Path) -> None:
+def test_a_failed_save_is_deleted_once_nobody_writes_to_it(tmp_path: Path) -> None:
     """The actor fails while the critic still writes, once as it begins and once as it ends."""
 
     async def scenario() -> None:
@@ -265,7 +265,9 @@ def test_older_ones_go_and_the_best_stays(tmp_path: Path) -> None:
     play(scenario)
 
 
-def test_what_cannot_be_deleted_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stuck(*_: Any) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 

@@ -166,7 +166,7 @@ class Engines:
         worker.most_episodes = max(worker.most_episodes, sum(worker.running.values()))
 
     def _in_flight(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
-        """Of each group, what it was given, and by now the first episode."""
+        """Each group has the episodes that it was given, and by now the first."""
         found = {}
         for key in worker.running.keys() & worker.begun.keys() & set(args[0]):
             first = trajectory(uid=key.partition("~")[0], sample=0)
@@ -216,5 +216,5 @@ class Engines:
 
 
 def episodes(question: Question, samples: int) -> list[Trajectory]:
-    """What a group comes to."""
+    """The trajectories of a whole group."""
     return [trajectory(uid=question.uid, sample=number) for number in range(samples)]

@@ -1,4 +1,4 @@
-"""What is begun of groups that are not returned yet, wherever they are."""
+"""Progress of groups that are not returned yet, wherever they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is on the devices, under a virtual clock: never more than is needed, also after failures and cut-offs."""
+"""Groups on shared devices, under a virtual clock: never more than is needed, also after failures and cut-offs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NAMES = ("actor", "inference", "rollout")
 
 
 class SwitchError(Exception):
-    """What a member of these tests raises."""
+    """The failure of a member."""
 
 
 @dataclass
 class Device:
-    """Whose memory it holds, told by what the members themselves did."""
+    """A device that knows whose memory it holds, as the members themselves move it."""
 
     on_it: set[str] = field(default_factory=set)
     usable: set[str] = field(default_factory=set)

@@ -35,7 +35,7 @@ def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
 
 
 def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
-    """How long each method takes; others 0 s."""
+    """Seconds that each method takes; others take none."""
     return lambda method, _: seconds.get(method, 0.0)
 
 
@@ -246,7 +246,7 @@ def test_a_death_during_a_transfer_costs_an_engine_and_not_the_run() -> None:
     run_virtually(story())
 
 
-def test_what_a_worker_raises_in_an_update_ends_it() -> None:
+def test_an_error_of_a_worker_ends_the_update() -> None:
     async def story() -> None:
         refusal = RunError("The engine refused a weight update.")
         engines = Engines(2, taking(finish_update=1), failures={"finish_update": refusal})

@@ -1,4 +1,4 @@
-"""What the processes of a group answer comes back by sample, however the samples were sharded."""
+"""Answers of a group's processes come back by sample, however the samples were sharded."""
 
 from __future__ import annotations
 

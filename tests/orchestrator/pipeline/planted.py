@@ -45,7 +45,7 @@ class TrainsTwice(RolloutPipeline):
 
 
 class TellsNobody(RolloutPipeline):
-    """Who waits for a new version is not woken."""
+    """A new version wakes nobody who waits for it."""
 
     def publish(self, version: int) -> None:
         self.scheduler.publish(version)

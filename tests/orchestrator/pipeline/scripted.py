@@ -64,7 +64,7 @@ class _Play:
     engine: _Engine
     turns: int
     lengths: Sequence[int]
-    """How many turns each episode has here; one that had ended before has none."""
+    """Turns of each episode here; one that had ended before has none."""
     before: Mapping[int, EpisodeProgress]
     """Sample -> what was begun of it elsewhere."""
     versions: list[int] = field(default_factory=list)
@@ -358,7 +358,7 @@ class SharedDevices(Devices):
 
 
 class Handling:
-    """What is done to groups between the stages."""
+    """The handling of groups between the stages."""
 
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record

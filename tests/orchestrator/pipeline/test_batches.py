@@ -1,4 +1,4 @@
-"""How samples are dealt to ranks and micro-batches: invariants on any lengths, bounds by brute force, costs by hand."""
+"""Samples dealt to ranks and micro-batches: invariants on any lengths, plans by hand, costs counted by torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = st.lists(
     max_size=60,
 )
 MULTIPLES = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (16, 8)])
-"""Of a row, and of each of its sequences."""
+"""Multiples of a row, and of each of its sequences."""
 FRAME = MULTIPLES.flatmap(
     lambda multiples: st.builds(
         Frame,

@@ -116,7 +116,7 @@ def of_rewards(*rewards: float) -> Group:
 
 
 def advantages(group: Group) -> list[float]:
-    """Of the last token of each sample."""
+    """Those of the last token of each sample."""
     return [float(sample.advantages[-1]) for sample in group.samples]
 
 

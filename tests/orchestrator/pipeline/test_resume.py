@@ -112,7 +112,7 @@ def group(number: int, version: int = 3) -> Group:
     return Group(question(number), (rewarded(trajectory(version=version), 0.0),))
 
 
-def test_what_was_under_way_goes_on_before_anything_new() -> None:
+def test_groups_under_way_go_on_before_anything_new() -> None:
     """Prompt groups 5 and 8 roll, 5 with an episode; 6 waits for its scores, 4 can be taken. Places are four, and one to spare."""
     state = resumed(
         scheduler={"rolling": (of(5), of(8)), "ready": (of(4), of(6))},

@@ -25,7 +25,7 @@ from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.orchestrator.pipeline.watched import Failure, Property
 
 SEEDS = 1000
-"""Of a block: the first is always run, the other nine where slow tests are."""
+"""Seeds of a block, of which the first is always run."""
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))])

@@ -58,7 +58,7 @@ def test_spares_are_rounded_up_from_what_was_written(groups: int, oversample: fl
     assert StalenessScheduler(groups, 0, oversample).spare == spare
 
 
-def test_what_must_not_be_done_raises() -> None:
+def test_calls_out_of_turn_raise() -> None:
     scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0)
     with pytest.raises(RuntimeError):
         scheduler.close_step()
@@ -98,7 +98,7 @@ class Modelled:
     real: PromptGroup
     oldest: int
     ready: int | None = None
-    """When it became ready."""
+    """Its place among those that became ready."""
 
 
 class LedgerMachine(RuleBasedStateMachine):

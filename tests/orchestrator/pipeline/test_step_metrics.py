@@ -183,7 +183,7 @@ def weighed(old: Sequence[float], rollout: Sequence[float], weights: Sequence[fl
     return sample(one, 0.0, old_logprobs=np.log(old).astype(np.float32), weights=given)
 
 
-def test_what_token_weights_did_by_hand() -> None:
+def test_figures_of_token_weights_by_hand() -> None:
     groups = [
         # Ratios 1.5 and 3, the second cut to 2.
         Group(question(1), (weighed([0.9, 0.6, 0.6], [0.1, 0.4, 0.2], [1, 1.5, 2]),)),
@@ -243,7 +243,7 @@ DIVERGENCES: dict[str, Callable[[float], float]] = {
     "k5": lambda w: w * math.log(w),
     "abs": lambda w: abs(math.log(w)),
 }
-"""Of a token that the reference finds w times as likely as the policy."""
+"""Divergence of a token that the reference finds w times as likely as the policy."""
 
 
 def with_arrays(mask: Sequence[bool], **arrays: Sequence[float]) -> Sample:

@@ -1,4 +1,4 @@
-"""When the learners of a step accumulate and step, and what a config means for that."""
+"""The order in which learners accumulate and step, and the mini-batches that a config asks for."""
 
 from __future__ import annotations
 

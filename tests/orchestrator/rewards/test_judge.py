@@ -35,7 +35,7 @@ PROMPT = JudgeConfig().prompt
         ("There is no match", None),
     ],
 )
-def test_how_a_reply_is_read(reply: str, verdict: bool | None) -> None:
+def test_only_a_reply_that_says_one_of_yes_and_no_first_is_a_verdict(reply: str, verdict: bool | None) -> None:
     assert verdict_of(reply) is verdict
 
 
@@ -77,7 +77,7 @@ def grades(
     return run_virtually(work())
 
 
-def test_what_is_known_without_asking() -> None:
+def test_no_answer_and_an_exact_match_are_graded_without_asking() -> None:
     chat, figures = Chat(), {}
     assert grades(chat, [None, "", "the Bamako!"], figures) == [0.0, 0.0, 1.0]
     assert chat.requests == []

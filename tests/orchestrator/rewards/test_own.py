@@ -40,7 +40,7 @@ async def value(name: str, calls: Calls, *said: str) -> Sequence[float]:
         ("in_time", [0.0, 0.5]),
     ],
 )
-async def test_what_a_term_gives(name: str, expected: list[float], calls: Calls) -> None:
+async def test_a_term_gives_one_number_or_one_a_turn(name: str, expected: list[float], calls: Calls) -> None:
     assert await value(name, calls) == expected
 
 

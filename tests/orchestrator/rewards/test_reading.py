@@ -175,7 +175,7 @@ def test_a_call_of_a_tool_is_a_round_as_a_search_is(said: tuple[tuple[str, str] 
     assert found.well_formed == well
 
 
-def test_what_a_tool_says_is_no_retrieval() -> None:
+def test_the_answer_of_a_tool_is_no_retrieval() -> None:
     trajectory = episode(SUM, SEARCH, ANSWER, tools=TOOLS)
     reader = Reader(TagsConfig(), CompatConfig(), TOOLS)
     assert reader.read(question("7"), trajectory).found_in is None

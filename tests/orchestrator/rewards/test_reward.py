@@ -63,7 +63,7 @@ async def test_a_term_of_the_users_own_counts_beside_others() -> None:
 
 
 async def test_equal_totals_are_equal_rewards_to_the_last_bit() -> None:
-    """Where a term falls must not give a group a spread: turn by turn, these add up to 0.2 and to a little less."""
+    """Turn by turn, these add up to 0.2 and to a little less, which must not give a group a spread."""
     blind = (think("search", "Mali"), "nothing")
     config = terms(exact_match=1.0, search_penalty=-0.3, retrieval=0.1)
     first = await scored(config, episode(SEARCH, blind, blind, RIGHT))

@@ -15,7 +15,7 @@ from tests.support.refusals import refused
 EACH = 100
 
 
-def test_what_was_kept_is_there_in_the_next_run(tmp_path: Path) -> None:
+def test_verdicts_are_there_in_the_next_run(tmp_path: Path) -> None:
     path = str(tmp_path / "verdicts.jsonl")
     first = Verdicts(path)
     first.put("a", True)
