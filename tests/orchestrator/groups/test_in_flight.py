@@ -7,8 +7,7 @@ from typing import Any
 
 from rlsys.orchestrator.engine_pool import IN_FLIGHT_TIMEOUT_S
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.groups.engines import Engines
-from tests.orchestrator.groups.test_rollout import SAMPLES, make, settle, taking
+from tests.orchestrator.groups.engines import SAMPLES, Engines, make, settle, taking
 from tests.orchestrator.pipeline.build import question, trajectory
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 

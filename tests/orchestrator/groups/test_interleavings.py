@@ -17,8 +17,7 @@ from rlsys.orchestrator.engine_pool import (
     Reserved,
 )
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
-from tests.orchestrator.groups.engines import NEVER, Engines
-from tests.orchestrator.groups.test_rollout import SAMPLES, TIMEOUT_S, make
+from tests.orchestrator.groups.engines import NEVER, SAMPLES, TIMEOUT_S, Engines, make
 from tests.orchestrator.pipeline.build import question
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 

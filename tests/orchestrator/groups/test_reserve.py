@@ -10,8 +10,7 @@ import pytest
 
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.engine_pool import EnginePool, NoneSetAside, Reserved
-from tests.orchestrator.groups.engines import Engines
-from tests.orchestrator.groups.test_rollout import ask, at, make, settle, taking
+from tests.orchestrator.groups.engines import Engines, ask, at, make, settle, taking
 from tests.orchestrator.pipeline.build import question
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 
