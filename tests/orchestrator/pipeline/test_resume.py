@@ -152,6 +152,30 @@ def test_the_oldest_scored_group_is_taken_first() -> None:
     assert [one.question.uid for one in run_virtually(live())] == ["q:5"]
 
 
+def test_a_group_that_was_dropped_after_it_was_scored_is_passed_over() -> None:
+    """Two groups have the places of two steps until an older one is rolled: the last of them to be ready goes."""
+    state = resumed(
+        scheduler={"rolling": (of(4, oldest=2),), "ready": (of(6), of(5))}, scored={5: group(5), 6: group(6)}
+    )
+    workers = Slow({4: 1})
+    workers.version = 2
+    pipeline, _ = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=1), state)
+
+    async def live() -> list[str]:
+        trained = []
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.run())
+            await asyncio.sleep(2)
+            for _ in range(2):
+                trained += [one.question.uid for one in await pipeline.take(1)]
+                pipeline.close_step()
+            pipeline.stop()
+        return trained
+
+    assert run_virtually(live()) == ["q:4", "q:6"]
+    assert pipeline.scheduler.dropped[Reason.surplus] == 1
+
+
 def test_a_run_that_is_given_fewer_steps_drops_what_it_has_no_place_for() -> None:
     state = resumed(scheduler={"ready": (of(4), of(5), of(6))}, scored={n: group(n) for n in (4, 5, 6)})
     workers = Bare()
