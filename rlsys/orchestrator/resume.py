@@ -97,7 +97,9 @@ def find_origin(config: RunConfig, note: Callable[[str], None]) -> Origin | None
         except _Damaged as damage:
             if not config.checkpoint.fall_back:
                 raise UserError(
-                    f"{str(damage).rstrip('.')}, or set checkpoint.fall_back=true to go on from the newest one that is whole."
+                    f"{str(damage).rstrip('.')}, or set checkpoint.fall_back=true to go on from the newest one that is whole.",
+                    code=damage.code,
+                    key=damage.key,
                 ) from damage
             note(f"{damage} It is passed over, as checkpoint.fall_back=true says.")
         else:
@@ -105,7 +107,9 @@ def find_origin(config: RunConfig, note: Callable[[str], None]) -> Origin | None
             return origin
     raise UserError(
         f"resume={config.resume}: none of the checkpoints in {run_dir / CHECKPOINTS} is whole; give another run, or "
-        "begin anew with resume=none."
+        "begin anew with resume=none.",
+        code="malformed",
+        key="resume",
     )
 
 
@@ -149,7 +153,9 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
             return run_dir, saved[-1].step, [known for known in saved[::-1] if step is None or known.step <= step]
     raise UserError(
         f"resume={config.resume} has no checkpoint: give the folder of a run or one of its "
-        f"{CHECKPOINTS}/global_step_N, auto for the newest run of this name, or none."
+        f"{CHECKPOINTS}/global_step_N, auto for the newest run of this name, or none.",
+        code="not_found",
+        key="resume",
     )
 
 
@@ -175,15 +181,25 @@ def _origin(config: RunConfig, run_dir: Path, saved: Saved, newest: bool) -> Ori
         state = load_values(data / _STATE, RunState)
         before, versions = _mapping(saved.folder / RUN_CONFIG), _mapping(data / _ENVIRONMENT)
     except UserError as problem:
-        raise _Damaged(str(problem)) from problem
+        raise _Damaged(str(problem), code=problem.code, key=problem.key) from problem
     except OSError as problem:
-        raise _Damaged(f"{saved.folder} cannot be read ({problem}): take an earlier checkpoint.") from problem
+        raise _Damaged(
+            f"{saved.folder} cannot be read ({problem}): take an earlier checkpoint.",
+            code="malformed",
+            key=str(saved.folder),
+        ) from problem
     if state.step != saved.step:
-        raise _Damaged(f"{saved.folder} is of step {state.step}: give it its name back, or take another one.")
+        raise _Damaged(
+            f"{saved.folder} is of step {state.step}: give it its name back, or take another one.",
+            code="mismatch",
+            key=str(saved.folder),
+        )
     _refuse_differences(config, before, state.questions_sha256, saved.folder)
     if config.trainer.steps < state.step:
         raise UserError(
-            f"trainer.steps={config.trainer.steps} lies before {saved.folder}: raise it, or resume from an earlier one."
+            f"trainer.steps={config.trainer.steps} lies before {saved.folder}: raise it, or resume from an earlier one.",
+            code="mismatch",
+            key="trainer.steps",
         )
     return Origin(saved, run_dir, newest, state, tuple(changes(versions, environment())))
 
@@ -193,7 +209,7 @@ def _mapping(file: Path) -> dict[str, Any]:
     with suppress(ValueError):
         if isinstance(found := read_yaml(file), dict):
             return found
-    raise UserError(f"{file} is damaged: take an earlier checkpoint.")
+    raise UserError(f"{file} is damaged: take an earlier checkpoint.", code="malformed", key=str(file))
 
 
 def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_sha256: str, folder: Path) -> None:
@@ -201,17 +217,21 @@ def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_
     allowed = config.checkpoint.may_differ
     found = [change for change in differences(before, config) if change.key not in allowed]
     if found:
-        listed = "\n".join(f"  {change.key} was {change.before}, and is {change.now}" for change in found)
+        listed = "; ".join(f"{change.key} was {change.before}, and is {change.now}" for change in found)
         keys = ",".join(change.key for change in found)
         raise UserError(
-            f"{folder} was saved by a run that learns otherwise:\n{listed}\n"
-            f"Take these changes back, or allow them with 'checkpoint.may_differ=[{keys}]'."
+            f"{folder} was saved by a run that learns otherwise ({listed}): take these changes back, or allow them with "
+            f"'checkpoint.may_differ=[{keys}]'.",
+            code="mismatch",
+            key=found[0].key,
         )
     path = config.task.train_path
     if _QUESTIONS not in allowed and (now := sha256_of(path)) != questions_sha256:
         raise UserError(
             f"{_QUESTIONS}={path} is another file than when {folder} was saved (its SHA-256 was {questions_sha256[:12]}, "
-            f"and is {now[:12]}): bring that one back, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'."
+            f"and is {now[:12]}): bring that one back, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'.",
+            code="mismatch",
+            key=_QUESTIONS,
         )
 
 

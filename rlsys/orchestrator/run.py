@@ -240,11 +240,12 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
     Raises UserError listing every missing requirement, and where the run cannot resume, RunError where the search server
     that it names does not answer: before there is a folder, or anything is started.
     """
-    missing = list(launch_problems(config))
+    missing = launched = list(launch_problems(config))
     if config.cluster.address is None:  # Else other machines do the work, of which this one knows nothing.
-        missing += lacking(config, detect())
+        missing = [*launched, *lacking(config, detect())]
     if missing:
-        raise UserError("\n".join(problem.sentence for problem in missing))
+        sentences = "\n".join(problem.sentence for problem in missing)
+        raise UserError(sentences, code="conflict" if launched else "not_installed", key=missing[0].key)
     for sentence in algorithm_notes(config):
         note(sentence)
     origin = find_origin(config, note)

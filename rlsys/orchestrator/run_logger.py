@@ -91,7 +91,9 @@ def new_run_dir(config: RunConfig) -> Path:
             continue
         except OSError as problem:
             raise UserError(
-                f"output_dir={config.output_dir} cannot hold the run ({problem.strerror}): give another folder."
+                f"output_dir={config.output_dir} cannot hold the run ({problem.strerror}): give another folder.",
+                code="denied",
+                key="output_dir",
             ) from problem
         return folder
     raise FileExistsError(stem)

@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from itertools import starmap
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.cluster.planning.placement import (
@@ -42,7 +42,7 @@ from rlsys.config.schema import (
     free_maps,
     schema_keys,
 )
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 from rlsys.orchestrator.rewards.reward import check_terms
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
@@ -52,11 +52,23 @@ Ranks = dict[str, tuple[int, ...]]
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
+@dataclass(frozen=True, slots=True)
+class CodedProblem(Problem):
+    """A problem with its code; one without is a conflict."""
+
+    code: Code = "conflict"
+
+
 def validate(config: RunConfig, ignored: tuple[str, ...] = ()) -> None:
-    """Raise `UserError` with one line for each problem, but those of keys that begin with one of `ignored`."""
-    problems = [problem.sentence for problem in find_problems(config) if not problem.key.startswith(ignored)]
+    """Raise `UserError` with one line for each problem, but those of keys that begin with one of `ignored`.
+
+    Its code and key are those of the first.
+    """
+    problems = [problem for problem in find_problems(config) if not problem.key.startswith(ignored)]
     if problems:
-        raise UserError("\n".join(problems))
+        sentences = "\n".join(problem.sentence for problem in problems)
+        code = problems[0].code if isinstance(problems[0], CodedProblem) else "conflict"
+        raise UserError(sentences, code=code, key=problems[0].key)
 
 
 def find_problems(config: RunConfig) -> Iterator[Problem]:
@@ -70,11 +82,13 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
-    yield from starmap(Problem, out_of_range(config))
+    for key, sentence in out_of_range(config):
+        yield CodedProblem(key, sentence, "out_of_range")
     yield from _batches(config)
     yield from _contradictions(config)
     yield from (Problem("algorithm", sentence) for sentence in algorithm_problems(config))
-    yield from (Problem("reward", sentence) for sentence in check_terms(config.reward, config.task))
+    for problem in check_terms(config.reward, config.task):
+        yield CodedProblem(problem.key, str(problem), problem.code)
     yield from _tools(config)
     yield from _checkpoints(config)
     yield from _sync(config)
@@ -89,15 +103,25 @@ def check_shape(path: str) -> None:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise UserError(
-            f"model.path={path} is not a Hugging Face model folder: {file} is missing; give a folder that has it."
+            f"model.path={path} is not a Hugging Face model folder: {file} is missing; give a folder that has it.",
+            code="not_found",
+            key="model.path",
         )
     try:
         shape = json.loads(file.read_text())
     except (ValueError, RecursionError) as problem:
-        raise UserError(f"model.path={path}: {file} is not valid JSON ({problem}).") from problem
+        raise UserError(
+            f"model.path={path}: {file} is not valid JSON ({problem}): give a folder whose config is whole.",
+            code="malformed",
+            key="model.path",
+        ) from problem
     missing = [key for key in _SHAPE if not (isinstance(shape, dict) and isinstance(shape.get(key), int))]
     if missing:
-        raise UserError(f"model.path={path}: {file} has no number for {missing[0]}; give a folder of a language model.")
+        raise UserError(
+            f"model.path={path}: {file} has no number for {missing[0]}; give a folder of a language model.",
+            code="unsupported",
+            key="model.path",
+        )
 
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
@@ -105,7 +129,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     try:
         ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError as problem:
-        yield Problem("cluster.placement", str(problem))
+        yield CodedProblem(problem.key or "cluster.placement", str(problem), problem.code)
         return
     yield from _placement(config, ranks)
     yield from machine_problems(config, ranks)
@@ -113,7 +137,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         check_shape(config.model.path)
         architecture = read_architecture(config.model.path)
     except UserError as problem:
-        yield Problem("model.path", str(problem))
+        yield CodedProblem("model.path", str(problem), problem.code)
         return
     for group, settings in megatron_groups(config).items():
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
@@ -121,15 +145,19 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     yield from engine_problems(config, len(ranks["rollout"]), architecture)
     picks = config.algorithm.kl_topk_tokens
     if picks is not None and picks > architecture.vocab:
-        yield Problem.of(
+        yield CodedProblem(
+            "algorithm.kl_topk_tokens",
             f"algorithm.kl_topk_tokens={picks} is above the model's {architecture.vocab} tokens: lower it, or set it to null for "
-            "the whole vocabulary."
+            "the whole vocabulary.",
+            "mismatch",
         )
     largest = largest_tensor_bytes(config.model.path, config.model.dtype)
     if config.cluster.sync_bucket_bytes < largest:
-        yield Problem.of(
+        yield CodedProblem(
+            "cluster.sync_bucket_bytes",
             f"cluster.sync_bucket_bytes={config.cluster.sync_bucket_bytes} is below the {largest} bytes of the model's "
-            "largest tensor: raise it to that at least."
+            "largest tensor: raise it to that at least.",
+            "mismatch",
         )
 
 
@@ -203,21 +231,31 @@ def _optimizers(config: RunConfig) -> Iterator[Problem]:
 def _paths(config: RunConfig) -> Iterator[Problem]:
     for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
         if not Path(path).is_file():
-            yield Problem.of(
-                f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file."
+            yield CodedProblem(
+                key,
+                f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file.",
+                "not_found",
             )
     cassette = config.search.cassette
     if cassette.path is None:
         if cassette.mode is not CassetteMode.replay:
-            yield Problem.of(f"search.cassette.mode={cassette.mode} needs a file: give search.cassette.path.")
+            yield CodedProblem(
+                "search.cassette.mode",
+                f"search.cassette.mode={cassette.mode} needs a file: give search.cassette.path.",
+                "missing",
+            )
     elif cassette.mode is CassetteMode.replay and not Path(cassette.path).is_file():
-        yield Problem.of(
-            f"search.cassette.path={cassette.path} does not exist: record it with search.cassette.mode=record."
+        yield CodedProblem(
+            "search.cassette.path",
+            f"search.cassette.path={cassette.path} does not exist: record it with search.cassette.mode=record.",
+            "not_found",
         )
     elif cassette.mode is CassetteMode.record and Path(cassette.path).exists():
-        yield Problem.of(
+        yield CodedProblem(
+            "search.cassette.mode",
             f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
-            "or use search.cassette.mode=extend."
+            "or use search.cassette.mode=extend.",
+            "exists",
         )
 
 
@@ -241,11 +279,17 @@ def _search(config: RunConfig) -> Iterator[Problem]:
     # The index of cluster.search.nodes is on those machines.
     if search.url is None and needs_server(search) and not config.cluster.search.nodes:
         if search.index is None:
-            yield Problem.of("search.url and search.index are both null: give a running server or an index folder.")
+            yield CodedProblem(
+                "search.url",
+                "search.url and search.index are both null: give a running server or an index folder.",
+                "missing",
+            )
         elif not (Path(search.index) / "manifest.json").is_file():
-            yield Problem.of(
+            yield CodedProblem(
+                "search.index",
                 f"search.index={search.index} is not an index: make one with `rlsys search index`, or "
-                "give search.url of a running server."
+                "give search.url of a running server.",
+                "not_found",
             )
     if search.replicas and search.url is None:
         yield Problem.of(
@@ -263,16 +307,18 @@ def _search(config: RunConfig) -> Iterator[Problem]:
         )
     for key, url in (("search.url", search.url), *(("search.replicas", url) for url in search.replicas)):
         if url is not None and not is_url(url):
-            yield Problem.of(f"{key}={url} is not an address: write it like http://127.0.0.1:8000.")
+            yield CodedProblem(key, f"{key}={url} is not an address: write it like http://127.0.0.1:8000.", "malformed")
     twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
     if twice:
         yield Problem.of(
             f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once."
         )
     if search.token_env is not None and not os.environ.get(search.token_env):
-        yield Problem.of(
+        yield CodedProblem(
+            "search.token_env",
             f"search.token_env={search.token_env} is not set in the environment: export the servers' token as "
-            f"{search.token_env}, or set search.token_env to null."
+            f"{search.token_env}, or set search.token_env to null.",
+            "missing",
         )
 
 
@@ -287,7 +333,11 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     known, maps = {*schema_keys()}, tuple(f"{key}." for key in free_maps())
     unknown = [key for key in settings.may_differ if key not in known and not key.startswith(maps)]
     if unknown:
-        yield Problem.of(f"checkpoint.may_differ names {unknown[0]}, which is no key: see docs/configuration.md.")
+        yield CodedProblem(
+            "checkpoint.may_differ",
+            f"checkpoint.may_differ names {unknown[0]}, which is no key: see docs/configuration.md.",
+            "unknown",
+        )
 
 
 def _sync(config: RunConfig) -> Iterator[Problem]:

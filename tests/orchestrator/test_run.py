@@ -1,15 +1,20 @@
-"""The order of what the driver asks for between steps."""
+"""A run of the driver: where it stands before its first step, and the order of a save."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.observe import status
-from rlsys.orchestrator.run import Run
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from rlsys.observe.guards import GuardsState
+from rlsys.orchestrator.run import Run, _progress
+from rlsys.orchestrator.run_logger import History
 
 
 class _BeganError(Exception):
@@ -41,24 +46,19 @@ def test_a_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() ->
     ]
 
 
-def test_what_rollouts_wait_for_is_looked_at_again_and_again() -> None:
-    seen: list[tuple[float, str]] = []
-    causes = iter(["", "search", "search", ""])
-
-    async def look() -> None:
-        await asyncio.sleep(0.5)
-        engines.waits_for = next(causes)
-
-    async def watch() -> None:
-        watching = asyncio.create_task(run.watch_rollouts())
-        await asyncio.sleep(7)
-        watching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await watching
-
-    run = Run.__new__(Run)
-    engines = SimpleNamespace(look=look, waits_for="")
-    run.groups = SimpleNamespace(engines=engines)  # type: ignore[assignment]
-    run.pipeline = SimpleNamespace(show_rollouts=lambda: seen.append((now(), engines.waits_for)))  # type: ignore[assignment]
-    run_virtually(watch())
-    assert seen == [(1.5, ""), (3.0, "search"), (4.5, "search"), (6.0, "")]
+@pytest.mark.parametrize(
+    ("evaluations", "em"), [((), None), (({"step": 90, "em": 0.25}, {"step": 100, "em": 0.5}), 0.5)]
+)
+def test_a_resumed_run_stands_where_it_was_saved(
+    evaluations: tuple[dict[str, float], ...], em: float | None, tmp_path: Path
+) -> None:
+    """From its first word on, and when it ends before its first step is done."""
+    history = History(100, {}, {}, GuardsState({}, ()), evaluations)
+    config = RunConfig(trainer=TrainerConfig(steps=200))
+    with suppress(RuntimeError), _progress(config, tmp_path, history):
+        first = json.loads((tmp_path / "status.json").read_text())
+        raise RuntimeError("out of memory")
+    last = json.loads((tmp_path / "status.json").read_text())
+    for said in (first, last):
+        assert (said["step"], said["steps"], said["em"]) == (100, 200, em)
+    assert (first["ended"], last["ended"]) == (None, "failed: out of memory")

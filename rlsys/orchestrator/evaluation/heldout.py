@@ -165,7 +165,9 @@ def whole_batches(questions: list[Question], batch: int | None) -> list[Question
     if len(questions) < batch:
         raise UserError(
             f"compat.validation_batch={batch} leaves out all of the {len(questions)} held-out questions: lower it, or "
-            "set it to null."
+            "set it to null.",
+            code="conflict",
+            key="compat.validation_batch",
         )
     return questions[: len(questions) // batch * batch]
 

@@ -168,7 +168,9 @@ class Verdicts:
         except OSError as error:
             raise UserError(
                 f"reward.judge.cache_path={path} cannot be used ({error.strerror}): give a file in a folder that can "
-                "be written, or null."
+                "be written, or null.",
+                code="not_found" if isinstance(error, FileNotFoundError) else "denied",
+                key="reward.judge.cache_path",
             ) from error
         for line in content.splitlines():
             try:
@@ -307,7 +309,9 @@ def _authorization(token_env: str | None) -> dict[str, str]:
     if not (token and token.isascii() and token.isprintable()):
         raise UserError(
             f"reward.judge.token_env={token_env} is not set to plain text in the environment: export the endpoint's "
-            f"key as {token_env}, or set reward.judge.token_env to null."
+            f"key as {token_env}, or set reward.judge.token_env to null.",
+            code="malformed" if token else "missing",
+            key="reward.judge.token_env",
         )
     return {"Authorization": f"Bearer {token}"}
 

@@ -232,7 +232,7 @@ class Rewards:
     """Scores episodes, for one event loop; `close` it at the end.
 
     `transport` takes the place of the network for the judge. Raises UserError with one line for each problem of
-    the settings.
+    the settings, and the code and key of the first.
     """
 
     def __init__(
@@ -245,7 +245,8 @@ class Rewards:
     ) -> None:
         problems = list(check_terms(config, task))
         if problems:
-            raise UserError("\n".join(problems))
+            sentences = "\n".join(map(str, problems))
+            raise UserError(sentences, code=problems[0].code, key=problems[0].key)
         self._config = config
         self._weights = weights_of(config)
         self._reader = Reader(task.tags, compat, tool_tags(task.tools))
@@ -391,32 +392,38 @@ def weights_of(config: RewardConfig) -> Mapping[str, float]:
     return {name: weight for name, weight in config.terms.items() if weight != 0}
 
 
-def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[str]:
-    """One sentence for each problem of `config`."""
+def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
+    """An error for each problem of `config`."""
     weights = weights_of(config)
     if not weights:
-        yield "reward.terms gives every term the weight 0, so that nothing can be learned: give one another weight."
+        sentence = (
+            "reward.terms gives every term the weight 0, so that nothing can be learned: give one another weight."
+        )
+        yield UserError(sentence, code="empty", key="reward.terms")
     for name, weight in weights.items():
+        key = f"reward.terms.{name}"
         if not math.isfinite(weight):
-            yield f"reward.terms.{name}={weight} must be finite."
+            yield UserError(f"{key}={weight} must be finite.", code="out_of_range", key=key)
         elif name in PENALTIES and weight > 0:
-            yield f"reward.terms.{name}={weight:g} pays for what the term is to punish: give it a weight below 0."
+            sentence = f"{key}={weight:g} pays for what the term is to punish: give it a weight below 0."
+            yield UserError(sentence, code="out_of_range", key=key)
     for alias, name in ALIASES.items():
         if alias in weights and name in weights:
-            yield f"reward.terms.{alias} and reward.terms.{name} are one term: take one of them out."
+            sentence = f"reward.terms.{alias} and reward.terms.{name} are one term: take one of them out."
+            yield UserError(sentence, code="conflict", key=f"reward.terms.{alias}")
     known = (*pure_terms(config, task), JUDGE)
     for name in weights:
         if "." in name:
             try:
                 load_term(name)
             except UserError as problem:
-                yield str(problem)
+                yield problem
         elif name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = (
                 f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}, and package.module.function."
             )
-            yield f"reward.terms.{name} is not a term: {hint}"
+            yield UserError(f"reward.terms.{name} is not a term: {hint}", code="unknown", key=f"reward.terms.{name}")
     if JUDGE in weights:
         yield from _judge_problems(config.judge)
     if "overlong" in weights:
@@ -432,16 +439,22 @@ def load_term(name: str) -> Callable[..., Any]:
     except Exception as error:
         raise UserError(
             f"{key}: {module_name} cannot be imported ({one_line(error)}): mend it, or put the folder that holds it "
-            "into PYTHONPATH."
+            "into PYTHONPATH.",
+            code="user_code",
+            key=key,
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise UserError(f"{key}: {module_name} has no function {attribute}: define it, or mend the name.")
+        raise UserError(
+            f"{key}: {module_name} has no function {attribute}: define it, or mend the name.", code="unknown", key=key
+        )
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise UserError(
-            f"{key} does not take two arguments ({error}): define it as {attribute}(question, trajectory)."
+            f"{key} does not take two arguments ({error}): define it as {attribute}(question, trajectory).",
+            code="user_code",
+            key=key,
         ) from error
     except ValueError:
         pass  # A function written in C shows no signature.
@@ -453,36 +466,45 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
 
 
-def _judge_problems(judge: JudgeConfig) -> Iterator[str]:
+def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:
     if judge.url is None or not is_url(judge.url):
-        yield (
+        yield UserError(
             f"reward.judge.url={'null' if judge.url is None else judge.url} is not an address, which the term judge "
-            "needs: write it like http://127.0.0.1:9000/v1."
+            "needs: write it like http://127.0.0.1:9000/v1.",
+            code="missing" if judge.url is None else "malformed",
+            key="reward.judge.url",
         )
     if not judge.model.strip():
-        yield "reward.judge.model is empty: give the name that the endpoint knows the model by."
+        sentence = "reward.judge.model is empty: give the name that the endpoint knows the model by."
+        yield UserError(sentence, code="missing", key="reward.judge.model")
     if judge.token_env is not None and not os.environ.get(judge.token_env):
-        yield (
+        yield UserError(
             f"reward.judge.token_env={judge.token_env} is not set in the environment: export the endpoint's key as "
-            f"{judge.token_env}, or set reward.judge.token_env to null."
+            f"{judge.token_env}, or set reward.judge.token_env to null.",
+            code="missing",
+            key="reward.judge.token_env",
         )
     missing = [placeholder for placeholder in JUDGE_PLACEHOLDERS if placeholder not in judge.prompt]
     if missing:
-        yield f"reward.judge.prompt lacks {', '.join(missing)}: put in what the judge has to know."
+        sentence = f"reward.judge.prompt lacks {', '.join(missing)}: put in what the judge has to know."
+        yield UserError(sentence, code="missing", key="reward.judge.prompt")
     if judge.cache_path is not None:
         file = Path(judge.cache_path)
         if file.is_dir() or not file.parent.is_dir():
-            yield f"reward.judge.cache_path={file} cannot be a file: give one in a folder that exists."
+            sentence = f"reward.judge.cache_path={file} cannot be a file: give one in a folder that exists."
+            yield UserError(sentence, code="not_found", key="reward.judge.cache_path")
 
 
-def _overlong_problems(config: RewardConfig, task: TaskConfig) -> Iterator[str]:
+def _overlong_problems(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
     given = config.overlong_limit
     limit = task.max_total_tokens - task.max_prompt_tokens if given is None else given
     if config.overlong_buffer > limit:
         meant = "which task.max_total_tokens less task.max_prompt_tokens leaves" if given is None else "its limit"
-        yield (
+        yield UserError(
             f"reward.overlong_buffer={config.overlong_buffer} is larger than {limit}, {meant}, so that an empty "
-            "response would be too long: lower it."
+            "response would be too long: lower it.",
+            code="conflict",
+            key="reward.overlong_buffer",
         )
 
 

@@ -12,14 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.cluster.worker_group import RankDied, RankSilent
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.schema import RolloutConfig, RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.engine_pool import MARGIN_S, EnginePool, NoEngineLeft
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.pipeline.build import trajectory
+from tests.orchestrator.pipeline.build import question, trajectory
 from tests.orchestrator.pipeline.virtual_time import now
 
 CALL_TIMEOUT_S = 1800.0
+SAMPLES = 4
+TIMEOUT_S = 600.0
+LIMIT_S = TIMEOUT_S + MARGIN_S
 NEVER = float("inf")
 
 
@@ -166,7 +174,7 @@ class Engines:
         worker.most_episodes = max(worker.most_episodes, sum(worker.running.values()))
 
     def _in_flight(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
-        """Of each group, what it was given, and by now the first episode."""
+        """Each group has the episodes that it was given, and by now the first."""
         found = {}
         for key in worker.running.keys() & worker.begun.keys() & set(args[0]):
             first = trajectory(uid=key.partition("~")[0], sample=0)
@@ -216,5 +224,47 @@ class Engines:
 
 
 def episodes(question: Question, samples: int) -> list[Trajectory]:
-    """What a group comes to."""
+    """The trajectories of a whole group."""
     return [trajectory(uid=question.uid, sample=number) for number in range(samples)]
+
+
+def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
+    """A group of two questions at a time on each engine."""
+    config = RunConfig(
+        rollout=RolloutConfig(max_episodes=slots, episode_timeout_s=TIMEOUT_S),
+        algorithm=AlgorithmConfig(n_samples=SAMPLES),
+    )
+    tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
+    return EnginePool(engines, config, tracer, []), tracer  # type: ignore[arg-type]
+
+
+def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
+    """Seconds that each method takes; others take none."""
+    return lambda method, _: seconds.get(method, 0.0)
+
+
+async def at(time: float, do: Callable[..., Any], *args: Any) -> Any:
+    await asyncio.sleep(time - now())
+    return do(*args)
+
+
+async def settle() -> None:
+    """Let all tasks go as far as they can without time passing."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def ask(group: EnginePool, count: int) -> list[Any]:
+    """`count` questions at once: of each, (what came, when)."""
+
+    async def one(number: int) -> Any:
+        try:
+            found = await group.run_group(question(number), number)
+            assert [(t.question_uid, t.sample) for t in found] == [(f"q:{number}", i) for i in range(SAMPLES)]
+            return "whole", now()
+        except GroupLost as loss:
+            return loss.reason.value, now()
+        except NoEngineLeft:
+            return "end", now()
+
+    return await asyncio.gather(*(one(number) for number in range(count)))

@@ -1,4 +1,4 @@
-"""What is begun of groups that are not returned yet, wherever they are."""
+"""Progress of groups that are not returned yet, wherever they are."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from rlsys.orchestrator.engine_pool import IN_FLIGHT_TIMEOUT_S
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.groups.engines import NEVER, Engines
-from tests.orchestrator.groups.test_rollout import SAMPLES, make, settle, taking
+from tests.orchestrator.groups.engines import SAMPLES, Engines, make, settle, taking
 from tests.orchestrator.pipeline.build import question, trajectory
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 
@@ -49,20 +48,6 @@ def test_engines_tell_of_what_runs_and_what_waits_keeps_what_it_had() -> None:
     run_virtually(story())
 
 
-def test_a_resumed_run_that_asks_for_fewer_leaves_the_rest_of_what_was_begun() -> None:
-    async def story() -> None:
-        engines = Engines(1, taking(run_group=10))
-        group, _ = make(engines)
-        begun = ended(1, SAMPLES - 1, SAMPLES, SAMPLES + 3)
-        asked = asyncio.ensure_future(group.run_group(question(1), 7, begun))
-        await settle()
-        (_, _, _, given) = _group_of(engines, engines.starts["q:1"][0][0], "q:1")
-        assert [one.sample for one in given] == [SAMPLES - 1]
-        await asked
-
-    run_virtually(story())
-
-
 def test_an_engine_that_dies_or_does_not_answer_costs_only_what_was_begun_on_it() -> None:
     async def story() -> None:
         engines = Engines(3, taking(run_group=200))
@@ -83,22 +68,6 @@ def test_an_engine_that_dies_or_does_not_answer_costs_only_what_was_begun_on_it(
         assert [one.sample for one in runs[1][3]] == [3]
         for one in asked:
             one.cancel()
-        await asyncio.wait(asked)
-
-    run_virtually(story())
-
-
-def test_a_group_that_is_returned_while_engines_are_asked_is_left_out() -> None:
-    async def story() -> None:
-        engines = Engines(2, lambda _, args: 10 if args and args[0] == question(0) else NEVER)
-        group, _ = make(engines)
-        asked = [asyncio.ensure_future(group.run_group(question(number), number)) for number in range(2)]
-        await settle()
-        engines.ranks[1].silent = True
-        found = await group.in_flight()
-        assert asked[0].done()
-        assert found == {}
-        asked[1].cancel()
         await asyncio.wait(asked)
 
     run_virtually(story())

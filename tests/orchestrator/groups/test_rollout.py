@@ -3,70 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import RolloutConfig, RunConfig
-from rlsys.data.trajectory import Action, Turn
 from rlsys.errors import RunError
-from rlsys.observe.spans import Span, Tracer
-from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, MARGIN_S, PING_TIMEOUT_S, EnginePool, NoEngineLeft
+from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, PING_TIMEOUT_S, NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
-from rlsys.rollout.agent.episode import EngineActivity, EngineDied
-from tests.orchestrator.groups.engines import NEVER, Engines
+from rlsys.rollout.agent.episode import EngineActivity
+from tests.orchestrator.groups.engines import LIMIT_S, NEVER, SAMPLES, Engines, ask, at, make, taking
 from tests.orchestrator.pipeline.build import question
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
-
-SAMPLES = 4
-TIMEOUT_S = 600.0
-LIMIT_S = TIMEOUT_S + MARGIN_S
-
-
-def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
-    """A group of two questions at a time on each engine."""
-    config = RunConfig(
-        rollout=RolloutConfig(max_episodes=slots, episode_timeout_s=TIMEOUT_S),
-        algorithm=AlgorithmConfig(n_samples=SAMPLES),
-    )
-    tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
-    return EnginePool(engines, config, tracer, []), tracer  # type: ignore[arg-type]
-
-
-def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
-    """How long each method takes; others 0 s."""
-    return lambda method, _: seconds.get(method, 0.0)
-
-
-async def at(time: float, do: Callable[..., Any], *args: Any) -> Any:
-    await asyncio.sleep(time - now())
-    return do(*args)
-
-
-async def settle() -> None:
-    """Let all tasks go as far as they can without time passing."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def ask(group: EnginePool, count: int) -> list[Any]:
-    """`count` questions at once: of each, (what came, when)."""
-
-    async def one(number: int) -> Any:
-        try:
-            found = await group.run_group(question(number), number)
-            assert [(t.question_uid, t.sample) for t in found] == [(f"q:{number}", i) for i in range(SAMPLES)]
-            return "whole", now()
-        except GroupLost as loss:
-            return loss.reason.value, now()
-        except NoEngineLeft:
-            return "end", now()
-
-    return await asyncio.gather(*(one(number) for number in range(count)))
 
 
 def methods(engines: Engines, index: int) -> list[str]:
@@ -90,7 +36,7 @@ def test_questions_go_to_the_engine_with_the_fewest_and_wait_while_all_are_full(
     run_virtually(story())
 
 
-def test_a_dead_engines_groups_run_again_on_the_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_engines_groups_run_again_on_the_other() -> None:
     async def story() -> None:
         engines = Engines(2, taking(run_group=10))
         group, tracer = make(engines)
@@ -113,20 +59,6 @@ def test_a_dead_engines_groups_run_again_on_the_other(caplog: pytest.LogCaptureF
         assert spans[0].args == {"step": 3, "question": "q:2", "error": "RankDied"}
         assert spans[1].args == {"step": 3, "question": "q:2", "attempt": 2}
 
-    with caplog.at_level(logging.WARNING):
-        run_virtually(story())
-    assert "rollout engine 0 is dead, 1 live: 2 of its groups run again, 0 are lost." in caplog.text
-
-
-def test_an_engine_may_die_while_its_worker_lives() -> None:
-    async def story() -> None:
-        gone = EngineDied("The engine on /model died: its process 12 is gone.")
-        engines = Engines(2, taking(run_group=10), failures={"run_group": gone})
-        group, _ = make(engines)
-        with pytest.raises(NoEngineLeft, match=r"its process 12 is gone\.\nThe last lines of engine 1"):
-            await group.run_group(question(0), 0)
-        assert [worker.killed for worker in engines.ranks] == [True, True]
-
     run_virtually(story())
 
 
@@ -137,16 +69,14 @@ def test_the_second_death_ends_a_group_and_the_last_one_the_run() -> None:
         lost = asyncio.ensure_future(group.run_group(question(0), 0))
         await at(1, engines.die, 0)
         await at(2, engines.die, 1)
-        with pytest.raises(GroupLost, match=r"q:0 is lost \(engine_died\): engines 0 and 1 both died under it"):
+        with pytest.raises(GroupLost, match=r"q:0 .*engines 0 and 1"):
             await lost
         assert (await group.metrics())["rollout/lost_groups"] == 1
         last = asyncio.ensure_future(group.run_group(question(1), 1))
         waiting = [asyncio.ensure_future(group.run_group(question(2 + number), 2 + number)) for number in range(3)]
         await at(3, engines.die, 2)
         for one in [last, *waiting]:
-            with pytest.raises(
-                NoEngineLeft, match=r"(?s)every rollout engine has died\..*rank 2 died.*lines of engine 2"
-            ):
+            with pytest.raises(NoEngineLeft, match=r"(?s)rank 2.*engine 2"):
                 await one
         with pytest.raises(NoEngineLeft):
             await group.metrics()
@@ -196,35 +126,6 @@ def test_an_engine_that_is_given_up_keeps_nobody_waiting() -> None:
     run_virtually(story())
 
 
-def test_a_group_whose_engine_dies_before_it_begins_goes_to_another() -> None:
-    async def story() -> None:
-        engines = Engines(2, lambda method, args: NEVER if method == "run_group" and args[0].uid != "q:4" else 0)
-        group, _ = make(engines)
-        asked = [asyncio.ensure_future(group.run_group(question(number), number)) for number in range(5)]
-        await asyncio.sleep(10)
-        # A place on engine 0 is free, and at the same moment the other group there finds it dead.
-        engines.ranks[0].finish("q:0~0")
-        engines.die(0)
-        await asyncio.sleep(0)
-        engines.ranks[1].finish("q:1~1")
-        await asyncio.wait({asked[4]})
-        assert engines.starts["q:4"] == [(1, 10)]
-        assert engines.breaches == []
-        for one in asked:
-            one.cancel()
-        await asyncio.wait(asked)
-
-    run_virtually(story())
-
-
-def test_more_episodes_than_slots_have_as_many_turns_time() -> None:
-    async def story() -> None:
-        group, _ = make(Engines(1, taking(run_group=2 * TIMEOUT_S)), slots=2)
-        assert await ask(group, 1) == [("whole", 2 * TIMEOUT_S)]
-
-    run_virtually(story())
-
-
 @pytest.mark.parametrize(("takes", "until"), [(3.0, 8.0), (NEVER, 5.0 + ABORT_TIMEOUT_S)])
 def test_a_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(takes: float, until: float) -> None:
     async def story() -> None:
@@ -240,20 +141,6 @@ def test_a_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(take
         (_, run), (abort, aborted), *_ = engines.ranks[0].log
         assert (abort, aborted) == ("abort_group", (run[2],)), "the key of the group that was begun"
         assert engines.starts["q:1"] == [(0, until)]
-
-    run_virtually(story())
-
-
-def test_a_group_cancelled_in_line_leaves_no_trace() -> None:
-    async def story() -> None:
-        engines = Engines(1, taking(run_group=10))
-        group, _ = make(engines, slots=SAMPLES)
-        running, waiting, last = (asyncio.ensure_future(group.run_group(question(n), n)) for n in range(3))
-        await at(5, waiting.cancel)
-        await asyncio.gather(running, last)
-        assert waiting.cancelled()
-        assert engines.starts["q:1"] == []
-        assert engines.starts["q:2"] == [(0, 10)]
 
     run_virtually(story())
 
@@ -308,14 +195,15 @@ def test_a_death_during_a_transfer_costs_an_engine_and_not_the_run() -> None:
     run_virtually(story())
 
 
-def test_what_a_worker_raises_in_an_update_ends_it() -> None:
+def test_an_error_of_a_worker_ends_the_update() -> None:
     async def story() -> None:
         refusal = RunError("The engine refused a weight update.")
         engines = Engines(2, taking(finish_update=1), failures={"finish_update": refusal})
         group, _ = make(engines)
         engines.ranks[1].silent = True
-        with pytest.raises(RunError, match="refused a weight update"):
+        with pytest.raises(RunError) as caught:
             await group.finish_update(1, "")
+        assert caught.value is refusal
         assert now() == 1, "the other's answer is not waited for"
         assert group.living == (0, 1)
         await group.run_group(question(0), 0)
@@ -324,75 +212,15 @@ def test_what_a_worker_raises_in_an_update_ends_it() -> None:
     run_virtually(story())
 
 
-def test_an_update_that_takes_too_long_on_a_living_engine_ends_the_run() -> None:
-    async def story() -> None:
-        engines = Engines(2, taking(load_bucket=NEVER))
-        group, _ = make(engines)
-        with pytest.raises(RunError, match="waited 1800 s for rollout rank 0 to finish load_bucket"):
-            await group.load_bucket(1)
-        engines.ranks[0].silent = engines.ranks[1].silent = True
-        with pytest.raises(NoEngineLeft, match="answers nothing any more: waited 1800 s"):
-            await group.offload()
-
-    run_virtually(story())
-
-
-def test_when_episodes_generated_and_searched_is_told_of_groups_alone() -> None:
-    """In the lane of the engine that returned them, after another died; not of answers to held-out questions."""
-
-    class Searching(Engines):
-        @staticmethod
-        def _later(worker: Any, call: Any, seconds: float, answer: Any) -> None:
-            began_ns = int(now() * 1e9) + 1
-            turn = Turn("", Action.SEARCH, "", "", 1, 1, 0, 2.0, 3.0, "", began_ns)
-            if isinstance(answer, list):
-                answer = [replace(one, turns=(turn,)) for one in answer]
-            Engines._later(worker, call, seconds, answer)
-
-    async def story() -> None:
-        engines, episodes = Searching(2, taking(run_group=10, answer=10)), list[Span]()
-        config = RunConfig(algorithm=AlgorithmConfig(n_samples=SAMPLES))
-        tracer = Tracer("rollout", clock=lambda: int(now() * 1e9))
-        group = EnginePool(engines, config, tracer, episodes)  # type: ignore[arg-type]
-        asked = asyncio.gather(ask(group, 1), group.answer(question(7)))
-        await at(4, engines.die, 1)
-        await asked
-        found = [(span.name, span.lane, span.start_ns / 1e9, span.end_ns / 1e9) for span in episodes]
-        assert [(name, lane, round(start, 3), round(end, 3)) for name, lane, start, end in found] == [
-            ("generate.turns", "engine 0", 4, 6),
-            ("search.queries", "engine 0", 6, 9),
-        ]
-
-    run_virtually(story())
-
-
-def test_what_rollouts_wait_for_is_what_no_engine_that_rolls_can_do_without() -> None:
+def test_rollouts_wait_for_what_no_engine_that_rolls_can_do_without() -> None:
     async def looks() -> list[str]:
-        engines, seen = Engines(3), []
+        engines, seen = Engines(2), []
         group, _ = make(engines)
-
-        async def look() -> None:
+        for first, second in (({"search": 3}, {"search": 1}), ({"search": 3}, {"calculator": 1}), ({}, {})):
+            engines.ranks[0].activity = EngineActivity(not first, first)
+            engines.ranks[1].activity = EngineActivity(False, second)
             await group.look()
             seen.append(group.waits_for)
-
-        first, second, third = engines.ranks
-        await look()  # Nothing goes on.
-        first.activity = EngineActivity(False, {"search": 3})
-        await look()
-        second.activity = EngineActivity(False, {"calculator": 1, "search": 0})
-        await look()
-        third.activity = EngineActivity(True, {"search": 8})
-        await look()
-        async with group.reserve(1):
-            third.activity, first.activity = EngineActivity(False, {}), EngineActivity(True, {})
-            assert group._router.aside == {0}
-            await look()  # What is set aside answers an evaluation.
-            second.silent = True
-            await look()
-        second.silent = False
-        first.activity = EngineActivity(False, {"search": 3})
-        engines.die(1)
-        await look()  # Whether it is dead is for others to find out; of what is silent nothing is known.
         return seen
 
-    assert run_virtually(looks()) == ["", "search", "calculator and search", "", "calculator", "", ""]
+    assert run_virtually(looks()) == ["search", "calculator and search", ""]

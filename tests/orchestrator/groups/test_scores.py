@@ -1,9 +1,8 @@
-"""What the processes of a group answer comes back by sample, however the samples were sharded."""
+"""Answers of a group's processes come back by sample, however the samples were sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ from numpy.testing import assert_array_equal
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.trajectory import Floats, Sample, Scores
-from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.worker_groups import CriticGroup, EngineLogprobs, InferenceGroup, WithValues, scores_of
+from rlsys.orchestrator.worker_groups import CriticGroup, EngineLogprobs, WithValues, scores_of
 from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
 from tests.orchestrator.pipeline.build import sample
 
@@ -33,9 +31,7 @@ def answer(batch: MicroBatch, full: bool) -> LogProbs:
     return LogProbs(policy, 2 * policy, (tokens, -tokens.astype(np.float32)))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("count", [7, 1])
+@pytest.mark.parametrize(("packed", "full", "count"), [(False, True, 7), (True, False, 7), (True, True, 1)])
 def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
     """One sample leaves a rank with micro-batches that only fill up."""
     asked = samples()[:count]
@@ -58,10 +54,6 @@ def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, 
         assert_array_equal(scores.picks.logprobs, -scores.picks.tokens)
 
 
-def test_no_samples_have_no_scores() -> None:
-    assert scores_of([[]], [[]], [[]]) == []
-
-
 class Critic(CriticGroup):
     """Speaks without processes."""
 
@@ -80,33 +72,3 @@ async def test_values_are_added_to_other_scores() -> None:
     for one, scores in zip(asked, found, strict=True):
         assert_array_equal(scores.policy, np.zeros(len(one.trajectory.tokens)))
         assert_array_equal(scores.values, one.trajectory.tokens)
-
-
-def test_the_groups_that_must_be_there_are_named() -> None:
-    sharder = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True)
-    inference = InferenceGroup(None, sharder, Tracer("test"))  # type: ignore[arg-type]
-    assert inference.groups == ("inference",)
-    assert WithValues(inference, Critic()).groups == ("inference", "critic")
-    assert EngineLogprobs().groups == ()
-
-
-def test_a_calls_span_says_whose_samples_it_worked_on_and_how_full_it_was() -> None:
-    asked = [
-        replace(one, trajectory=replace(one.trajectory, question_uid=uid))
-        for one, uid in zip(samples()[4:], ("b", "a", "b"), strict=True)
-    ]
-    sharder, tracer = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True), Tracer("test")
-    group = InferenceGroup(None, sharder, tracer)  # type: ignore[arg-type]
-    group.step = 3
-    with group.work("logprob.compute", asked, sharder.shard(asked)[1]):
-        pass
-    (span,) = tracer.drain()
-    assert span.args == {
-        "step": 3,
-        "samples": 3,
-        "questions": ["b", "a"],
-        "micro_batches": 1,
-        "tokens": 7,
-        "room": 7,
-        "budget": 16,
-    }

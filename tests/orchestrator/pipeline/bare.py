@@ -20,7 +20,7 @@ class Bare:
     waits_for = ""
     groups = ("inference",)
     blocked: asyncio.Event | None = None
-    """What the devices wait for before a rollout."""
+    """The event that the devices wait for before a rollout."""
     version = 0
 
     async def run_group(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,7 @@ class TrainsTwice(RolloutPipeline):
 
 
 class TellsNobody(RolloutPipeline):
-    """Who waits for a new version is not woken."""
+    """A new version wakes nobody who waits for it."""
 
     def publish(self, version: int) -> None:
         self.scheduler.publish(version)
@@ -224,25 +224,49 @@ PLANTED: Sequence[tuple[Property, Parts]] = [
 """The property that each must be seen to break."""
 
 
-class RestartsNumbers(StalenessScheduler):
-    """Prompt groups are numbered from nought in each life."""
+def scheduler_resumes(change: Callable[[SchedulerState], SchedulerState]) -> Parts:
+    """A scheduler that takes another state for the one that was saved."""
 
-    def resume(self, state: SchedulerState) -> None:
-        super().resume(replace(state, admitted=0))
+    class Resumes(StalenessScheduler):
+        def resume(self, state: SchedulerState) -> None:
+            super().resume(change(state))
 
-
-class ForgetsReplaced(StalenessScheduler):
-    """As many groups as in a whole step may be replaced once more."""
-
-    def resume(self, state: SchedulerState) -> None:
-        super().resume(replace(state, replaced=0))
+    return Parts(scheduler=Resumes)
 
 
-class ForgetsTickets(StalenessScheduler):
-    """Prompt groups that roll are not in the books any more."""
+def pipeline_resumes(change: Callable[[PipelineState], PipelineState]) -> Parts:
+    """A pipeline that takes another state for the one that was saved."""
 
-    def resume(self, state: SchedulerState) -> None:
-        super().resume(replace(state, rolling=()))
+    class Resumes(RolloutPipeline):
+        def _resume(self, state: PipelineState) -> None:
+            super()._resume(change(state))
+
+    return Parts(pipeline=Resumes)
+
+
+def prompts_resume(change: Callable[[SourceState], SourceState]) -> Parts:
+    """A prompt source that takes another state for the one that was saved."""
+
+    class Resumes(PromptSource):
+        def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None) -> None:
+            super().__init__(questions, seed, state and change(state))
+
+    return Parts(prompts=Resumes)
+
+
+def forgets_in_state(name: str) -> Parts:
+    """A pipeline that saves its state as if nothing were in the attribute `name`, whose keys stay."""
+
+    class Forgets(RolloutPipeline):
+        def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
+            known = getattr(self, name)
+            setattr(self, name, () if isinstance(known, tuple | list) else type(known).fromkeys(known, ()))
+            try:
+                return super().state(begun)
+            finally:
+                setattr(self, name, known)
+
+    return Parts(pipeline=Forgets)
 
 
 class BeginsNoneAgain(RolloutPipeline):
@@ -262,115 +286,49 @@ class BeginsLastFirst(RolloutPipeline):
             self._again.move_to_end(prompt_group)
 
 
-class BeginsAnew(RolloutPipeline):
-    """What was begun is thrown away."""
-
-    def _resume(self, state: PipelineState) -> None:
-        super()._resume(replace(state, begun={}))
-
-
-class BelievesOldNews(RolloutPipeline):
-    """Of groups that are rewarded, saves what the engines had said of them before."""
-
-    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-        self._rewarding, rewarding = {}, self._rewarding
-        try:
-            return super().state(begun)
-        finally:
-            self._rewarding = rewarding
-
-
-class ForgetsWhatWaits(RolloutPipeline):
-    """Of a prompt group that has not been begun again yet, what was begun in the life before last is forgotten."""
-
-    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-        self._again, again = type(self._again).fromkeys(self._again, ()), self._again
-        try:
-            return super().state(begun)
-        finally:
-            self._again = again
-
-
-class ForgetsWhatIsAsked(RolloutPipeline):
-    """And so it is of one that was handed to the engines, of which none has begun it yet."""
-
-    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-        self._begun, known = {}, self._begun
-        try:
-            return super().state(begun)
-        finally:
-            self._begun = known
-
-
-class LosesScored(RolloutPipeline):
-    """Groups that might be taken are not saved."""
-
-    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-        return replace(super().state(begun), scored={})
-
-
-class LosesRolled(RolloutPipeline):
-    """Groups that wait for their scores are not saved."""
-
-    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-        return replace(super().state(begun), rolled={})
-
-
-class LosesBite(RolloutPipeline):
-    """Groups that are being scored are not saved."""
-
-    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-        self._scoring, scoring = (), self._scoring
-        try:
-            return super().state(begun)
-        finally:
-            self._scoring = scoring
-
-
-class ScoresLastFirst(RolloutPipeline):
-    """Groups that wait for their scores come back in the wrong order."""
-
-    def _resume(self, state: PipelineState) -> None:
-        super()._resume(replace(state, rolled=dict(reversed(state.rolled.items()))))
-
-
-class ForgetsLosses(RolloutPipeline):
-    """Questions that have killed engines may kill as many again."""
-
-    def _resume(self, state: PipelineState) -> None:
-        super()._resume(replace(state, losses={}))
-
-
-class ForgetsGivenBack(PromptSource):
-    """Questions that wait to be asked again are forgotten."""
-
-    def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None) -> None:
-        super().__init__(questions, seed, state and replace(state, given_back=()))
-
-
-class AsksFromTheStart(PromptSource):
-    """The first epoch begins again."""
-
-    def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None) -> None:
-        super().__init__(questions, seed, state and replace(state, position=0))
-
-
-PLANTED_IN_RESUMING: Sequence[tuple[Property, Parts]] = [
-    (Property.once, Parts(scheduler=RestartsNumbers)),
-    (Property.replaced, Parts(scheduler=ForgetsReplaced)),
-    (Property.resumed, Parts(scheduler=ForgetsTickets)),
-    (Property.waiting, Parts(pipeline=BeginsNoneAgain)),
-    (Property.resumed, Parts(pipeline=BeginsLastFirst)),
-    (Property.resumed, Parts(pipeline=BeginsAnew)),
-    (Property.resumed, Parts(pipeline=BelievesOldNews)),
-    (Property.resumed, Parts(pipeline=ForgetsWhatWaits)),
-    (Property.resumed, Parts(pipeline=ForgetsWhatIsAsked)),
-    (Property.deadlock, Parts(pipeline=LosesScored)),
-    (Property.deadlock, Parts(pipeline=LosesRolled)),
-    (Property.deadlock, Parts(pipeline=LosesBite)),
-    (Property.order, Parts(pipeline=ScoresLastFirst)),
-    (Property.conserved, Parts(pipeline=ForgetsLosses)),
-    (Property.conserved, Parts(prompts=ForgetsGivenBack)),
-    (Property.conserved, Parts(prompts=AsksFromTheStart)),
-]
+PLANTED_IN_RESUMING: Mapping[str, tuple[Property, Parts]] = {
+    "prompt groups are numbered from nought": (
+        Property.once,
+        scheduler_resumes(lambda state: replace(state, admitted=0)),
+    ),
+    "as many groups as in a whole step are replaced once more": (
+        Property.replaced,
+        scheduler_resumes(lambda state: replace(state, replaced=0)),
+    ),
+    "prompt groups that roll are not in the books": (
+        Property.resumed,
+        scheduler_resumes(lambda state: replace(state, rolling=())),
+    ),
+    "prompt groups that roll are not begun": (Property.waiting, Parts(pipeline=BeginsNoneAgain)),
+    "the newest prompt group is begun first": (Property.resumed, Parts(pipeline=BeginsLastFirst)),
+    "begun episodes are thrown away": (Property.resumed, pipeline_resumes(lambda state: replace(state, begun={}))),
+    "of groups that are rewarded, older news of the engines is saved": (
+        Property.resumed,
+        forgets_in_state("_rewarding"),
+    ),
+    "what waits to be begun again forgets its episodes": (Property.resumed, forgets_in_state("_again")),
+    "what was handed to engines that have not begun it forgets its episodes": (
+        Property.resumed,
+        forgets_in_state("_begun"),
+    ),
+    "scored groups are not resumed": (Property.deadlock, pipeline_resumes(lambda state: replace(state, scored={}))),
+    "groups that wait for scores are not resumed": (
+        Property.deadlock,
+        pipeline_resumes(lambda state: replace(state, rolled={})),
+    ),
+    "groups that are being scored are not saved": (Property.deadlock, forgets_in_state("_scoring")),
+    "groups are scored in reverse": (
+        Property.order,
+        pipeline_resumes(lambda state: replace(state, rolled=dict(reversed(state.rolled.items())))),
+    ),
+    "losses of questions are forgotten": (
+        Property.conserved,
+        pipeline_resumes(lambda state: replace(state, losses={})),
+    ),
+    "questions that were given back are forgotten": (
+        Property.conserved,
+        prompts_resume(lambda state: replace(state, given_back=())),
+    ),
+    "the first epoch begins again": (Property.conserved, prompts_resume(lambda state: replace(state, position=0))),
+}
 """The property that each must be seen to break in a run that is killed and resumed."""

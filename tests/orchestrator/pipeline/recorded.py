@@ -17,7 +17,7 @@ RIGHT, WRONG = "yes", "no"
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a recording is."""
+    """The size of a recording."""
 
     steps: int
     samples: int

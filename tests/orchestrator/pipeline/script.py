@@ -1,4 +1,4 @@
-"""What a seed decides about a simulated run: its sizes, its rules, how long everything takes and what goes wrong."""
+"""The part of a simulated run that a seed decides: its sizes, its rules, all durations and what goes wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Ending(StrEnum):
-    """How a run ends."""
+    """The end of a run."""
 
     finish = "finish"
     fail = "fail"
@@ -57,14 +57,14 @@ class Script:
     flat: float = 0.0
     """Share of groups without spread."""
     scale_s: dict[str, float] = field(default_factory=dict)
-    """How long each stage takes, about."""
+    """Seconds that each stage takes, about."""
     deaths: Sequence[tuple[float, int]] = ()
-    """When which engine dies."""
+    """Time and engine of each death."""
     poisoned: frozenset[str] = frozenset()
     """Questions whose groups are always lost."""
     ending: Ending = Ending.finish
     end_at: float = 0.0
-    """When it is stopped or cancelled."""
+    """Time at which it is stopped or cancelled."""
     fails: tuple[str, int] = ("", 0)
     """(worker, the number of the call that fails)"""
 
@@ -86,7 +86,7 @@ class Script:
 
     @property
     def most_outstanding(self) -> int:
-        """What the scheduler promises."""
+        """The bound that the scheduler promises."""
         return (self.max_staleness + 1) * self.groups_per_step + self.spare
 
     @classmethod
@@ -150,7 +150,7 @@ class Script:
         return script
 
     def duration_s(self, stage: str, count: int = 1) -> float:  # noqa: ARG002
-        """How long it takes this time, for so many samples."""
+        """Seconds that it takes this time, for so many samples."""
         scale, luck = self.scale_s[stage], self.rng.random()
         if luck < 0.2:
             return 0.0

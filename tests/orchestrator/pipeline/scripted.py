@@ -10,20 +10,21 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
+from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.engine_pool import Router
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
 from rlsys.orchestrator.worker_groups import OffloadManager
 from rlsys.rollout.agent.episode import EngineDied
-from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
+from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.orchestrator.pipeline.build import rewarded
 from tests.orchestrator.pipeline.script import Script
+from tests.orchestrator.pipeline.scripted_episodes import mark, ones, partial_episode, ticket_of, whole_episode
 from tests.orchestrator.pipeline.watched import GROUPS, Property, Record
 
 
@@ -63,7 +64,7 @@ class _Play:
     engine: _Engine
     turns: int
     lengths: Sequence[int]
-    """How many turns each episode has here; one that had ended before has none."""
+    """Turns of each episode here; one that had ended before has none."""
     before: Mapping[int, EpisodeProgress]
     """Sample -> what was begun of it elsewhere."""
     versions: list[int] = field(default_factory=list)
@@ -78,15 +79,15 @@ class _Play:
             if sample in self.before and isinstance(self.before[sample], Trajectory):
                 found.append(self.before[sample])
             elif whole and whole >= length:
-                found.append(_trajectory(self.question.uid, self.prompt_group, sample, versions))
+                found.append(whole_episode(self.question.uid, self.prompt_group, sample, versions))
             elif versions:
-                found.append(_partial(self.question.uid, sample, versions))
+                found.append(partial_episode(self.question.uid, sample, versions))
         return tuple(found)
 
     def trajectories(self) -> list[Trajectory]:
         """Some episodes end early; one that is aborted at once has no token that was sampled."""
         return [
-            _trajectory(self.question.uid, self.prompt_group, sample, self._versions(sample, len(self.versions)))
+            whole_episode(self.question.uid, self.prompt_group, sample, self._versions(sample, len(self.versions)))
             for sample in range(len(self.lengths))
         ]
 
@@ -357,7 +358,7 @@ class SharedDevices(Devices):
 
 
 class Handling:
-    """What is done to groups between the stages."""
+    """The handling of groups between the stages."""
 
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
@@ -381,64 +382,4 @@ class Handling:
         """Weights of 1."""
         self.record.fail_if_due("finish")
         self.record.offer(ticket_of(group.samples[0]))
-        return replace(group, samples=tuple(replace(one, weights=_ones(one)) for one in group.samples))
-
-
-def ticket_of(sample: Sample) -> int:
-    """The prompt group that the sample comes from."""
-    return int(sample.trajectory.response)
-
-
-def mark(sample: Sample) -> Floats:
-    """Log-probs that belong to this sample alone."""
-    return np.full(len(sample.trajectory.tokens), -(10 * ticket_of(sample) + sample.trajectory.sample), np.float32)
-
-
-def _ones(sample: Sample) -> Floats:
-    return np.ones(len(sample.trajectory.tokens), np.float32)
-
-
-def _partial(uid: str, sample: int, versions: tuple[int, ...]) -> PartialEpisode:
-    """An episode with a token for each of `versions`."""
-    sampled = np.array(versions, np.int32)
-    return PartialEpisode(
-        question_uid=uid,
-        sample=sample,
-        turns=(),
-        token_ids=sampled,
-        logprobs=np.full(len(sampled), np.nan, np.float32),
-        versions=sampled,
-        ended_itself=np.ones(len(sampled), np.bool_),
-    )
-
-
-def _trajectory(uid: str, prompt_group: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
-    tokens, mask, with_prompt, turn_of_token, nothing = _arrays(versions)
-    return Trajectory(
-        question_uid=uid,
-        sample=sample,
-        tokens=tokens,
-        prompt_length=1,
-        loss_mask=mask,
-        rollout_logprobs=nothing,
-        versions=with_prompt,
-        turn_of_token=turn_of_token,
-        tokens_differing=0,
-        response=str(prompt_group),
-        turns=(),
-        finish=Finish.ANSWER if versions else Finish.ABORTED,
-    )
-
-
-@cache
-def _arrays(versions: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    """Tokens, mask, versions, turns and log-probs of one prompt token and a token for each of `versions`."""
-    length = len(versions) + 1
-    mask = np.arange(length) > 0
-    return (
-        np.ones(length, np.int32),
-        mask,
-        np.array([-1, *versions], np.int32),
-        np.arange(-1, length - 1, dtype=np.int32),
-        np.full(length, np.nan, np.float32),
-    )
+        return replace(group, samples=tuple(replace(one, weights=ones(one)) for one in group.samples))

@@ -33,12 +33,12 @@ from tests.orchestrator.pipeline.virtual_time import EndlessError, HangError, ru
 from tests.orchestrator.pipeline.watched import Breach, Failure, Property, Record, watched
 
 MOST_TURNS = 20_000
-"""Of the loop. A run takes some hundred, the longest of 3,000 a thousand."""
+"""Turns of the loop. A run takes some hundred, the longest of 3,000 a thousand."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is built from. Tests put something wrong here."""
+    """Classes that a run is built from; a planted bug takes the place of one."""
 
     scheduler: type[StalenessScheduler] = StalenessScheduler
     pipeline: type[RolloutPipeline] = RolloutPipeline
@@ -47,7 +47,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a run is saved, and killed."""
+    """The moment at which a run is saved, and killed."""
 
     steps: int
     """So many are closed."""
@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class State:
-    """What a file of the run would hold."""
+    """The state that a file of the run would hold."""
 
     pipeline: PipelineState
     prompts: SourceState
@@ -67,13 +67,13 @@ class State:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run leaves behind that was killed."""
+    """The remains of a run that was killed."""
 
     state: State
     record: Record
-    """What was seen until it was saved."""
+    """Everything seen until it was saved."""
     ended: tuple[Ended, ...]
-    """What was written of the ends of prompt_groups."""
+    """Ends of prompt groups that were written."""
 
 
 class Simulation:
@@ -83,11 +83,11 @@ class Simulation:
         self.script = script
         self.record = record = saved.record.resumed() if saved else Record(script)
         self.saved: Saved | None = None
-        """What this life has saved."""
+        """The state that this life has saved."""
         self._moment, self._killed = moment, False
         self._earlier = saved
         self.error: BaseException | None = None
-        """What ended it before its time."""
+        """The error that ended it before its time."""
         self.questions = [question(number) for number in range(script.questions)]
         self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
         self.engines = Engines(script, record)
@@ -302,6 +302,15 @@ def simulate_lives(
     _live(lives[-1])
     lives[-1].check_end()
     return lives
+
+
+def breach_of(live: Callable[[int, Parts], object], seed: int, parts: Parts) -> Property | None:
+    """The property that `live`, one of the two above, sees broken by `parts`."""
+    try:
+        live(seed, parts)
+    except Breach as breach:
+        return breach.broken
+    return None
 
 
 def _accept(script: Script, record: Record, error: BaseException) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -32,7 +32,6 @@ from rlsys.data.trajectory import (
     Group,
     Sample,
     Scores,
-    TopkLogprobs,
     Trajectory,
     response_tokens,
     trained_tokens,
@@ -92,28 +91,19 @@ def test_a_group_is_rewarded_at_once_and_keeps_what_was_said_of_each_episode() -
         assert_array_equal(sample.advantages, np.zeros(6, np.float32))
 
 
-def test_a_reward_that_fails_ends_the_others() -> None:
-    asked = Scripted([], seconds=10.0)
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_reward_that_fails_and_a_cancellation_end_all_others(cancelled: bool) -> None:
+    asked = Scripted([scored(0)] * 3 if cancelled else [], seconds=10.0)
     episodes = [trajectory(sample=number) for number in range(3)]
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(reward_group(question(1), episodes, asked.score, Tracer("driver")))
-    assert [type(error) for error in caught.value.exceptions] == [IndexError]
-    assert sorted(asked.ended) == [0, 1, 2]
 
+    async def reward() -> None:
+        async with asyncio.timeout(15 if cancelled else None):
+            await reward_group(question(1), episodes, asked.score, Tracer("driver"))
 
-def test_rewards_that_are_cancelled_end_all_its_requests() -> None:
-    asked = Scripted([scored(0)] * 3, seconds=10.0)
-
-    async def cancel() -> None:
-        running = asyncio.create_task(
-            reward_group(question(1), [trajectory(sample=n) for n in range(3)], asked.score, Tracer("driver"))
-        )
-        await asyncio.sleep(15)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    run_virtually(cancel())
+    with pytest.raises(TimeoutError if cancelled else ExceptionGroup) as caught:
+        run_virtually(reward())
+    if isinstance(caught.value, ExceptionGroup):
+        assert [type(error) for error in caught.value.exceptions] == [IndexError]
     assert sorted(asked.ended) == [0, 1, 2]
 
 
@@ -126,20 +116,8 @@ def of_rewards(*rewards: float) -> Group:
 
 
 def advantages(group: Group) -> list[float]:
-    """Of the last token of each sample."""
+    """Those of the last token of each sample."""
     return [float(sample.advantages[-1]) for sample in group.samples]
-
-
-def test_a_group_is_compared_with_its_own_mean_and_spread() -> None:
-    group = of_rewards(1, 0, 0, 0)
-    finished = finish(group, GRPO, kl=KlController(0.0))
-    # Mean 1/4; sample standard deviation sqrt((9/16 + 3/16) / 3) = 1/2.
-    assert advantages(finished) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
-    assert [float(sample.advantages[0]) for sample in finished.samples] == [0] * 4, "the prompt"
-    assert finished.samples[0].advantages.dtype == np.float32
-    assert finished.question is group.question
-    assert all(sample.returns is None and sample.kl_sum is None for sample in finished.samples)
-    assert advantages(finish(of_rewards(1, 1), GRPO, KlController(0.0))) == [0, 0]
 
 
 def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
@@ -152,12 +130,6 @@ def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
     assert [one for group in scaled for one in advantages(group)] == pytest.approx([x / spread for x in every])
     assert [len(group.samples) for group in scaled] == [2, 4, 3, 5]
     assert over_mini_batch([], config) == []
-
-
-def test_a_group_that_was_not_finished_is_refused_by_the_mini_batch() -> None:
-    config = replace(GRPO, advantage_scale=AdvantageScale.batch)
-    with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* finish that first"):
-        over_mini_batch([of_rewards(1, 0)], config)
 
 
 def test_turns_answer_for_their_own_rewards_and_later_ones() -> None:
@@ -178,18 +150,7 @@ def test_observations_that_take_part_belong_to_the_turn_before_them() -> None:
     # Nothing of the first turn is trained, as when its tokens run into the prompt's.
     late = trajectory(range(4), [False, False, False, True], turn_of_token=[-1, -1, -1, 1])
     assert_array_equal(turns_of(late, response_tokens), [-1, 0, 0, 1])
-    assert value_mask(CompatConfig()) is trained_tokens
     assert value_mask(CompatConfig(observations_in_values=True)) is response_tokens
-
-
-def test_scores_are_kept_with_the_sample() -> None:
-    picks = TopkLogprobs(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
-    scores = Scores(*(np.full(2, fill, np.float32) for fill in (-1, -2)), picks, np.full(2, 3, np.float32))
-    sample = rewarded(trajectory(), 1.0).with_scores(scores)
-    assert sample.old_logprobs is scores.policy
-    assert sample.ref_logprobs is scores.reference
-    assert sample.picks is picks
-    assert sample.values is scores.values
 
 
 def gae_by_loop(
@@ -208,7 +169,7 @@ def gae_by_loop(
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     quirk=st.booleans(),
@@ -243,34 +204,10 @@ def test_with_a_critic_penalties_and_values_enter_where_they_stand(
         rewards -= 0.25 * np.where(MASK, exact, 0.0)
     part = [place > 0 for place in range(6)] if quirk else MASK
     expected = gae_by_loop(values.astype(float), rewards, part, gamma, gae_lambda)
-    assert_allclose(found.advantages, expected, atol=1e-6)
+    assert_allclose(found.advantages, expected, rtol=1e-6, atol=1e-6)
     assert found.returns is not None
-    assert_allclose(found.returns, expected + np.where(part, values, 0.0), atol=1e-6)
+    assert_allclose(found.returns, expected + np.where(part, values, 0.0), rtol=1e-6, atol=1e-6)
     assert found.kl_sum == (pytest.approx(float(exact[MASK].sum())) if in_reward else None)
-
-
-@pytest.mark.parametrize("quirk", [False, True])
-def test_whitening_is_over_what_the_critic_sees(quirk: bool) -> None:
-    config = replace(GRPO, baseline=AdvantageBaseline.critic, advantage_scale=AdvantageScale.whiten)
-    random = np.random.default_rng(0)
-    mask_of = response_tokens if quirk else trained_tokens
-    samples = [
-        Sample(
-            trajectory(range(6), MASK, turn_of_token=TURNS), 0.0, (0.0, 1.0), {}, np.zeros(6, np.float32)
-        ).with_scores(Scores(np.zeros(6, np.float32), values=random.normal(size=6).astype(np.float32)))
-        for _ in range(4)
-    ]
-    groups = [
-        finish(Group(question(n), (a, b)), config, KlController(0.0), mask_of)
-        for n, (a, b) in enumerate([samples[:2], samples[2:]])
-    ]
-    before = [one.advantages for group in groups for one in group.samples]
-    part = np.array(MASK) if not quirk else np.arange(6) > 0
-    every = [float(value) for one in before for value in one[part]]
-    whitened = over_mini_batch(groups, config)
-    for one, found in zip(before, (one for group in whitened for one in group.samples), strict=True):
-        expected = np.where(part, (one - fmean(every)) / (stdev(every) + 1e-6), 0.0)
-        assert_allclose(found.advantages, expected, atol=1e-6)
 
 
 def test_the_mean_kl_weighs_episodes_alike() -> None:
@@ -280,12 +217,6 @@ def test_the_mean_kl_weighs_episodes_alike() -> None:
     # 2 nats over four tokens, 1/4 over one.
     assert mean_kl([Group(question(1), tuple(samples))]) == pytest.approx((0.5 + 0.25) / 2)
     assert mean_kl([of_rewards(1, 0)]) is None
-
-
-def test_without_a_reference_there_is_no_kl_to_take_off() -> None:
-    config = replace(GRPO, kl_coef=0.1, kl_in=KlPlace.reward)
-    with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* reference policy"):
-        finish(of_rewards(1, 0), config, KlController(0.1))
 
 
 def sampled_and_scored(old: list[float], rollout: list[float]) -> Sample:
@@ -306,15 +237,21 @@ def test_every_sample_of_a_group_gets_its_weights_and_keeps_the_rest() -> None:
         assert_allclose(sample.weights, expected, rtol=1e-6)
         assert sample.trajectory is before.trajectory
         assert sample.old_logprobs is before.old_logprobs
-    assert all(
-        sample.weights is None for sample in finish(Group(question(1), samples), GRPO, KlController(0.0)).samples
-    )
+    assert finish(Group(question(1), samples), GRPO, KlController(0.0)).samples[0].weights is None
 
 
-def test_a_group_that_is_not_scored_cannot_be_finished() -> None:
-    unscored = Group(question(1), (rewarded(trajectory(), 1.0), rewarded(trajectory(), 0.0)))
-    with pytest.raises(ValueError, match=r"Sample 0 of q:1 .* score it first"):
-        finish(unscored, GRPO, KlController(0.0))
+@pytest.mark.parametrize(
+    "stage",
+    [
+        lambda: over_mini_batch([of_rewards(1, 0)], replace(GRPO, advantage_scale=AdvantageScale.batch)),
+        lambda: finish(of_rewards(1, 0), replace(GRPO, kl_coef=0.1, kl_in=KlPlace.reward), KlController(0.1)),
+        lambda: finish(Group(question(1), (rewarded(trajectory(), 1.0),)), GRPO, KlController(0.0)),
+    ],
+    ids=["not finished", "no reference", "not scored"],
+)
+def test_a_sample_that_lacks_an_earlier_stage_is_named(stage: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"Sample 0 of q:1"):
+        stage()
 
 
 @pytest.mark.parametrize(
@@ -325,11 +262,8 @@ def test_a_group_that_is_not_scored_cannot_be_finished() -> None:
         ([(0.0, {"exact_match": 0.0}), (-5.0, {"exact_match": 0.0})], False),
         # Equal on the whole: one is right and long, the other wrong and short.
         ([(0.0, {"exact_match": 1.0, "overlong": 1.0}), (0.0, {"exact_match": 0.0, "overlong": 0.0})], True),
-        ([(0.5, {"f1": 0.5, "judge": 0.0}), (0.5, {"f1": 0.0, "judge": 0.5})], True),
         ([(1.0, {"mine.own": 1.0}), (0.0, {"mine.own": 0.0})], True),
         ([(1.0, {"search_penalty": 1.0}), (1.0, {"search_penalty": 1.0})], False),
-        ([(1.0, {}), (0.0, {})], True),
-        ([(1.0, {"exact_match": 1.0})], False),
     ],
 )
 def test_a_group_has_spread_where_answers_earned_different_amounts(
@@ -337,9 +271,3 @@ def test_a_group_has_spread_where_answers_earned_different_amounts(
 ) -> None:
     samples = tuple(replace(rewarded(trajectory(), reward), parts=parts) for reward, parts in episodes)
     assert Group(question(1), samples).has_spread is spread
-
-
-def test_only_what_the_mini_batch_goes_on_with_is_kept() -> None:
-    assert all(sample.units is None for sample in finish(of_rewards(1, 0), GRPO, KlController(0.0)).samples)
-    batch = replace(GRPO, advantage_scale=AdvantageScale.batch)
-    assert all(sample.units is not None for sample in finish(of_rewards(1, 0), batch, KlController(0.0)).samples)

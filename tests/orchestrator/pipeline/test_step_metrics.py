@@ -1,9 +1,9 @@
-"""The figures of a step, worked out by hand."""
+"""The figures of a step, worked out by hand or token by token."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,12 @@ from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Tur
 from rlsys.orchestrator.pipeline.step_metrics import (
     answer_metrics,
     correction_metrics,
-    group_metrics,
+    critic_metrics,
+    divergence_metrics,
     staleness_metrics,
     step_metrics,
-    training_flops,
 )
-from rlsys.trainer.batches import Flops
-from tests.orchestrator.pipeline.build import question, trajectory
+from tests.orchestrator.pipeline.build import question, rewarded, trajectory
 
 SEARCH = Turn("a", Action.SEARCH, "q", "found", 6, 10, 4, 0.1, 0.5)
 FAILED = Turn("b", Action.SEARCH, "q", "failed", 2, 20, 16, 0.1, 1.5, tool_error="timeout")
@@ -113,14 +112,6 @@ def test_every_figure_by_hand() -> None:
     }
 
 
-def test_coverage_counts_what_is_trained_of_a_response() -> None:
-    one = trajectory(range(6), [False, False, True, False, True, False])
-    figures = figures_of([Group(question(1), (sample(one, 0.0), sample(one, 0.0)))])
-    assert figures["state_tokens/total"] == 4
-    assert figures["state_tokens/coverage"] == 2 / 5
-    assert figures["state_tokens/coverage_with_prompt"] == 2 / 6
-
-
 def test_an_episode_that_ended_before_its_first_turn_has_figures_too() -> None:
     empty = trajectory([1], [False], finish=Finish.ABORTED)
     figures = figures_of([Group(question(1), (sample(empty, 0.0),))])
@@ -130,48 +121,14 @@ def test_an_episode_that_ended_before_its_first_turn_has_figures_too() -> None:
     assert "critic/advantages/mean" not in figures, "nothing is trained, so nothing has an advantage"
 
 
-def answered(*answers: str | None, number: int = 1) -> Group:
-    """A group whose episodes give these answers."""
-    samples = []
-    for place, answer in enumerate(answers):
-        turn = INVALID if answer is None else replace(ANSWER, content=answer)
-        samples.append(sample(trajectory([1, 2 + place], turns=[turn]), 0.0))
-    return Group(question(number), tuple(samples))
-
-
-def test_answers_are_told_apart_as_exact_match_does() -> None:
-    groups = [answered("Yes", "yes.", "no", None), answered(None, None), answered("a", "b", number=3)]
-    # 2 of the 3 given, none given, and "a" is an article: two answers again.
-    assert group_metrics(groups)["group/distinct_answers"] == pytest.approx((2 / 3 + 2 / 2) / 2)
-    assert "group/distinct_answers" not in group_metrics([answered(None, None)])
-
-
-def test_responses_are_told_apart_by_their_tokens() -> None:
-    same = trajectory([1, 2, 3])
-    other = trajectory([9, 2, 3])
-    assert other.prompt_length == 1, "prompts are no part of it"
-    group = Group(question(1), tuple(sample(one, 0.0) for one in (same, same, other, trajectory([1, 2]))))
-    assert group_metrics([group])["group/distinct_responses"] == 2 / 4
-
-
-def test_the_most_frequent_answer_counts_over_different_questions() -> None:
-    alike = [answered("Paris", "paris", "Paris!", "Rome"), answered("Rome", None, None, None, number=2)]
-    assert answer_metrics(alike, "answer")["answers/same_share"] == 2 / 8, "Paris is of one question alone"
-    spread = [answered("Paris", "x", number=1), answered("the Paris", "y", number=2)]
-    assert answer_metrics(spread, "answer")["answers/same_share"] == 2 / 4
-    assert answer_metrics([answered(None, None)], "answer")["answers/same_share"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("texts", "many"),
     [
         (["<answer>a</answer>"], False),
-        (["<answer>a</answer><answer>b</answer>"], True),
         (["<answer> or <answer>a</answer>"], True),
         (["a</answer>", "b</answer>"], True),
         (["<answer>a", "</answer>"], False),
         (["<reply>a</reply><reply>b</reply>"], False),
-        ([], False),
     ],
 )
 def test_many_answers_are_many_tags_that_the_policy_wrote(texts: Sequence[str], many: bool) -> None:
@@ -180,13 +137,6 @@ def test_many_answers_are_many_tags_that_the_policy_wrote(texts: Sequence[str], 
     groups = [Group(question(1), (sample(trajectory(turns=turns), 0.0),))]
     assert answer_metrics(groups, "answer")["answers/many_share"] == float(many)
     assert answer_metrics(groups, "reply")["answers/many_share"] == float("<reply>" in "".join(texts))
-
-
-def test_training_costs_three_forward_passes() -> None:
-    cost = Flops(per_token=2.0, per_target=3.0, per_square=0.5)
-    one, other = trajectory(range(4), [False, False, True, True]), trajectory(range(2))
-    groups = [Group(question(1), (sample(one, 0.0), sample(other, 0.0)))]
-    assert training_flops(groups, cost) == 3 * ((2 * 4 + 3 * 2 + 0.5 * 16) + (2 * 2 + 3 * 1 + 0.5 * 4))
 
 
 def with_versions(versions: Sequence[int], mask: Sequence[bool] | None = None) -> Sample:
@@ -213,15 +163,6 @@ def test_the_age_of_every_trained_token_by_hand() -> None:
     }
 
 
-def test_tokens_without_any_version_have_no_age() -> None:
-    assert staleness_metrics([Group(question(1), (with_versions([-1, -1]),))], version=3) == {
-        "staleness/lag_0": 0,
-        "staleness/max": 0,
-        "staleness/mean": 0,
-        "staleness/unversioned_tokens": 1,
-    }
-
-
 def test_a_token_cannot_come_from_the_future() -> None:
     with pytest.raises(ValueError, match="version 4 cannot be trained on by version 3"):
         staleness_metrics([Group(question(1), (with_versions([-1, 4]),))], version=3)
@@ -242,7 +183,7 @@ def weighed(old: Sequence[float], rollout: Sequence[float], weights: Sequence[fl
     return sample(one, 0.0, old_logprobs=np.log(old).astype(np.float32), weights=given)
 
 
-def test_what_token_weights_did_by_hand() -> None:
+def test_figures_of_token_weights_by_hand() -> None:
     groups = [
         # Ratios 1.5 and 3, the second cut to 2.
         Group(question(1), (weighed([0.9, 0.6, 0.6], [0.1, 0.4, 0.2], [1, 1.5, 2]),)),
@@ -264,29 +205,6 @@ def test_what_token_weights_did_by_hand() -> None:
         },
         rel=1e-5,
     )
-
-
-def test_sequence_weights_are_compared_with_the_sequences_ratio() -> None:
-    # Ratios 1.5 and 3: 4.5 together, cut to 2.
-    groups = [Group(question(1), (weighed([0.9, 0.6, 0.6], [0.1, 0.4, 0.2], [1, 2, 2]),))]
-    figures = correction_metrics(groups, CorrectionLevel.sequence)
-    assert figures["correction/clipped_share"] == 1
-    assert figures["correction/ess"] == 1
-    assert figures["correction/cut_mass"] == pytest.approx(5 / 9, rel=1e-6)
-
-
-def test_without_weights_there_are_no_correction_figures() -> None:
-    assert correction_metrics(GROUPS, CorrectionLevel.token) == {}
-
-
-def test_a_step_has_the_figures_that_it_is_asked_for() -> None:
-    groups = [Group(question(1), (weighed([0.9, 0.6], [0.1, 0.4], [1, 1.5]),))]
-    figures = figures_of(groups, version=2, level=CorrectionLevel.sequence)
-    staleness = staleness_metrics(groups, 2)
-    assert figures.items() >= staleness.items()
-    assert staleness["staleness/lag_2"] == 1
-    assert figures.items() >= correction_metrics(groups, CorrectionLevel.sequence).items()
-    assert all(isinstance(value, int | float) for value in figures.values()), "trackers leave others out"
 
 
 def test_calls_of_tools_are_counted_by_tool_and_are_no_searches() -> None:
@@ -316,3 +234,60 @@ def test_calls_of_tools_are_counted_by_tool_and_are_no_searches() -> None:
     assert found["rollout/search_errors"] == 0
     assert found["rollout/search_s_mean"] == 0.5
     assert found["env/ratio_of_valid_action"] == 1.0
+
+
+DIVERGENCES: dict[str, Callable[[float], float]] = {
+    "k1": lambda w: -math.log(w),
+    "k2": lambda w: 0.5 * math.log(w) ** 2,
+    "k3": lambda w: w - 1 - math.log(w),
+    "k5": lambda w: w * math.log(w),
+    "abs": lambda w: abs(math.log(w)),
+}
+"""Divergence of a token that the reference finds w times as likely as the policy."""
+
+
+def with_arrays(mask: Sequence[bool], **arrays: Sequence[float]) -> Sample:
+    """A sample with these per-token arrays."""
+    one = rewarded(trajectory(range(len(mask)), mask), 0.0)
+    return replace(one, **{name: np.array(found, dtype=np.float32) for name, found in arrays.items()})
+
+
+def test_divergences_are_means_over_trained_tokens_alone() -> None:
+    nan = float("nan")
+    ratios = [2.0, 0.5, 1.0]
+    samples = [
+        with_arrays(
+            [False, True, True],
+            old_logprobs=[nan, -1.0, -2.0],
+            ref_logprobs=[nan, -1 + math.log(2), -2 - math.log(2)],
+        ),
+        with_arrays([False, True, False], old_logprobs=[0.0, -3.0, nan], ref_logprobs=[0.0, -3.0, nan]),
+        with_arrays([False, True], old_logprobs=[0.0, -3.0]),
+    ]
+    expected = {f"kl/{name}": np.mean([of(w) for w in ratios]) for name, of in DIVERGENCES.items()}
+    assert divergence_metrics(samples) == pytest.approx(expected, rel=1e-6)
+    assert divergence_metrics(samples[2:]) == {}, "no reference, no divergence"
+
+
+def critic(values: Sequence[float], returns: Sequence[float]) -> list[Sample]:
+    """One sample of trained tokens with these values and returns, and a token of others that is not trained."""
+    return [with_arrays([False] + [True] * len(values), values=[70, *values], returns=[-70, *returns])]
+
+
+@pytest.mark.parametrize(
+    ("values", "returns", "explained"),
+    [
+        ([1, 2, 4], [1, 2, 4], 1.0),
+        ([0, 1, 3], [1, 2, 4], 1.0),  # Off by the same everywhere: a variance does not see it.
+        ([2, 2, 2], [1, 2, 3], 0.0),
+        ([3, 2, 1], [1, 2, 3], -3.0),
+        ([1, 2], [3, 3], math.nan),  # Nothing varies, so there is nothing to explain.
+    ],
+)
+def test_explained_variance_by_hand(values: Sequence[float], returns: Sequence[float], explained: float) -> None:
+    figures = critic_metrics(critic(values, returns))
+    assert figures["critic/vf_explained_var"] == pytest.approx(explained, nan_ok=True)
+    assert (figures["critic/values/max"], figures["critic/values/min"]) == (max(values), min(values))
+    assert figures["critic/values/mean"] == pytest.approx(np.mean(values))
+    assert (figures["critic/returns/max"], figures["critic/returns/min"]) == (max(returns), min(returns))
+    assert figures["critic/returns/mean"] == pytest.approx(np.mean(returns))

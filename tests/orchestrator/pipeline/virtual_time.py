@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MOST_TURNS = 1_000_000
-"""Of one loop. What needs more does not come to an end."""
+"""Turns of one loop; work that needs more does not come to an end."""
 
 
 def _nothing() -> None:
@@ -54,7 +54,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.clock = _Clock()
         super().__init__(self.clock)
         self.failures: list[BaseException] = []
-        """Of callbacks, which would only be logged."""
+        """Errors of callbacks, which would only be logged."""
         self.set_exception_handler(self._note)
 
     def time(self) -> float:

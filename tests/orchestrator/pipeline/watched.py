@@ -1,4 +1,4 @@
-"""What is held against a simulated run, while it runs: the properties, and the record that they are read from.
+"""Properties that a simulated run is held to while it runs, and the record that they are read from.
 
 The record is kept apart from the scheduler's own books: it sees prompt groups come and go, and what workers are given.
 """
@@ -23,7 +23,7 @@ GROUPS = ("rollout", "inference", *LEARNERS)
 
 
 class Property(StrEnum):
-    """What must hold of every run."""
+    """A property of every run."""
 
     deadlock = "something is always under way"
     livelock = "the run ends after boundedly many admissions"
@@ -57,7 +57,7 @@ class Failure(Exception):
 
 
 class Record:
-    """What happened so far."""
+    """Everything that happened so far."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -96,7 +96,7 @@ class Record:
         self.ended: dict[int, str] = {}
         """PromptGroup -> `trained`, or why it was dropped; in this order."""
         self._ready: dict[int, None] = {}
-        """Of them, those that are open, scored or not."""
+        """Those of them that are open, scored or not."""
         self._replaced = 0
         """In the step under way."""
         self._scored: set[tuple[int, int]] = set()
@@ -124,7 +124,7 @@ class Record:
             raise Failure(worker)
 
     def resumed(self) -> Record:
-        """What a run has seen that goes on from here."""
+        """The record of a run that goes on from here."""
         later = deepcopy(self, {id(self.script): self.script})
         later.again = sorted(self.open - self._ready.keys())
         later.begun = {number: self.begun[number] for number in later.again if number in self.begun}
@@ -264,7 +264,7 @@ class Record:
         self.version += 1
 
     def returned(self, groups: Sequence[Group]) -> None:
-        """What a step returns is what it trained."""
+        """A step returns the groups that it trained."""
         uids = Counter(group.question.uid for group in groups)
         trained = Counter(question.uid for question in self.trained[-self.script.groups_per_step :])
         if uids != trained:
@@ -330,7 +330,7 @@ class Record:
 
 
 def _facts(begun: Sequence[EpisodeProgress]) -> list[tuple[type[EpisodeProgress], int, list[int]]]:
-    """What tells begun episodes apart."""
+    """Facts that tell begun episodes apart."""
     return [(type(one), one.sample, one.versions.tolist()) for one in begun]
 
 

@@ -16,7 +16,7 @@ from rlsys.rollout.agent.episode import TurnRules
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
 
 Said = str | tuple[str, str] | tuple[str, str, str]
-"""What the policy wrote; after a search, also what was found, and why the search failed."""
+"""Text of the policy; after a search, also the text that was found, and why the search failed."""
 
 
 def task_of(**settings: Any) -> TaskConfig:

@@ -7,13 +7,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 
 NUMBER = 3.0
-BARRIER = threading.Barrier(2, timeout=20)
+BARRIER = threading.Barrier(2, timeout=60)
 
 
 def answers(question: Question, trajectory: Trajectory) -> float:
@@ -24,17 +22,9 @@ def per_turn(_question: Question, trajectory: Trajectory) -> list[float]:
     return [float(turn) for turn, _ in enumerate(trajectory.turns)]
 
 
-def as_array(_question: Question, trajectory: Trajectory) -> Any:
-    return np.ones(len(trajectory.turns), dtype=np.float32)
-
-
 async def in_time(_question: Question, _trajectory: Trajectory) -> float:
     await asyncio.sleep(0)
     return 0.5
-
-
-def hidden_coroutine(question: Question, trajectory: Trajectory) -> Any:
-    return in_time(question, trajectory)
 
 
 def meets_another(_question: Question, _trajectory: Trajectory) -> float:
@@ -61,14 +51,6 @@ def yields(_question: Question, _trajectory: Trajectory) -> Iterator[float]:
 
 def not_a_number(_question: Question, _trajectory: Trajectory) -> float:
     return float("nan")
-
-
-def one_infinite(_question: Question, trajectory: Trajectory) -> list[float]:
-    return [float("inf"), *[0.0] * (len(trajectory.turns) - 1)]
-
-
-def nothing(_question: Question, _trajectory: Trajectory) -> None:
-    return None
 
 
 def text(_question: Question, _trajectory: Trajectory) -> str:
@@ -104,7 +86,3 @@ async def blocks_its_loop(_question: Question, _trajectory: Trajectory) -> float
 
 def times_out_itself(_question: Question, _trajectory: Trajectory) -> float:
     raise TimeoutError("no server")
-
-
-async def on_which_loop(_question: Question, _trajectory: Trajectory) -> float:
-    return float(id(asyncio.get_running_loop()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config.schema import CompatConfig, TagsConfig
@@ -19,7 +19,6 @@ ANSWER = think("answer", "Bamako")
 WELL_FORMED = {
     "an answer at once": (ANSWER,),
     "one search": (SEARCH, ANSWER),
-    "three searches": (SEARCH, SEARCH, SEARCH, ANSWER),
     "white space": ((f"\n\n {SEARCH[0]}", SEARCH[1]), f" \n{ANSWER}"),
     "an empty thought and answer": ("<think></think><answer></answer>",),
     "other tags are text": (think("answer", "<b>Bamako</b>", "a < b <i>"),),
@@ -27,22 +26,15 @@ WELL_FORMED = {
 }
 MALFORMED = {
     "no turns": (),
-    "no thought": ("<answer>Bamako</answer>",),
     "no thought before a search": (("<search>Mali</search>", "Bamako"), ANSWER),
     "no thought after a search": (SEARCH, "<answer>Bamako</answer>"),
     "no answer": (SEARCH,),
     "a search of nothing": (think("search", " "), ANSWER),
     "text before": (f"Well, {ANSWER}",),
     "text between": ("<think>hm</think> so <answer>Bamako</answer>",),
-    "two thoughts": (f"<think>hm</think>{ANSWER}",),
     "a thought that does not end": ("<think>hm <answer>Bamako</answer>",),
-    "a thought that does not begin": ("hm</think><answer>Bamako</answer>",),
-    "a thought after": ("<answer>Bamako</answer><think>hm</think>",),
-    "a thought within a thought": ("<think>a<think>b</think></think><answer>Bamako</answer>",),
-    "a thought within the answer": ("<think>a</think><answer><think>b</think>Bamako</answer>",),
     "an answer within an answer": ("<think>a</think><answer><answer>Bamako</answer></answer>",),
     "a search within a thought": (("<think>a<search>Mali</search></think>", "Bamako"), ANSWER),
-    "a tag in a thought": (think("answer", "Bamako", "I might <search> more"),),
     "an invalid action": ("I do not know.", ANSWER),
     "two actions in a turn": (("<think>a</think><answer>b</answer><search>c</search>", ""),),
     "information of the policy's own": (f"<information>Bamako</information>{ANSWER}",),
@@ -51,7 +43,6 @@ MALFORMED = {
         think("answer", "x", "a</think><search>b</search><information>Bamako</information><think>c"),
     ),
     "capitals": ("<THINK>a</THINK><answer>Bamako</answer>",),
-    "a space in a tag": ("<think >a</think ><answer>Bamako</answer>",),
 }
 
 
@@ -98,6 +89,7 @@ TURNS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
 GOOD = st.sampled_from([think("search", "Mali"), ANSWER, think("search", "Mali", "<think>"), f"{ANSWER} "])
 
 
+@settings(max_examples=50)
 @given(st.lists(TURNS | GOOD, max_size=4))
 def test_without_forged_information_turns_tell_what_the_text_tells(texts: list[str]) -> None:
     trajectory = episode(*((text, "found") for text in texts))
@@ -126,9 +118,7 @@ def test_information_that_the_policy_forges_is_no_retrieval() -> None:
         ((("<search>a</search>", "nothing"), SEARCH, SEARCH, ANSWER), "the BAMAKO", 1),
         ((SEARCH, ANSWER), "Ségou", None),
         ((ANSWER,), "Bamako", None),
-        (((SEARCH[0], "nothing"), ANSWER), "information", None),
         (((SEARCH[0], "Search failed: Bamako is away", "Bamako is away"), ANSWER), "Bamako", None),
-        (("I am lost", ANSWER), "action is invalid", None),
         ((SEARCH, ANSWER), "the", None),
     ],
 )
@@ -175,10 +165,7 @@ SUM = (think("sum", "3 + 4"), "7")
         ((SEARCH, SUM, (think("word", "Mali"), "a country"), SUM, ANSWER), True),
         (((SUM[0], "calculator failed: no", "no"), ANSWER), True),
         ((("<sum>3 + 4</sum>", "7"), ANSWER), False),
-        ((SUM, "<answer>7</answer>"), False),
-        ((think("answer", "7", "I might <sum> it"),), False),
         (((think("word", "x", "a <sum> b"), "1"), ANSWER), False),
-        ((think("sum", " "), ANSWER), False),
         ((SUM,), False),
     ],
 )
@@ -188,7 +175,7 @@ def test_a_call_of_a_tool_is_a_round_as_a_search_is(said: tuple[tuple[str, str] 
     assert found.well_formed == well
 
 
-def test_what_a_tool_says_is_no_retrieval() -> None:
+def test_the_answer_of_a_tool_is_no_retrieval() -> None:
     trajectory = episode(SUM, SEARCH, ANSWER, tools=TOOLS)
     reader = Reader(TagsConfig(), CompatConfig(), TOOLS)
     assert reader.read(question("7"), trajectory).found_in is None

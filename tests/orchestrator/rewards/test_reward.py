@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config.schema import CompatConfig, RewardConfig
@@ -50,19 +50,9 @@ async def test_the_articles_reward(said: tuple[Said, ...], turn_rewards: list[fl
     assert result.reward == pytest.approx(sum(turn_rewards))
 
 
-async def test_parts_are_unweighted() -> None:
-    result = await scored(ARTICLE, episode(SEARCH, SEARCH, "<answer>Bamako</answer>"))
-    assert result.parts == {"correct_answer": 1.0, "search_penalty": 2.0, "invalid_format": 1.0}
-
-
 async def test_without_terms_exact_match_alone_counts() -> None:
     assert await scored(RewardConfig(), episode(SEARCH, RIGHT)) == Scored(1.0, (0.0, 1.0), {"exact_match": 1.0})
     assert (await scored(RewardConfig(), episode(SEARCH, WRONG))).reward == 0.0
-
-
-async def test_weight_0_leaves_a_term_out() -> None:
-    result = await scored(terms(exact_match=1.0, f1=0.0), episode(RIGHT))
-    assert set(result.parts) == {"exact_match"}
 
 
 async def test_a_term_of_the_users_own_counts_beside_others() -> None:
@@ -73,7 +63,7 @@ async def test_a_term_of_the_users_own_counts_beside_others() -> None:
 
 
 async def test_equal_totals_are_equal_rewards_to_the_last_bit() -> None:
-    """Where a term falls must not give a group a spread: turn by turn, these add up to 0.2 and to a little less."""
+    """Turn by turn, these add up to 0.2 and to a little less, which must not give a group a spread."""
     blind = (think("search", "Mali"), "nothing")
     config = terms(exact_match=1.0, search_penalty=-0.3, retrieval=0.1)
     first = await scored(config, episode(SEARCH, blind, blind, RIGHT))
@@ -95,23 +85,6 @@ async def test_an_episode_of_many_answers_gets_a_bounded_score() -> None:
     assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
 
 
-async def test_the_bound_takes_nothing_from_a_wrong_answer_or_another_term() -> None:
-    config = RewardConfig(terms={"exact_match": 1.0, "invalid_format": -5.0}, max_answer_tags=10)
-    result = await scored(config, episode(MANY), answer="Ségou")
-    assert result.parts == {"exact_match": 0.0, "invalid_format": 1.0}
-    config.many_answers_score = -1.0
-    assert (await scored(config, episode(SEARCH, MANY))).turn_rewards == (0.0, -6.0)
-
-
-async def test_only_compatibility_reads_the_answer_from_the_prompt() -> None:
-    silent = episode("no idea", task=task_of(max_turns=0))
-    told_off = episode("no idea")
-    for config in (terms(exact_match=1.0), terms(f1=1.0), terms(sub_em=1.0)):
-        for answer, trajectory in (("Beijing", silent), ("and", told_off)):
-            assert (await scored(config, trajectory, answer=answer)).reward == 0.0
-        assert (await scored(config, told_off, over_prompt=True, answer="and")).reward == 1.0
-
-
 PIECES = st.sampled_from(
     [
         "<think>",
@@ -130,6 +103,7 @@ EVERY_TERM = {
 }
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(TEXTS, TEXTS), max_size=5),
     TEXTS,

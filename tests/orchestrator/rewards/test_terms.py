@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.schema import CompatConfig, RewardConfig
+from rlsys.config.schema import RewardConfig
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.rewards.reward import Reader, overlong_penalty, pure_terms
-from tests.orchestrator.rewards.episodes import TASK, Said, episode, question, read, task_of, think
+from rlsys.orchestrator.rewards.reward import overlong_penalty, pure_terms
+from tests.orchestrator.rewards.episodes import TASK, Said, episode, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 BLIND = (think("search", "capital of Mali"), "No results found.")
@@ -23,17 +23,13 @@ def values(term: str, trajectory: Trajectory, config: RewardConfig | None = None
 
 S, F, R = 0.2, 0.1, 0.05
 TABLE = {
-    "V right, found": ((SEARCH, RIGHT), 1.0),
     "V right": ((BLIND, RIGHT), 1.0),
     "V wrong, found": ((SEARCH, WRONG), S + R),
     "V wrong": ((BLIND, WRONG), S),
-    "V wrong, no search": ((WRONG,), S),
     "V empty answer": ((think("answer", ""),), S),
     "not V, right, found": ((SEARCH, BARE_RIGHT), 1 - S),
     "not V, right": ((BARE_RIGHT,), 1 - S),
-    "not V, wrong, found": ((SEARCH, BARE_WRONG), F),
     "not V, wrong": ((BARE_WRONG,), F),
-    "not V, none, found": ((SEARCH, NOTHING), 0.0),
     "not V, none": ((NOTHING,), 0.0),
     "not V, no turns": ((), 0.0),
     "an answer in a passage": (((SEARCH[0], BARE_RIGHT), NOTHING), 0.0),
@@ -51,30 +47,6 @@ def test_qa_em_format(said: tuple[Said, ...], expected: float) -> None:
     assert len(found) == max(1, len(trajectory.turns))
 
 
-@pytest.mark.parametrize(("search", "expected"), [(SEARCH, S + R), (BLIND, S)])
-def test_qa_em_format_of_a_structure_without_an_answer(search: tuple[str, str], expected: float) -> None:
-    """Only Search-R1's extraction finds none there: where the prompt has no example, one match is too few."""
-    config = RewardConfig(structure_score=S, final_score=F, retrieval_score=R)
-    reader = Reader(TASK.tags, CompatConfig(answer_over_prompt=True), {})
-    reading = reader.read(question("Bamako", prompt="Which city?"), episode(search, RIGHT))
-    assert sum(pure_terms(config, TASK)["format"](reading)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("term", ["exact_match", "correct_answer", "sub_em", "f1"])
-def test_an_answers_terms_stand_on_the_last_turn(term: str) -> None:
-    assert values(term, episode(SEARCH, SEARCH, RIGHT)) == [0.0, 0.0, 1.0]
-    assert values(term, episode(SEARCH, WRONG)) == [0.0, 0.0]
-    assert values(term, episode(SEARCH, NOTHING)) == [0.0, 0.0]
-    assert values(term, episode()) == [0.0]
-
-
-def test_answers_that_are_right_in_part() -> None:
-    trajectory = episode(think("answer", "It is Bamako, Mali"))
-    assert values("exact_match", trajectory) == [0.0]
-    assert values("sub_em", trajectory) == [1.0]
-    assert values("f1", trajectory) == [pytest.approx(2 / 5)]
-
-
 def test_terms_of_turns_stand_on_their_turns() -> None:
     trajectory = episode(BLIND, "what?", SEARCH, SEARCH, RIGHT)
     assert values("search_penalty", trajectory) == [1.0, 0.0, 1.0, 1.0, 0.0]
@@ -87,10 +59,6 @@ def test_terms_of_turns_stand_on_their_turns() -> None:
     assert values("invalid_format", episode()) == [1.0]
 
 
-def test_a_search_that_is_not_carried_out_costs_nothing() -> None:
-    assert values("search_penalty", episode(SEARCH, SEARCH, task=task_of(max_turns=1))) == [1.0, 0.0]
-
-
 def dapo(length: int, limit: int, buffer: int) -> float:
     """2503.14476, equation 13, in its three cases."""
     if length <= limit - buffer:
@@ -100,6 +68,7 @@ def dapo(length: int, limit: int, buffer: int) -> float:
     return -1.0
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 60), st.integers(1, 50), st.integers(1, 50))
 def test_the_overlong_penalty_is_dapos(length: int, limit: int, buffer: int) -> None:
     assert overlong_penalty(length, limit, buffer) == pytest.approx(-dapo(length, limit, buffer))

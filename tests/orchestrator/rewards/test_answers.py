@@ -1,15 +1,30 @@
-"""Agreement of texts, against SQuAD's measure written out slowly."""
+"""Agreement of an answer with the accepted ones, by hand and against SQuAD's measure written out slowly."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.data.answers import contains, exact_match, f1, normalize, sub_exact_match
 
 WORDS = st.lists(st.sampled_from(["the", "Paris", "a", "bamako,", "city", "of", "Mali!", "1,000"]), max_size=7)
-TEXTS = WORDS.map(" ".join) | st.text(max_size=30)
+TEXTS = WORDS.map(" ".join) | st.text(max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("an  apple,\n a day!", "apple day"),
+        ("A.N. Other", "other"),
+        ("theatre and banana", "theatre and banana"),
+        ("1,000.5", "10005"),
+        ("the", ""),
+        ("“Curly” — naïve", "“curly” — naïve"),
+    ],
+)
+def test_normalisation_by_hand(text: str, expected: str) -> None:
+    assert normalize(text) == expected
 
 
 def squad_f1(prediction: str, answer: str) -> float:
@@ -28,26 +43,15 @@ def squad_f1(prediction: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
+@settings(max_examples=50)
 @given(TEXTS, st.lists(TEXTS, max_size=4))
-def test_f1_is_squads(prediction: str, answers: list[str]) -> None:
+def test_f1_is_squads_and_an_exact_match_is_one_by_every_measure(prediction: str, answers: list[str]) -> None:
     expected = max((squad_f1(prediction, answer) for answer in answers), default=0.0)
     assert f1(prediction, answers) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("prediction", "answers", "expected"),
-    [
-        ("the city of Bamako", ["Bamako"], 0.5),
-        ("city city Bamako", ["city Bamako city of"], 6 / 7),
-        ("Bamako", ["Paris", "Bamako, Mali"], 2 / 3),
-        ("Paris", ["Bamako"], 0.0),
-        ("", ["Bamako"], 0.0),
-        ("the", ["a"], 1.0),
-        ("Bamako", [], 0.0),
-    ],
-)
-def test_f1_by_hand(prediction: str, answers: list[str], expected: float) -> None:
-    assert f1(prediction, answers) == pytest.approx(expected)
+    assert exact_match(prediction, answers) == (normalize(prediction) in [normalize(answer) for answer in answers])
+    if exact_match(prediction, answers):
+        assert sub_exact_match(prediction, answers)
+        assert f1(prediction, answers) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -59,19 +63,10 @@ def test_f1_by_hand(prediction: str, answers: list[str], expected: float) -> Non
         ("a normal issue", ["mal"], True),
         ("anything", ["the"], False),
         ("a", ["the"], True),
-        ("", ["Bamako"], False),
     ],
 )
 def test_cover_match_by_hand(prediction: str, answers: list[str], expected: bool) -> None:
     assert sub_exact_match(prediction, answers) is expected
-
-
-@given(TEXTS, st.lists(TEXTS, max_size=4))
-def test_an_exact_match_is_one_by_every_measure(prediction: str, answers: list[str]) -> None:
-    if exact_match(prediction, answers):
-        assert sub_exact_match(prediction, answers)
-        assert f1(prediction, answers) == 1.0
-    assert 0.0 <= f1(prediction, answers) <= 1.0
 
 
 def test_an_answer_of_nothing_is_in_no_text() -> None:

@@ -1,0 +1,214 @@
+"""Samples dealt to ranks and micro-batches: invariants on any lengths, plans by hand, costs counted by torch."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from rlsys.config.schema import ParallelConfig
+from rlsys.data.trajectory import Sample
+from rlsys.trainer.batches import (
+    BatchSharder,
+    Flops,
+    Frame,
+    Plan,
+    Size,
+    columns_of,
+    fills,
+    flops_of,
+    plan_micro_batches,
+)
+from rlsys.weights.weight_map import architecture_of
+from tests.orchestrator.pipeline.build import sample
+
+FEW = settings(max_examples=50)
+FLOPS = Flops(per_token=50.0, per_target=20.0, per_square=1.0)
+SIZES = st.lists(
+    st.integers(2, 300).flatmap(lambda tokens: st.builds(Size, st.just(tokens), st.integers(0, tokens - 1))),
+    max_size=60,
+)
+MULTIPLES = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (16, 8)])
+"""Multiples of a row, and of each of its sequences."""
+FRAME = MULTIPLES.flatmap(
+    lambda multiples: st.builds(
+        Frame,
+        budget_tokens=st.integers(1, 1200),
+        packed=st.booleans(),
+        ranks=st.integers(1, 5),
+        stages=st.integers(1, 4),
+        multiple_of=st.just(multiples[0]),
+        room_multiple=st.just(multiples[1]),
+    )
+)
+
+
+def area(sizes: list[Size], batch: list[int], frame: Frame) -> int:
+    """Tokens that `batch` takes, padding included."""
+    lengths = [sizes[index].tokens for index in batch]
+    rooms = [length + -length % frame.room_multiple for length in lengths]
+    width = sum(rooms) if frame.packed else max(lengths, default=0)
+    while width % frame.multiple_of:
+        width += 1
+    return width if frame.packed else len(batch) * width
+
+
+def cost(sizes: list[Size], batch: list[int], frame: Frame) -> float:
+    """Operations of `batch`: in a rectangle every row is as long as the longest."""
+    if not frame.packed and batch:
+        width = area(sizes, batch, frame) // len(batch)
+        return sum(50.0 * width + width**2 + 20.0 * sizes[index].targets for index in batch)
+    return sum(50.0 * n + n**2 + 20.0 * targets for n, targets in (sizes[index] for index in batch))
+
+
+@settings(max_examples=100)
+@given(SIZES, FRAME)
+def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: list[Size], frame: Frame) -> None:
+    """Ranks have equally many micro-batches and fill every stage if they can; only a single sample exceeds the budget.
+
+    The loads of two ranks differ by one sample, or one rectangle, at most.
+    """
+    plan = plan_micro_batches(sizes, FLOPS, frame)
+    dealt = [[index for batch in batches for index in batch] for batches in plan]
+    assert sorted(chain(*dealt)) == list(range(len(sizes)))
+    assert len(plan) == frame.ranks
+    assert len({len(batches) for batches in plan}) == 1
+    for batches, samples in zip(plan, dealt, strict=True):
+        assert all(area(sizes, batch, frame) <= frame.budget_tokens or len(batch) == 1 for batch in batches)
+        filled = sum(map(bool, batches))
+        assert filled == min(len(batches), len(samples)), "empty though there was something to split"
+        assert filled >= min(frame.stages, len(samples))
+    if not frame.packed and len(sizes) >= frame.ranks * frame.stages:
+        assert fills(plan, frame.stages)
+    loads = [sum(cost(sizes, batch, frame) for batch in batches) for batches in plan]
+    pieces = [[index] for index in range(len(sizes))] if frame.packed else chain(*plan)
+    assert max(loads) - min(loads) <= max((cost(sizes, piece, frame) for piece in pieces), default=0.0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "frame", "plan"),
+    [
+        ([], Frame(10, packed=True, ranks=2), [[], []]),
+        ([5], Frame(10, packed=False, ranks=2), [[[0]], [[]]]),
+        # The first alone exceeds the budget.
+        ([30, 2, 2], Frame(10, packed=True), [[[0], [1, 2]]]),
+        # Rectangles of width 4 and 3; packed, 6 + 4 and 5 + 3 + 2 fill two rows.
+        ([4, 3, 4, 1], Frame(8, packed=False), [[[0, 2], [1, 3]]]),
+        ([6, 5, 4, 3, 2], Frame(10, packed=True), [[[0, 2], [1, 3, 4]]]),
+        # 5 + 5 fit into 11, but not into the 8 that are left of it in fours.
+        ([5, 5], Frame(11, packed=True, multiple_of=4), [[[0], [1]]]),
+        # One micro-batch would do; two stages want two.
+        ([4, 3, 2, 1], Frame(99, packed=True, stages=2), [[[1, 2, 3], [0]]]),
+    ],
+)
+def test_plans_by_hand(lengths: list[int], frame: Frame, plan: Plan) -> None:
+    assert plan_micro_batches([Size(length, 0) for length in lengths], Flops(1.0), frame) == plan
+
+
+@given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=5))
+@FEW
+def test_context_parallel_ranks_share_all_tokens_and_have_the_same_work(cp: int, sizes: list[int]) -> None:
+    boundaries = np.cumsum([0, *(2 * cp * size for size in sizes)])
+    shares = [columns_of(boundaries, cp, rank) for rank in range(cp)]
+    assert sorted(np.concatenate(shares)) == list(range(boundaries[-1]))
+    begins = np.repeat(boundaries[:-1], np.diff(boundaries))
+    seen = np.arange(boundaries[-1]) - begins + 1  # tokens that each attends to
+    assert len({int(seen[share].sum()) for share in shares}) == 1
+    assert len({len(share) for share in shares}) == 1
+    assert all((np.diff(share) > 0).all() for share in shares)
+
+
+def test_a_context_parallel_rank_has_an_early_and_a_late_chunk_of_every_sequence() -> None:
+    assert_array_equal(columns_of([0, 8, 12], cp=2, rank=0), [0, 1, 6, 7, 8, 11])
+    assert_array_equal(columns_of([0, 8, 12], cp=2, rank=1), [2, 3, 4, 5, 9, 10])
+    with pytest.raises(ValueError, match=r"\[8, 6\]"):
+        columns_of([0, 8, 14], cp=2, rank=0)
+
+
+LENGTHS = (9, 7, 5, 5, 3, 2, 2)
+
+
+def samples(*lengths: int) -> list[Sample]:
+    """Sample i holds only the token i + 1."""
+    return [sample([i + 1] * n, [False] + [True] * (n - 1), old=[0.0] * n) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "packed", "fp8", "budget", "multiple"),
+    [
+        (ParallelConfig(tp=2, pp=2, sequence_parallel=True), False, False, 16, 2),
+        (ParallelConfig(tp=2, pp=2, sequence_parallel=True), True, False, 16, 2),
+        (ParallelConfig(tp=2, cp=2, sequence_parallel=True), True, False, 30, 8),
+        (ParallelConfig(tp=2, sequence_parallel=True), False, True, 128, 32),
+        (ParallelConfig(tp=2, cp=2, sequence_parallel=True), True, True, 128, 64),
+    ],
+)
+def test_every_sample_is_dealt_once_in_rows_that_can_be_cut(
+    parallel: ParallelConfig, packed: bool, fp8: bool, budget: int, multiple: int
+) -> None:
+    """Rows are cut by sequence and context parallelism, and shares of fp8 are of 16 tokens; sequences are cut by cp."""
+    of_one = parallel.tp * parallel.pp * parallel.cp
+    sharder = BatchSharder(parallel, processes=2 * of_one, budget_tokens=budget, pad_id=0, packed=packed, fp8=fp8)
+    plan, batches = sharder.shard(samples(*LENGTHS))
+    assert len(batches) == 2, "data-parallel ranks"
+    found = {}
+    for indices_of_rank, batches_of_rank in zip(plan, batches, strict=True):
+        for indices, batch in zip(indices_of_rank, batches_of_rank, strict=True):
+            assert batch.packed is packed
+            assert batch.tokens.shape[1] % multiple == 0
+            assert batch.tokens.size <= budget
+            if parallel.cp > 1:
+                assert not (np.diff(batch.boundaries) % 4).any(), "two chunks for each of two ranks"
+            found |= dict(zip(indices, batch.split(batch.tokens), strict=True))
+    assert {index: tokens.tolist() for index, tokens in found.items()} == {
+        index: [index + 1] * length for index, length in enumerate(LENGTHS)
+    }
+
+
+def test_enough_is_a_sample_for_every_stage_of_every_rank() -> None:
+    sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=100, pad_id=0, packed=True)
+    assert [sharder.enough(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
+
+
+def test_a_rest_is_filled_up_so_that_all_ranks_do_the_same() -> None:
+    sharder = BatchSharder(ParallelConfig(), processes=2, budget_tokens=100, pad_id=7, packed=True)
+    plan, batches = sharder.shard(samples(4))
+    assert plan == [[[0]], [[]]]
+    assert [len(of_rank) for of_rank in batches] == [1, 1]
+    assert batches[1][0].trained_tokens == 0
+    assert np.all(batches[1][0].tokens == 7)
+
+
+def test_the_load_of_micro_batches_by_hand() -> None:
+    # Rectangles of 9 + 7, of 5 + 5 + 3 and of 2 + 2 tokens as wide as their longest, rounded up to 2 tokens.
+    padded = BatchSharder(ParallelConfig(tp=2, sequence_parallel=True), 2, 20, pad_id=0, packed=False)
+    _, batches = padded.shard(samples(*LENGTHS))
+    assert padded.load(batches) == {"micro_batches": 3, "tokens": 33, "room": 2 * 10 + 3 * 6 + 2 * 2, "budget": 60}
+
+
+def test_a_sequence_costs_the_operations_of_a_forward_pass_of_transformers() -> None:
+    config = Qwen3Config(
+        vocab_size=70,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=20,
+        attn_implementation="eager",
+    )
+    model, flops = AutoModelForCausalLM.from_config(config), flops_of(architecture_of(config))
+    for tokens in (1, 64):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, tokens, dtype=torch.long))
+        # The rotary table: an outer product of positions and frequencies, once for the whole model.
+        counted = sum(counter.get_flop_counts()["Global"].values()) - 2 * tokens * config.head_dim // 2
+        # Eager attention computes the half above the diagonal too, and masks it.
+        assert flops.of(tokens, targets=tokens) + flops.per_square * tokens**2 == counted

@@ -1,0 +1,139 @@
+"""The order in which learners accumulate and step, and the mini-batches that a config asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig
+from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
+from rlsys.data.trajectory import Group, Sample
+from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, learning, mini_batches, score_batch_size
+from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+
+Event = tuple[str, int]
+
+
+class OneAtATime:
+    """A pipeline in which groups are scored one after the other, each when it is waited for."""
+
+    def __init__(self, made: Sequence[Group], events: list[Event]) -> None:
+        self._made, self._events = list(made), events
+
+    async def take(self, most: int, *_stages: str) -> list[Group]:
+        assert most >= 1
+        self._events.append(("scored", 1))
+        return [self._made.pop(0)]
+
+    def close_step(self) -> None:
+        self._events.append(("closed", len(self._made)))
+
+
+class Logged:
+    """A learner that writes down what it is told; its devices are always there."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+        self.seen: list[str] = []
+
+    def enough(self, _: Sequence[Sample]) -> bool:
+        return True
+
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+        self.seen += [sample.trajectory.question_uid for sample in samples]
+        self._events.append(("accumulated the last" if last else "accumulated", len(samples)))
+
+    async def apply(self) -> Mapping[str, float]:
+        self._events.append(("applied", len(self.seen)))
+        return {"lr": 1.0}
+
+    async def need(self, *names: str) -> None: ...
+
+
+def run(cut: MiniBatches) -> list[Event]:
+    """A step on groups of one sample each."""
+    events: list[Event] = []
+    learner, one = Logged(events), trajectory(range(3), [False, True, True])
+    uids = [f"q:{number}" for number in range(sum(cut.sizes))]
+    made = [Group(question(n), (rewarded(replace(one, question_uid=uid), 1.0),)) for n, uid in enumerate(uids)]
+    pipeline = cast(RolloutPipeline, cast(Any, OneAtATime(made, events)))
+    trained, updates = asyncio.run(learn(pipeline, {"critic": learner}, learner, cut))
+    assert [group.question.uid for group in trained] == uids == learner.seen
+    assert updates == [{"critic/lr": 1.0}] * len(cut.sizes)
+    return events
+
+
+def test_each_mini_batch_is_stepped_on_as_soon_as_its_last_group_is_there() -> None:
+    one = ("scored", 1)
+    assert run(MiniBatches([2, 1])) == [
+        *(one, ("accumulated", 1), one, ("accumulated the last", 1), ("applied", 2)),
+        *(one, ("accumulated the last", 1), ("applied", 3)),
+        ("closed", 0),
+    ]
+
+
+def test_a_learner_that_also_scores_does_not_step_before_the_last_score() -> None:
+    """Else values of the second mini-batch would be of one critic or the other, by who is faster."""
+    events = run(MiniBatches([3, 3], scored_first=True))
+    first_step = events.index(("applied", 3))
+    assert events[:first_step].count(("scored", 1)) == 6
+    assert ("scored", 1) not in events[first_step:]
+    assert events[-3:] == [("accumulated the last", 3), ("applied", 6), ("closed", 0)]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "updates", "waits"), [("critic", 2, True), ("critic", 1, False), ("group", 2, False)]
+)
+def test_only_a_critic_of_several_mini_batches_waits_for_the_last_score(
+    baseline: str, updates: int, waits: bool
+) -> None:
+    algorithm = AlgorithmConfig(baseline=AdvantageBaseline(baseline))
+    trainer = TrainerConfig(prompts_per_step=4, mini_batches=updates)
+    assert mini_batches(RunConfig(algorithm=algorithm, trainer=trainer)).scored_first == waits
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "waits"),
+    [
+        (AdvantageBaseline.critic, AdvantageScale.none, False),
+        (AdvantageBaseline.batch, AdvantageScale.none, True),
+        (AdvantageBaseline.leave_one_out, AdvantageScale.batch, True),
+        (AdvantageBaseline.critic, AdvantageScale.whiten, True),
+    ],
+)
+def test_training_waits_for_a_mini_batch_that_advantages_depend_on(
+    baseline: AdvantageBaseline, scale: AdvantageScale, waits: bool
+) -> None:
+    algorithm = AlgorithmConfig(baseline=baseline, advantage_scale=scale)
+    assert (mini_batches(RunConfig(algorithm=algorithm)).whole is not None) == waits
+
+
+@hypothesis_settings(max_examples=50)
+@given(st.integers(1, 2000), st.data())
+def test_every_group_is_in_one_mini_batch_and_the_larger_ones_are_spread_over_the_step(groups: int, data: Any) -> None:
+    count = data.draw(st.integers(1, groups))
+    config = RunConfig(trainer=TrainerConfig(prompts_per_step=groups, mini_batches=count))
+    sizes = mini_batches(config).sizes
+    assert (len(sizes), sum(sizes)) == (count, groups)
+    assert {*sizes} <= {groups // count, -(-groups // count)}
+    # Of the first so many mini-batches, none runs ahead of its share of the groups, or is a whole one behind it.
+    for number, taken in enumerate(accumulate(sizes), start=1):
+        assert taken <= Fraction(number * groups, count) < taken + 1
+    assert score_batch_size(config).most == max(sizes)
+
+
+def test_the_critic_warms_up_alone() -> None:
+    critic = CriticConfig(warmup_steps=2)
+    config = RunConfig(algorithm=AlgorithmConfig(baseline=AdvantageBaseline.critic), critic=critic)
+    assert [learning(config, step) for step in (2, 3)] == [("critic",), ("actor", "critic")]
+    assert learning(RunConfig(critic=critic), 1) == ("actor",)
