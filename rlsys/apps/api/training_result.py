@@ -85,7 +85,11 @@ class EvaluationResult:
         *above, name = ("average", *keys)
         found = section(self.results, *above).get(name)
         if not isinstance(found, int | float):
-            raise UserError(f"{self.folder / RESULTS} has no figure average.{'.'.join(keys)}: {_REMEDY}.")
+            raise UserError(
+                f"{self.folder / RESULTS} has no figure average.{'.'.join(keys)}: {_REMEDY}.",
+                code="missing",
+                key=str(self.folder / RESULTS),
+            )
         return found
 
 
@@ -123,7 +127,9 @@ class TrainingResult:
         if not run.rows:
             why = f" ({_shortened(problems).removesuffix('.')})" if problems else ""
             raise UserError(
-                f"{self.run_dir / METRICS} holds no row of a step{why}: copy the file from where the run was, or train again."
+                f"{self.run_dir / METRICS} holds no row of a step{why}: copy the file from where the run was, or train again.",
+                code="empty",
+                key=str(self.run_dir / METRICS),
             )
         _warn(self.run_dir, problems)
         return list(run.rows)
@@ -247,7 +253,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     with _readable(path):
         found = read_object(read_regular(path))
     if found is None:
-        raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
+        raise UserError(f"{path} is empty or damaged: {_REMEDY}.", code="malformed", key=str(path))
     return found
 
 
@@ -262,7 +268,7 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
             elif line.strip():
                 problems.append(f"{path.name}, line {number} is damaged: left out.")
     if not rows:
-        raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
+        raise UserError(f"{path} is empty or damaged: {_REMEDY}.", code="malformed", key=str(path))
     _warn(path.parent, problems)
     return rows
 
@@ -275,7 +281,9 @@ def _readable(path: Path) -> Iterator[None]:
     except OSError as problem:
         is_missing = isinstance(problem, FileNotFoundError)
         why = "is missing" if is_missing else f"cannot be read ({problem.strerror})"
-        raise UserError(f"{path} {why}: {_REMEDY}.") from problem
+        raise UserError(
+            f"{path} {why}: {_REMEDY}.", code="not_found" if is_missing else "malformed", key=str(path)
+        ) from problem
 
 
 def _warn(folder: Path, problems: Sequence[str]) -> None:

@@ -150,7 +150,7 @@ async def _stream(opened: Opened, asking: Asking) -> AsyncIterator[str]:
             async for event in events:
                 yield _message(as_dict(event))
     except (RunError, UserError) as problem:
-        yield _message(as_dict(Failed(str(problem))))
+        yield _message(as_dict(Failed.of(problem)))
     except Exception as problem:  # noqa: BLE001 (whoever has asked would wait for a last event)
         _log.exception("a question has failed")
         reason = f"It has failed ({type(problem).__name__}): see the terminal of the server, and ask again."
