@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from rlsys.errors import Code, RunError, UserError
 
@@ -15,6 +16,13 @@ def code_of(error: BaseException) -> Code | None:
 def with_code(sentence: object, code: Code | None) -> str:
     """The sentence, and its code in brackets, by which docs/troubleshooting.md explains it."""
     return str(sentence) if code is None else f"{sentence} [{code}]"
+
+
+def without_code(text: str) -> tuple[str, Code | None]:
+    """What `with_code` has put together, apart again."""
+    sentence, _, last = text.rstrip().rpartition(" [")
+    code = next((code for code in get_args(Code) if last == f"{code}]"), None)
+    return (text.rstrip(), None) if code is None else (sentence, code)
 
 
 def in_one(problems: Sequence[UserError | RunError], *more: str) -> UserError:

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlsys.apps.api.arguments import Data, RunSettings, note, quoted, read_data
 from rlsys.apps.api.retrievers import SearchBackend
+from rlsys.apps.error_texts import without_code
 from rlsys.apps.evaluation.results import ANSWERS, RESULTS
 from rlsys.errors import RunError, UserError
 from rlsys.files import limited_lines, open_regular, read_regular
@@ -228,8 +229,11 @@ def _rlsys(*words: str) -> None:
     status = _ended(process)
     reader.join(2.0)
     if status:
-        kind = UserError if status == 2 else RunError
-        raise kind(f"rlsys {words[0]}: {''.join(lines).strip() or f'it ended with status {status}'}")
+        said, code = without_code("".join(lines).strip())
+        sentence = f"rlsys {words[0]}: {said or f'it ended with status {status}'}"
+        if status == 2:  # Without a code where the command line itself is wrong.
+            raise UserError(sentence, code=code or "malformed", key=f"rlsys {words[0]}")
+        raise RunError(sentence)
 
 
 def _ended(process: subprocess.Popen[str]) -> int:

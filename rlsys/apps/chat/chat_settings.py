@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.apps.error_texts import in_one
+from rlsys.apps.error_texts import code_of, in_one
 from rlsys.apps.evaluation.evaluation_inputs import Model, as_error, is_about
 from rlsys.config.compose import as_dict, load_config, typed
 from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
@@ -143,7 +143,7 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
     except (OmegaConfBaseException, UserError) as problem:
         raise UserError(
             f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend it, or name a config with -c.",
-            code="malformed",
+            code=code_of(problem) or "wrong_type",
             key=str(file),
         ) from problem
     if merged.search.token_env is not None:
