@@ -21,7 +21,7 @@ from tests.apps.chat.test_settings import write_rows
 from tests.support.tiny import Search, search_server
 from tests.support.tiny_models import POLICY
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(300)]
 
 QUESTION = "Iquique is in a country with which language?"
 

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from itertools import groupby, pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.apps.chat.conversation import Kind, Segments
 
 TAGS = {"think": Kind.thought, "search": Kind.search, "answer": Kind.answer}
 BITS = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<search>",
-        "</search>",
-        "<answer>",
-        "</answer>",
-        "<",
-        ">",
-        "</",
-        "a",
-        " b",
-        "<b>",
-        "<thin",
-    ]
+    ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<", ">", "</", "a", "b", "<b>", "<thin"]
 )
 
 
@@ -50,6 +36,7 @@ def test_a_tag_counts_to_what_it_opens_and_closes() -> None:
     ]
 
 
+@settings(max_examples=50)
 @given(st.lists(BITS, max_size=12).map("".join), st.lists(st.integers(0, 60), max_size=8))
 def test_how_the_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
