@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apps.data.fake_hub import FakeHub, running
+from tests.support.fake_hub import FakeHub, running
 from tests.support.paths import PROJECT
 
 SCRIPT = PROJECT / "examples" / "searchr1" / "download.py"
