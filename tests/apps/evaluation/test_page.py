@@ -22,42 +22,13 @@ EVIL = [
     "\x1b[31m\u202eevil\u2066\x00\ud800",
     "javascript:alert(5) {{7*7}} ${7*7}",
 ]
-ALLOWED = {
-    *(
-        "html",
-        "head",
-        "meta",
-        "title",
-        "style",
-        "body",
-        "input",
-        "header",
-        "nav",
-        "div",
-        "label",
-        "main",
-        "table",
-    ),
-    *(
-        "caption",
-        "thead",
-        "tbody",
-        "tr",
-        "th",
-        "td",
-        "small",
-        "article",
-        "p",
-        "strong",
-        "span",
-        "h1",
-        "h2",
-        "dl",
-        "dt",
-        "dd",
-    ),
-    *("details", "summary", "pre"),
-}
+ALLOWED = set(
+    re.findall(
+        r"\w+",
+        "html head meta title style body input header nav div label main table caption thead tbody tr th td small article p "
+        "strong span h1 h2 dl dt dd details summary pre",
+    )
+)
 
 
 class Seen(HTMLParser):
@@ -127,11 +98,6 @@ def test_the_page_has_no_script_and_its_policy_allows_none() -> None:
     assert "https:" not in page
 
 
-def test_it_is_the_same_text_after_a_trip_through_utf_8() -> None:
-    page = page_of(*(malicious(evil) for evil in EVIL))
-    assert page.encode("utf-8").decode("utf-8") == page
-
-
 def test_the_page_is_of_the_answers() -> None:
     answers = [answered(asked(n, "x", source="nq"), "x" if n % 3 == 0 else "y") for n in range(30)]
     answers += [answered(asked(40, "x", source="own"), None)]
@@ -159,9 +125,3 @@ def test_every_filter_has_a_button_a_label_and_a_rule() -> None:
     # A sibling rule reaches only what comes later beside it.
     tags = [tag for tag, _ in seen.tags]
     assert max(place for place, tag in enumerate(tags) if tag == "input") < tags.index("nav") < tags.index("main")
-
-
-def test_it_is_made_for_phones_and_for_the_dark() -> None:
-    page = page_of(answered(asked(1, "x"), "x"))
-    assert [one for one in Seen(page).of("meta") if one.get("name") == "viewport"]
-    assert "prefers-color-scheme: dark" in page

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from rlsys.apps.evaluation.evaluation_inputs import find_sources, questions_of
 from rlsys.config.schema import EvalConfig, RunConfig
-from rlsys.errors import UserError
+from tests.support.refusals import refused
 
 
 def write(file: Path, *sources: str) -> Path:
@@ -32,20 +30,18 @@ def test_the_reported_split_is_asked_whatever_else_is_there(tmp_path: Path) -> N
 def test_all_missing_sets_are_named_with_their_commands(tmp_path: Path) -> None:
     write(tmp_path / "nq" / "train.jsonl", "nq")
     write(tmp_path / "popqa" / "test.jsonl", "popqa")
-    with pytest.raises(UserError) as error:
+    with refused("not_found", "--data") as caught:
         find_sources(["nq", "popqa", "musique"], tmp_path)
-    (line,) = str(error.value).splitlines()
-    assert f"`rlsys data prepare nq --out {tmp_path} && rlsys data prepare musique --out {tmp_path}`" in line
-    assert "popqa" not in line
-    with pytest.raises(UserError, match=f"`rlsys data prepare all --out {tmp_path / 'none'}`"):
-        find_sources(["all"], tmp_path / "none")
+    sentence = str(caught.value)
+    assert f"`rlsys data prepare nq --out {tmp_path} && rlsys data prepare musique --out {tmp_path}`" in sentence
+    assert "popqa" not in sentence
 
 
 def test_what_is_no_set_and_what_is_named_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--data triviqa is neither a set .*triviaqa"):
+    with refused("unknown", "--data"):
         find_sources(["triviqa"], tmp_path)
     file = write(tmp_path / "nq" / "test.jsonl", "nq")
-    with pytest.raises(UserError, match=r"names .*test\.jsonl twice"):
+    with refused("conflict", "--data"):
         find_sources(["nq", str(file)], tmp_path)
 
 

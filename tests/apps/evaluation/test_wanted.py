@@ -11,9 +11,8 @@ from rlsys.apps.evaluation.evaluation_inputs import Baseline, EvaluationInputs, 
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
-from tests.support.paths import PROJECT
+from tests.support.tiny_models import POLICY
 
-POLICY = PROJECT / "examples" / "searchr1" / "tiny" / "policy"
 DEAD = "http://127.0.0.1:9"
 
 
@@ -62,18 +61,17 @@ async def test_a_baseline_that_searches_needs_a_search_that_can_work(own: str) -
     assert [line.partition(" ")[0] for line in lines] == ["search.topk=0", "search.index=none"]
 
 
-@pytest.mark.parametrize("baseline", [Baseline.rag, Baseline.search])
-async def test_a_baseline_that_searches_is_refused_without_a_search(own: str, baseline: Baseline) -> None:
+async def test_a_baseline_that_searches_is_refused_without_a_search(own: str) -> None:
     off = config_of("search.enabled=false", "task.invalid_message=no")
-    (line,) = await problems_of(off, own, baseline=baseline)
-    assert line.startswith(f"--baseline {baseline} searches, and search.enabled=false")
+    (line,) = await problems_of(off, own, baseline=Baseline.search)
+    assert line.startswith("--baseline search")
     await want(off, own, baseline=Baseline.none)
 
 
 async def test_a_server_is_asked_unless_its_settings_are_wrong(own: str) -> None:
-    with pytest.raises(RunError, match=f"search.url={DEAD} does not answer"):
+    with pytest.raises(RunError, match=DEAD):
         await want(config_of(f"search.url={DEAD}"), own, baseline=Baseline.search)
     lines = await problems_of(config_of(f"search.url={DEAD}", "eval.samples=4"), own, baseline=Baseline.rag)
-    assert [line.partition("=")[0] for line in lines] == ["eval.samples", "the search server at search.url"]
+    assert [("eval.samples" in line, DEAD in line) for line in lines] == [(True, False), (False, True)]
     (line,) = await problems_of(config_of(f"search.url={DEAD}", "search.topk=0"), own, baseline=Baseline.rag)
     assert line.startswith("search.topk=0")
