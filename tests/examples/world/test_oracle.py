@@ -53,6 +53,7 @@ async def test_a_false_passage_makes_a_false_answer(heldout: list[Question]) -> 
     assert (await measure_ceiling([question], lie)).oracle_em == 0.0
 
 
+@pytest.mark.slow
 async def test_dense_search_finds_the_passages_among_many(
     world: World, heldout: list[Question], tmp_path: Path
 ) -> None:

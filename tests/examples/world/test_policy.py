@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import examples.searchr1.tiny as tiny
@@ -35,24 +33,10 @@ def test_checksums_are_those_of_the_readme() -> None:
     assert stated == shipped
 
 
-def test_size_and_precision() -> None:
-    tensors = load_file(POLICY / "model.safetensors")
-    assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.float32"}
-    assert 1_000_000 <= sum(tensor.numel() for tensor in tensors.values()) <= 3_000_000
-
-
 def test_the_tokenizer_round_trips_the_corpus(world: World, tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [row["contents"] for row in world.corpus()] + [question.prompt for question in world.heldout]
     ids = tokenizer(texts)["input_ids"]
     assert tokenizer.batch_decode(ids) == texts
-
-
-def test_nothing_is_added_to_a_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = "Question: In which country is Lyon?\n"
-    assert tokenizer.chat_template is None
-    assert tokenizer(text)["input_ids"] == Tokenizer.from_file(str(POLICY / "tokenizer.json")).encode(
-        text, add_special_tokens=False
-    ).ids  # fmt: skip
 
 
 def test_tags_are_single_tokens_that_decoding_keeps(tokenizer: PreTrainedTokenizerFast) -> None:
