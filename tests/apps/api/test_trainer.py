@@ -18,7 +18,7 @@ from rlsys.apps.api import HttpRetriever, SearchR1Trainer, TrainingResult
 from rlsys.apps.api.arguments import model_folder
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.errors import Code, RunError
+from rlsys.errors import Code, RunError, UserError
 from tests.config.conftest import SHAPE
 from tests.support.paths import PROJECT
 from tests.support.refusals import refused
@@ -108,25 +108,30 @@ def test_without_a_search_there_are_tools_alone(asked: list[RunConfig], tmp_path
         ("wrong_type", "search_backend", {"search_backend": "http://127.0.0.1:8000"}, {}),
         ("wrong_type", "search_backend", {"search_backend": HttpRetriever}, {}),
         ("wrong_type", "overrides", {"overrides": "trainer.seed=1"}, {}),
-        ("out_of_range", "trainer.steps", {}, {"num_iterations": -1}),
         ("conflict", "num_iterations", {"overrides": ["trainer.steps=2"]}, {"num_iterations": 1}),
-        ("unknown", "actor.lrate", {"overrides": ["actor.lrate=1"]}, {}),
     ],
 )
-def test_a_mistake_is_refused_before_a_download_a_server_or_a_run(
-    code: Code, key: str, given: dict[str, Any], asked_for: dict[str, Any],
-    asked: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_an_argument_that_cannot_be_is_refused(
+    code: Code, key: str, given: dict[str, Any], asked_for: dict[str, Any], asked: list[RunConfig], tmp_path: Path
+) -> None:
+    with refused(code, key):
+        trainer = SearchR1Trainer(**{"model_name": POLICY, "search_backend": SERVER, "output_dir": tmp_path} | given)
+        trainer.train(ROWS, **asked_for)
+    assert asked == []
+
+
+@pytest.mark.parametrize("override", ["actor.lrate=1", "trainer.steps=-1"])
+def test_settings_that_cannot_be_are_refused_before_a_download_or_a_server(
+    override: str, asked: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unwanted(*_: Any, **__: Any) -> Any:
         raise AssertionError("something has been started")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unwanted)
     monkeypatch.setattr(HttpRetriever, "serving", unwanted)
-    model = "Qwen/Small" if key == "actor.lrate" else POLICY
-    with refused(code, key):
-        SearchR1Trainer(**{"model_name": model, "search_backend": SERVER, "output_dir": tmp_path} | given).train(
-            ROWS, **asked_for
-        )
+    model = POLICY if override.startswith("trainer") else "Qwen/Small"
+    with pytest.raises(UserError, match=override.partition("=")[0]):
+        SearchR1Trainer(model, SERVER, output_dir=tmp_path, overrides=[override]).train(ROWS)
     assert asked == []
 
 

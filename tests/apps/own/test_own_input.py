@@ -90,7 +90,7 @@ def test_files_that_cannot_be_used(world: World, spoil: Callable[[World], None],
 @pytest.mark.parametrize(
     ("more", "code", "key"),
     [
-        ({"overrides": ("trainer.stps=3",)}, "unknown", "trainer.stps"),
+        ({"overrides": ("trainer.stps=3",)}, None, "trainer.stps"),
         ({"overrides": ("trainer.steps=2",), "steps": 1}, "conflict", "--steps"),
         ({"kind": "fancy"}, "unknown", "--kind"),
         ({"encoder": "minilm"}, "conflict", "--encoder"),
