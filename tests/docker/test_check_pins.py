@@ -40,11 +40,9 @@ def toy(check: ModuleType, pins: dict[str, str], requires: dict[str, list[str]],
     ("needs", "told"),
     [
         (["b>=1.5"], []),
-        (["b>=1"], []),
         (["B == 2.0rc1"], []),
         (["b<1.5"], ["toy: a needs b<1.5, and b==2.0rc1 is pinned."]),
         (["c"], ["toy: a needs c, and no c is pinned."]),
-        (['c; python_version < "3.12"'], []),
         (['c; sys_platform == "win32"'], []),
         (['c; extra == "all"'], []),
         (["b[fast]"], ["toy: b needs c>3; extra == 'fast', and no c is pinned."]),
@@ -104,12 +102,6 @@ def test_images_run_as_a_user_and_take_their_packages_from_the_first_stage(name:
         if word[0] == "COPY" and not word[1].startswith("--from"):
             sources = [one for one in word[1:-1] if not one.startswith("--")]
             assert all((DOCKER.parent / source).exists() for source in sources), sources
-
-
-def test_the_gpu_image_has_what_kuberay_s_probes_run() -> None:
-    words = instructions("Dockerfile.gpu")
-    (tools,) = [word for word in words[len(words) // 2 :] if "apt-get" in word]
-    assert "wget" in tools
 
 
 def test_the_compose_file_starts_commands_and_files_that_exist() -> None:
