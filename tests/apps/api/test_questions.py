@@ -19,22 +19,12 @@ from tests.support.refusals import refused
 
 HAMLET: dict[str, Any] = {"question": "who wrote Hamlet", "golden_answers": ["Shakespeare"]}
 OWN = {"query": "who wrote Hamlet", "answers": "Shakespeare", "hops": 1}
-SEARCH_R1 = {
-    "prompt": [{"role": "user", "content": "Q?"}],
-    "reward_model": {"ground_truth": {"target": ["A"]}},
-}
+SEARCH_R1 = {"prompt": [{"role": "user", "content": "Q?"}], "reward_model": {"ground_truth": {"target": ["A"]}}}
 
 
 def jsonl(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def test_rows_by_their_usual_names_are_what_flashrag_calls_them(tmp_path: Path) -> None:
-    (found,) = read_questions(read_data([OWN], "train_data").path(tmp_path))
-    assert (found.prompt, found.answers, found.text) == (
-        search_prompt("who wrote Hamlet"), ("Shakespeare",), "who wrote Hamlet",
-    )  # fmt: skip
 
 
 def test_questions_come_back_whole(tmp_path: Path) -> None:
@@ -116,8 +106,3 @@ def test_a_file_whose_dates_cannot_be_split_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
     with refused("wrong_type", "q-train"):
         training_files(tmp_path / "q.parquet", None, 1, 0, tmp_path / "files")
-
-
-def test_two_ways_to_hold_out_contradict_each_other(tmp_path: Path) -> None:
-    with refused("conflict", "holdout"):
-        training_files([HAMLET], [HAMLET], 3, 0, tmp_path)

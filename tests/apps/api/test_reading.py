@@ -67,14 +67,6 @@ def test_a_damaged_row_of_the_history_is_named(trained: TrainingResult, line: st
     assert [row["step"] for row in read_metrics(file)] == [1, 3]
 
 
-def test_many_damaged_rows_are_one_warning(trained: TrainingResult) -> None:
-    with (trained.run_dir / "metrics.jsonl").open("a") as file:
-        file.write("{}\n" * 9 + "{")
-    with pytest.warns(UserWarning, match=r"line 4 is .* line 6 is damaged: left out\. So are 7 more\.$") as caught:
-        assert steps(trained) == [1, 2, 3]
-    assert len(caught) == 1
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - {*OBJECTS}))
 def test_a_file_of_which_nothing_can_be_read_is_a_sentence(
@@ -111,11 +103,3 @@ def test_a_figure_that_is_not_there_is_named(evaluated: EvaluationResult, averag
     (evaluated.folder / "results.json").write_text(json.dumps({"average": average}))
     with refused("missing", evaluated.folder / "results.json"):
         _ = evaluated.em
-
-
-def test_a_damaged_answer_is_named(evaluated: EvaluationResult) -> None:
-    with (evaluated.folder / "answers.jsonl").open("a") as file:
-        file.write('{"uid": "d')
-    with pytest.warns(UserWarning, match=r"answers\.jsonl, line 3 is damaged: left out") as caught:
-        assert [row["uid"] for row in evaluated.answers] == ["a\u2028b", "c"]
-    assert [one.filename for one in caught] == [__file__]

@@ -48,10 +48,7 @@ def test_what_is_given_twice_is_refused_by_both_names() -> None:
     arguments = [Given("num_iterations", {"trainer.steps": 3})]
     with refused("conflict", "num_iterations"):
         compose_settings("x", arguments, ["trainer.steps=4"])
-    assert compose_settings("x", arguments, ["trainer.seed=4"]).overrides == (
-        "trainer.steps=3",
-        "trainer.seed=4",
-    )
+    assert compose_settings("x", arguments, ["trainer.seed=4"]).overrides == ("trainer.steps=3", "trainer.seed=4")
 
 
 @pytest.mark.parametrize(
@@ -66,11 +63,6 @@ def test_what_is_given_twice_is_refused_by_both_names() -> None:
 def test_a_section_around_what_is_given_is_refused_too(key: str, override: str) -> None:
     with refused("conflict", "mine"):
         compose_settings("x", [Given("mine", {key: 1})], [override])
-
-
-def test_a_group_s_config_lies_beneath_what_is_given() -> None:
-    made = compose_settings("searchr1_tiny_cpu", [Given("model_name", {"model.path": "a"})], ["model=qwen2.5-3b"])
-    assert load_config(made.config, made.overrides).model.path == "a"
 
 
 def test_what_passes_with_the_run_is_not_handed_on() -> None:
@@ -140,11 +132,3 @@ def test_a_reward_has_terms_and_keys() -> None:
 def test_what_is_no_reward_is_refused(reward: Any, code: Code, key: str) -> None:
     with refused(code, "reward_config" + key):
         of_reward(reward)
-
-
-@given(st.integers(1, 600), st.integers(1, 8))
-def test_no_more_mini_batches_than_questions(batch: int, before: int) -> None:
-    made = of_batch(batch, before)
-    assert made["trainer.prompts_per_step"] == batch
-    now = made.get("trainer.mini_batches", before)
-    assert now == min(batch, before)

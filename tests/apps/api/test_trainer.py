@@ -90,10 +90,7 @@ def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
 
 
 def test_without_a_search_there_are_tools_alone(asked: list[RunConfig], tmp_path: Path) -> None:
-    overrides = [
-        "task.tools=[rlsys.rollout.tools.calculator.Calculator]",
-        "task.invalid_message='Use <answer>.'",
-    ]
+    overrides = ["task.tools=[rlsys.rollout.tools.calculator.Calculator]", "task.invalid_message='Use <answer>.'"]
     trainer = SearchR1Trainer(
         POLICY, None, devices="cpu", config="searchr1_tiny_cpu", output_dir=tmp_path, overrides=overrides
     )

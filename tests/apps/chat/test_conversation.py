@@ -24,7 +24,6 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
 from tests.apps.chat.scripted import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
-from tests.rollout.tools.own_tools import Echo
 
 QUESTION = "What is the capital of France?"
 
@@ -88,9 +87,7 @@ async def test_what_fills_the_last_room_is_told(last: str) -> None:
     question = Question("other", f"Question: {QUESTION}\n", ())
     for limit in range(40, 220, 15):
         tasks = task(
-            max_total_tokens=limit,
-            max_observation_tokens=400,
-            tools=["rlsys.rollout.tools.calculator.Calculator"],
+            max_total_tokens=limit, max_observation_tokens=400, tools=["rlsys.rollout.tools.calculator.Calculator"]
         )
         events = await all_of(conversation(Script(words, (last, ANSWERS)), Shelf(passage), tasks))
         tools = EpisodeTools(Silent(Script(words, (last, ANSWERS))), Shelf(passage), words, tasks)
@@ -110,16 +107,6 @@ async def test_an_episode_that_runs_out_of_time_says_so() -> None:
     ended = (await all_of(asked))[-1]
     assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish) == (None, "time_limit")
-
-
-async def test_tools_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(Echo, "__init__", lambda self: made.append(self))
-    tasks = task(tools=["tests.rollout.tools.own_tools.Echo"])
-    asked = conversation(Script(codec(), ("<say>a</say>", ANSWERS)), None, tasks)
-    for _ in range(3):
-        assert (await all_of(asked))[-1].tool_calls == 1  # type: ignore[union-attr]
-    assert len(made) == 1
 
 
 async def test_events_come_in_order_and_as_they_happen() -> None:
@@ -156,8 +143,7 @@ async def test_a_search_that_fails_is_told_and_the_answer_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "key"),
-    [(" \n", "empty", "question"), ("why " * 100, "out_of_range", "task.max_prompt_tokens")],
+    ("text", "code", "key"), [(" \n", "empty", "question"), ("why " * 100, "out_of_range", "task.max_prompt_tokens")]
 )
 async def test_a_question_that_cannot_be_asked_fails_and_the_next_is_answered(text: str, code: str, key: str) -> None:
     asked = conversation(Script(codec(), (ANSWERS,)), Shelf())

@@ -19,13 +19,12 @@ from typer.testing import CliRunner, Result
 
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.conversation import EpisodeEnded, Event, Found, Observed, TextPiece, opened
-from rlsys.apps.chat.web import serve_chat
 from rlsys.apps.cli import chat
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.apps.evaluation.execution import asking
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import Question
-from rlsys.errors import Code, RunError, UserError
+from rlsys.errors import Code, RunError
 from tests.apps.chat.test_settings import write_rows
 from tests.support.refusals import refused
 from tests.support.tiny import Search, search_server
@@ -116,21 +115,6 @@ def test_a_mistake_is_refused(run_chat: Chat, arguments: tuple[object, ...], cod
         raise outcome.exception or AssertionError(outcome.output)
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [("config.json", "[]"), ("config.json", '{"archit'), ("tokenizer.json", "[]"), ("model.safetensors", None)],
-)
-def test_a_damaged_folder_is_refused(run_chat: Chat, tmp_path: Path, file: str, text: str | None) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(POLICY, damaged)
-    (damaged / file).unlink()
-    if text is not None:
-        (damaged / file).write_text(text)
-    outcome = run_chat("--model", damaged, "--max-turns", 0, "--engine", "transformers", "Who?")
-    assert isinstance(outcome.exception, UserError), outcome.exception
-    assert len(str(outcome.exception).splitlines()) == 1
-
-
 def test_a_folder_of_an_unknown_family_is_asked_by_transformers(run_chat: Chat, tmp_path: Path) -> None:
     """Transformers knows more families than can be trained."""
     folder = tmp_path / "gpt2"
@@ -147,22 +131,6 @@ def test_a_closed_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "stdin", None)
     with refused("missing", "QUESTION"):
         chat.command(POLICY)
-
-
-@pytest.mark.parametrize(("host", "shared"), [("localhost", False), ("0.0.0.0", True)])
-async def test_that_others_can_reach_the_page_is_said(
-    host: str,
-    shared: bool,
-    settings: ChatSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    async def served(*_: object) -> None:
-        pass
-
-    monkeypatch.setattr("rlsys.apps.chat.web.serve", served)
-    await serve_chat(Model(POLICY, None), settings, EngineName.transformers, host, 0)
-    assert ("no password is asked for" in capsys.readouterr().err) == shared
 
 
 async def test_a_cancelled_load_is_not_waited_for(settings: ChatSettings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +151,6 @@ async def test_a_cancelled_load_is_not_waited_for(settings: ChatSettings, monkey
         await loading
     await loop.shutdown_default_executor()
     release.set()
-
-
-def test_a_taken_port_is_refused(run_chat: Chat) -> None:
-    with search_server() as taken:
-        port = taken.url.rpartition(":")[2]
-        outcome = run_chat("--model", POLICY, "--max-turns", 0, "--web", "--port", port)
-    assert isinstance(outcome.exception, UserError)
-    assert port in str(outcome.exception)
 
 
 def test_a_program_pipes_questions_and_reads_events(

@@ -87,12 +87,6 @@ def test_a_checkpoint_is_asked_as_it_says_itself(run: Path) -> None:
     assert settings_of(Model(saved / "actor", run), ChatOptions()).config.task.max_turns == 3
 
 
-def test_flags_go_before_the_run(run: Path) -> None:
-    found = settings(run, search_url="http://127.0.0.1:8000", max_turns=1, temperature=0.5)
-    assert (found.config.search.url, found.config.task.max_turns) == ("http://127.0.0.1:8000", 1)
-    assert found.config.eval.temperature == 0.5
-
-
 def test_a_prompt_of_ones_own_is_that_of_prepared_rows(run: Path) -> None:
     """`rlsys data prepare own --prompt FILE --tool ...` makes the rows that a model was trained on."""
     calculator = "rlsys.rollout.tools.calculator.Calculator"
@@ -140,23 +134,6 @@ def test_what_a_found_config_would_have_sent_or_run_is_said(
         assert asked.config.search.token_env is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "wanted", "why"),
-    [
-        ({"enabled": False}, {}, "search.enabled=false"),
-        ({}, {"max_turns": 0}, "task.max_turns=0"),
-    ],
-)
-def test_a_search_that_is_named_for_nothing_is_said(
-    run: Path, changes: dict[str, Any], wanted: dict[str, Any], why: str
-) -> None:
-    saved_with(run, run, search=changes, task={"invalid_message": "No."})
-    found = settings(run, search_url="http://127.0.0.1:8000", **wanted)
-    assert f"--search-url is not used: {why}, so nothing is searched." in found.notes
-    found = settings(run, index=run.parent / "index", **wanted)
-    assert f"--index is not used: {why}, so nothing is searched." in found.notes
-
-
 def test_keys_of_another_version_are_left_out_and_named(run: Path) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["task"]["eval_limit"] = 3
@@ -193,19 +170,6 @@ def test_a_wish_that_cannot_be_is_refused(
         settings(tmp_path / "a" / "b" / "c" / "d", **wanted)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "key"),
-    [
-        ({"index": Path("nowhere")}, "search.index"),
-        ({"max_turns": 0, "temperature": -1.0}, "eval.temperature"),
-    ],
-)
-def test_the_config_that_comes_out_is_held_to_its_rules(tmp_path: Path, wanted: dict[str, Any], key: str) -> None:
-    with pytest.raises(UserError) as caught:
-        settings(tmp_path / "a" / "b" / "c" / "d", **wanted)
-    assert caught.value.key == key
-
-
 @pytest.mark.parametrize("text", ["{", "[]", "a: 1", "task: 3\nsearch: {}\nrollout: {sampling: {}}"])
 def test_a_file_that_is_no_config_of_a_run_is_refused(run: Path, text: str) -> None:
     (run / "config.yaml").write_text(text)
@@ -218,14 +182,6 @@ def test_a_value_of_another_type_is_refused(run: Path) -> None:
     with pytest.raises(UserError) as caught:
         settings(run)
     assert caught.value.key == str(run / "config.yaml")
-
-
-def test_rows_that_are_gone_are_said(run: Path) -> None:
-    (run.parent / "train.jsonl").unlink()
-    saved_with(run, run, task={"eval_path": "nowhere.jsonl"})
-    found = settings(run)
-    assert found.prompt("how far") == search_prompt("how far")
-    assert "train.jsonl" in found.notes[1]
 
 
 def test_the_template_is_read_off_rows(tmp_path: Path) -> None:

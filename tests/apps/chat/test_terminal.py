@@ -115,10 +115,3 @@ async def test_lines_come_when_they_are_written() -> None:
     os.close(writing)
     assert [line async for line in lines] == ["two", "", "three ü\ufffd"]
     os.close(reading)
-
-
-async def test_a_file_is_read_too(tmp_path: object) -> None:
-    with open(f"{tmp_path}/questions", "w+b") as file:
-        file.write(b"one\ntwo\n")
-        file.seek(0)
-        assert [line async for line in lines_of(file.fileno())] == ["one", "two"]

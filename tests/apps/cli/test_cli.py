@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib.metadata
-import json
 import os
 import re
 import signal
@@ -75,45 +73,12 @@ def test_each_problem_of_a_config_is_a_line(call: Call, tmp_path: Path) -> None:
     assert CODED.search(lines[-1])
 
 
-def test_a_cassette_is_summed_up(call: Call, tmp_path: Path) -> None:
-    path = tmp_path / "tape.jsonl"
-    rows: list[dict[str, object]] = [{"rlsys_cassette": 1, "topk": 3, "server": {"encoder": "[bold]mini"}}]
-    passage = {"id": "1", "contents": "x", "score": 0.5}
-    rows += [{"query": "Mali", "latency_s": 0.001 * (100 - call), "passages": [passage]} for call in range(98)]
-    rows += [{"query": query, "latency_s": latency, "error": "no"} for query, latency in (("a", 0.001), ("b", 0.002))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, out, error = call("search", "cassette", str(path))
-    assert (status, error) == (0, "")
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
-    assert [line for line in lines if line] == [
-        ["topk", "3"],
-        ["encoder", "[bold]mini"],
-        ["queries", "3"],
-        ["calls", "100"],
-        ["errors", "2"],
-        ["latency p50", "50.0 ms"],
-        ["latency p90", "90.0 ms"],
-        ["latency p99", "99.0 ms"],
-        ["latency max", "100.0 ms"],
-    ]
-
-
 @pytest.mark.parametrize("arguments", [("train",), ("train", *TINY, "--nope"), ("nope",)])
 def test_a_wrong_use_of_the_command_has_status_2(call: Call, arguments: tuple[str, ...]) -> None:
     status, _, error = call(*arguments)
     assert status == 2
     assert "Usage" in error
     assert "Traceback" not in error
-
-
-def test_doctor_says_what_is_here(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    status, out, _ = call("doctor")
-    assert status == 0
-    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
-    found = {cells[2]: cells for cells in rows if len(cells) > 2}
-    for package in ("torch", "megatron-core", "ray", "faiss-cpu"):
-        assert found[package][3] == importlib.metadata.version(package)
 
 
 @pytest.mark.parametrize(

@@ -86,16 +86,6 @@ def test_info_for_people_and_for_programs(call: Call, tmp_path: Path) -> None:
     assert found["architecture"]["rope"]["factor"] == 8.0
 
 
-def test_a_missing_tokenizer_is_said_on_standard_error(call: Call, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", tokenizer=False)
-    status, out, error = call("hf2mg", model, tmp_path / "mg", "--values")
-    assert status == 0
-    assert "has no tokenizer" in error
-    assert len(error.splitlines()) == len(out.splitlines()) == 1
-    assert "kind" in call("info", tmp_path / "mg")[1]
-    assert json.loads(call("info", tmp_path / "mg", "--json")[1])["critic"]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -115,19 +105,6 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(arguments: tuple[str, ...]
     assert (status, out) == (2, "")
     assert len(error.splitlines()) == 1, error
     assert sorted(made.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("5GB", 5 * 10**9),
-        ("500 mb", 5 * 10**8),
-        ("1.5GiB", 3 * 2**29),
-        ("123", 123),
-    ],
-)
-def test_sizes_are_read(text: str, expected: int) -> None:
-    assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-5GB", "5TB", "0GB", "5IB", "1e9"])

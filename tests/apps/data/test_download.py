@@ -64,13 +64,6 @@ def test_pieces_are_joined_and_checked(fake: FakeHub, bench: Bench) -> None:
     assert fake.authorised == [True, True]
 
 
-def test_what_is_complete_is_left(fake: FakeHub, bench: Bench) -> None:
-    bench.fetch()
-    before, asked = bench.path.stat().st_mtime_ns, len(fake.asked)
-    assert bench.fetch() == WHOLE
-    assert (bench.path.stat().st_mtime_ns, len(fake.asked), bench.told) == (before, asked, 4000)
-
-
 def test_small_files_are_checked_by_gits_checksum(fake: FakeHub, bench: Bench) -> None:
     target = Target("docs/README.md", bench.hub.find("a/set", ["README.md"]))
     assert bench.downloader.fetch(target, bench.advance).read_bytes() == b"small"
@@ -101,26 +94,11 @@ def test_a_new_process_goes_on_where_the_old_one_ended(fake: FakeHub, bench: Ben
     assert again.told == 4000
 
 
-def test_tries_without_a_byte_wait_longer_and_longer_and_progress_forgets_them(fake: FakeHub, bench: Bench) -> None:
-    fake.faults = ["503", "500", 50, "502", 20, 0, "504", None]
-    assert bench.fetch() == WHOLE
-    assert bench.waits == [2, 4, 2, 2]
-
-
 def test_a_corrupted_body_is_fetched_once_more(fake: FakeHub, bench: Bench) -> None:
     fake.faults = ["corrupt"]
     assert bench.fetch() == WHOLE
     assert [asked for _, asked in fake.asked] == ["", "", ""]
     assert bench.told == 4000
-
-
-def test_a_body_corrupted_twice_is_given_up(fake: FakeHub, bench: Bench) -> None:
-    fake.faults = [None, "corrupt", "corrupt"]
-    with pytest.raises(RunError, match="part_ab"):
-        bench.fetch()
-    assert not bench.path.exists()
-    assert bench.downloader.missing(bench.target) == 1000, "the piece that was right is kept"
-    assert bench.fetch() == WHOLE
 
 
 @pytest.mark.parametrize("fault", ["no ranges", "shifted"])
@@ -170,15 +148,6 @@ def test_only_one_download_works_on_a_folder(bench: Bench) -> None:
         with pytest.raises(RunError, match="save here"):
             bench.fetch()
     assert bench.fetch() == WHOLE
-
-
-def test_what_may_not_be_read_is_told(fake: FakeHub, bench: Bench) -> None:
-    fake.faults = ["403"]
-    with refused("denied", bench.target.pieces[0].url):
-        bench.fetch()
-    fake.faults = ["410"]
-    with pytest.raises(RunError, match="410"):
-        bench.fetch()
 
 
 def test_a_folder_that_cannot_be_written_is_told(bench: Bench) -> None:

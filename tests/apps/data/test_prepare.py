@@ -71,15 +71,6 @@ def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_bad_rows_among_the_first_are_told_and_those_after_them_are_not(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "raw.jsonl", {"question": "Who?"}, HAMLET, PARIS, {"question": "?"})
-    with refused("missing", f"{source}, line 1") as caught:
-        prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2)
-    assert len(str(caught.value).splitlines()) == 1
-    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS, {"question": "?"})
-    assert prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2).rows == 2
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
 def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None:
     rows = [{"query": "Größte Stadt, von allen?", "answer": "Tokio"}, {"query": "Who?", "answer": 'a "b"'}]
@@ -164,13 +155,6 @@ def own(tmp_path: Path, *arguments: object) -> list[str]:
     return prompts(out)
 
 
-def test_own_questions_have_search_r1s_prompt_unless_told(tmp_path: Path) -> None:
-    assert own(tmp_path) == [
-        search_prompt("who wrote Hamlet"),
-        search_prompt("What is the capital of France?"),
-    ]
-
-
 def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> None:
     said = described([CALCULATOR])
     before, after = search_prompt("who wrote Hamlet").split("If you find no")
@@ -185,14 +169,6 @@ def test_a_prompt_of_ones_own_holds_the_question_as_it_is_written(tmp_path: Path
     file.write_text("Think, then <answer>. {tools}\nQ: {question}\nA:", encoding="utf-8")
     first, _ = own(tmp_path, "--prompt", file, "--tool", CALCULATOR)
     assert first == f"Think, then <answer>. {described([CALCULATOR])}\nQ: who wrote Hamlet\nA:"
-
-
-def test_a_question_is_not_taken_for_a_place_in_the_prompt(tmp_path: Path) -> None:
-    file, source = tmp_path / "prompt.txt", tmp_path / "raw.jsonl"
-    file.write_text("Q: {question}", encoding="utf-8")
-    jsonl(source, {"question": "What are {tools} and {question}?", "answer": "places"})
-    assert not prepare("own", source, "--out", tmp_path / "own.jsonl", "--prompt", file).exception
-    assert prompts(tmp_path / "own.jsonl") == ["Q: What are {tools} and {question}?"]
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,7 @@ def test_chosen_questions_are_held_out_and_not_trained_on(tmp_path: Path) -> Non
     chosen.write_text("".join(json.dumps(row(text)) + "\n" for text in (" Q  3", "other")))
     train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
     assert split_file(source, train, heldout, chosen=chosen) == (4, 2)
-    assert [json.loads(line)["question"] for line in train.read_text().splitlines()] == [
-        "q 0",
-        "q 1",
-        "q 2",
-        "q 4",
-    ]
+    assert [json.loads(line)["question"] for line in train.read_text().splitlines()] == ["q 0", "q 1", "q 2", "q 4"]
     assert heldout.read_text() == chosen.read_text()
     with refused("empty", source):
         split_file(source, train, heldout, chosen=source)

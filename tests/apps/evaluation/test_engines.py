@@ -36,6 +36,7 @@ def config(server: tiny.Search, tmp_path: Path) -> RunConfig:
     return replace(loaded, model=replace(loaded.model, path=str(POLICY)))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 async def test_both_engines_answer_alike(config: RunConfig) -> None:
     sglang = await run_evaluation(config, QUESTIONS, How())
@@ -50,10 +51,7 @@ async def test_both_engines_answer_alike(config: RunConfig) -> None:
 async def test_drawn_answers_differ_and_repeat(config: RunConfig) -> None:
     how = How(TRANSFORMERS)
     config = replace(config, eval=replace(config.eval, samples=3, temperature=1.5))
-    one, again = (
-        await run_evaluation(config, QUESTIONS[:2], how),
-        await run_evaluation(config, QUESTIONS[:2], how),
-    )
+    one, again = (await run_evaluation(config, QUESTIONS[:2], how), await run_evaluation(config, QUESTIONS[:2], how))
     said = [answered.trajectory.response for answered in one.answered]
     assert len(set(said[:3])) > 1
     assert said == [answered.trajectory.response for answered in again.answered]

@@ -20,10 +20,7 @@ def config(path: Path, **compat: object) -> RunConfig:
 @pytest.fixture
 def seven(tmp_path: Path) -> Path:
     rows = [
-        {
-            "prompt": [{"role": "user", "content": f"Q{number}?"}],
-            "reward_model": {"ground_truth": {"target": ["a"]}},
-        }
+        {"prompt": [{"role": "user", "content": f"Q{number}?"}], "reward_model": {"ground_truth": {"target": ["a"]}}}
         for number in range(7)
     ]
     file = tmp_path / "heldout.jsonl"

@@ -105,14 +105,6 @@ def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> No
     assert list(work.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["[]", '{"architectures": ["Qwen2For', "\ud800"])
-def test_a_damaged_config_is_one_sentence(tmp_path: Path, text: str) -> None:
-    folder = hf_folder(tmp_path / "model")
-    (folder / "config.json").write_text(text, errors="surrogatepass")
-    with pytest.raises(UserError, match=r"config\.json"), as_hf(find(folder), tmp_path):
-        pass
-
-
 @pytest.mark.parametrize(
     ("kinds", "speaks"),
     [

@@ -107,21 +107,3 @@ def test_the_page_is_of_the_answers() -> None:
     assert page_of(*answers, shown=4) == page
     assert "9 of 31" in "".join(Seen(page).text)
     assert {"NQ", "own"} <= set(Seen(page).text)
-
-
-def test_every_filter_has_a_button_a_label_and_a_rule() -> None:
-    answers = [answered(asked(n, "x", source=f"set {n}"), "x") for n in range(3)]
-    page = page_of(*answers)
-    seen = Seen(page)
-    buttons = [one["id"] for one in seen.of("input")]
-    assert buttons == ["is-all", "is-right", "is-wrong", "of-all", "of-0", "of-1", "of-2"]
-    assert [one["for"] for one in seen.of("label")] == buttons
-    assert [one["id"] for one in seen.of("input") if "checked" in one] == ["is-all", "of-all"]
-    style = page[page.index("<style>") : page.index("</style>")]
-    hidden = re.findall(r"#([\w-]+):checked ~ main article(\S*) \{ display: none; \}", style)
-    assert hidden == [("is-right", ".wrong"), ("is-wrong", ".right")] + [
-        (f"of-{n}", f":not(.set-{n})") for n in range(3)
-    ]
-    # A sibling rule reaches only what comes later beside it.
-    tags = [tag for tag, _ in seen.tags]
-    assert max(place for place, tag in enumerate(tags) if tag == "input") < tags.index("nav") < tags.index("main")

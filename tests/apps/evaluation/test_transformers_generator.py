@@ -17,7 +17,6 @@ from rlsys.config.schema import Device, Dtype
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from tests.rollout.agent.bpe import build_tokenizer
 from tests.support.refusals import refused
-from tests.support.tiny_models import POLICY
 
 PROMPTS = [
     "I need",
@@ -156,10 +155,7 @@ async def test_tokens_are_drawn_as_the_model_says(
 
 
 async def test_what_is_drawn_depends_on_the_request_alone(folder: Path, words: PreTrainedTokenizerFast) -> None:
-    prompts, sampling = (
-        [words(prompt)["input_ids"] for prompt in PROMPTS],
-        TurnSampling(1.0, max_new_tokens=8),
-    )
+    prompts, sampling = ([words(prompt)["input_ids"] for prompt in PROMPTS], TurnSampling(1.0, max_new_tokens=8))
 
     async def drawn(batch: int, seed: int = 0) -> list[list[int]]:
         generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, batch, seed)
@@ -181,11 +177,6 @@ def test_weights_that_are_missing_or_of_another_shape_are_refused(folder: Path, 
         with refused("mismatch", "model.path") as caught:
             TransformersGenerator(str(other), Dtype.float32, Device.cpu, 1)
         assert "lm_head.weight" in str(caught.value)
-
-
-def test_a_tied_output_layer_is_not_missing() -> None:
-    assert "lm_head.weight" not in load_file(POLICY / "model.safetensors")
-    TransformersGenerator(str(POLICY), Dtype.float32, Device.cpu, 1)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])

@@ -11,11 +11,9 @@ from typer.testing import CliRunner
 
 from rlsys.apps.cli.data import app as data
 from rlsys.apps.cli.data import split
-from rlsys.apps.cli.own import Wish, Words, _run, command, commands
+from rlsys.apps.cli.own import Wish, Words, _run, commands
 from rlsys.apps.cli.search import app as search
 from rlsys.config.compose import load_config
-from rlsys.errors import RunError
-from rlsys.observe.environment import detect
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.run_logger import RunLogger
 from tests.support.paths import PROJECT
@@ -181,30 +179,6 @@ def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_
     tools = ("rlsys.rollout.tools.calculator.Calculator",)
     words = next(one for one in commands(world.wish(tools=tools)) if one[:2] == ("data", "prepare"))
     assert words[3:5] == ("--tool", tools[0])
-
-
-def test_a_training_that_leaves_no_run_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "train", lambda *_: None)
-    with pytest.raises(RunError, match=r"own-\w+\.txt"):
-        world.run(world.wish())
-
-
-def test_devices_are_those_of_the_given_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    wishes: list[Wish] = []
-    monkeypatch.setattr("rlsys.apps.cli.own.commands", lambda wish: wishes.append(wish) or ())
-    app = Typer()
-    app.command()(command)
-    for more in ([], ["-c", "searchr1_tiny_cpu"], ["-c", "searchr1_tiny_cpu", "--devices", "2"]):
-        assert CliRunner().invoke(app, ["docs", "q.csv", "--model", str(POLICY), *more]).exit_code == 0
-    assert [wish.devices for wish in wishes][1:] == [None, 2]
-    assert wishes[0].devices == (detect().cuda_devices or "cpu")
-
-
-def test_the_index_of_own_documents_has_no_replicas(world: World) -> None:
-    config = world.out.parent / "mine.yaml"
-    config.write_text("defaults: [searchr1_tiny_cpu, _self_]\nsearch: {url: 'http://a:1', replicas: ['http://b:1']}\n")
-    train = world.run(world.wish(config=str(config)))[4]
-    assert load_config(str(config), train[5:]).search.replicas == []
 
 
 def test_a_command_that_fails_ends_it_as_it_ended(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rlsys.apps.cli.own import commands
 from rlsys.errors import UserError
-from rlsys.observe.environment import Capabilities
 from tests.apps.own.test_own import POLICY, World, names
 
 HUB = "Some/Model"
@@ -106,27 +104,6 @@ def test_settings_that_cannot_be_used(world: World, more: dict[str, object], cod
     problem = refusal(world, **more)
     assert code in (None, problem.code)
     assert key in f"{problem.key} {problem}"
-
-
-def test_devices_that_are_not_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Capabilities(torch="2.9", nccl=True, sglang_kernel="1", torch_memory_saver="1")
-    monkeypatch.setattr("rlsys.orchestrator.run.detect", lambda: here)
-    assert "cluster.device" in str(refusal(world, devices=4))
-
-
-def test_a_model_of_no_supported_family(world: World) -> None:
-    folder = world.docs.with_name("gpt2")
-    folder.mkdir()
-    shape = {
-        "model_type": "gpt2",
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 320,
-    }
-    (folder / "config.json").write_text(json.dumps(shape))
-    assert "gpt2/config.json" in str(refusal(world, folder))
 
 
 def test_a_model_is_downloaded_once_all_else_is_sound_and_is_checked_then(

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import examples.searchr1.tiny as tiny
 from examples.searchr1.tiny.passages import observation, passage
 from examples.searchr1.tiny.tokenizer import TAGS
-from examples.searchr1.tiny.traces import Behaviour, Script, Step, observation_spans, write_trace
 from examples.searchr1.tiny.world import World
 
 FOLDER = Path(tiny.__file__).parent
@@ -53,18 +52,3 @@ def test_a_value_has_the_same_tokens_in_passage_and_tags(world: World, tokenizer
         for text in (observation([passage(place)]), f"<search> {place.name} </search>"):
             ids = tokenizer(text)["input_ids"]
             assert any(ids[start : start + len(name)] == name for start in range(len(ids)))
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "searches", "answer"),
-    [(Behaviour.RIGHT, 2, "Euro"), (Behaviour.STOP, 1, "Yen"), (Behaviour.GUESS, 0, "Yen")],
-)
-def test_traces_behave_as_they_are_called(behaviour: Behaviour, searches: int, answer: str) -> None:
-    steps = tuple(Step(name, (f'"{name}"\n{name} is here.',) * 3) for name in ("Lyon", "France"))
-    trace = write_trace(Script("Question: Q?\n", "currency", steps, "Euro", "Yen"), behaviour)
-    assert trace.startswith("Question: Q?\n<think> ")
-    assert trace.endswith(f"<answer> {answer} </answer>")
-    assert re.findall(r"<search> (.*?) </search>\n\n<information>", trace) == ["Lyon", "France"][:searches]
-    assert [trace[low:high] for low, high in observation_spans(trace)] == [
-        observation(step.contents) for step in steps[:searches]
-    ]
