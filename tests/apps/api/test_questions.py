@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from rlsys.apps.api.arguments import Files, read_data, training_files
 from rlsys.data.question import Question, read_questions, search_prompt
@@ -99,10 +97,3 @@ def test_scalars_and_arrays_of_numpy_are_what_they_hold(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {
         "question": "who?", "golden_answers": ["a", "b"], "id": 3, "score": 0.5,
     }  # fmt: skip
-
-
-def test_a_file_whose_dates_cannot_be_split_is_refused(tmp_path: Path) -> None:
-    rows = [HAMLET | {"question": f"{n}?", "on": datetime.date(2020, 1, 1)} for n in range(4)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
-    with refused("wrong_type", "q-train"):
-        training_files(tmp_path / "q.parquet", None, 1, 0, tmp_path / "files")

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever, SearchBackend, WebSearch
+from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever, WebSearch
 from rlsys.apps.api.retrievers import WebServer
 from rlsys.errors import Code
 from rlsys.search.server_process import SearchServer
@@ -96,19 +96,6 @@ def test_a_mistake_is_refused_at_once(code: Code, key: str, make: Callable[[Path
     with refused(code, key):
         make(tmp_path / "index")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_running_server_is_taken_as_it_is(tmp_path: Path) -> None:
-    retriever = HttpRetriever("http://a:1", 2, ["http://b:1"], "TOKEN")
-    with retriever.serving(tmp_path) as settings:
-        assert settings == {
-            "search.url": "http://a:1",
-            "search.topk": 2,
-            "search.replicas": ["http://b:1"],
-            "search.token_env": "TOKEN",
-        }
-    assert isinstance(retriever, SearchBackend)
-    assert not isinstance("http://a:1", SearchBackend)
 
 
 def test_the_web_is_served_for_a_run_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 import pytest
@@ -38,12 +37,6 @@ def test_other_values_come_back_with_their_types(value: Any) -> None:
     assert type(found["key"]) is type(value)
 
 
-def test_a_folder_of_any_name_reaches_the_config() -> None:
-    for name in ("my runs, 2", "it's = ${here}", "null", "a\\", "ends with '"):
-        config = load_config("searchr1_tiny_cpu", [f"output_dir={quoted(name)}"])
-        assert config.output_dir == name
-
-
 def test_what_is_given_twice_is_refused_by_both_names() -> None:
     arguments = [Given("num_iterations", {"trainer.steps": 3})]
     with refused("conflict", "num_iterations"):
@@ -76,11 +69,6 @@ def test_what_passes_with_the_run_is_not_handed_on() -> None:
 def test_what_is_no_batch_is_refused(batch: Any) -> None:
     with refused("out_of_range", "batch_size"):
         of_batch(batch, 4)
-
-
-def test_the_command_can_be_pasted_into_a_shell() -> None:
-    made = compose_settings("x", [Given("output_dir", {"output_dir": "a b"})], ())
-    assert shlex.split(made.command("rlsys", "train")) == ["rlsys", "train", "-c", "x", "output_dir='a b'"]
 
 
 def test_eight_devices_are_the_published_node() -> None:

@@ -73,29 +73,14 @@ def test_without_more_said_it_is_the_published_run(asked: list[RunConfig], tmp_p
 def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
     asked: list[RunConfig], tmp_path: Path
 ) -> None:
-    def train(*overrides: str) -> None:
-        given = {"devices": "cpu", "config": "searchr1_tiny_cpu", "output_dir": tmp_path, "overrides": overrides}
-        SearchR1Trainer(POLICY, SERVER, **given).train(ROWS, eval_data=ROWS[:8])  # type: ignore[arg-type]
-
+    trainer = SearchR1Trainer(POLICY, SERVER, devices="cpu", config="searchr1_tiny_cpu", output_dir=tmp_path)
     with pytest.warns(UserWarning, match="questions") as notes:
-        train()
+        trainer.train(ROWS, eval_data=ROWS[:8])
     dropped, lowered = notes
     assert "8 questions" in str(dropped.message)
     assert "12 questions" in str(lowered.message)
     assert {note.filename for note in notes} == {__file__}
     assert asked[0].trainer.prompts_per_step == 12
-    with pytest.warns(UserWarning, match="8 questions of train_data"):
-        train("trainer.prompts_per_step=4")
-    assert asked[1].trainer.prompts_per_step == 4
-
-
-def test_without_a_search_there_are_tools_alone(asked: list[RunConfig], tmp_path: Path) -> None:
-    overrides = ["task.tools=[rlsys.rollout.tools.calculator.Calculator]", "task.invalid_message='Use <answer>.'"]
-    trainer = SearchR1Trainer(
-        POLICY, None, devices="cpu", config="searchr1_tiny_cpu", output_dir=tmp_path, overrides=overrides
-    )
-    trainer.train(ROWS, batch_size=8)
-    assert not asked[0].search.enabled
 
 
 @pytest.mark.parametrize(

@@ -163,15 +163,3 @@ async def test_who_stops_listening_ends_the_generation() -> None:
         await script.halted.wait()
     assert script.cancelled == 1
     assert len(asyncio.all_tasks()) == 1
-
-
-async def test_a_tool_of_the_task_is_told_by_name() -> None:
-    calls = "<calculator> 6 * 7 </calculator>"
-    tasks = task(tools=["rlsys.rollout.tools.calculator.Calculator"])
-    events = await all_of(conversation(Script(codec(), (calls, "<answer>42</answer>")), None, tasks))
-    acted = next(event for event in events if isinstance(event, Acted))
-    assert (acted.action, acted.tool, acted.content) == ("tool", "calculator", "6 * 7")
-    assert {one.kind for one in events if isinstance(one, TextPiece) and one.turn == 0} == {Kind.tool}
-    assert "42" in next(event for event in events if isinstance(event, Observed)).text
-    assert isinstance(events[-1], EpisodeEnded)
-    assert (events[-1].tool_calls, events[-1].searches) == (1, 0)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner, Result
 
 from rlsys.apps.chat.chat_settings import ChatSettings
@@ -113,18 +112,6 @@ def test_a_mistake_is_refused(run_chat: Chat, arguments: tuple[object, ...], cod
     outcome = run_chat(*arguments)
     with refused(code, key):
         raise outcome.exception or AssertionError(outcome.output)
-
-
-def test_a_folder_of_an_unknown_family_is_asked_by_transformers(run_chat: Chat, tmp_path: Path) -> None:
-    """Transformers knows more families than can be trained."""
-    folder = tmp_path / "gpt2"
-    shutil.copytree(POLICY, folder)
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    tiny = GPT2Config(vocab_size=json.loads((POLICY / "config.json").read_text())["vocab_size"], **sizes)
-    GPT2LMHeadModel(tiny).save_pretrained(folder)
-    outcome = run_chat("--model", folder, "--max-turns", 0, "--engine", "transformers", "--json", "Who?")
-    assert outcome.exception is None, outcome.output
-    assert '"event": "ended"' in outcome.stdout
 
 
 def test_a_closed_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

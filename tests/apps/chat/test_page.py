@@ -66,15 +66,3 @@ def test_stop_ends_the_answer_and_the_next_one_begins(look: Look) -> None:
             page.wait_for_selector(f"article:nth-of-type({number}) .wrong")
             assert page.text_content(f"article:nth-of-type({number}) .wrong") == "Stopped."
             page.wait_for_selector("#stop:disabled")
-
-
-def test_a_bad_question_and_a_server_that_has_gone_are_said(look: Look) -> None:
-    with page_of(Script(codec(), (ANSWERS,)), Shelf()) as url:
-        page = look(url).page
-        page.click("#send")
-        page.wait_for_selector("article:nth-of-type(1) .wrong")
-        assert "[empty]" in (page.text_content("article:nth-of-type(1) .wrong") or "")
-    page.fill("#question", "Is anybody there?")
-    page.click("#send")
-    page.wait_for_selector("article:nth-of-type(2) .wrong")
-    assert "server" in (page.text_content("article:nth-of-type(2) .wrong") or "")

@@ -145,15 +145,6 @@ def test_keys_of_another_version_are_left_out_and_named(run: Path) -> None:
     assert set(left_out) == {"search.cassette.speed", "task.eval_limit"}
 
 
-def test_a_model_of_nobody_is_asked_as_search_r1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    deep = tmp_path / "a" / "b" / "c" / "d"
-    found = settings(deep, search_url="http://127.0.0.1:8000")
-    assert found.prompt("how far") == search_prompt("how far")
-    assert found.config.task.max_turns == load_config("searchr1_qwen2.5_3b_1node").task.max_turns
-    assert settings(deep, max_turns=0).config.search.url is None
-
-
 @pytest.mark.parametrize(
     ("wanted", "code", "key"),
     [

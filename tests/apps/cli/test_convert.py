@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,33 +56,6 @@ def test_there_and_back_and_the_same(call: Call, tmp_path: Path) -> None:
         assert (status, error) == (0, "")
         assert "tensors: 39 of 39 the same" in out
         assert "logits: the same" in out
-
-
-def test_what_differs_is_a_table_and_status_1(call: Call, tmp_path: Path) -> None:
-    model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other", seed=1)
-    status, out, error = call("verify", model, other, "--no-logits")
-    assert (status, error) == (1, "")
-    rows = [line for line in out.splitlines() if "│" in line]
-    assert "lm_head.weight" in rows[0]
-    assert "bytes" in rows[0]
-    assert "tensors: 0 of 39 the same" in out
-    assert "logits" not in out
-
-
-def test_info_for_people_and_for_programs(call: Call, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama")
-    status, out, error = call("info", model)
-    assert (status, error) == (0, "")
-    rows = dict([cell.strip() for cell in line.split("│")[1:3]] for line in out.splitlines() if line.startswith("│"))
-    assert rows["format"] == "hugging face"
-    assert rows["family"] == "llama"
-    assert rows["dtypes"].startswith("bfloat16 (")
-    assert "tokenizer.json" in rows["also"]
-    status, out, error = call("info", model, "--json")
-    assert (status, error) == (0, "")
-    found = json.loads(out)
-    assert f"{found['parameters']:,}" == rows["parameters"]
-    assert found["architecture"]["rope"]["factor"] == 8.0
 
 
 @pytest.mark.parametrize(

@@ -164,13 +164,6 @@ def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> 
     assert f"every time you get new information. {said} If you find no" in alone
 
 
-def test_a_prompt_of_ones_own_holds_the_question_as_it_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_text("Think, then <answer>. {tools}\nQ: {question}\nA:", encoding="utf-8")
-    first, _ = own(tmp_path, "--prompt", file, "--tool", CALCULATOR)
-    assert first == f"Think, then <answer>. {described([CALCULATOR])}\nQ: who wrote Hamlet\nA:"
-
-
 @pytest.mark.parametrize(
     ("content", "arguments", "named"),
     [

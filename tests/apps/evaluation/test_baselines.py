@@ -66,17 +66,6 @@ async def test_rag_puts_the_passages_of_its_search_before_the_question() -> None
         assert tail == f"Question: {before.text}\n"
 
 
-async def test_passages_are_cut_as_in_the_loop() -> None:
-    codec = Codec(build_tokenizer(words=True))
-    question = Question("q:1", "", ("x",), text="Who?")
-    config = RunConfig(task=TaskConfig(max_observation_tokens=60))
-    server = Script({"Who?": found("Who?", "many words " * 500)})
-    (one,) = await with_passages([question], server, codec, config)
-    observation = one.prompt[one.prompt.index("\n\n<information>") : one.prompt.index("Question: Who?")]
-    assert len(codec.encode(observation)) <= 60
-    assert observation.endswith("</information>\n\n")
-
-
 async def test_a_failed_search_ends_rag() -> None:
     failed = SearchResult(error="no answer", failure=Failure.unavailable)
     question = Question("q:7", "", ("x",), text="Who?")

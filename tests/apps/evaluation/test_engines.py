@@ -75,21 +75,6 @@ async def test_a_baseline_asks_in_its_way(config: RunConfig, server: tiny.Search
     assert looked_up == (set(TEXTS) if baseline is Baseline.rag else set())
 
 
-async def test_a_policy_calls_a_tool_where_there_is_no_search(
-    config: RunConfig, server: tiny.Search, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlsys.apps.evaluation.execution.open_tool", None)  # Not even a client is made.
-    task = replace(
-        config.task, tools=["tests.rollout.tools.own_tools.Book"], tags=replace(config.task.tags, search="find")
-    )
-    alone = replace(config, task=task, search=replace(config.search, enabled=False, url=None, index=None))
-    evaluation = await run_evaluation(alone, QUESTIONS, How(TRANSFORMERS))
-    turns = [turn for one in evaluation.answered for turn in one.trajectory.turns if turn.tool]
-    assert {turn.tool for turn in turns} == {"book"}
-    assert all(turn.content.upper() in turn.observation for turn in turns if turn.observation)
-    assert (evaluation.searches, server.asked) == (0, [])
-
-
 async def test_a_dead_server_ends_the_evaluation_before_it_begins(config: RunConfig) -> None:
     dead = replace(config, search=replace(config.search, url="http://127.0.0.1:9", retries=0))
     with pytest.raises(RunError, match=r"127\.0\.0\.1:9"):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from rlsys.apps.evaluation.evaluation_inputs import find_sources, questions_of
-from rlsys.config.schema import EvalConfig, RunConfig
+from rlsys.config.schema import RunConfig
 from tests.support.refusals import refused
 
 
@@ -51,10 +51,3 @@ def test_questions_of_two_files_of_one_name_have_ids_of_their_own(tmp_path: Path
     questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig())
     assert [one.uid for one in questions] == ["nq/test:1", "nq/test:2", "popqa/test:1", "popqa/test:2"]
     assert [one.data_source for one in questions] == ["nq", "nq", "popqa", "popqa"]
-
-
-def test_the_limit_is_of_each_set(tmp_path: Path) -> None:
-    write(tmp_path / "nq" / "test.jsonl", *["nq"] * 5)
-    write(tmp_path / "popqa" / "test.jsonl", *["popqa"] * 2)
-    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig(eval=EvalConfig(limit=3)))
-    assert [one.data_source for one in questions] == ["nq"] * 3 + ["popqa"] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.apps.evaluation.results import average, summarise, tries
+from rlsys.apps.evaluation.results import average, summarise
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import bootstrap, wilson
 from tests.apps.evaluation.answers import SEARCH, answered, asked
@@ -57,10 +57,3 @@ def test_several_answers_to_a_question_are_averaged_before_they_are_counted() ->
     assert one.em == bootstrap([0.5, 0.0])
     assert list(one.pass_at) == [1, 2, 4]
     assert [value.mean for value in one.pass_at.values()] == pytest.approx([0.25, (1 - 1 / 6) / 2, 0.5])
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"), [(1, []), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (10, [1, 2, 4, 8, 10])]
-)
-def test_tries_are_powers_of_two_and_all(samples: int, expected: list[int]) -> None:
-    assert tries(samples) == expected

@@ -122,15 +122,6 @@ def test_a_run_that_was_broken_off_goes_on(world: World) -> None:
     assert "resume=auto" in again[4]
 
 
-def test_a_longer_training_that_was_killed_is_not_finished_by_its_first_life(world: World) -> None:
-    world.run(world.wish(steps=2))
-    world.killed = True
-    with pytest.raises(KeyboardInterrupt):
-        world.run(world.wish(steps=8))
-    world.killed = False
-    assert names(world.run(world.wish(steps=8)))[4:] == ["train", "eval", "report"]
-
-
 def test_what_went_on_or_is_asked_otherwise_is_evaluated_again(world: World) -> None:
     asked = []
     for more in ({"steps": 2}, {"steps": 4}, {"steps": 4, "overrides": ("eval.limit=3",)}):
@@ -157,10 +148,6 @@ def test_other_settings_documents_or_questions_train_again(world: World) -> None
         next(word for word in words if word.startswith("name=")) for words in (first, other_documents, other_questions)
     }
     assert len(named) == 3
-    for words in (first, other_documents, other_questions):
-        config = load_config("searchr1_tiny_cpu", words[5:])
-        read = (config.task.train_path, config.task.eval_path, config.search.index)
-        assert all(Path(str(one)).exists() for one in read)
 
 
 def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:
