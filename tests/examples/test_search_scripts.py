@@ -49,9 +49,9 @@ def run(script: str, *flags: str | Path, cwd: Path, **settings: str | Path) -> s
 
 
 @contextmanager
-def served(*flags: str | Path, cwd: Path, **settings: str | Path) -> Iterator[str]:
+def served(script: str, *flags: str | Path, cwd: Path, **settings: str | Path) -> Iterator[str]:
     """The address of a server that the script started, once it answers; SIGTERM ends it with status 0."""
-    command = ["sh", str(SCRIPTS / "launch_local_server.sh"), *map(str, flags)]
+    command = ["sh", str(SCRIPTS / script), *map(str, flags)]
     log = cwd / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=cwd, env=environment(**settings), stdout=output, stderr=output)
@@ -103,7 +103,7 @@ def dense(data: Path) -> Path:
 
 def test_a_folder_is_served_under_upstreams_flags(data: Path, dense: Path) -> None:
     flags = ("--corpus_path", data / "wiki-18.jsonl", "--port", "0", "--topk", "2")
-    with served(*flags, cwd=data, INDEX_PATH=dense, PAGES_PATH="pages.jsonl") as address:
+    with served("launch_local_server.sh", *flags, cwd=data, INDEX_PATH=dense, PAGES_PATH="pages.jsonl") as address:
         found = ask(address, "/retrieve", {"queries": ["What is the capital of Armenia?"], "return_scores": True})
         assert len(found[0]) == 2
         assert found[0][0]["document"] == next(p for p in passages() if p["id"] == "AM")

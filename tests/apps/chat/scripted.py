@@ -1,23 +1,17 @@
-"""An engine and a search that say what a test has written down, and the page's server over them."""
+"""An engine and a search that say what a test has written down."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from rlsys.apps.chat.conversation import Conversation, Opened
-from rlsys.apps.chat.web import create_app
-from rlsys.apps.evaluation.evaluation_inputs import EngineName
+from rlsys.apps.chat.conversation import Conversation
 from rlsys.config.schema import TaskConfig
 from rlsys.rollout.agent.episode import Generation, Heard, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
-from rlsys.search.address import own_names
 from rlsys.search.retrieval import SearchResult
 from tests.rollout.agent.bpe import build_tokenizer
 from tests.rollout.agent.found import result_of
-from tests.search.conftest import serving
-from tests.support.ports import free_port
 
 PASSAGE = '"Paris"\nParis is the capital of <b>France</b>.'
 SEARCHES = "<think>I need it.</think><search> capital of France </search>"
@@ -91,13 +85,3 @@ def conversation(script: Script, search: Shelf | None, tasks: TaskConfig | None 
         TurnSampling(0.0, stop=("</search>", "</answer>")),
         lambda text: f"Question: {text}\n",
     )
-
-
-@contextmanager
-def page_of(script: Script, search: Shelf) -> Iterator[str]:
-    """The address of the page over them, on a real socket."""
-    about = ("folder/<b>model</b>", "http://127.0.0.1:9", 2, 0.0)
-    asked = conversation(script, search, task(max_prompt_tokens=512))
-    opened = Opened(asked, EngineName.transformers, *about)
-    with serving(create_app(opened, own_names("127.0.0.1")), free_port()) as url:
-        yield url

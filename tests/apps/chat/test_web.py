@@ -15,7 +15,8 @@ import pytest
 from rlsys.apps.chat import web
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.agent.episode import Generation
-from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec, page_of
+from tests.apps.chat.pages import page_of
+from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
 
 
 def until(true: Callable[[], bool], within_s: float = 100.0) -> None:
