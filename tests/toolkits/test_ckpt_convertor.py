@@ -30,6 +30,7 @@ def test_there_are_scripts_for_each_size_and_way() -> None:
     assert [f"{way}_{size}.sh" for way in ("hf2mg", "mg2hf") for size in ("1.5b", "3b", "7b")] == SHELL
 
 
+@pytest.mark.slow
 def test_a_model_goes_there_and_back_from_any_folder(tmp_path: Path) -> None:
     home = tmp_path / "my models"
     home.mkdir()

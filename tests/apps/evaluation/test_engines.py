@@ -60,7 +60,7 @@ async def test_drawn_answers_differ_and_repeat(config: RunConfig) -> None:
     assert said != [answered.trajectory.response for answered in other.answered]
 
 
-@pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.rag, Baseline.search])
+@pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.rag])
 async def test_a_baseline_asks_in_its_way(config: RunConfig, server: tiny.Search, baseline: Baseline) -> None:
     noted: list[str] = []
     evaluation = await run_evaluation(
